@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -41,7 +42,7 @@ class Plan:
         if not self.tails:
             raise ValueError("a plan needs at least one tail")
         for tail in self.tails:
-            if tail[0] != self.merge or any(a >= b for a, b in zip(tail, tail[1:], strict=False)):
+            if tail[0] != self.merge or any(a >= b for a, b in pairwise(tail)):
                 raise ValueError(f"a tail must start at merge={self.merge} and increase, got {tail}")
         if len({tail[-1] for tail in self.tails}) != 1:
             raise ValueError(f"all tails must end at the same step, got {self.tails}")
@@ -143,8 +144,8 @@ class Algorithm(Protocol):
         """The plans that every prompt is sampled with."""
         ...
 
-    def advantages(self, rewards: Tensor) -> Tensor:
-        """Advantages [G] from rewards [R, M, G] of one group; entries may be NaN."""
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        """Advantages [G] from rewards [R, M, G] of one group, whose entries may be NaN, and weights [R]."""
         ...
 
     def loss(self, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:

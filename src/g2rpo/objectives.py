@@ -1,0 +1,43 @@
+"""From rewards to advantages, and from advantages to a loss. Pure functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from g2rpo.flow import Normal, per_row
+
+
+def group_normalize(rewards: Tensor, eps: float = 1e-8) -> Tensor:
+    """Advantages (r - mean) / (std + eps) over the last axis (GRPO, arXiv 2402.03300; G2RPO, Eq. 8).
+
+    rewards [..., G]; std is the unbiased one, so |advantage| <= (G - 1) / sqrt(G). NaN means "no score": such a member gets 0
+    and does not count in its group. A group whose valid rewards are all equal, or that has fewer than two, gets exactly 0.
+    Float64 inside: the rounding of a float32 mean would turn ties of large rewards into advantages.
+    """
+    valid = ~rewards.isnan()
+    r = torch.where(valid, rewards, 0).double()
+    n = valid.sum(-1, keepdim=True)
+    mean = r.sum(-1, keepdim=True) / n.clamp(min=1)
+    deviation = torch.where(valid, r - mean, 0)
+    std = (deviation.square().sum(-1, keepdim=True) / (n - 1).clamp(min=1)).sqrt()
+    infinity = torch.finfo(r.dtype).max
+    highest = torch.where(valid, r, -infinity).amax(-1, keepdim=True)
+    lowest = torch.where(valid, r, infinity).amin(-1, keepdim=True)
+    return torch.where(highest > lowest, deviation / (std + eps), 0).to(rewards.dtype)
+
+
+def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """PPO's clipped loss max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(log_prob - old_log_prob) (G2RPO, Eq. 12).
+
+    Elementwise, to be minimised; all arguments have one shape. With log-probs that are means over entries, r is a geometric
+    mean per entry and stays within about 1e-3 of 1.
+    """
+    ratio = (log_prob - old_log_prob).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+
+
+def kernel_kl(kernel: Normal, reference: Normal) -> Tensor:
+    """KL between two step kernels of equal std, as a mean over entries, [B] (Flow-GRPO, arXiv 2505.05470, Eq. 14)."""
+    difference = (kernel.mean - reference.mean) / per_row(kernel.std, kernel.mean)
+    return 0.5 * difference.square().flatten(1).mean(1)

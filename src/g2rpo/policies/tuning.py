@@ -1,0 +1,85 @@
+"""Which weights of a diffusers transformer are trained, and how they are saved: LoRA or full fine-tuning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+TuningMode = Literal["lora", "full"]
+
+
+class Tuning:
+    """The trained part of `transformer`, a diffusers model.
+
+    "lora" freezes the weights in `dtype` and adds float32 adapters of `rank` to the modules named in `targets`; "full" trains
+    all weights as float32 masters, computed in `dtype` under autocast. Adapters start at zero, so the model is unchanged.
+    """
+
+    def __init__(
+        self,
+        transformer: Any,
+        mode: TuningMode,
+        *,
+        rank: int,
+        alpha: float,
+        targets: Sequence[str],
+        seed: int,
+        dtype: torch.dtype,
+        keep_base: bool,
+    ) -> None:
+        self.transformer = transformer
+        self.mode = mode
+        self._frozen: Any = None
+        if mode == "lora":
+            from peft import LoraConfig
+
+            transformer.requires_grad_(False).to(dtype)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
+                transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets)))
+            for parameter in self.named().values():
+                parameter.data = parameter.data.float()
+        else:
+            if keep_base:
+                self._frozen = copy.deepcopy(transformer).requires_grad_(False).to(dtype)
+            transformer.requires_grad_(True).float()
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by name."""
+        return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def base(self) -> Iterator[Any]:
+        """The untrained transformer, for as long as the context lasts."""
+        if self.mode == "full":
+            if self._frozen is None:
+                raise RuntimeError("the base model was not kept: build the policy with keep_base=True")
+            yield self._frozen
+            return
+        self.transformer.disable_adapters()
+        try:
+            yield self.transformer
+        finally:
+            self.transformer.enable_adapters()
+
+    def save(self, directory: Path, pipeline_class: Any) -> Path:
+        """Writes what diffusers reads: `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights`, or a transformer folder."""
+        if self.mode == "full":
+            self.transformer.save_pretrained(directory, safe_serialization=True)
+            return directory
+        from peft.utils import get_peft_model_state_dict
+
+        layers: dict[str, Tensor] = get_peft_model_state_dict(self.transformer)
+        adapter = self.transformer.peft_config["default"]
+        pipeline_class.save_lora_weights(
+            directory,
+            transformer_lora_layers={name: value.contiguous() for name, value in layers.items()},
+            transformer_lora_adapter_metadata=adapter.to_dict(),
+        )
+        return directory / "pytorch_lora_weights.safetensors"

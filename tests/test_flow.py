@@ -1,0 +1,166 @@
+"""The mathematics of flow.py against closed forms, published formulas and diffusers' own scheduler."""
+
+import math
+
+import pytest
+import torch
+
+from g2rpo.flow import Normal, dance_sde, flow_sde, ode_step, sde_step, sigma_grid, tail
+from g2rpo.policies.gaussian import GaussianPolicy
+
+
+def test_sigma_grid_is_the_published_schedule():
+    """T = 16, shift = 3: sigma_i = 3u / (1 + 2u), u = 1 - i/16 (values of the published recipe, six decimals)."""
+    expected = [1.0, 0.978261, 0.954545, 0.928571, 0.9, 0.868421, 0.833333, 0.794118, 0.75, 0.7, 0.642857, 0.576923, 0.5,
+                0.409091, 0.3, 0.166667, 0.0]  # fmt: skip
+    torch.testing.assert_close(sigma_grid(16, 3.0), torch.tensor(expected), atol=5e-7, rtol=0)
+    assert sigma_grid(16, 3.0)[0] == 1 and sigma_grid(16, 3.0)[-1] == 0
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(1, 1.0), (10, 3.0), (28, 1.15)])
+def test_sigma_grid_and_ode_are_diffusers_euler_scheduler(steps, shift):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
+    sigmas = sigma_grid(steps, shift)
+    torch.testing.assert_close(sigmas, scheduler.sigmas, atol=2e-7, rtol=0)  # float32 rounding of the grid
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    theirs, ours = x, x
+    for i, t in enumerate(scheduler.timesteps):
+        v = torch.sin(ours + i)
+        theirs = scheduler.step(torch.sin(theirs + i), t, theirs).prev_sample
+        ours = ode_step(ours, v, sigmas[i], sigmas[i + 1])
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_sde_step_is_the_published_flow_grpo_step():
+    """mu = x (1 + s^2 dt / (2 sigma)) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, std = s sqrt(-dt), in float64."""
+    generator = torch.Generator().manual_seed(1)
+    x, v = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    sigmas, eta = sigma_grid(16, 3.0).double(), 0.7
+    for i in range(8):
+        sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
+        s = eta * math.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma)))
+        kernel = sde_step(x, v, sigma, sigmas[i + 1], flow_sde(sigmas, eta)(sigma))
+        mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+        torch.testing.assert_close(kernel.mean, mean, atol=1e-14, rtol=0)
+        assert float(kernel.std) == pytest.approx(s * math.sqrt(-dt), rel=1e-14)
+
+
+@pytest.mark.parametrize(("step", "std"), [(0, 0.7), (1, 0.7231), (4, 0.3732), (7, 0.2888)])
+def test_injected_noise_of_the_published_recipe(step, std):
+    sigmas = sigma_grid(16, 3.0)
+    x = torch.zeros(1, 1)
+    kernel = sde_step(x, x, sigmas[step], sigmas[step + 1], flow_sde(sigmas, 0.7)(sigmas[step]))
+    assert float(kernel.std) == pytest.approx(std, abs=5e-5)
+
+
+def test_sde_step_is_the_published_dance_grpo_step():
+    """mean = x + v dt - eta^2 / 2 * score * dt with score = -(x - (1 - sigma) x0) / sigma^2; std = eta sqrt(-dt)."""
+    x, v = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(2))
+    sigma, sigma_next, eta = torch.tensor(0.6), torch.tensor(0.5), 0.3
+    x0 = x - sigma * v
+    score = -(x - (1 - sigma) * x0) / sigma**2
+    expected = x + v * (sigma_next - sigma) - 0.5 * eta**2 * score * (sigma_next - sigma)
+    kernel = sde_step(x, v, sigma, sigma_next, dance_sde(eta)(sigma))
+    torch.testing.assert_close(kernel.mean, expected, atol=1e-6, rtol=0)
+    assert float(kernel.std) == pytest.approx(eta * math.sqrt(0.1), rel=1e-6)
+
+
+def test_without_noise_the_sde_step_is_the_ode_step_bit_for_bit():
+    sigmas = sigma_grid(10, 3.0)
+    x, v = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(3))
+    for i in range(10):
+        kernel = sde_step(x, v, sigmas[i], sigmas[i + 1], torch.tensor(0.0))
+        assert torch.equal(kernel.mean, ode_step(x, v, sigmas[i], sigmas[i + 1]))
+
+
+def marginal_error(diffusion, num_steps: int, samples: int) -> tuple[float, float]:
+    """(|mean error|, |std error|) of the SDE's samples at sigma = 0 on a Gaussian target, every step stochastic."""
+    policy = GaussianPolicy(mean=0.8, std=0.6, size=1)
+    cond = policy.encode(["0"])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples // 3, 3, 1, 1, generator=generator)
+    # The last sigma of the start is just below 1, where Flow-GRPO's g is finite, and the noise level is exactly that of x.
+    sigmas = torch.linspace(0.98, 0.0, num_steps + 1)
+    x = (1 - sigmas[0]) * 0.8 + ((1 - sigmas[0]) ** 2 * 0.36 + sigmas[0] ** 2).sqrt() * x
+    g = diffusion(sigmas)
+    with torch.no_grad():
+        for i in range(num_steps):
+            v = policy.velocity(x, sigmas[i], cond)
+            noise = torch.randn(x.shape, generator=generator)
+            x = sde_step(x, v, sigmas[i], sigmas[i + 1], g(sigmas[i])).sample(noise)
+    return abs(float(x.mean()) - 0.8), abs(float(x.std()) - 0.6)
+
+
+@pytest.mark.parametrize("diffusion", [lambda s: flow_sde(s, 0.7), lambda s: dance_sde(0.6)], ids=["flow", "dance"])
+def test_sde_reaches_the_marginals_of_the_ode(diffusion):
+    """The only test that notices a wrong SDE: shapes, ratio = 1 and rising rewards survive a flipped score.
+
+    Two parts: the error shrinks with the step (Euler-Maruyama is of weak order 1, so 8 times the steps should divide a bias
+    by about 8; a factor 4 is asked), and the limit is right. With n = 240,000 entries the standard error of the mean is
+    0.6 / sqrt(n) = 1.2e-3 and of the std 0.6 / sqrt(2n) = 9e-4; the bound is four of them plus the bias left at 400 steps.
+    """
+    coarse = marginal_error(diffusion, 25, 240_000)
+    fine = marginal_error(diffusion, 400, 240_000)
+    assert max(fine) < 4 * 1.2e-3 + max(coarse) / 16
+    assert max(fine) < max(coarse) / 4 + 4 * 1.2e-3
+    assert max(fine) < 0.01
+
+
+def test_log_prob_is_the_mean_over_entries_of_torchs_normal():
+    mean, x = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(4))
+    std = torch.tensor([0.1, 0.2, 0.5, 1.0, 2.0])
+    theirs = torch.distributions.Normal(mean, std.reshape(5, 1, 1)).log_prob(x).mean((1, 2))
+    torch.testing.assert_close(Normal(mean, std).log_prob(x), theirs)
+
+
+def test_log_prob_broadcasts_one_shared_mean_over_a_group():
+    mean, x = torch.randn(1, 6), torch.randn(4, 6)
+    rows = torch.cat([Normal(mean, torch.tensor(0.3)).log_prob(row[None]) for row in x])
+    torch.testing.assert_close(Normal(mean, torch.tensor(0.3)).log_prob(x), rows)
+
+
+def test_log_prob_gradient_matches_finite_differences():
+    """d log_prob / d velocity through sde_step; float64, where central differences of a quadratic leave 1e-16 / 1e-4."""
+    generator = torch.Generator().manual_seed(0)
+    x, v, x_next = torch.randn(3, 2, 6, generator=generator, dtype=torch.float64)
+    sigma, sigma_next, g = torch.tensor([0.7, 0.4]), torch.tensor([0.6, 0.3]), torch.tensor([0.8, 0.5])
+    v.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda v: sde_step(x, v, sigma, sigma_next, g).log_prob(x_next), (v,), eps=1e-4, atol=1e-9, rtol=1e-9
+    )
+
+
+def published_tail(branch: int, num_steps: int, stride: int) -> list[int]:
+    """The published schedule by its own recipe: the concatenated list of sigmas, all of whose entries but the last are
+    evaluated, and the image is predicted from the last evaluated one."""
+    indices = [*range(branch + 2), *range(branch + 2, num_steps + 1, stride)]
+    return [*indices[branch + 1 : -1], num_steps]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 5])
+def test_reference_tails_are_the_published_schedule(stride):
+    for branch in range(15):
+        steps = tail(branch + 1, 16, stride, "reference")
+        assert list(steps) == published_tail(branch, 16, stride)
+        assert len(steps) - 1 == math.ceil((15 - branch) / stride)
+
+
+def test_closed_tails_never_jump_further_than_their_granularity():
+    for start in range(16):
+        for granularity in (1, 2, 3, 5):
+            steps = tail(start, 16, granularity, "closed")
+            jumps = [b - a for a, b in zip(steps, steps[1:], strict=False)]
+            assert steps[0] == start and steps[-1] == 16 and jumps[0] == 1 and max(jumps) <= granularity
+
+
+def test_the_fine_tail_is_the_plain_sampler_under_both_ends():
+    assert tail(3, 16, 1, "reference") == tail(3, 16, 1, "closed") == tuple(range(3, 17))
+
+
+@pytest.mark.parametrize("bad", [lambda: sigma_grid(0), lambda: sigma_grid(4, 0), lambda: tail(16, 16, 1), lambda: tail(1, 4, 0)])
+def test_impossible_grids_are_refused(bad):
+    with pytest.raises(ValueError):
+        bad()

@@ -1,0 +1,178 @@
+"""The engine against a plain loop that shares nothing, and its counts against closed forms."""
+
+import pytest
+import torch
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.flow import dance_sde, flow_sde, ode_step, sde_step, sigma_grid
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import count_evaluations, count_images
+from g2rpo.seeding import generator_for
+from g2rpo.types import Plan
+
+SIGMAS = sigma_grid(16, 3.0)
+
+
+def noise(prompt, *purpose):
+    return generator_for(prompt, *purpose)
+
+
+class Network(GaussianPolicy):
+    """A policy whose velocity is no closed form but mixes entries, and counts the rows it is asked for."""
+
+    rows = 0
+
+    def velocity(self, x, sigma, cond):
+        self.rows += len(x)
+        mixed = torch.sin(3 * x + x.roll(1, -1) * sigma.reshape(-1, 1, 1, 1))
+        return super().velocity(x, sigma, cond) + 0.3 * mixed
+
+
+def make_engine(prompts=1, policy=None, **options):
+    policy = policy or Network()
+    return Engine(policy, policy.encode([str(0.1 * i) for i in range(prompts)]), SIGMAS, **options)
+
+
+@pytest.mark.parametrize(
+    ("granularities", "expected"), [((1,), 1112), ((1, 2), 1496), ((1, 3), 8 + 12 * (125 - 16)), ((1, 2, 3), 1700)]
+)
+def test_evaluations_equal_the_closed_form(granularities, expected):
+    """8 + 12 * (sum of tail lengths - 2 shared velocities per extra granularity and branch step), T=16, G=12, steps 0..7."""
+    algorithm = GranularGRPO(granularities=granularities)
+    plans = algorithm.plans(16)
+    engine = make_engine()
+    engine.rollout(plans, 12, algorithm.diffusion(SIGMAS), noise)
+    assert engine.policy.rows == engine.evaluations == count_evaluations(plans, 12) == expected
+    assert count_images(plans, 12) == 12 * 8 * len(granularities)
+
+
+def plain_rollout(policy, cond, prompt, plan, group_size, diffusion):
+    """One plan by the book: batch 1, every member walked on its own, every velocity computed anew."""
+    row = cond.rows([prompt])
+
+    def velocity(x, step):
+        return policy.velocity(x[None], SIGMAS[step : step + 1], row)[0]
+
+    transitions, finals = [], []
+    for member in range(group_size):
+        x = policy.noise([noise(prompt, "initial") if plan.shared_noise else noise(prompt, "initial", member)])[0]
+        for step in range(plan.branch):
+            x = ode_step(x, velocity(x, step), SIGMAS[step], SIGMAS[step + 1])
+        for step in range(plan.branch, plan.merge):
+            sigma, sigma_next = SIGMAS[step], SIGMAS[step + 1]
+            kernel = sde_step(x[None], velocity(x, step)[None], sigma, sigma_next, diffusion(sigma))
+            draws = torch.randn(group_size, *x.shape, generator=noise(prompt, "branch", plan.branch, step))
+            x_next = kernel.sample(draws[member])
+            transitions.append((step, x, x_next[0], kernel.log_prob(x_next)[0]))
+            x = x_next[0]
+        ends = []
+        for tail in plan.tails:
+            y = x
+            for here, there in zip(tail, tail[1:], strict=False):
+                y = ode_step(y, velocity(y, here), SIGMAS[here], SIGMAS[there])
+            ends.append(y)
+        finals.append(torch.stack(ends))
+    return transitions, torch.stack(finals, 1)
+
+
+PLANS = {
+    "g2rpo": GranularGRPO(branch_steps=(0, 3, 6), granularities=(1, 2, 3)).plans(16),
+    "closed": GranularGRPO(branch_steps=(1, 14), granularities=(1, 4), tail="closed").plans(16),
+    "window": [Plan(2, 6, ((6, 7, 10, 16),))],
+    "every step, own noise": [Plan(0, 16, ((16,),), shared_noise=False)],
+    "window, own noise": [Plan(3, 5, (tuple(range(5, 17)), (5, 6, 16)), shared_noise=False)],
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+@torch.no_grad()
+def test_sharing_changes_no_latent(name, batch_size):
+    """Elementwise float32 arithmetic: rows do not know their batch, so results are equal to the last bits (1e-6 of |x| ~ 3)."""
+    group_size, diffusion = 3, dance_sde(0.5)
+    engine = make_engine(prompts=2, batch_size=batch_size)
+    rollouts = engine.rollout(PLANS[name], group_size, diffusion, noise)
+    assert [r.prompt for r in rollouts] == sorted([0, 1] * len(PLANS[name]))
+    counted = engine.evaluations
+    assert counted == 2 * count_evaluations(PLANS[name], group_size)
+    for got in rollouts:
+        transitions, finals = plain_rollout(engine.policy, engine.cond, got.prompt, got.plan, group_size, diffusion)
+        torch.testing.assert_close(got.finals, finals, atol=1e-5, rtol=0)
+        for step, x, x_next, log_prob in transitions:
+            mine = next(t for t in got.transitions if t.step == step)
+            assert len(mine.x) == (1 if got.plan.shared_noise and step == got.plan.branch else group_size)
+            member = int((mine.x_next - x_next).flatten(1).abs().amax(1).argmin())
+            torch.testing.assert_close(mine.x_next[member], x_next, atol=1e-5, rtol=0)
+            torch.testing.assert_close(mine.x[member if len(mine.x) > 1 else 0], x, atol=1e-5, rtol=0)
+            torch.testing.assert_close(mine.old_log_prob[member], log_prob, atol=1e-5, rtol=0)
+
+
+def test_one_branch_with_the_fine_tail_is_a_window_of_one():
+    """G2RPO with one branch step and {1} is MixGRPO with shared noise and a window of one (same plan, same latents)."""
+    (plan,) = GranularGRPO(branch_steps=(4,), granularities=(1,)).plans(16)
+    assert plan == Plan(4, 5, (tuple(range(5, 17)),))
+
+
+def test_noise_enters_at_one_step_only():
+    """All members of a group share their latent before the branch, and differ after it by the injected noise alone."""
+    algorithm = GranularGRPO(branch_steps=(5,), granularities=(1,))
+    (rollout,) = make_engine().rollout(algorithm.plans(16), 4, algorithm.diffusion(SIGMAS), noise)
+    (transition,) = rollout.transitions
+    spread = (transition.x_next - transition.x_next.mean(0)).std()
+    assert len(transition.x) == 1
+    # 192 entries: the standard error of an std is 1 / sqrt(2 * 144) = 6 %
+    assert float(spread) == pytest.approx(0.3369, rel=0.25)
+
+
+def test_a_prompts_rollout_does_not_depend_on_its_neighbours():
+    algorithm = GranularGRPO(branch_steps=(0, 2), granularities=(1, 2))
+    diffusion = algorithm.diffusion(SIGMAS)
+    policy = Network()
+    alone = Engine(policy, policy.encode(["0.1"]), SIGMAS).rollout(
+        algorithm.plans(16), 3, diffusion, lambda p, *k: noise(1, *k)
+    )
+    both = make_engine(prompts=2, policy=policy).rollout(algorithm.plans(16), 3, diffusion, noise)
+    for a, b in zip(alone, both[2:], strict=True):
+        torch.testing.assert_close(a.finals, b.finals, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_latents_are_the_scored_ones(dtype):
+    """Rounding happens before the log-prob, so re-evaluating what is stored gives a ratio of exactly 1."""
+    algorithm = GranularGRPO(branch_steps=(0, 3), granularities=(1,))
+    diffusion = algorithm.diffusion(SIGMAS)
+    policy = GaussianPolicy(dtype=dtype)
+    engine = make_engine(policy=policy, anchor_dtype=dtype, sample_dtype=dtype)
+    for rollout in engine.rollout(algorithm.plans(16), 4, diffusion, noise):
+        (t,) = rollout.transitions
+        assert torch.equal(t.x.to(dtype).float(), t.x) and torch.equal(t.x_next.to(dtype).float(), t.x_next)
+        if dtype == torch.float32:
+            sigma, sigma_next = SIGMAS[t.step], SIGMAS[t.step + 1]
+            v = policy.velocity(t.x, sigma[None], engine.cond).float()
+            log_prob = sde_step(t.x, v, sigma, sigma_next, diffusion(sigma)).log_prob(t.x_next)
+            assert torch.equal((log_prob - t.old_log_prob).exp(), torch.ones(4))
+
+
+def test_sample_is_the_plain_ode():
+    engine = make_engine(prompts=2, batch_size=3)
+    x = engine.initial(noise)
+    y = x.clone()
+    with torch.no_grad():
+        for step in range(16):
+            y = ode_step(y, engine.policy.velocity(y, SIGMAS[[step, step]], engine.cond), SIGMAS[step], SIGMAS[step + 1])
+    torch.testing.assert_close(engine.sample(x), y, atol=1e-6, rtol=0)
+    assert engine.evaluations == 32
+
+
+def test_flow_sde_is_finite_everywhere_on_the_grid():
+    g = flow_sde(SIGMAS, 0.7)(SIGMAS)
+    assert bool(g.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "plan", [(2, 2, ((2, 16),)), (0, 1, ()), (0, 1, ((2, 16),)), (0, 1, ((1, 1, 16),)), (0, 1, ((1, 16), (1, 15)))]
+)
+def test_impossible_plans_are_refused(plan):
+    with pytest.raises(ValueError):
+        Plan(*plan)
