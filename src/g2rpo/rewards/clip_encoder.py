@@ -1,0 +1,189 @@
+"""The image and text encoder behind every reward built on a CLIP, read from transformers' or open_clip's files."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from g2rpo.rewards.open_clip import clean_prompt, clip_config, clip_state, preprocess_from
+from g2rpo.rewards.pixels import Preprocess
+from g2rpo.rewards.weights import build, fetch, guess_model, parse_dtype, read_state_dict
+
+TEXT_CACHE_SIZE = 1024
+_OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+
+
+class ClipEncoder:
+    """Unit-length CLIP features of pictures and prompts; the text features of the last prompts are remembered.
+
+    `preprocess` turns uint8 pictures [B, 3, H, W] into the vision tower's input; `clean` prepares a prompt for the
+    tokenizer. The model is frozen and moved to `device` and `dtype`; features are float32 on `device`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        preprocess: Callable[[Tensor], Tensor],
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "float32",
+        clean: Callable[[str], str] | None = None,
+    ) -> None:
+        self.model = model.to(device=device, dtype=parse_dtype(dtype)).requires_grad_(False).eval()
+        self.tokenizer, self.preprocess, self.clean = tokenizer, preprocess, clean
+        self.device, self.dtype = torch.device(device), parse_dtype(dtype)
+        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        vocabulary = self.model.config.text_config.vocab_size
+        if tokenizer is not None and len(tokenizer) > vocabulary:
+            raise ValueError(f"the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}: not a pair")
+
+    @torch.no_grad()
+    def image_features(self, images: Tensor) -> Tensor:
+        """Features [B, D] of uint8 `images` [B, 3, H, W]."""
+        pixels = self.preprocess(images.to(self.device)).to(self.device, self.dtype)
+        return _unit(self.model.get_image_features(pixel_values=pixels))
+
+    @torch.no_grad()
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        """Features [len(prompts), D]; each distinct prompt is encoded once and kept until `TEXT_CACHE_SIZE` others came."""
+        new = list(dict.fromkeys(p for p in prompts if p not in self._cache))
+        if new:
+            features = _unit(self.model.get_text_features(input_ids=self.token_ids(new).to(self.device)))
+            self._cache.update(zip(new, features, strict=True))
+        rows = torch.stack([self._cache[p] for p in prompts])
+        for prompt in dict.fromkeys(prompts):
+            self._cache.move_to_end(prompt)
+        while len(self._cache) > TEXT_CACHE_SIZE:
+            self._cache.popitem(last=False)
+        return rows
+
+    def similarity(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Cosines [B] of uint8 `images` [B, 3, H, W], each with its own prompt."""
+        return (self.image_features(images) * self.text_features(prompts)).sum(dim=-1)
+
+    def token_ids(self, prompts: Sequence[str]) -> Tensor:
+        """Token ids [B, context], cut to the context with the end token kept.
+
+        Always padded to the full context, so a prompt's features do not depend on the prompts next to it. What the padding
+        holds is irrelevant: attention is causal and the features are read at the first end token.
+        """
+        texts = [self.clean(p) for p in prompts] if self.clean else list(prompts)
+        length = self.model.config.text_config.max_position_embeddings
+        options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
+        return cast(Tensor, self.tokenizer(texts, **options)["input_ids"])
+
+
+def _unit(output: Any) -> Tensor:
+    """Unit-length float32 features; since transformers 5 `get_*_features` wraps them in an output object."""
+    features = output if isinstance(output, Tensor) else output.pooler_output
+    return torch.nn.functional.normalize(features.float(), dim=-1)
+
+
+def load_clip(
+    path: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    preprocessor: str | Path | None = None,
+    format: Literal["auto", "transformers", "open_clip"] = "auto",
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "float32",
+    text: bool = True,
+) -> ClipEncoder:
+    """The CLIP in a folder or Hugging Face repository, with its own preprocessing.
+
+    `tokenizer` and `preprocessor` (preprocessor_config.json, transformers' format only) name other places for those two;
+    without `text`, no tokenizer is looked for.
+    "auto" reads the open_clip files where there are any, because repositories that hold both (apple/DFN5B-...) describe
+    the published preprocessing only there. Raises FileNotFoundError or ValueError if a file is missing or does not fit.
+    """
+    if format not in ("auto", "transformers", "open_clip"):
+        raise ValueError(f"format must be 'auto', 'transformers' or 'open_clip', got {format!r}")
+    if format == "open_clip" or (format == "auto" and _has_open_clip(path)):
+        config = json.loads(fetch(path, "open_clip_config.json").read_text())
+        file = _open_clip_weights(path)
+        model = build_open_clip(config["model_cfg"], read_state_dict(file), "open_clip_config.json beside it", file)
+        preprocess = preprocess_from(config["model_cfg"], config.get("preprocess_cfg", {}))
+        words = load_clip_tokenizer(path if tokenizer is None else tokenizer) if text else None
+        return ClipEncoder(model, words, preprocess, device=device, dtype=dtype, clean=clean_prompt)
+    from transformers import CLIPModel
+
+    model, report = CLIPModel.from_pretrained(path, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"{path} is not a complete CLIP: {len(missing)} tensors are missing, such as {missing[:3]}")
+    words = load_clip_tokenizer(path if tokenizer is None else tokenizer) if text else None
+    preprocess = _transformers_preprocess(path if preprocessor is None else preprocessor)
+    return ClipEncoder(model, words, preprocess, device=device, dtype=dtype)
+
+
+def build_open_clip(model_cfg: dict[str, Any], state: dict[str, Tensor], what: str, path: object) -> Any:
+    """CLIPModel with an open_clip state dict; ValueError, with a guess what the file is, if it does not fit."""
+    from transformers import CLIPModel
+
+    config = clip_config(model_cfg)
+    try:
+        return build(lambda: CLIPModel(config), clip_state(state), what, path)
+    except ValueError as error:
+        raise ValueError(f"{error}. It seems to be {guess_model(state)}.") from error
+
+
+def load_clip_tokenizer(source: str | Path) -> Any:
+    """CLIP's BPE tokenizer from a folder (tokenizer.json, or vocab.json and merges.txt) or a Hugging Face repository."""
+    import transformers
+
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); name a folder or repository that "
+            "has one with tokenizer=, for example laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+        )
+    return transformers.CLIPTokenizerFast.from_pretrained(str(source))
+
+
+def _has_open_clip(path: str | Path) -> bool:
+    if Path(path).exists():
+        return (Path(path) / "open_clip_config.json").is_file()
+    from huggingface_hub import file_exists
+
+    return file_exists(str(path), "open_clip_config.json")
+
+
+def _open_clip_weights(path: str | Path) -> Path:
+    if Path(path).is_dir():
+        found = [name for name in _OPEN_CLIP_WEIGHTS if (Path(path) / name).is_file()]
+    else:
+        from huggingface_hub import file_exists
+
+        found = [name for name in _OPEN_CLIP_WEIGHTS if file_exists(str(path), name)]
+    return fetch(path, (found or list(_OPEN_CLIP_WEIGHTS))[0])
+
+
+def _transformers_preprocess(path: str | Path) -> Preprocess:
+    """The preprocessing that a repository's preprocessor_config.json describes."""
+    from transformers import ImageProcessingMixin
+
+    config, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    size, crop = config.get("size", {"shortest_edge": 224}), config.get("crop_size", 224)
+    size = {"shortest_edge": size} if isinstance(size, int) else size
+    squash = "shortest_edge" not in size
+    resize = size["height"] if squash else size["shortest_edge"]
+    crop = crop if isinstance(crop, int) else crop["height"]
+    filters: dict[int, Literal["bicubic", "bilinear"]] = {3: "bicubic", 2: "bilinear"}
+    if not config.get("do_resize", True) or config.get("resample", 3) not in filters:
+        raise ValueError(f"{path}: preprocessor_config.json asks for a resize that is not supported: {config}")
+    return Preprocess(
+        resize=resize,
+        crop=crop if config.get("do_center_crop", True) else resize,
+        mode="squash" if squash else "shortest",
+        odd_margin="floor",
+        interpolation=filters[config.get("resample", 3)],
+        mean=tuple(config["image_mean"]),
+        std=tuple(config["image_std"]),
+    )

@@ -1,0 +1,125 @@
+"""What every learned reward does to pictures before its model: check, quantise to 8 bits, resize, normalise.
+
+Published scores are scores of 8-bit pictures, so rewards see the picture as it would be saved: a score does not depend on
+whether the picture went through a file, a remote server or neither. Resizing is Pillow's, as in the published pipelines;
+the tensor resizes of other libraries differ from it by enough to change ranks inside a group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
+def check_batch(images: Tensor, prompts: Sequence[str]) -> None:
+    """Raise ValueError unless `images` is a float [B, 3, H, W] in [0, 1] with one prompt per image; NaN is allowed."""
+    if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
+        raise ValueError(f"images must be float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
+    if isinstance(prompts, str) or len(prompts) != len(images):
+        raise ValueError(f"one prompt per image: got {len(images)} images and {prompts!r:.80}")
+    if (images < -0.01).any() or (images > 1.01).any():  # comparisons with NaN are False
+        low, high = images.nan_to_num(0.0).min().item(), images.nan_to_num(0.0).max().item()
+        raise ValueError(f"images must be in [0, 1], got values from {low:.3g} to {high:.3g}")
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """The 8-bit pictures [B, 3, H, W] of `images` in [0, 1], rounded as pipelines do when they save."""
+    return (images.float() * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def to_pil(images: Tensor) -> list[Image.Image]:
+    """Pillow pictures of uint8 `images` [B, 3, H, W]."""
+    return [Image.fromarray(array) for array in images.permute(0, 2, 3, 1).cpu().numpy()]
+
+
+def score_in_batches(
+    images: Tensor,
+    prompts: Sequence[str],
+    score: Callable[[Tensor, list[str]], Tensor],
+    batch_size: int,
+) -> Tensor:
+    """Scores [B], float32 on CPU: `score(uint8 images, prompts)` for at most `batch_size` rows at a time.
+
+    A picture with a NaN or infinite pixel is not shown to the model: its score is NaN, and a warning is logged. So is the
+    score of a row for which the model itself answers something that is not finite.
+    """
+    check_batch(images, prompts)
+    scores = torch.full((len(images),), torch.nan)
+    rows = torch.isfinite(images).flatten(1).all(dim=1).nonzero().flatten().tolist()
+    if len(rows) < len(images):
+        log.warning("%d of %d images have pixels that are not finite: no score", len(images) - len(rows), len(images))
+    for start in range(0, len(rows), batch_size):
+        chunk = rows[start : start + batch_size]
+        values = score(to_uint8(images[chunk]), [prompts[i] for i in chunk]).float().cpu()
+        if not torch.isfinite(values).all():
+            log.warning("the model's score is not finite for %d images", int((~torch.isfinite(values)).sum()))
+            values = values.where(torch.isfinite(values), torch.nan)
+        scores[chunk] = values
+    return scores
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """8-bit pictures of any size -> what a vision tower reads: [B, 3, crop, crop], float32, normalised, on CPU.
+
+    `mode` "shortest" brings the shorter side to `resize` and cuts the middle `crop` pixels; "squash" resizes both sides
+    to `resize`, whatever the proportions. `odd_margin` says where the crop begins if an odd number of pixels must go:
+    "round" as torchvision does it (half to even), "floor" as transformers does it.
+    """
+
+    resize: int
+    crop: int
+    mode: Literal["shortest", "squash"] = "shortest"
+    odd_margin: Literal["round", "floor"] = "round"
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("shortest", "squash") or self.interpolation not in _FILTERS:
+            raise ValueError(
+                f"resize mode {self.mode!r} with {self.interpolation!r} is not supported; "
+                "modes are 'shortest' and 'squash', filters 'bicubic' and 'bilinear'"
+            )
+        if self.crop > self.resize:
+            raise ValueError(f"the crop ({self.crop}) is larger than the resized picture ({self.resize})")
+
+    def __call__(self, images: Tensor) -> Tensor:
+        arrays = [np.asarray(self._resize_and_crop(picture)) for picture in to_pil(images)]
+        return normalise(torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2), self.mean, self.std)
+
+    def _resize_and_crop(self, picture: Image.Image) -> Image.Image:
+        width, height = picture.size
+        if self.mode == "squash":
+            width, height = self.resize, self.resize
+        else:  # the longer side is cut to an integer, not rounded, upstream
+            short = min(width, height)
+            width, height = (self.resize if n == short else int(self.resize * n / short) for n in (width, height))
+        # Rows first, then columns: newer Pillow versions pick the cheaper order, which moves pixels by up to 4 levels.
+        kernel = _FILTERS[self.interpolation]
+        picture = picture.resize((width, picture.height), kernel).resize((width, height), kernel)
+        left, top = self._margin(width - self.crop), self._margin(height - self.crop)
+        return picture.crop((left, top, left + self.crop, top + self.crop))
+
+    def _margin(self, excess: int) -> int:
+        return round(excess / 2.0) if self.odd_margin == "round" else excess // 2
+
+
+def normalise(images: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:
+    """uint8, or float in [0, 1], [B, 3, H, W] -> (x - mean) / std per channel, float32."""
+    x = images.float() / 255 if images.dtype == torch.uint8 else images
+    shape = (1, 3, 1, 1)
+    return (x - torch.tensor(mean, device=x.device).view(shape)) / torch.tensor(std, device=x.device).view(shape)

@@ -1,0 +1,119 @@
+"""Read published state dicts safely and say clearly when a file is not the model that was asked for."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """torch.float32, float16 or bfloat16, given itself or its name; ValueError for anything else."""
+    named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    value = named.get(dtype) if isinstance(dtype, str) else dtype
+    if value is None or value not in named.values():
+        raise ValueError(f"dtype must be one of {', '.join(named)}, got {dtype!r}")
+    return value
+
+
+def fetch(path: str | Path, filename: str) -> Path:
+    """The file `filename` of a local folder or of a Hugging Face repository id; a path to a file is returned as it is."""
+    local = Path(path)
+    if local.is_file():
+        return local
+    if local.is_dir():
+        if not (local / filename).is_file():
+            found = ", ".join(sorted(p.name for p in local.iterdir())[:12]) or "nothing"
+            raise FileNotFoundError(f"{local} has no {filename}; it holds {found}")
+        return local / filename
+    if local.is_absolute() or str(path).count("/") != 1 or str(path).startswith((".", "~")):
+        raise FileNotFoundError(f"{path} is neither a file, a folder, nor a Hugging Face repository id (owner/name)")
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(str(path), filename))
+
+
+def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file or of a torch file (.pt, .pth, .bin), on CPU; nothing is unpickled but tensors.
+
+    `key` names the entry that holds the state dict where the file wraps it in a dictionary. Raises ValueError if the file
+    holds something else.
+    """
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors, and unpickling it could run any code. If you trust its source, load it "
+            f"yourself once and save its state dict with safetensors. ({str(error).splitlines()[0]})"
+        ) from error
+    if key is not None and isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+        content = content[key]
+    elif key is not None:
+        names = list(content)[:5] if isinstance(content, Mapping) else type(content).__name__
+        raise ValueError(f"{path} should hold a state dict under {key!r}; it holds {names}")
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        names = list(content)[:5] if isinstance(content, Mapping) else type(content).__name__
+        raise ValueError(f"{path} should hold a state dict (names to tensors); it holds {names}")
+    return dict(content)
+
+
+def guess_model(state: Mapping[str, Tensor]) -> str:
+    """A phrase that says which model a state dict seems to belong to, for error messages."""
+
+    def clip(width_key: str, layer_prefix: str, layout: str) -> str:
+        layers = len({name[len(layer_prefix) :].split(".")[0] for name in state if name.startswith(layer_prefix)})
+        width = state[width_key].shape[0] if width_key in state else 0
+        known = {(768, 12): "ViT-B", (1024, 24): "ViT-L", (1280, 32): "ViT-H", (1408, 40): "ViT-g", (1664, 48): "ViT-bigG"}
+        return f"a CLIP in {layout} format, {known.get((width, layers), 'ViT')} (width {width}, {layers} layers)"
+
+    names = set(state)
+    if "visual.conv1.weight" in names:
+        return clip("visual.class_embedding", "visual.transformer.resblocks.", "open_clip")
+    if "vision_model.embeddings.class_embedding" in names:
+        return clip("vision_model.embeddings.class_embedding", "vision_model.encoder.layers.", "transformers")
+    if any(name.startswith("blip.") for name in names):
+        return "an ImageReward"
+    if {"layers.0.weight", "layers.7.weight"} <= names:
+        return f"an aesthetic predictor's MLP for features of width {state['layers.0.weight'].shape[1]}"
+    return f"something unknown, with {len(names)} tensors named like {', '.join(sorted(names)[:3])}"
+
+
+def check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str, path: object) -> None:
+    """Raise ValueError, naming a few keys and a guess, unless `state` has exactly the names and shapes of `expected`."""
+    problems = []
+    for title, keys in (("missing", expected.keys() - state.keys()), ("unexpected", state.keys() - expected.keys())):
+        if keys:
+            problems.append(f"{len(keys)} {title} ({', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''})")
+    shapes = [k for k in sorted(expected.keys() & state.keys()) if expected[k].shape != state[k].shape]
+    if shapes:
+        name = shapes[0]
+        problems.append(f"{len(shapes)} of another shape ({name}: {list(state[name].shape)}, not {list(expected[name].shape)})")
+    if problems:
+        raise ValueError(f"{path} does not fit {what}: {'; '.join(problems)}")
+
+
+def build(factory: Callable[[], nn.Module], state: Mapping[str, Tensor], what: str, path: object) -> nn.Module:
+    """The module that `factory` makes, frozen and in eval mode, with the tensors of `state` and never any of its own.
+
+    The module is made on the meta device, so a model of billions of parameters is neither initialised nor copied.
+    Raises ValueError (`check_state`) if `state` is not exactly its state dict.
+    """
+    with torch.device("meta"):
+        module = factory()
+    check_state(module.state_dict(), state, what, path)
+    module.load_state_dict(state, assign=True)
+    for child in module.modules():
+        position_ids = getattr(child, "position_ids", None)
+        if isinstance(position_ids, Tensor) and position_ids.is_meta:  # 0, 1, 2, ..., which no state dict holds
+            child.register_buffer("position_ids", torch.arange(position_ids.shape[-1])[None], persistent=False)
+    left = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ValueError(f"{what}: this version of transformers expects values that no state dict has: {left[:3]}")
+    return module.requires_grad_(False).eval()
