@@ -1,0 +1,76 @@
+"""LAION's aesthetic predictor v2 (Schuhmann 2022): a linear head on OpenAI CLIP ViT-L/14 image features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from g2rpo.rewards.clip_encoder import load_clip
+from g2rpo.rewards.pixels import Preprocess, score_in_batches
+from g2rpo.rewards.weights import build, fetch, guess_model, read_state_dict
+
+WEIGHTS = "sac+logos+ava1-l14-linearMSE.pth"
+
+
+class LinearHead(nn.Module):
+    """Five linear layers with nothing between them, `width` -> 1024 -> 128 -> 64 -> 16 -> 1, under the published names.
+
+    The dropouts between them at training time only leave their places in the numbering: layers.0, 2, 4, 6 and 7.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = {0: (width, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
+        self.layers = nn.ModuleDict({str(i): nn.Linear(*size) for i, size in sizes.items()})
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores [B] of features [B, width]."""
+        for layer in self.layers.values():
+            features = layer(features)
+        return features.squeeze(-1)
+
+
+def build_head(state: Mapping[str, Tensor], width: int, what: str, path: object) -> LinearHead:
+    """A `LinearHead` with the weights of `state`; ValueError, with a guess what they are, if they do not fit."""
+    try:
+        return cast(LinearHead, build(lambda: LinearHead(width), state, what, path))
+    except ValueError as error:
+        raise ValueError(f"{error}. It seems to be {guess_model(state)}.") from error
+
+
+class Aesthetic:
+    """How beautiful people find a picture, about 1 to 10; the prompt plays no part, so it is easily hacked.
+
+    Args: `path`, the head's file (sac+logos+ava1-l14-linearMSE.pth) or its folder; `clip`, the folder or repository of
+    OpenAI's CLIP ViT-L/14; `device`; `dtype` of CLIP's weights (the head stays float32); `batch_size`.
+    Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        clip: str = "openai/clip-vit-large-patch14",
+        device: str = "cpu",
+        dtype: str = "float32",
+        batch_size: int = 32,
+    ) -> None:
+        file = fetch(path, WEIGHTS)
+        self.encoder = load_clip(clip, device=device, dtype=dtype, text=False)
+        # The head was trained on features of OpenAI's own preprocessing, which cuts an odd margin as torchvision does.
+        self.encoder.preprocess = replace(cast(Preprocess, self.encoder.preprocess), odd_margin="round")
+        width = self.encoder.model.config.projection_dim
+        self.head = build_head(read_state_dict(file), width, f"an aesthetic head for {clip}", file).to(device)
+        self.batch_size = batch_size
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
+        return score_in_batches(images, prompts, self._score, self.batch_size)
+
+    @torch.no_grad()
+    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return cast(Tensor, self.head(self.encoder.image_features(images)))
