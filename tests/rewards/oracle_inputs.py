@@ -1,0 +1,86 @@
+"""Fixed weights, pictures and prompts, shared by the parity tests and by tools/record_reward_oracles.py.
+
+Nothing is stored: a weight is drawn from a seed made of its name and shape, with NumPy's legacy RandomState, whose
+streams NumPy has frozen. So upstream's class (in its own environment) and ours get the same numbers, and the committed
+fixtures are only the names and shapes of upstream's state dict, and what upstream answered. Needs only NumPy.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+PROMPTS = (
+    "two small red circles left of a blue star",
+    "A photo of an ASTRONAUT riding a horse, 35mm, f/1.8",
+    "it's a dog's breakfast -- they'll say 42 words!",
+    "caf\u00e9 \u201cdel mar\u201d &amp; friends\n  at   sunset",
+    "a very long prompt about a castle on a hill above a river with a bridge and many boats and birds in the evening light",
+)
+
+# What a tiny CLIP looks at is 32 pixels wide. height x width: square and not, larger and smaller than the input,
+# odd margins (67 - 32 = 35 and so on), and the input size itself.
+SIZES = {"square": (64, 64), "wide": (40, 67), "tall": (91, 50), "small": (20, 27), "exact": (32, 32)}
+
+TINY_OPEN_CLIP = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "mlp_ratio": 2.0, "patch_size": 8},
+    "text_cfg": {"context_length": 24, "vocab_size": 0, "width": 24, "heads": 3, "layers": 2},
+}
+
+TINY_MED = {
+    "architectures": ["BertModel"],
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 24,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 40,
+    "model_type": "bert",
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "add_type_embeddings": False,
+    "vocab_size": 0,
+    "encoder_width": 32,
+    "add_cross_attention": True,
+}
+TINY_BLIP_VIT = {"img_size": 224, "patch_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def fixed_weight(name: str, shape: Sequence[int], gain: float = 1.0) -> np.ndarray:
+    """A float32 array for the parameter `name`: scales near 1, biases near 0, matrices that keep their input's size."""
+    seed = zlib.crc32(f"{name} {list(shape)}".encode())
+    noise = np.random.RandomState(seed).standard_normal(tuple(shape))
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf == "logit_scale":
+        value = np.full(shape, 2.5) + 0.1 * noise
+    elif leaf == "bias":
+        value = 0.2 * noise
+    elif len(shape) == 1 and leaf == "weight":  # a norm's scale
+        value = 1.0 + 0.2 * noise
+    elif "embedding" in name or "pos_embed" in name or "cls_token" in name:
+        value = 0.5 * noise
+    else:
+        value = gain * noise / np.sqrt(np.prod(shape[1:]) if len(shape) > 1 else shape[0])
+    return value.astype(np.float32)
+
+
+def fixed_state(shapes: Mapping[str, Sequence[int]], gain: float = 1.0) -> dict[str, np.ndarray]:
+    """Every entry of a state dict, given its names and shapes."""
+    return {name: fixed_weight(name, shape, gain) for name, shape in shapes.items()}
+
+
+def fixed_image(name: str) -> np.ndarray:
+    """A uint8 picture [H, W, 3]: slow colour ramps, a hard-edged disk and noise."""
+    height, width = SIZES[name]
+    y, x = np.mgrid[0:height, 0:width]
+    ramps = np.stack([x * 255 // width, y * 255 // height, (x + 2 * y) * 5 % 256], axis=-1)
+    disk = (y - height // 2) ** 2 + (x - width // 3) ** 2 < (min(height, width) // 4) ** 2
+    noise = np.random.RandomState(zlib.crc32(name.encode())).randint(-40, 41, size=(height, width, 3))
+    picture = np.where(disk[..., None], np.array([230, 40, 60]), ramps) + noise
+    return np.clip(picture, 0, 255).astype(np.uint8)
