@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -116,6 +117,10 @@ class Policy(Protocol):
         """While entered, `velocity` is the untrained model's (for the KL term and for before/after pictures)."""
         ...
 
+    def save(self, directory: Path) -> Path:
+        """Writes the trained weights as their ecosystem reads them, and returns where."""
+        ...
+
 
 @runtime_checkable
 class Reward(Protocol):
@@ -135,6 +140,9 @@ class Algorithm(Protocol):
 
     @property
     def update_every(self) -> Literal["rollout", "branch"]: ...
+
+    @property
+    def kl_weight(self) -> float: ...
 
     def diffusion(self, sigmas: Tensor) -> Diffusion:
         """g(sigma) for a run on the grid `sigmas`."""

@@ -42,6 +42,7 @@ class GranularGRPO:
     eta: float = 0.7
     clip_range: float = 1e-4
     advantage_clip: float = 5.0
+    kl_weight: float = 0.0
     tail: TailEnd = "reference"
     update_every: Literal["rollout", "branch"] = "rollout"
 
@@ -58,6 +59,7 @@ class GranularGRPO:
             (any(g < 1 for g in self.granularities), f"granularities must be >= 1, got {self.granularities}"),
             (not self.eta > 0, f"eta must be positive (without noise there is nothing to learn from), got {self.eta}"),
             (not self.clip_range > 0, f"clip_range must be positive, got {self.clip_range}"),
+            (not self.kl_weight >= 0, f"kl_weight must not be negative, got {self.kl_weight}"),
             (not self.advantage_clip > 0, f"advantage_clip must be positive, got {self.advantage_clip}"),
         ):
             if wrong:
@@ -68,9 +70,8 @@ class GranularGRPO:
 
     def plans(self, num_steps: int) -> list[Plan]:
         if max(self.branch_steps) > num_steps - 2:
-            raise ValueError(
-                f"branch_steps must lie in 0..{num_steps - 2} for num_steps={num_steps} (a tail needs one step), got {self.branch_steps}"
-            )
+            wrong = f"branch_steps must lie in 0..{num_steps - 2} for num_steps={num_steps}, got {self.branch_steps}"
+            raise ValueError(f"{wrong}: a tail needs a step")
         return [
             Plan(
                 branch=step,

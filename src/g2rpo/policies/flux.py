@@ -82,7 +82,7 @@ class FluxPolicy:
         """Loads a FluxPipeline from a directory or a hub id; `options` are the constructor's."""
         from diffusers import FluxPipeline
 
-        pipeline = FluxPipeline.from_pretrained(str(path), torch_dtype=dtype, use_safetensors=True)
+        pipeline = FluxPipeline.from_pretrained(str(path), dtype=dtype, use_safetensors=True)
         pipeline.set_progress_bar_config(disable=True)
         return cls(pipeline, dtype=dtype, **options)
 
@@ -139,6 +139,10 @@ class FluxPolicy:
                 yield
             finally:
                 self._active = self.tuning.transformer
+
+    def load(self, path: Path, strength: float = 1.0) -> None:
+        """Puts tuned weights to work, as `save` wrote them; `strength` scales an adapter."""
+        self.tuning.load(path, self.pipeline, strength)
 
     def save(self, directory: Path) -> Path:
         """Writes the tuned weights in diffusers' format, and returns where."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from g2rpo.flow import per_row
@@ -59,3 +61,8 @@ class GaussianPolicy:
             yield
         finally:
             self._in_base = False
+
+    def save(self, directory: Path) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file({"mean": self.mean.detach()}, directory / "gaussian.safetensors")
+        return directory / "gaussian.safetensors"

@@ -11,14 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-TuningMode = Literal["lora", "full"]
+TuningMode = Literal["lora", "full", "frozen"]
 
 
 class Tuning:
     """The trained part of `transformer`, a diffusers model.
 
     "lora" freezes the weights in `dtype` and adds float32 adapters of `rank` to the modules named in `targets`; "full" trains
-    all weights as float32 masters, computed in `dtype` under autocast. Adapters start at zero, so the model is unchanged.
+    all weights as float32 masters, computed in `dtype` under autocast; "frozen" trains nothing and is for sampling. Adapters
+    start at zero, so the model is unchanged. `keep_base` holds a copy of the weights that "full" is about to change.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class Tuning:
                 transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets)))
             for parameter in self.named().values():
                 parameter.data = parameter.data.float()
+        elif mode == "frozen":
+            transformer.requires_grad_(False).to(dtype)
         else:
             if keep_base:
                 self._frozen = copy.deepcopy(transformer).requires_grad_(False).to(dtype)
@@ -61,15 +64,28 @@ class Tuning:
             if self._frozen is None:
                 raise RuntimeError("the base model was not kept: build the policy with keep_base=True")
             yield self._frozen
-            return
-        self.transformer.disable_adapters()
-        try:
+        elif not getattr(self.transformer, "peft_config", None):
             yield self.transformer
-        finally:
-            self.transformer.enable_adapters()
+        else:
+            self.transformer.disable_adapters()
+            try:
+                yield self.transformer
+            finally:
+                self.transformer.enable_adapters()
+
+    def load(self, path: Path, pipeline: Any, strength: float) -> None:
+        """Puts saved weights to work: an adapter folder at `strength`, or the folder of a fully tuned transformer."""
+        if (path / "pytorch_lora_weights.safetensors").is_file():
+            pipeline.load_lora_weights(path, weight_name="pytorch_lora_weights.safetensors", adapter_name="tuned")
+            pipeline.set_adapters("tuned", strength)
+        elif (path / "config.json").is_file():
+            weights = type(self.transformer).from_pretrained(path, use_safetensors=True).state_dict()
+            self.transformer.load_state_dict(weights)
+        else:
+            raise FileNotFoundError(f"{path}: holds neither pytorch_lora_weights.safetensors nor a transformer's config.json")
 
     def save(self, directory: Path, pipeline_class: Any) -> Path:
-        """Writes what diffusers reads: `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights`, or a transformer folder."""
+        """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where."""
         if self.mode == "full":
             self.transformer.save_pretrained(directory, safe_serialization=True)
             return directory

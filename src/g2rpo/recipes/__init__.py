@@ -1,0 +1,24 @@
+"""Recipes: YAML files that say for every value why it is there. A recipe is a complete config."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from g2rpo.errors import UserError, did_you_mean
+
+
+def names() -> list[str]:
+    """All recipes, sorted."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in files(__name__).iterdir() if entry.name.endswith(".yaml"))
+
+
+def text(name: str) -> str:
+    """A recipe as it is written, comments and all."""
+    if name not in names():
+        raise UserError(f"unknown recipe '{name}'.{did_you_mean(name, names())}")
+    return (files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def summary(name: str) -> str:
+    """The first comment line of a recipe."""
+    return text(name).splitlines()[0].removeprefix("#").strip()

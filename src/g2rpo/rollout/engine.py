@@ -29,7 +29,7 @@ class Engine:
 
     `batch_size` bounds the rows of one network call. `anchor_dtype` rounds the latents at which noise enters, `sample_dtype`
     the latents that the noise leads to; both before log-probs are taken, so that what is stored is what was scored.
-    `evaluations` counts rows given to the network, `calls` its calls.
+    `evaluations` counts rows given to the network, `calls` its calls; `on_rows` hears of every call.
     """
 
     policy: Policy
@@ -38,6 +38,7 @@ class Engine:
     batch_size: int = 64
     anchor_dtype: torch.dtype = torch.float32
     sample_dtype: torch.dtype = torch.float32
+    on_rows: Callable[[int], None] = lambda rows: None
     evaluations: int = field(default=0, init=False)
     calls: int = field(default=0, init=False)
 
@@ -86,6 +87,7 @@ class Engine:
             chunks.append(self.policy.velocity(x[picked], sigma[picked], cond).float())
             self.evaluations += len(rows)
             self.calls += 1
+            self.on_rows(len(rows))
         return torch.cat(chunks)
 
     def _anchors(self, branch_steps: Sequence[int], noise: Noise) -> dict[int, tuple[Tensor, Tensor]]:

@@ -1,0 +1,6 @@
+"""`python -m g2rpo` is `g2rpo`."""
+
+from g2rpo.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The command line. Heavy libraries are imported by the command that needs them, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from g2rpo.errors import UserError
+
+app = typer.Typer(
+    name="g2rpo",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Online RL fine-tuning of flow-matching image generators with Granular-GRPO (G²RPO).",
+)
+testbed_app = typer.Typer(no_args_is_help=True, help="The embedded world: a tiny FLUX, its prompts and its rewards.")
+app.add_typer(testbed_app, name="testbed")
+console = Console()
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name (see `g2rpo recipes`) or a config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="trainer.iterations=100")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir.")] = False,
+) -> None:
+    """Train a model on rewards."""
+    from g2rpo.commands.train import train as run
+
+    run(recipe, overrides or [], run_dir, resume, console)
+
+
+@app.command()
+def sample(
+    prompts: Annotated[list[str] | None, typer.Argument(help="What to draw.")] = None,
+    run: Annotated[Path | None, typer.Option(help="A run directory: its model and its tuned weights.")] = None,
+    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, or 'testbed'.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Leave the tuned weights out.")] = False,
+    strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
+    shift: Annotated[float | None, typer.Option(help="Time shift of the sampler; default the run's, else 3.")] = None,
+    guidance: Annotated[float, typer.Option(help="Guidance scale (with --model).")] = 3.5,
+    size: Annotated[int, typer.Option(help="Height and width in pixels (with --model).")] = 64,
+    seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    out: Annotated[Path, typer.Option(help="A new folder for the pictures.")] = Path("samples"),
+) -> None:
+    """Draw pictures with a run's model, or any pipeline."""
+    from g2rpo.commands.sample import sample as draw
+    from g2rpo.config import PolicyConfig
+    from g2rpo.prompts import read_prompts
+
+    asked = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
+    length = 16 if model == "testbed" else 512
+    policy = None
+    if model is not None:
+        policy = PolicyConfig(path=model, height=size, width=size, guidance_scale=guidance, max_sequence_length=length)
+    draw(
+        asked,
+        run=run,
+        policy=policy,
+        weights=weights,
+        strength=strength,
+        base=base,
+        steps=steps,
+        shift=shift,
+        seed=seed,
+        batch_size=batch_size,
+        out=out,
+        console=console,
+    )
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show one, with the reason for every value.")] = None,
+) -> None:
+    """List the recipes, or explain one."""
+    from g2rpo import recipes as known
+
+    if name is None:
+        for each in known.names():
+            console.print(f"[bold]{each:<22}[/] {known.summary(each)}", highlight=False)
+    else:
+        console.print(known.text(name), highlight=False, markup=False, soft_wrap=True)
+
+
+@testbed_app.command()
+def build(
+    out: Annotated[Path, typer.Option(help="Where to build; finished stages there are kept.")],
+    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps of every stage, to see that it works.")] = False,
+) -> None:
+    """Rebuild the tiny FLUX and its rewards from nothing (about an hour on two cores)."""
+    from g2rpo.testbed.build import build as run
+
+    run(out, seed=seed, quick=quick, log=lambda line: console.print(line, highlight=False, soft_wrap=True))
+
+
+def main() -> None:
+    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 1 for anything else."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True).print(f"[bold red]g2rpo:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _plain(message: str) -> str:
+    return message.replace("[", "\\[")

@@ -1,0 +1,64 @@
+"""`g2rpo sample`: pictures from a run, or from any pipeline with or without tuned weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from g2rpo import components
+from g2rpo.config import PolicyConfig
+from g2rpo.errors import UserError
+from g2rpo.evaluation import sample_images
+from g2rpo.flow import sigma_grid
+from g2rpo.pictures import save_grid, to_pil
+from g2rpo.runs import read_config, weights_path
+
+
+def sample(
+    prompts: Sequence[str],
+    *,
+    run: Path | None,
+    policy: PolicyConfig | None,
+    weights: Path | None,
+    strength: float,
+    base: bool,
+    steps: int | None,
+    shift: float | None,
+    seed: int,
+    batch_size: int,
+    out: Path,
+    console: Console,
+) -> None:
+    """Writes `out/NNNN.png`, `out/prompts.jsonl` (what each picture shows) and `out/grid.png`."""
+    if not prompts:
+        raise UserError("give prompts as arguments, or a file of them with --prompts")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; name another --out")
+    if run is not None:
+        config = read_config(run)
+        policy, weights = config.policy, weights or (None if base else weights_path(run))
+        steps, shift = steps or config.sampling.num_steps, shift or config.sampling.shift
+    if policy is None:
+        raise UserError("name a run with --run, or a pipeline with --model")
+    painter = components.build_policy(policy, tuning="frozen")
+    if weights is not None and not base:
+        try:
+            painter.load(weights, strength)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{weights}: the weights do not fit {policy.path}: {error}") from error
+    sigmas = sigma_grid(steps or 28, shift or 3.0)
+    images = sample_images(painter, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=batch_size)
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
+        for number, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
+            name = f"{number:04d}.png"
+            to_pil(image).save(out / name)
+            listing.write(
+                json.dumps({"file": name, "prompt": prompt, "seed": seed, "index": number}, ensure_ascii=False) + "\n"
+            )
+    shown = min(8, len(prompts))
+    save_grid(out / "grid.png", [images[:shown]], prompts[:shown], [""])
+    console.print(f"{len(images)} pictures in {out}, the first {shown} side by side in {out / 'grid.png'}", soft_wrap=True)

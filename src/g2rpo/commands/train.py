@@ -1,0 +1,131 @@
+"""`g2rpo train`: builds what the config names, trains, and shows what happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from g2rpo import components, recipes
+from g2rpo.config import Config, read_yaml, resolve
+from g2rpo.errors import UserError
+from g2rpo.evaluation import Comparison
+from g2rpo.metrics import Row
+from g2rpo.rollout.planning import count_evaluations
+from g2rpo.runs import open_run
+from g2rpo.trainer import Trainer
+
+
+def load_config(recipe: str, overrides: Sequence[str]) -> Config:
+    """The config of a recipe's name or a YAML file, with overrides."""
+    if recipe.endswith((".yaml", ".yml")):
+        return resolve(read_yaml(Path(recipe)), overrides, source=recipe)
+    if Path(recipe).is_dir():
+        raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
+    import yaml
+
+    return resolve({"recipe": recipe, **yaml.safe_load(recipes.text(recipe))}, overrides, source=f"recipe {recipe}")
+
+
+def build_trainer(config: Config, run_dir: Path | None) -> Trainer:
+    """A trainer with the policy, rewards and prompts that `config` names."""
+    prompts = components.build_prompts(config.prompts.train, "prompts.train")
+    heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
+    clash = sorted(set(config.rewards) & set(config.evaluation.rewards))
+    if clash:
+        raise UserError(f"evaluation.rewards.{clash[0]}: a trained reward has this name already; it is judged anyway")
+    if not config.rewards:
+        raise UserError("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
+    try:
+        config.algorithm.plans(config.sampling.num_steps)
+    except ValueError as error:
+        raise UserError(f"algorithm: {error}") from None
+    rewards, judges = components.build_rewards(config.rewards), components.build_rewards(config.evaluation.rewards)
+    keep_base = config.algorithm.kl_weight > 0
+    policy = components.build_policy(config.policy, seed=config.trainer.seed, keep_base=keep_base)
+    return Trainer(config, policy, rewards, prompts, heldout[: config.evaluation.num_prompts], judges, run_dir)
+
+
+def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> None:
+    config = load_config(recipe, overrides)
+    console.print(f"[bold]{recipe}[/]: building the policy, {len(config.rewards)} rewards and the prompts ...")
+    trainer = build_trainer(config, None)  # before the run directory is made: wrong input leaves nothing behind
+    trainer.run_dir = directory = open_run(config, run_dir, resume)
+    if resume:
+        for complaint in trainer.resume():
+            console.print(f"[yellow]{complaint}; falling back to an older one[/]")
+        console.print(f"resuming after iteration {trainer.iteration}")
+    began = time.perf_counter()
+    with _progress(console) as progress:
+        watch_training(trainer, progress, console)
+    console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
+    table = trainer.finish()
+    weights = trainer.export()
+    console.print(results_table(table, len(trainer.heldout), list(trainer.rewards)))
+    for what, where in (
+        ("before/after", directory / "samples" / "before_after.png"),
+        ("curves", directory / "curves.png"),
+        ("weights", weights),
+        ("metrics", directory / "metrics.jsonl"),
+    ):
+        console.print(f"{what:>13}  {where}", soft_wrap=True, highlight=False)
+    console.print(f"{'draw':>13}  g2rpo sample --run {directory} 'two red circles'", soft_wrap=True, highlight=False)
+
+
+def watch_training(trainer: Trainer, progress: Progress, console: Console) -> None:
+    """Runs the training under a progress bar; evaluations leave a line."""
+    config = trainer.config
+    total = config.trainer.iterations
+    rows = config.trainer.prompts_per_iteration * count_evaluations(trainer.plans, config.algorithm.group_size)
+    task = progress.add_task("training", total=total * rows, iterations=total, iteration=trainer.iteration, reward="")
+    progress.update(task, completed=trainer.iteration * rows)
+    trainer.on_evaluations = lambda done: progress.advance(task, done)
+    for row in trainer.train():
+        shown = _rewards(row)
+        if row["kind"] == "train":
+            progress.update(task, reward=shown, iteration=row["iteration"])
+        else:
+            console.print(f"held-out pictures after iteration {row['iteration']:>4}: {shown}", highlight=False)
+
+
+def results_table(table: dict[str, Comparison], prompts: int, trained: Sequence[str]) -> Table:
+    """Base against tuned for people."""
+    out = Table(title=f"{prompts} held-out prompts, same noise (± standard error of the paired change)")
+    for column in ("reward", "base", "tuned", "change", ""):
+        out.add_column(column, justify="left" if column in ("reward", "") else "right")
+    for name, row in table.items():
+        change = row.tuned - row.base
+        colour = "green" if change > 2 * row.error else "red" if change < -2 * row.error else "white"
+        use = "trained on" if name in trained else "judged only"
+        out.add_row(name, f"{row.base:.3f}", f"{row.tuned:.3f}", f"[{colour}]{change:+.3f} ± {row.error:.3f}[/]", use)
+    return out
+
+
+def _rewards(row: Row) -> str:
+    rewards = {key.removeprefix("reward/"): value for key, value in row.items() if key.startswith("reward/")}
+    return "  ".join(f"{name} {value:.3f}" for name, value in rewards.items())
+
+
+class _Rate(ProgressColumn):
+    """Network evaluations per second."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:,.0f} evaluations/s" if task.speed else "")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("iteration {task.fields[iteration]}/{task.fields[iterations]}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[reward]}"),
+        _Rate(),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=console,
+        speed_estimate_period=60,
+    )

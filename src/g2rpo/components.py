@@ -1,0 +1,127 @@
+"""From names in a config to objects: the place where concrete policies, rewards and prompt lists are named."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from g2rpo.config import PolicyConfig, RewardConfig
+from g2rpo.errors import UserError, did_you_mean
+from g2rpo.prompts import read_prompts
+from g2rpo.types import Reward
+
+REWARDS = {
+    "scene_accuracy": "g2rpo.testbed.rewards:SceneAccuracy",
+    "scene_clip": "g2rpo.testbed.rewards:SceneCLIP",
+    "scene_preference": "g2rpo.testbed.rewards:ScenePreference",
+}
+POLICIES = {"FluxPipeline": "g2rpo.policies.flux:FluxPolicy"}
+
+
+def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = None, keep_base: bool = False) -> Any:
+    """The policy that reads the pipeline at `config.path`, chosen by the pipeline's own class name.
+
+    `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
+    """
+    import torch
+
+    path, kind = _pipeline(config.path)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = {} if config.lora_targets is None else {"lora_targets": config.lora_targets}
+    try:
+        return _load(POLICIES[kind]).from_pretrained(
+            path,
+            dtype=getattr(torch, config.dtype),
+            device=device,
+            height=config.height,
+            width=config.width,
+            guidance_scale=config.guidance_scale,
+            max_sequence_length=config.max_sequence_length,
+            tuning=tuning or config.tuning,
+            lora_rank=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            gradient_checkpointing=config.gradient_checkpointing,
+            truncate_timesteps=config.truncate_timesteps,
+            vae_tiling=config.vae_tiling,
+            seed=seed,
+            keep_base=keep_base,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"policy.path={config.path}: the pipeline cannot be loaded: {error}") from error
+
+
+def _pipeline(name: str) -> tuple[str, str]:
+    """(where the pipeline lies, its class name)."""
+    if name == "testbed":
+        from g2rpo.testbed import pipeline_dir
+
+        name = str(pipeline_dir())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        index = path / "model_index.json"
+        if not index.is_file():
+            raise UserError(f"policy.path={name}: is no diffusers pipeline, it has no model_index.json")
+        try:
+            kind = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"policy.path={name}: its model_index.json names no pipeline class") from None
+    elif path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, or 'testbed'")
+    else:
+        kind = _hub_class(name)
+    if kind not in POLICIES:
+        raise UserError(f"policy.path={name}: is a {kind}, which has no policy here. Known: {', '.join(POLICIES)}.")
+    return str(path) if path.is_dir() else name, kind
+
+
+def _hub_class(name: str) -> str:
+    from diffusers import DiffusionPipeline
+
+    try:
+        return DiffusionPipeline.load_config(name)["_class_name"]
+    except (OSError, ValueError) as error:
+        raise UserError(f"policy.path={name}: is no local directory, and the hub does not give it: {error}") from None
+
+
+def build_rewards(table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
+    """The rewards of a config, by their names there."""
+    return {name: _build_reward(name, entry) for name, entry in table.items()}
+
+
+def _build_reward(name: str, entry: RewardConfig) -> Reward:
+    if entry.kind not in REWARDS:
+        raise UserError(f"rewards.{name}: unknown reward '{entry.kind}'.{did_you_mean(entry.kind, REWARDS)}")
+    kind = _load(REWARDS[entry.kind])
+    known = inspect.signature(kind).parameters
+    for option in entry.options:
+        if option not in known:
+            raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
+    try:
+        return kind(**entry.options)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"rewards.{name}: cannot be loaded: {error}") from error
+
+
+def build_prompts(source: str, key: str) -> list[str]:
+    """The prompts of a file, or of "testbed:train" and "testbed:heldout"; `key` names the config entry in messages."""
+    if not source.startswith("testbed"):
+        return read_prompts(Path(source).expanduser())
+    from g2rpo.testbed import prompts
+
+    if source == "testbed:train":
+        return list(prompts("train"))
+    if source == "testbed:heldout":
+        return list(prompts("heldout"))
+    raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, ['testbed:train', 'testbed:heldout'])}")
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

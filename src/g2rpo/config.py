@@ -1,0 +1,260 @@
+"""The configuration of a run: what it may hold, and how recipes, files and `key=value` overrides become one.
+
+Unknown keys, wrong types and values out of range are refused with a `UserError` that names the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.errors import UserError, did_you_mean
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PolicyConfig(Group):
+    """The model and which of its weights are trained."""
+
+    path: str
+    """A diffusers pipeline: a directory, a hub id, or "testbed" for the one inside the package."""
+    height: PositiveInt
+    width: PositiveInt
+    guidance_scale: NonNegativeFloat = 3.5
+    max_sequence_length: PositiveInt = 512
+    tuning: Literal["lora", "full"] = "lora"
+    lora_rank: PositiveInt = 32
+    lora_alpha: PositiveFloat = 64
+    lora_targets: list[str] | None = None
+    dtype: Dtype = "float32"
+    device: str = "auto"
+    gradient_checkpointing: bool = False
+    truncate_timesteps: bool = False
+    vae_tiling: bool = False
+
+
+class RewardConfig(Group):
+    """One reward: which one, with which options, and how much its advantages count."""
+
+    kind: str
+    weight: float = 1.0
+    options: dict[str, Any] = {}
+
+
+def _reward_table(value: Any) -> Any:
+    """Allows `name: 1.0` (a weight) and `name: {weight: ...}`, where the name is also the kind."""
+    if not isinstance(value, Mapping):
+        return value
+    table = {}
+    for name, entry in value.items():
+        if isinstance(entry, int | float) and not isinstance(entry, bool):
+            entry = {"weight": entry}
+        elif entry is None:
+            entry = {}
+        table[name] = {"kind": name, **entry} if isinstance(entry, Mapping) else entry
+    return table
+
+
+RewardTable = Annotated[dict[str, RewardConfig], BeforeValidator(_reward_table)]
+
+
+class PromptsConfig(Group):
+    """Where prompts come from: a file (one prompt a line, or .jsonl with "prompt"), or "testbed:train"."""
+
+    train: str
+
+
+class SamplingConfig(Group):
+    """The sampler that rollouts and evaluation share."""
+
+    num_steps: Annotated[int, Field(ge=2)]
+    shift: PositiveFloat = 3.0
+    batch_size: PositiveInt = 64
+    """Rows of one network call."""
+    decode_batch_size: PositiveInt = 64
+    """Images of one VAE call."""
+    anchor_dtype: Dtype = "float32"
+    sample_dtype: Dtype = "float32"
+
+
+class OptimConfig(Group):
+    """AdamW and what surrounds it."""
+
+    learning_rate: PositiveFloat
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 1e-4
+    max_grad_norm: PositiveFloat = 1.0
+    warmup_iterations: Annotated[int, Field(ge=0)] = 0
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Evaluation and the saved weights use an exponential moving average; 0 turns it off."""
+
+
+class TrainerConfig(Group):
+    """How long, how much at a time, and what is kept."""
+
+    iterations: PositiveInt
+    prompts_per_iteration: PositiveInt = 1
+    micro_batch_size: PositiveInt = 64
+    """Branch points of one training pass; gradients accumulate over passes."""
+    checkpoint_every: PositiveInt = 50
+    keep_checkpoints: PositiveInt = 2
+    seed: int = 42
+
+
+class EvaluationConfig(Group):
+    """Held-out prompts with fixed noise; `rewards` are judged on, not trained on."""
+
+    prompts: str
+    num_prompts: PositiveInt = 64
+    every: PositiveInt = 20
+    num_steps: PositiveInt | None = None
+    """None: the sampler's."""
+    rewards: RewardTable = {}
+    pictures: PositiveInt = 8
+
+
+class Config(Group):
+    """One run."""
+
+    recipe: str = ""
+    policy: PolicyConfig
+    algorithm: GranularGRPO
+    rewards: RewardTable
+    prompts: PromptsConfig
+    sampling: SamplingConfig
+    optim: OptimConfig
+    trainer: TrainerConfig
+    evaluation: EvaluationConfig
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def resolve(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
+    """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages."""
+    merged: dict[str, Any] = _copied(data)
+    for override in overrides:
+        _override(merged, override)
+    _check_keys(Config, merged, "", source)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise UserError("\n".join(_complaints(error, source))) from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; only plain data, no tags that construct objects."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is no YAML file: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: should hold groups like 'policy:' and 'algorithm:', but holds {type(data).__name__}")
+    return data
+
+
+def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    left, right = dict(_leaves(a.model_dump(mode="json"))), dict(_leaves(b.model_dump(mode="json")))
+    return {key: (left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)}
+
+
+def _copied(data: Any) -> Any:
+    return {key: _copied(value) for key, value in data.items()} if isinstance(data, Mapping) else data
+
+
+def _leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(data, Mapping) and data:
+        for key, value in data.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, data
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"'{override}' is no override; write key=value, for example trainer.iterations=100")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"{key}: '{text}' is no value; write a number, a word or a list like [1,2]") from None
+    if isinstance(value, str):
+        value = _number(value)
+    *groups, last = key.split(".")
+    for group in groups:
+        inner = data.get(group)
+        if not isinstance(inner, dict):
+            inner = data[group] = {} if inner is None else {"weight": inner} if isinstance(inner, int | float) else {}
+        data = inner
+    if value is None and text.strip() in ("", "~") and last in data:
+        del data[last]  # `rewards.clip=` takes a reward out
+    else:
+        data[last] = value
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads 1e-4 as a word; people mean the number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _fields(kind: Any) -> dict[str, Any] | None:
+    """Field names and types of a config group, None if `kind` is no group."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {name: field.annotation for name, field in kind.model_fields.items()}
+    if dataclasses.is_dataclass(kind):
+        return {field.name: field.type for field in dataclasses.fields(kind)}
+    return None
+
+
+def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
+    fields = _fields(kind)
+    if get_origin(kind) is dict and isinstance(data, Mapping):
+        for name, entry in data.items():
+            _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source)
+    if fields is None or not isinstance(data, Mapping):
+        return
+    for key, value in data.items():
+        if key not in fields:
+            near = did_you_mean(str(key), fields)
+            elsewhere = [group for group, inner in Config.model_fields.items() if key in (_fields(inner.annotation) or {})]
+            if elsewhere and not prefix:
+                near = f" Did you mean '{elsewhere[0]}.{key}'?"
+            raise UserError(f"{source}: unknown key '{prefix}{key}'.{near}")
+        _check_keys(fields[key], value, f"{prefix}{key}.", source)
+
+
+def _complaints(error: ValidationError, source: str) -> Iterator[str]:
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "missing":
+            yield f"{source}: '{key}' is missing"
+        else:
+            given = f", got {problem['input']!r}" if not isinstance(problem["input"], Mapping) else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            yield f"{source}: {key}: {message[0].lower()}{message[1:]}{given}"

@@ -1,0 +1,94 @@
+"""Judging a policy: pictures of fixed prompts from fixed noise, scored by every reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from g2rpo.rollout.engine import Engine
+from g2rpo.scoring import decode, score
+from g2rpo.seeding import generator_for
+from g2rpo.types import Policy, Reward
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Pictures [N, 3, H, W] of `prompts`, and scores [N] by reward."""
+
+    prompts: tuple[str, ...]
+    images: Tensor
+    scores: dict[str, Tensor]
+
+    def means(self) -> dict[str, float]:
+        """Mean score by reward, missing scores left out; NaN where none is valid."""
+        return {name: float(values[~values.isnan()].mean()) for name, values in self.scores.items()}
+
+
+def sample_images(
+    policy: Policy, prompts: Sequence[str], sigmas: Tensor, *, seed: int, batch_size: int, decode_batch_size: int
+) -> Tensor:
+    """One picture per prompt by the plain ODE. Picture i starts from noise (seed, i), whatever the batch size or rank."""
+    images = []
+    for start in range(0, len(prompts), batch_size):
+        part = prompts[start : start + batch_size]
+        with torch.no_grad():
+            engine = Engine(policy, policy.encode(part), sigmas, batch_size=batch_size)
+            x = policy.noise([generator_for(seed, "picture", start + i) for i in range(len(part))])
+            images.append(decode(policy, engine.sample(x), decode_batch_size))
+    return torch.cat(images)
+
+
+def evaluate(
+    policy: Policy,
+    prompts: Sequence[str],
+    rewards: Mapping[str, Reward],
+    sigmas: Tensor,
+    *,
+    seed: int,
+    batch_size: int,
+    decode_batch_size: int,
+) -> Evaluation:
+    """Samples and scores `prompts`; num_steps network evaluations per prompt."""
+    images = sample_images(policy, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=decode_batch_size)
+    return Evaluation(tuple(prompts), images, dict(zip(rewards, score(rewards, images, prompts), strict=True)))
+
+
+def save_evaluation(path: Path, evaluation: Evaluation) -> None:
+    """Keeps pictures (8 bit) and scores in one safetensors file."""
+    scores = {f"score/{name}": values for name, values in evaluation.scores.items()}
+    save_file({"images": (evaluation.images * 255).round().to(torch.uint8).contiguous(), **scores}, path)
+
+
+def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
+    """What `save_evaluation` wrote for these prompts."""
+    stored = load_file(path)
+    scores = {name.removeprefix("score/"): values for name, values in stored.items() if name.startswith("score/")}
+    return Evaluation(tuple(prompts), stored["images"].float() / 255, scores)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One reward, base against tuned on the same prompts and noise."""
+
+    base: float
+    tuned: float
+    error: float
+    """Standard error of the mean paired difference."""
+
+
+def compare(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:
+    """Base against tuned by reward; only prompts that both have a score for count."""
+    table = {}
+    for name, before in base.scores.items():
+        after = tuned.scores[name]
+        both = ~(before.isnan() | after.isnan())
+        difference = (after - before)[both]
+        error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.nan
+        table[name] = Comparison(float(before[both].mean()), float(after[both].mean()), error)
+    return table

@@ -1,0 +1,60 @@
+"""The log of a run: metrics.jsonl, one object per iteration or evaluation, and the same numbers for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class MetricsLog:
+    """Appends rows to `run_dir/metrics.jsonl`. A run resumed after `first_iteration` drops later rows."""
+
+    def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = run_dir / "metrics.jsonl"
+        kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
+        self.path.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_iteration or None)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        self._board.close()
+
+    def write(self, row: Row) -> None:
+        self._file.write(_line(row))
+        self._file.flush()
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "iteration":
+                self._board.add_scalar(f"{row['kind']}/{name}", value, row["iteration"])
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """All rows so far; a last line that an interruption cut short is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                raise
+    return rows
+
+
+def _line(row: Row) -> str:
+    """JSON has no NaN: a missing number is null."""
+    clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    return json.dumps(clean, ensure_ascii=False) + "\n"

@@ -1,0 +1,71 @@
+"""Run directories: one run each, never overwritten by another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from g2rpo.config import Config, differences, read_yaml, resolve
+from g2rpo.errors import UserError
+
+CONFIG = "config.yaml"
+MAY_CHANGE = ("trainer.iterations", "trainer.keep_checkpoints", "policy.device", "recipe")
+"""Keys that a resumed run may set anew; nothing already computed depends on them."""
+
+
+def open_run(config: Config, run_dir: Path | None, resume: bool) -> Path:
+    """The directory for a run of `config`, with config.yaml in it.
+
+    Without `run_dir` a fresh `runs/NAME`, `runs/NAME-2`, ... is taken. A directory that holds a run is only entered with
+    `resume` and the same config.
+    """
+    if resume and run_dir is None:
+        raise UserError("--resume continues a run: name its directory with --run-dir")
+    directory = run_dir or _fresh(Path("runs"), config.recipe or "run")
+    existing = directory / CONFIG
+    if existing.is_file() and not resume:
+        raise UserError(f"{directory} already holds a run; continue it with --resume, or name another --run-dir")
+    if existing.is_file():
+        _check_same(config, read_config(directory), directory)
+    elif directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
+        raise UserError(f"{directory} is not empty and holds no run (no {CONFIG}); name another --run-dir")
+    elif resume:
+        raise UserError(f"{directory} holds no run to resume (no {CONFIG})")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        existing.write_text(config.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
+    return directory
+
+
+def read_config(run_dir: Path) -> Config:
+    """The config of an existing run."""
+    path = run_dir / CONFIG
+    if not path.is_file():
+        raise UserError(f"{run_dir} is no run directory (no {CONFIG})")
+    return resolve(read_yaml(path), source=str(path))
+
+
+def weights_path(run_dir: Path) -> Path:
+    """Where a finished run keeps its weights: `adapter/` or `transformer/`."""
+    for folder in ("adapter", "transformer"):
+        if (run_dir / folder).is_dir():
+            return run_dir / folder
+    raise UserError(f"{run_dir} has no weights yet (neither adapter/ nor transformer/); has it finished?")
+
+
+def _check_same(config: Config, other: Config, directory: Path) -> None:
+    changed = {key: pair for key, pair in differences(config, other).items() if key not in MAY_CHANGE}
+    if changed:
+        listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
+        raise UserError(f"{directory} belongs to a run with another config:\n{listed}\nName another --run-dir for this one.")
+
+
+def _fresh(root: Path, name: str) -> Path:
+    stem = re.sub(r"[^\w.-]+", "-", name)
+    candidate, number = root / stem, 1
+    while candidate.exists():
+        number += 1
+        candidate = root / f"{stem}-{number}"
+    return candidate

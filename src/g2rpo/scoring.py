@@ -1,0 +1,62 @@
+"""From finished latents to rewards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from g2rpo.types import Policy, Reward, Rollout
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by phase, read off between laps."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> None:
+        """Books the time since the last lap on `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
+    """Images [N, 3, H, W] on the CPU, `batch_size` at a time."""
+    return torch.cat([policy.decode(part).cpu() for part in latents.split(batch_size)])
+
+
+def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Scores [R, N] of images, rewards in their order; refuses a reward that answers in another shape."""
+    rows = []
+    for name, reward in rewards.items():
+        values = torch.as_tensor(reward(images, prompts)).detach().float().cpu()
+        if values.shape != (len(images),):
+            shape = list(values.shape)
+            raise ValueError(f"reward '{name}' should return {len(images)} scores, one per image, but returned {shape}")
+        rows.append(values)
+    return torch.stack(rows)
+
+
+def score_rollouts(
+    policy: Policy,
+    rollouts: Sequence[Rollout],
+    rewards: Mapping[str, Reward],
+    prompts: Sequence[str],
+    batch_size: int,
+    watch: Stopwatch,
+) -> list[Tensor]:
+    """Rewards [R, M, G] of every rollout; `prompts` are the rows of the conditioning that rollouts refer to."""
+    finals = [rollout.finals.flatten(0, 1) for rollout in rollouts]
+    images = decode(policy, torch.cat(finals), batch_size)
+    watch.lap("decode")
+    asked = [prompts[rollout.prompt] for rollout, latents in zip(rollouts, finals, strict=True) for _ in latents]
+    scores = score(rewards, images, asked)
+    watch.lap("rewards")
+    parts = scores.split([len(latents) for latents in finals], dim=1)
+    return [part.unflatten(1, rollout.finals.shape[:2]) for part, rollout in zip(parts, rollouts, strict=True)]

@@ -1,0 +1,273 @@
+"""The trainer: prompts -> rollout -> rewards -> advantages -> loss -> update, one iteration after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
+from g2rpo.config import Config
+from g2rpo.evaluation import Comparison, Evaluation, compare, evaluate, load_evaluation, save_evaluation
+from g2rpo.flow import sigma_grid
+from g2rpo.metrics import MetricsLog, Row, read_metrics
+from g2rpo.pictures import save_curves, save_grid
+from g2rpo.prompts import PromptOrder
+from g2rpo.rollout.engine import Engine
+from g2rpo.scoring import Stopwatch, score_rollouts
+from g2rpo.seeding import generator_for
+from g2rpo.types import Policy, Reward
+from g2rpo.update import Experience, Updater
+
+BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
+
+
+@dataclass
+class Trainer:
+    """Trains `policy` on `rewards` as `config` says, and leaves everything worth keeping in `run_dir`.
+
+    `judges` score held-out pictures but are not trained on. `run_dir=None` keeps nothing, for experiments in a notebook.
+    """
+
+    config: Config
+    policy: Policy
+    rewards: Mapping[str, Reward]
+    prompts: Sequence[str]
+    heldout: Sequence[str]
+    judges: Mapping[str, Reward] = field(default_factory=dict)
+    run_dir: Path | None = None
+    on_evaluations: Callable[[int], None] = lambda rows: None
+
+    def __post_init__(self) -> None:
+        c = self.config
+        self.iteration = 0
+        self._baseline: Evaluation | None = None
+        self._shown = c.evaluation.pictures
+        self.algorithm = c.algorithm
+        self.sigmas = sigma_grid(c.sampling.num_steps, c.sampling.shift)
+        self.plans = self.algorithm.plans(c.sampling.num_steps)
+        self.diffusion = self.algorithm.diffusion(self.sigmas)
+        self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
+        self.order = PromptOrder(self.prompts, c.trainer.seed)
+        self.parameters = nn.ParameterList(self.policy.trainable_parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=c.optim.learning_rate,
+            betas=c.optim.betas,
+            eps=c.optim.eps,
+            weight_decay=c.optim.weight_decay,
+        )
+        decay = c.optim.ema_decay
+        self.average = AveragedModel(self.parameters, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
+        self.updater = Updater(
+            self.policy,
+            self.algorithm,
+            self.optimizer,
+            self.sigmas,
+            self.diffusion,
+            c.trainer.micro_batch_size,
+            c.optim.max_grad_norm,
+        )
+
+    def train(self) -> Iterator[Row]:
+        """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
+        c = self.config
+        with MetricsLog(self._directory(), self.iteration) as log:
+
+            def logged(row: Row) -> Row:
+                log.write(row)
+                return row
+
+            if self.iteration == 0:
+                yield logged(self.evaluate())
+            while self.iteration < c.trainer.iterations:
+                yield logged(self.iterate())
+                last = self.iteration == c.trainer.iterations
+                if last or self.iteration % c.evaluation.every == 0:
+                    yield logged(self.evaluate())
+                if last or self.iteration % c.trainer.checkpoint_every == 0:
+                    self.save()
+
+    def iterate(self) -> Row:
+        """One iteration, straight down; returns its metrics."""
+        c, watch = self.config, Stopwatch()
+        prompts = self.order.batch(self.iteration, c.trainer.prompts_per_iteration)
+        cond = self.policy.encode(prompts)
+        watch.lap("encode")
+
+        engine = Engine(
+            self.policy,
+            cond,
+            self.sigmas,
+            c.sampling.batch_size,
+            getattr(torch, c.sampling.anchor_dtype),
+            getattr(torch, c.sampling.sample_dtype),
+            on_rows=self.on_evaluations,
+        )
+        rollouts = engine.rollout(self.plans, self.algorithm.group_size, self.diffusion, self._noise)
+        watch.lap("rollout")
+
+        rewards = score_rollouts(self.policy, rollouts, self.rewards, prompts, c.sampling.decode_batch_size, watch)
+        advantages = [self.algorithm.advantages(group, self.weights) for group in rewards]
+        experience = [
+            Experience(rollout.prompt, transition, advantage)
+            for rollout, advantage in zip(rollouts, advantages, strict=True)
+            for transition in rollout.transitions
+        ]
+
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate()
+        stats = self.updater.update(experience, cond)
+        if self.average is not None:
+            self.average.update_parameters(self.parameters)
+        watch.lap("update")
+
+        self.iteration += 1
+        return {
+            "kind": "train",
+            "iteration": self.iteration,
+            **self._reward_metrics(rewards, advantages),
+            **stats.summary(self.algorithm.clip_range),
+            "learning_rate": self._learning_rate(),
+            "evaluations": engine.evaluations,
+            "images": sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts),
+            "seconds": sum(watch.seconds.values()),
+            **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
+        }
+
+    def evaluate(self) -> Row:
+        """Judges the (averaged) weights on held-out prompts, and paints the first few."""
+        watch = Stopwatch()
+        evaluation = self.judge()
+        watch.lap("evaluation")
+        if self.iteration == 0:
+            self._baseline = evaluation
+        if self.run_dir is not None:
+            if self.iteration == 0:
+                save_evaluation(self.run_dir / BASELINE, evaluation)
+            self._paint(f"iteration_{self.iteration:06d}", [evaluation.images[: self._shown]], [""])
+        means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
+        return {"kind": "eval", "iteration": self.iteration, **means, "seconds": watch.seconds["evaluation"]}
+
+    def judge(self) -> Evaluation:
+        """Held-out pictures and all their scores, of the (averaged) weights."""
+        c = self.config
+        steps = c.evaluation.num_steps or c.sampling.num_steps
+        with self._averaged():
+            return evaluate(
+                self.policy,
+                self.heldout,
+                {**self.rewards, **self.judges},
+                sigma_grid(steps, c.sampling.shift),
+                seed=c.trainer.seed,
+                batch_size=c.sampling.batch_size,
+                decode_batch_size=c.sampling.decode_batch_size,
+            )
+
+    def finish(self) -> dict[str, Comparison]:
+        """Base against tuned on the held-out prompts; writes the table, the before/after grid, the curves and the weights."""
+        base = self._baseline if self._baseline is not None else load_evaluation(self._directory() / BASELINE, self.heldout)
+        tuned = self.judge()
+        table = compare(base, tuned)
+        if self.run_dir is not None:
+            self._paint("before_after", [base.images[: self._shown], tuned.images[: self._shown]], ["base", "tuned"])
+            results = {"prompts": len(base.prompts), "rewards": {name: asdict(row) for name, row in table.items()}}
+            (self.run_dir / "results.json").write_text(json.dumps(results, indent=1))
+            save_curves(self.run_dir / "curves.png", read_metrics(self.run_dir), list(self.rewards))
+        return table
+
+    def export(self) -> Path:
+        """Writes the (averaged) weights as diffusers reads them, and returns where."""
+        folder = "adapter" if self.config.policy.tuning == "lora" else "transformer"
+        with self._averaged():
+            return self.policy.save(self._directory() / folder)
+
+    def save(self) -> Path:
+        """Writes a checkpoint from which `resume` continues bit for bit."""
+        tensors = {"weights": list(self.parameters)}
+        if self.average is not None:
+            tensors["average"] = list(self.average.module.parameters())
+        return save_checkpoint(
+            self._directory() / "checkpoints",
+            self.iteration,
+            tensors,
+            {"optimizer": self.optimizer.state_dict(), "averaged": int(self.average.n_averaged) if self.average else 0},
+            self.config.trainer.keep_checkpoints,
+        )
+
+    @torch.no_grad()
+    def resume(self) -> list[str]:
+        """Continues from the newest intact checkpoint, if there is one; returns complaints about damaged newer ones."""
+        found, complaints = latest_checkpoint(self._directory() / "checkpoints")
+        if found is None:
+            return complaints
+        self.iteration, tensors, state = found
+        _copy(tensors["weights"], self.parameters)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.average is not None:
+            _copy(tensors["average"], self.average.module.parameters())
+            self.average.n_averaged.fill_(state["averaged"])
+        return complaints
+
+    def _noise(self, prompt: int, *purpose: Any) -> torch.Generator:
+        return generator_for(self.config.trainer.seed, "rollout", self.iteration, prompt, *purpose)
+
+    def _learning_rate(self) -> float:
+        warmup = self.config.optim.warmup_iterations
+        return self.config.optim.learning_rate * min(1.0, (self.iteration + 1) / (warmup + 1))
+
+    def _reward_metrics(self, rewards: Sequence[Tensor], advantages: Sequence[Tensor]) -> Row:
+        stacked = torch.stack(list(rewards))  # [groups, R, M, G]
+        spread = stacked.std(-1)
+        row: Row = {}
+        for index, name in enumerate(self.rewards):
+            values = stacked[:, index]
+            row[f"reward/{name}"] = float(values.nanmean())
+            row[f"spread/{name}"] = float(spread[:, index].nanmean())
+        every = torch.cat(list(advantages))
+        return {
+            **row,
+            "missing_scores": float(stacked.isnan().float().mean()),
+            "silent_groups": float(torch.stack([(a == 0).all() for a in advantages]).float().mean()),
+            "advantage_size": float(every.abs().mean()),
+            "advantage_clipped": float((every.abs() >= self.algorithm.advantage_clip).float().mean()),
+        }
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.average is None else _Swapped(self.parameters, list(self.average.module.parameters()))
+
+    def _paint(self, name: str, rows: Sequence[Tensor], labels: Sequence[str]) -> None:
+        save_grid(self._directory() / "samples" / f"{name}.png", rows, list(self.heldout)[: self._shown], labels)
+
+    def _directory(self) -> Path:
+        if self.run_dir is None:
+            raise ValueError("this trainer has no run_dir to write to")
+        return self.run_dir
+
+
+class _Swapped(AbstractContextManager[None]):
+    """Puts the values of `other` into `parameters` for as long as the context lasts."""
+
+    def __init__(self, parameters: nn.ParameterList, other: Sequence[Tensor]) -> None:
+        self.parameters, self.other = parameters, other
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        self.own = [parameter.clone() for parameter in self.parameters]
+        _copy(self.other, self.parameters)
+
+    @torch.no_grad()
+    def __exit__(self, *error: object) -> None:
+        _copy(self.own, self.parameters)
+
+
+def _copy(values: Sequence[Tensor], into: Any) -> None:
+    for value, parameter in zip(values, into, strict=True):
+        parameter.copy_(value)

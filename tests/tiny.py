@@ -1,0 +1,74 @@
+"""Tiny random models of the real classes, saved as diffusers saves them."""
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+WORDS = ["<pad>", "<bos>", "</s>", "<unk>", "a", "red", "blue", "circle", "square", "left", "of", "two"]
+
+
+def tokenizer(length: int) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=length,
+    )
+
+
+def flux_pipeline(seed: int = 0, guidance_embeds: bool = True) -> FluxPipeline:
+    """A random FLUX of 0.1 M parameters for 32x32 pictures."""
+    torch.manual_seed(seed)
+    transformer = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        pooled_projection_dim=20,
+        guidance_embeds=guidance_embeds,
+        axes_dims_rope=(4, 6, 6),
+    )
+    torch.nn.init.normal_(transformer.proj_out.weight, std=0.3)  # diffusers starts it at zero: no velocity at all
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        layers_per_block=1,
+        latent_channels=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=0.7,
+        shift_factor=0.1,
+    )
+    clip = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(WORDS), hidden_size=20, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=12, eos_token_id=2, pad_token_id=0, bos_token_id=1, projection_dim=20,
+        )
+    )  # fmt: skip
+    t5 = T5EncoderModel(T5Config(vocab_size=len(WORDS), d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+    return FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
+        vae=vae,
+        text_encoder=clip,
+        tokenizer=tokenizer(12),
+        text_encoder_2=t5,
+        tokenizer_2=tokenizer(12),
+        transformer=transformer,
+    )
+
+
+def save_flux(directory: Path, **options) -> Path:
+    flux_pipeline(**options).save_pretrained(directory, safe_serialization=True)
+    return directory
