@@ -1,0 +1,36 @@
+# Everything runs in .venv, which every target makes by itself. Set PYTHON to choose the interpreter (3.11 or newer).
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.installed
+
+.PHONY: install quickstart check test format clean
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("g2rpo needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+# Trains the embedded tiny model; run again, it continues or shows the results.
+quickstart: $(READY)
+	$(BIN)/g2rpo train scenes --run-dir runs/quickstart $(if $(wildcard runs/quickstart/config.yaml),--resume)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

@@ -1,0 +1,149 @@
+"""What people get wrong, and what they are told."""
+
+import pytest
+import yaml
+
+from g2rpo.config import differences, read_yaml, resolve
+from g2rpo.errors import UserError
+from g2rpo.prompts import PromptOrder, read_prompts
+from g2rpo.recipes import names, text
+from g2rpo.runs import open_run
+from tests.runs import PLAIN, config
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_recipe_is_a_valid_config_and_survives_its_own_file(name):
+    built = resolve({"recipe": name, **yaml.safe_load(text(name))})
+    assert resolve(yaml.safe_load(built.to_yaml())) == built
+
+
+def test_overrides_reach_their_keys():
+    built = config(
+        "algorithm.group_size=4",
+        "algorithm.granularities=[1,3]",
+        "optim.learning_rate=2e-6",
+        "rewards.bright=0.5",
+        "rewards.extra.kind=scene_clip",
+        "algorithm.tail=closed",
+    )
+    assert built.algorithm.group_size == 4 and built.algorithm.granularities == (1, 3)
+    assert built.optim.learning_rate == 2e-6 and built.algorithm.tail == "closed"
+    assert built.rewards["bright"].weight == 0.5 and built.rewards["bright"].kind == "bright"
+    assert built.rewards["extra"].kind == "scene_clip"
+
+
+def test_an_override_can_take_a_reward_out():
+    assert set(config("rewards.other=1", "rewards.bright=").rewards) == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.gruop_size=4", "unknown key 'algorithm.gruop_size'. Did you mean 'group_size'?"),
+        ("optimizer.learning_rate=1", "unknown key 'optimizer'. Did you mean 'optim'?"),
+        ("learning_rate=1", "unknown key 'learning_rate'. Did you mean 'optim.learning_rate'?"),
+        ("rewards.bright.wieght=1", "unknown key 'rewards.bright.wieght'. Did you mean 'weight'?"),
+        ("algorithm.group_size=1", "group_size must be at least 2"),
+        ("algorithm.group_size=many", "algorithm.group_size: input should be a valid integer"),
+        ("trainer.iterations=0", "trainer.iterations: input should be greater than 0, got 0"),
+        ("policy.dtype=float8", "policy.dtype: input should be 'float32' or 'bfloat16', got 'float8'"),
+        ("algorithm.tail=open", "algorithm.tail: input should be 'reference' or 'closed', got 'open'"),
+        ("optim.ema_decay=1", "optim.ema_decay: input should be less than 1"),
+        ("nonsense", "'nonsense' is no override; write key=value"),
+        ("trainer.iterations=[1", "'[1' is no value"),
+        ("sampling.num_steps=nan", "sampling.num_steps"),
+    ],
+)
+def test_wrong_overrides_are_refused_with_a_hint(override, message):
+    with pytest.raises(UserError) as refusal:
+        config(override)
+    assert message in str(refusal.value)
+
+
+def test_a_missing_value_is_named():
+    with pytest.raises(UserError, match=r"'optim\.learning_rate' is missing"):
+        resolve({**PLAIN, "optim": {}})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a: [1", "is no YAML file"), (b"- 1", "holds list"), (b"\xff\xfe\x00", "is no YAML file"), (b"!!python/object:os.system {}", "no YAML")],
+)
+def test_unreadable_configs_are_refused(tmp_path, content, message):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_yaml(path)
+
+
+def test_a_missing_config_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.yaml: cannot be read"):
+        read_yaml(tmp_path / "nowhere.yaml")
+
+
+def test_prompts_from_text_and_jsonl(tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffa red circle\n\n  two  \n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "other": 1}\n')
+    assert read_prompts(tmp_path / "a.txt") == ["a red circle", "two"]
+    assert read_prompts(tmp_path / "b.jsonl") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\n \n", "is empty"),
+        ("a.txt", "Zürich".encode("latin-1"), "is not UTF-8"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}', "line 2"),
+        ("a.jsonl", b"[]", "line 1"),
+        ("missing.txt", None, "cannot be read"),
+    ],
+)
+def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_prompts(tmp_path / name)
+
+
+def test_prompt_order_covers_every_epoch_and_depends_on_nothing_but_the_iteration():
+    prompts = [str(i) for i in range(10)]
+    order = PromptOrder(prompts, seed=1)
+    drawn = [p for i in range(5) for p in order.batch(i, 4)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(prompts) and drawn[:10] != drawn[10:]
+    assert PromptOrder(prompts, seed=1).batch(3, 4) == drawn[12:16]
+    assert PromptOrder(prompts, seed=2).batch(0, 10) != drawn[:10]
+
+
+def test_a_run_directory_is_never_taken_over(tmp_path):
+    directory = open_run(config(), tmp_path / "run", resume=False)
+    written = (directory / "config.yaml").read_text()
+    with pytest.raises(UserError, match="already holds a run"):
+        open_run(config(), directory, resume=False)
+    with pytest.raises(UserError, match=r"algorithm\.group_size: 6 there, 8 here"):
+        open_run(config("algorithm.group_size=8"), directory, resume=True)
+    assert (directory / "config.yaml").read_text() == written
+    open_run(config("trainer.iterations=9"), directory, resume=True)
+
+
+def test_a_folder_with_other_things_is_no_run(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match="is not empty"):
+        open_run(config(), tmp_path, resume=False)
+    with pytest.raises(UserError, match="no run to resume"):
+        open_run(config(), tmp_path / "new", resume=True)
+    with pytest.raises(UserError, match="--run-dir"):
+        open_run(config(), None, resume=True)
+
+
+def test_fresh_runs_number_themselves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [open_run(config(), None, False).name for _ in range(3)] == ["gaussian", "gaussian-2", "gaussian-3"]
+
+
+def test_differences_are_dotted():
+    assert differences(config(), config("optim.learning_rate=1", "rewards.x=1")).keys() == {
+        "optim.learning_rate",
+        "rewards.x.kind",
+        "rewards.x.weight",
+        "rewards.x.options",
+    }
