@@ -1,0 +1,87 @@
+"""Stage 2: a tiny CLIP, trained contrastively on drawings and their prompts. Its text tower also serves the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import CLIPConfig, CLIPModel
+
+from g2rpo.testbed.build.augment import mild
+from g2rpo.testbed.build.common import FAMILY, Context, World, fit, save_half
+from g2rpo.testbed.build.text import END, MAX_TOKENS, PAD, VOCABULARY, new_tokenizer
+from g2rpo.testbed.grammar import render_prompt
+from g2rpo.testbed.rewards import image_features, text_features
+from g2rpo.testbed.scenes import SIDE
+
+WIDTH = 96
+BATCH = 256
+
+
+def new_clip() -> CLIPModel:
+    """An untrained CLIPModel: 8x8 patches, four image layers and two text layers."""
+    tower = {"hidden_size": WIDTH, "num_attention_heads": 4, "projection_dim": 64}
+    return CLIPModel(
+        CLIPConfig(
+            text_config={
+                **tower,
+                "vocab_size": len(VOCABULARY),
+                "intermediate_size": 2 * WIDTH,
+                "num_hidden_layers": 2,
+                "max_position_embeddings": MAX_TOKENS,
+                "pad_token_id": PAD,
+                "bos_token_id": PAD,
+                "eos_token_id": END,
+            },
+            vision_config={
+                **tower,
+                "intermediate_size": 3 * WIDTH,
+                "num_hidden_layers": 4,
+                "image_size": SIDE,
+                "patch_size": 8,
+            },
+            projection_dim=64,
+        )
+    )
+
+
+def build_clip(ctx: Context, world: World) -> CLIPModel:
+    """Trains CLIP on whole families of scenes, so that every batch holds captions that are wrong in one word only."""
+    folder = ctx.out / "clip"
+    if (folder / "config.json").exists():
+        return CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
+    rng = ctx.rng("clip")
+    clip, tokenizer = new_clip(), new_tokenizer()
+    prompts = [render_prompt(scene) for scene in world.scenes]
+
+    def loss() -> Tensor:
+        heads = rng.integers(len(prompts) // FAMILY, size=BATCH // FAMILY) * FAMILY
+        rows = (heads[:, None] + np.arange(FAMILY)).ravel()
+        texts = [prompts[i] for i in rows]
+        images = mild(world.images(rows))
+        return contrastive_loss(clip, image_features(clip, images), text_features(clip, tokenizer, texts), texts)
+
+    fit(ctx, "clip", clip, loss, steps=ctx.scaled(1600, 4), lr=2e-3, ema=0.995)
+    save_half(clip, folder)
+    tokenizer.save_pretrained(folder)
+    return clip
+
+
+def contrastive_loss(clip: CLIPModel, images: Tensor, texts: Tensor, prompts: Sequence[str]) -> Tensor:
+    """CLIP's loss on features [B, D]; rows that share a prompt are not each other's negatives."""
+    ids = np.unique(np.asarray(prompts), return_inverse=True)[1]
+    twin = torch.from_numpy((ids[:, None] == ids[None]) & ~np.eye(len(ids), dtype=bool))
+    logits = (images @ texts.T * clip.logit_scale.exp().clamp(max=100)).float().masked_fill(twin, -torch.inf)
+    target = torch.arange(len(logits))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+@torch.no_grad()
+def retrieval(clip: CLIPModel, images: Tensor, prompts: Sequence[str]) -> float:
+    """How often an image's nearest prompt, of all given, is its own."""
+    texts = text_features(clip, new_tokenizer(), prompts)
+    nearest = (image_features(clip, images) @ texts.T).argmax(1).tolist()
+    return sum(prompts[n] == p for n, p in zip(nearest, prompts, strict=True)) / len(prompts)

@@ -1,0 +1,221 @@
+"""Stage 3: the tiny FLUX. The transformer and its text encoders learn together, by flow matching, on captions that are not always right.
+
+As with a model trained on the web, some captions are wrong, and guidance says how much to trust them: of the pictures
+shown with guidance 1 more than half carry a wrong caption, of those with guidance 5 one in ten. What the base then gets
+wrong is content rather than drawing, and reinforcement learning has something natural to sharpen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+from g2rpo.testbed.build.common import Context, World, compiled, fast_bf16, fit
+from g2rpo.testbed.build.text import END, MAX_TOKENS, PAD, VOCABULARY, new_tokenizer
+from g2rpo.testbed.build.vae import encode
+from g2rpo.testbed.grammar import corrupt, prompts, render_prompt
+from g2rpo.testbed.rewards import SceneAccuracy
+from g2rpo.testbed.scenes import SIDE
+
+WIDTH = 128
+POOLED_WIDTH = 64
+GUIDANCE = (1.0, 5.0)
+WRONG_CAPTIONS = (0.6, 0.1)  # their share at either end of the guidance range
+TIME_SHIFT = 2.0  # trains high noise more, where the composition is decided
+BATCH = 256
+STEPS = 3000
+LEARNING_RATE = 2e-3
+
+
+def new_t5() -> T5EncoderModel:
+    """An untrained two-layer text encoder."""
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=len(VOCABULARY),
+            d_model=WIDTH,
+            d_kv=32,
+            num_heads=4,
+            d_ff=2 * WIDTH,
+            num_layers=2,
+            relative_attention_num_buckets=16,
+            relative_attention_max_distance=MAX_TOKENS,
+            feed_forward_proj="gated-gelu",
+            dropout_rate=0.0,
+            pad_token_id=PAD,
+            eos_token_id=END,
+            is_encoder_decoder=False,
+        )
+    )
+
+
+def new_transformer() -> FluxTransformer2DModel:
+    """An untrained FLUX of two double and four single blocks, 2.4 million parameters."""
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=4,
+        attention_head_dim=32,
+        num_attention_heads=WIDTH // 32,
+        joint_attention_dim=WIDTH,
+        pooled_projection_dim=POOLED_WIDTH,
+        guidance_embeds=True,
+        axes_dims_rope=(8, 12, 12),
+    )
+
+
+def new_text_tower() -> CLIPTextModel:
+    """An untrained CLIP text encoder, whose pooled output tells the transformer the prompt's gist."""
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=POOLED_WIDTH,
+            intermediate_size=2 * POOLED_WIDTH,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            max_position_embeddings=MAX_TOKENS,
+            pad_token_id=PAD,
+            bos_token_id=PAD,
+            eos_token_id=END,
+        )
+    )
+
+
+def new_pipeline(vae: AutoencoderKL) -> FluxPipeline:
+    """The pipeline around a trained autoencoder, everything else untrained."""
+    pipe = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
+        vae=vae,
+        text_encoder=new_text_tower(),
+        tokenizer=new_tokenizer(),
+        text_encoder_2=new_t5(),
+        tokenizer_2=new_tokenizer(),
+        transformer=new_transformer(),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def build_flux(ctx: Context, world: World, vae: AutoencoderKL) -> FluxPipeline:
+    """Trains the transformer and both text encoders, and saves the whole pipeline."""
+    if (ctx.pipeline / "model_index.json").exists():
+        return load_pipeline(ctx.pipeline)
+    latents = pack_latents(ctx, world, vae)
+    rng = ctx.rng("flux")
+    pipe = new_pipeline(vae)
+    networks = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2])
+    transformer = compiled(ctx, pipe.transformer)
+
+    def loss() -> Tensor:
+        rows = rng.integers(len(latents), size=BATCH)
+        guidance = rng.uniform(*GUIDANCE, size=BATCH)
+        wrong = rng.random(BATCH) < np.interp(guidance, GUIDANCE, WRONG_CAPTIONS)
+        scenes = [world.scenes[i] for i in rows]
+        texts = [render_prompt(corrupt(s, rng) if w else s) for s, w in zip(scenes, wrong, strict=True)]
+        return flow_loss(pipe, transformer, latents[rows].float(), texts, torch.from_numpy(guidance).float())
+
+    def snapshot(step: int) -> None:
+        scores = [accuracy(pipe, prompts(split)[:100]) for split in ("train", "heldout")]
+        ctx.log(f"flux {step} accuracy: train {scores[0]:.2f}, held-out {scores[1]:.2f}")
+        if scores[1] > 0.1:
+            save_pipeline(pipe, ctx.work / "snapshot")
+
+    fit(
+        ctx,
+        "flux",
+        networks,
+        loss,
+        steps=ctx.scaled(STEPS, 4),
+        lr=LEARNING_RATE,
+        ema=0.999,
+        optimizers=new_optimizers(networks),
+        snapshot=snapshot,
+    )
+    save_pipeline(pipe, ctx.pipeline)
+    return pipe
+
+
+def pack_latents(ctx: Context, world: World, vae: AutoencoderKL) -> Tensor:
+    """All pictures as the transformer sees them: [N, 16 tokens, 64], float16, about unit normal."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=fast_bf16()):
+        latents = encode(vae, world, np.arange(len(world.scenes))).half()
+    ctx.log(f"flux: {len(latents)} latents, mean {latents.float().mean():.3f}, std {latents.float().std():.3f}")
+    return FluxPipeline._pack_latents(latents, len(latents), 16, SIDE // 8, SIDE // 8)
+
+
+def flow_loss(
+    pipe: FluxPipeline, transformer: Callable[..., Any], latents: Tensor, texts: Sequence[str], guidance: Tensor
+) -> Tensor:
+    """Flow matching on packed latents [B, 16, 64]: how far the predicted velocity is from noise - latents."""
+    tokens = pipe.tokenizer(list(texts), padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids
+    noise = torch.randn_like(latents)
+    odds = TIME_SHIFT * torch.randn(len(latents)).exp()
+    sigma = odds / (1 + odds)
+    at = sigma[:, None, None]
+    velocity = transformer(
+        hidden_states=(1 - at) * latents + at * noise,
+        timestep=sigma,
+        guidance=guidance,
+        pooled_projections=pipe.text_encoder(tokens).pooler_output,
+        encoder_hidden_states=pipe.text_encoder_2(tokens)[0],
+        txt_ids=torch.zeros(MAX_TOKENS, 3),
+        img_ids=FluxPipeline._prepare_latent_image_ids(1, SIDE // 16, SIDE // 16, "cpu", torch.float32),
+        return_dict=False,
+    )[0]
+    return (velocity.float() - (noise - latents)).pow(2).mean()
+
+
+def new_optimizers(networks: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for everything else: embeddings, modulations, gains, biases."""
+    inner, outer = [], []
+    for name, p in networks.named_parameters():
+        matrix = p.ndim == 2 and "block" in name or "layers" in name and p.ndim == 2
+        (inner if matrix and ".norm" not in name and "relative" not in name else outer).append(p)
+    return [
+        torch.optim.Muon(inner, lr=LEARNING_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outer, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def sample(pipe: FluxPipeline, texts: Sequence[str], *, seed: int = 0, batch: int = 100) -> Tensor:
+    """Images [B, 3, 64, 64] in [0, 1] of prompts, as everybody else draws them: guidance 3.5, 10 steps."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [
+        pipe(
+            list(texts[i : i + batch]),
+            height=SIDE,
+            width=SIDE,
+            num_inference_steps=10,
+            guidance_scale=3.5,
+            max_sequence_length=MAX_TOKENS,
+            generator=generator,
+            output_type="pt",
+        ).images
+        for i in range(0, len(texts), batch)
+    ]
+    return torch.cat(parts).float()
+
+
+def accuracy(pipe: FluxPipeline, texts: Sequence[str]) -> float:
+    """The share of pictures that show all that their prompt asks for, and nothing else."""
+    return SceneAccuracy()(sample(pipe, texts), texts).mean().item()
+
+
+def save_pipeline(pipe: FluxPipeline, folder: Path) -> None:
+    """Writes the pipeline as float16 safetensors, and leaves it in float32."""
+    pipe.to(torch.float16).save_pretrained(folder, safe_serialization=True)
+    pipe.to(torch.float32)
+
+
+def load_pipeline(folder: Path) -> FluxPipeline:
+    """The pipeline in float32, without progress bars."""
+    pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

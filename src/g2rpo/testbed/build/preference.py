@@ -1,0 +1,90 @@
+"""Stage 4: taste. The tiny CLIP, fine-tuned on which of two pictures a viewer would rather have for a prompt."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import CLIPModel
+
+from g2rpo.testbed.build.augment import harsh, mild
+from g2rpo.testbed.build.common import FAMILY, Context, World, fit, save_half
+from g2rpo.testbed.build.text import new_tokenizer
+from g2rpo.testbed.build.vae import decode, encode
+from g2rpo.testbed.grammar import render_prompt
+from g2rpo.testbed.rewards import ScenePreference, image_features, text_features
+
+BATCH = 64  # prompts; each brings four pictures
+# The pictures of a prompt, and which is preferred to which: (better, worse).
+RIGHT, RIGHT_UGLY, WRONG, WRONG_UGLY = range(4)
+ORDER = ((RIGHT, RIGHT_UGLY), (RIGHT, WRONG), (RIGHT, WRONG_UGLY), (RIGHT_UGLY, WRONG_UGLY), (WRONG, WRONG_UGLY))
+
+
+def build_preference(ctx: Context, world: World, vae: AutoencoderKL, clip: CLIPModel) -> CLIPModel:
+    """Fine-tunes a copy of CLIP on ordered pictures: right before wrong, clean before ugly."""
+    folder = ctx.out / ScenePreference.folder
+    if (folder / "config.json").exists():
+        return CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
+    rng = ctx.rng("preference")
+    model, tokenizer = copy.deepcopy(clip), new_tokenizer()
+    generated = generated_like(ctx, world, vae)
+
+    def loss() -> Tensor:
+        pictures, texts = ballot(world, rng, generated)
+        images = image_features(model, pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
+        scores = (images * text_features(model, tokenizer, texts)[:, None]).sum(-1).float() * ScenePreference.scale
+        return torch.stack([-F.logsigmoid(scores[:, a] - scores[:, b]).mean() for a, b in ORDER]).mean()
+
+    fit(ctx, "preference", model, loss, steps=ctx.scaled(600, 4), lr=5e-4, ema=0.99)
+    save_half(model, folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def generated_like(ctx: Context, world: World, vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
+    """The first families as a good and as a poor generator would draw them: decoded latents, clean and noisy."""
+    count = ctx.scaled(4096, 32)
+    latents = encode(vae, world, np.arange(count))
+    amount = 0.25 + 0.5 * torch.rand(count, 1, 1, 1)
+    noisy = latents * (1 - 0.3 * amount) + amount * torch.randn_like(latents)
+    return tuple(torch.cat([decode(vae, part) for part in z.split(256)]) for z in (latents, noisy))
+
+
+def ballot(world: World, rng: np.random.Generator, generated: tuple[Tensor, Tensor]) -> tuple[Tensor, list[str]]:
+    """Pictures [BATCH, 4, 3, 64, 64] to be ordered, and their prompts. Half of them passed through the autoencoder."""
+    clean, noisy = generated
+    pick = np.concatenate([
+        rng.integers(len(clean) // FAMILY, size=BATCH // 2),
+        rng.integers(len(world.scenes) // FAMILY, size=BATCH - BATCH // 2),
+    ])
+    rows = pick * FAMILY + rng.integers(FAMILY, size=BATCH)
+    other = pick * FAMILY + (rows + rng.integers(1, FAMILY, size=BATCH)) % FAMILY  # the same scene but for one edit
+    decoded = torch.arange(BATCH)[:, None, None, None] < BATCH // 2
+    poor = decoded & (torch.rand(BATCH, 1, 1, 1) < 0.6)
+    texts = [render_prompt(world.scenes[i]) for i in rows]
+    pictures = []
+    for chosen in (rows, other):
+        inside = torch.from_numpy(chosen % len(clean))
+        good = torch.where(decoded, clean[inside], world.images(chosen))
+        pictures += [mild(good), torch.where(poor, noisy[inside], harsh(good))]
+    return torch.stack(pictures, 1), texts
+
+
+@torch.no_grad()
+def pair_accuracy(
+    model: CLIPModel, world: World, rng: np.random.Generator, generated: tuple[Tensor, Tensor], rounds: int
+) -> dict[str, float]:
+    """How often the better of two pictures scores higher, by pair."""
+    tokenizer = new_tokenizer()
+    wins = {"clean over ugly": [], "right over wrong": []}
+    for _ in range(rounds):
+        pictures, texts = ballot(world, rng, generated)
+        features = image_features(model, pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
+        scores = (features * text_features(model, tokenizer, texts)[:, None]).sum(-1)
+        wins["clean over ugly"].append((scores[:, RIGHT] > scores[:, RIGHT_UGLY]).float().mean())
+        wins["right over wrong"].append((scores[:, RIGHT] > scores[:, WRONG]).float().mean())
+    return {name: torch.stack(values).mean().item() for name, values in wins.items()}

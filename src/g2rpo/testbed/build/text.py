@@ -1,0 +1,35 @@
+"""The word-level tokenizer that all text towers of the world share."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from g2rpo.testbed.grammar import WORDS
+
+# CLIPTextModel pools at the first end token, except that it treats the id 2 as a mark of old, broken configs.
+PAD, END, UNKNOWN = 0, 1, 3
+SPECIAL = ("<pad>", "</s>", "<reserved>", "<unk>")
+VOCABULARY = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
+MAX_TOKENS = 16
+
+
+def new_tokenizer() -> PreTrainedTokenizerFast:
+    """Words to ids, an end token after the last word, padding on the right."""
+    core = Tokenizer(WordLevel(VOCABULARY, unk_token=SPECIAL[UNKNOWN]))
+    core.normalizer = Lowercase()
+    core.pre_tokenizer = Whitespace()
+    core.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[(SPECIAL[END], END)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=SPECIAL[PAD],
+        eos_token=SPECIAL[END],
+        unk_token=SPECIAL[UNKNOWN],
+        model_max_length=MAX_TOKENS,
+        padding_side="right",
+        model_input_names=["input_ids", "attention_mask"],
+    )

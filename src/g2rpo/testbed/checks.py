@@ -1,0 +1,43 @@
+"""Does a picture show its scene? The questions asked of it, and the answers, each between 0 and 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from g2rpo.testbed.detector import Found
+from g2rpo.testbed.scenes import Group, Relation, Scene, kind
+
+_HOLDS: dict[Relation, Callable[[Found, Found], bool]] = {
+    "left of": lambda a, b: a.x < b.x,
+    "right of": lambda a, b: a.x > b.x,
+    "above": lambda a, b: a.y < b.y,
+    "below": lambda a, b: a.y > b.y,
+}
+
+
+def check(scene: Scene, objects: list[Found]) -> dict[str, float]:
+    """Answers by question; all are 1 exactly when the picture shows the scene and nothing else.
+
+    Of each group: is there such an object (half an answer for the right colour or the right shape), are there as many
+    as asked, and, where a size is named, which part of them has it. Of the scene: which part of the pairs obeys the
+    relation, and how little else there is.
+    """
+    members = [[o for o in objects if (o.colour, o.shape) == kind(group)] for group in scene.groups]
+    others = [o for o in objects if not any(o in found for found in members)]
+    answers: dict[str, float] = {}
+    for i, (group, found) in enumerate(zip(scene.groups, members, strict=True)):
+        answers[f"object {i}"] = 1.0 if found else _resemblance(group, others)
+        answers[f"count {i}"] = min(len(found), group.count) / max(len(found), group.count)
+        if group.size is not None:
+            answers[f"size {i}"] = sum(o.size == group.size for o in found) / max(len(found), 1)
+    if scene.relation is not None:
+        holds = [_HOLDS[scene.relation](a, b) for a in members[0] for b in members[1]]
+        answers["relation"] = sum(holds) / max(len(holds), 1)
+    asked = sum(group.count for group in scene.groups)
+    answers["nothing else"] = max(0.0, 1 - len(others) / asked)
+    return answers
+
+
+def _resemblance(group: Group, others: list[Found]) -> float:
+    """Half, where some other object has the group's colour or its shape."""
+    return 0.5 if any(o.colour == group.colour or o.shape == group.shape for o in others) else 0.0

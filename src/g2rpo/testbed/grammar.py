@@ -1,0 +1,170 @@
+"""Text <-> scene, and which compositions are held out.
+
+    prompt = group | group relation group
+    group  = ("a" | "one" | "two" | "three") [size] colour shape
+
+The train and held-out prompts are lists fixed by the rules below, in a shuffled order that never changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from g2rpo.testbed.scenes import (
+    COLOURS,
+    MAX_COUNT,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    Group,
+    Relation,
+    Scene,
+    kind,
+    sample_scene,
+)
+
+Split = Literal["train", "heldout"]
+SPLIT_SIZES: dict[Split, int] = {"train": 2000, "heldout": 400}
+
+NUMBERS = ("a", "two", "three")
+_COUNTS = {"a": 1, "one": 1, "two": 2, "three": 3}
+_NOUNS = {word: shape for shape in SHAPES for word in (shape, f"{shape}s")}
+WORDS: tuple[str, ...] = (
+    *_COUNTS,
+    *SIZES,
+    *COLOURS,
+    *_NOUNS,
+    *dict.fromkeys(word for relation in RELATIONS for word in relation.split()),
+)
+"""Every word of the language, in a fixed order: the tokenizers' vocabulary."""
+
+OPPOSITE: dict[Relation, Relation] = {
+    "left of": "right of",
+    "right of": "left of",
+    "above": "below",
+    "below": "above",
+}
+
+
+def render_prompt(scene: Scene) -> str:
+    """The prompt that means `scene`; `parse` undoes it."""
+    texts = [_group_text(group) for group in scene.groups]
+    return texts[0] if scene.relation is None else f"{texts[0]} {scene.relation} {texts[1]}"
+
+
+def _group_text(group: Group) -> str:
+    noun = group.shape if group.count == 1 else f"{group.shape}s"
+    return " ".join(filter(None, (NUMBERS[group.count - 1], group.size, group.colour, noun)))
+
+
+def parse(prompt: str) -> Scene:
+    """The scene that `prompt` asks for; ValueError says which word does not belong."""
+    words = prompt.lower().strip().rstrip(".").split()
+    if not words:
+        raise ValueError("the prompt is empty")
+    first, rest = _parse_group(words, prompt)
+    if not rest:
+        return Scene((first,))
+    for relation in RELATIONS:
+        head = relation.split()
+        if rest[: len(head)] == head:
+            second, rest = _parse_group(rest[len(head) :], prompt)
+            if rest:
+                raise ValueError(f"unexpected {' '.join(rest)!r} at the end of {prompt!r}")
+            return Scene((first, second), relation)
+    raise ValueError(f"expected one of {', '.join(RELATIONS)} at {' '.join(rest)!r} in {prompt!r}")
+
+
+def _parse_group(words: list[str], prompt: str) -> tuple[Group, list[str]]:
+    """The group that `words` begin with, and the words after it."""
+
+    def take(meaning: str, choices: tuple[str, ...]) -> str:
+        found = words[0] if words else "the end"
+        if found not in choices:
+            raise ValueError(f"expected {meaning} ({', '.join(choices)}), found {found!r} in {prompt!r}")
+        return words.pop(0)
+
+    words = list(words)
+    count = _COUNTS[take("a number", tuple(_COUNTS))]
+    size = next((s for s in SIZES if words[:1] == [s]), None)
+    words = words[1:] if size else words
+    colour = {c: c for c in COLOURS}[take("a colour", COLOURS)]
+    shape = _NOUNS[take("a shape", tuple(_NOUNS))]
+    return Group(count, colour, shape, size), words
+
+
+def is_heldout(scene: Scene) -> bool:
+    """Whether neither pretraining nor training may see this scene: a fixed fifth of all compositions.
+
+    Of two groups the pair of (colour, shape) kinds is held out, whatever their order, counts, sizes and relation;
+    of a single group the triple (count, colour, shape).
+    """
+    if scene.relation is None:
+        group = scene.groups[0]
+        key = f"{group.count} {group.colour} {group.shape}"
+    else:
+        key = " + ".join(sorted(" ".join(kind(group)) for group in scene.groups))
+    return zlib.crc32(key.encode()) % 5 == 0
+
+
+def sample_train_scene(rng: np.random.Generator) -> Scene:
+    """A random scene that is not held out."""
+    return next(scene for scene in iter(lambda: sample_scene(rng), None) if not is_heldout(scene))
+
+
+def edits(scene: Scene) -> Iterator[Scene]:
+    """All scenes that differ from `scene` in one attribute of one group, or in the relation turned round."""
+    for i, group in enumerate(scene.groups):
+        changed: list[Group] = []
+        changed += [dataclasses.replace(group, count=n) for n in range(1, MAX_COUNT + 1) if n != group.count]
+        changed += [dataclasses.replace(group, colour=c) for c in COLOURS if c != group.colour]
+        changed += [dataclasses.replace(group, shape=s) for s in SHAPES if s != group.shape]
+        if group.size is not None:
+            changed += [dataclasses.replace(group, size=s) for s in SIZES if s != group.size]
+        for new in changed:
+            groups = (*scene.groups[:i], new, *scene.groups[i + 1 :])
+            try:
+                yield dataclasses.replace(scene, groups=groups)
+            except ValueError:  # too many objects, or the groups have become alike
+                continue
+    if scene.relation is not None:
+        yield dataclasses.replace(scene, relation=OPPOSITE[scene.relation])
+
+
+def attribute(scene: Scene, edited: Scene) -> str:
+    """Which attribute an edit has changed: count, colour, shape, size or relation."""
+    for a, b in zip(scene.groups, edited.groups, strict=True):
+        for name in ("count", "colour", "shape", "size"):
+            if getattr(a, name) != getattr(b, name):
+                return name
+    return "relation"
+
+
+def corrupt(scene: Scene, rng: np.random.Generator) -> Scene:
+    """A random edit of `scene`, each kind of attribute equally likely, that is not held out."""
+    by_attribute: dict[str, list[Scene]] = {}
+    for edited in edits(scene):
+        if not is_heldout(edited):
+            by_attribute.setdefault(attribute(scene, edited), []).append(edited)
+    choices = by_attribute[sorted(by_attribute)[rng.integers(len(by_attribute))]]
+    return choices[rng.integers(len(choices))]
+
+
+@cache
+def prompts(split: Split) -> tuple[str, ...]:
+    """The prompts of a split, distinct, in a fixed shuffled order; any prefix is a fair sample."""
+    if split not in get_args(Split):
+        raise ValueError(f"unknown split {split!r}, expected one of {', '.join(get_args(Split))}")
+    rng = np.random.default_rng(zlib.crc32(split.encode()))
+    found: dict[str, None] = {}
+    while len(found) < SPLIT_SIZES[split]:
+        scene = sample_scene(rng)
+        if is_heldout(scene) == (split == "heldout"):
+            found[render_prompt(scene)] = None
+    return tuple(found)

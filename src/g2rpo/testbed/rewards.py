@@ -1,0 +1,102 @@
+"""Three rewards for one world: a verifiable one, a learned CLIP score and a learned preference score.
+
+All follow the `Reward` protocol: images [B, 3, 64, 64] in [0, 1] and their prompts to scores [B], float32 on the CPU,
+higher is better. A prompt that the grammar cannot parse has no score: NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from g2rpo.testbed import assets_dir
+from g2rpo.testbed.checks import check
+from g2rpo.testbed.detector import detect
+from g2rpo.testbed.grammar import parse
+from g2rpo.testbed.scenes import Scene
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel, PreTrainedTokenizerFast
+
+
+def parse_or_none(prompt: str) -> Scene | None:
+    """The scene that a prompt asks for, or None for a prompt outside the grammar."""
+    try:
+        return parse(prompt)
+    except ValueError:
+        return None
+
+
+class SceneAccuracy:
+    """Does the picture show the asked objects, colours, counts, sizes and relation, and nothing else?
+
+    With `partial` the mean of all answers (see `check`), else 1 where all of them are 1, and 0 otherwise.
+    """
+
+    def __init__(self, *, partial: bool = False) -> None:
+        self.partial = partial
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        scores = [self._score(image, prompt) for image, prompt in zip(images.float().cpu(), prompts, strict=True)]
+        return torch.tensor(scores, dtype=torch.float32)
+
+    def _score(self, image: Tensor, prompt: str) -> float:
+        scene = parse_or_none(prompt)
+        if scene is None:
+            return float("nan")
+        answers = check(scene, detect(image.numpy())).values()
+        return sum(answers) / len(answers) if self.partial else float(min(answers) == 1)
+
+
+class SceneCLIP:
+    """Cosine of the picture and its prompt under the world's own tiny CLIP, in [-1, 1]."""
+
+    folder = "clip"
+    scale = 1.0
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self.model, self.tokenizer = load_clip(Path(path) if path else assets_dir() / self.folder)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        distinct = list(dict.fromkeys(prompts))
+        row = {prompt: i for i, prompt in enumerate(distinct)}
+        texts = text_features(self.model, self.tokenizer, distinct)[[row[prompt] for prompt in prompts]]
+        scores = (image_features(self.model, images.float().cpu()) * texts).sum(-1) * self.scale
+        known = torch.tensor([parse_or_none(prompt) is not None for prompt in distinct])
+        return scores.masked_fill(~known[[row[prompt] for prompt in prompts]], torch.nan)
+
+
+class ScenePreference(SceneCLIP):
+    """How much a viewer would like the picture for its prompt: right, clean, well drawn. Scaled cosine, as in HPSv2."""
+
+    folder = "preference"
+    scale = 100.0
+
+
+@cache
+def load_clip(folder: Path) -> tuple[CLIPModel, PreTrainedTokenizerFast]:
+    """A CLIPModel in float32 and its tokenizer; loaded once per process."""
+    from transformers import CLIPModel, PreTrainedTokenizerFast
+
+    model = CLIPModel.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    return model, PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def image_features(model: CLIPModel, images: Tensor) -> Tensor:
+    """Unit features [B, D] of images [B, 3, 64, 64] in [0, 1]."""
+    pooled = model.vision_model(pixel_values=images * 2 - 1).pooler_output
+    return F.normalize(model.visual_projection(pooled), dim=-1)
+
+
+def text_features(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> Tensor:
+    """Unit features [B, D] of prompts."""
+    tokens = tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt")
+    pooled = model.text_model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).pooler_output
+    return F.normalize(model.text_projection(pooled), dim=-1)
