@@ -7,7 +7,7 @@ from g2rpo.config import differences, read_yaml, resolve
 from g2rpo.errors import UserError
 from g2rpo.prompts import PromptOrder, read_prompts
 from g2rpo.recipes import names, text
-from g2rpo.runs import open_run
+from g2rpo.runs import choose_directory, claim
 from tests.runs import PLAIN, config
 
 
@@ -67,7 +67,12 @@ def test_a_missing_value_is_named():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"a: [1", "is no YAML file"), (b"- 1", "holds list"), (b"\xff\xfe\x00", "is no YAML file"), (b"!!python/object:os.system {}", "no YAML")],
+    [
+        (b"a: [1", "is no YAML file"),
+        (b"- 1", "holds list"),
+        (b"\xff\xfe\x00", "is no YAML file"),
+        (b"!!python/object:os.system {}", "no YAML"),
+    ],
 )
 def test_unreadable_configs_are_refused(tmp_path, content, message):
     path = tmp_path / "config.yaml"
@@ -112,6 +117,12 @@ def test_prompt_order_covers_every_epoch_and_depends_on_nothing_but_the_iteratio
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(prompts) and drawn[:10] != drawn[10:]
     assert PromptOrder(prompts, seed=1).batch(3, 4) == drawn[12:16]
     assert PromptOrder(prompts, seed=2).batch(0, 10) != drawn[:10]
+
+
+def open_run(config, run_dir, resume):
+    directory = choose_directory(config, run_dir, resume)
+    claim(directory, config)
+    return directory
 
 
 def test_a_run_directory_is_never_taken_over(tmp_path):

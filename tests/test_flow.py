@@ -160,7 +160,9 @@ def test_the_fine_tail_is_the_plain_sampler_under_both_ends():
     assert tail(3, 16, 1, "reference") == tail(3, 16, 1, "closed") == tuple(range(3, 17))
 
 
-@pytest.mark.parametrize("bad", [lambda: sigma_grid(0), lambda: sigma_grid(4, 0), lambda: tail(16, 16, 1), lambda: tail(1, 4, 0)])
+@pytest.mark.parametrize(
+    "bad", [lambda: sigma_grid(0), lambda: sigma_grid(4, 0), lambda: tail(16, 16, 1), lambda: tail(1, 4, 0)]
+)
 def test_impossible_grids_are_refused(bad):
     with pytest.raises(ValueError):
         bad()

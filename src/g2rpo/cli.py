@@ -106,11 +106,11 @@ def build(
     run(out, seed=seed, quick=quick, log=lambda line: console.print(line, highlight=False, soft_wrap=True))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 1 for anything else."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        app()
+        app(arguments)
     except UserError as error:
         Console(stderr=True).print(f"[bold red]g2rpo:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -29,7 +29,7 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
     """
     import torch
 
-    path, kind = _pipeline(config.path)
+    path, kind = locate_pipeline(config.path)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +57,7 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
         raise UserError(f"policy.path={config.path}: the pipeline cannot be loaded: {error}") from error
 
 
-def _pipeline(name: str) -> tuple[str, str]:
+def locate_pipeline(name: str) -> tuple[str, str]:
     """(where the pipeline lies, its class name)."""
     if name == "testbed":
         from g2rpo.testbed import pipeline_dir
@@ -92,19 +92,24 @@ def _hub_class(name: str) -> str:
 
 def build_rewards(table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
     """The rewards of a config, by their names there."""
+    check_rewards(table)
     return {name: _build_reward(name, entry) for name, entry in table.items()}
 
 
+def check_rewards(table: Mapping[str, RewardConfig]) -> None:
+    """Refuses unknown rewards and options, before any weights are loaded."""
+    for name, entry in table.items():
+        if entry.kind not in REWARDS:
+            raise UserError(f"rewards.{name}: unknown reward '{entry.kind}'.{did_you_mean(entry.kind, REWARDS)}")
+        known = inspect.signature(_load(REWARDS[entry.kind])).parameters
+        for option in entry.options:
+            if option not in known:
+                raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
+
+
 def _build_reward(name: str, entry: RewardConfig) -> Reward:
-    if entry.kind not in REWARDS:
-        raise UserError(f"rewards.{name}: unknown reward '{entry.kind}'.{did_you_mean(entry.kind, REWARDS)}")
-    kind = _load(REWARDS[entry.kind])
-    known = inspect.signature(kind).parameters
-    for option in entry.options:
-        if option not in known:
-            raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
     try:
-        return kind(**entry.options)
+        return _load(REWARDS[entry.kind])(**entry.options)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"rewards.{name}: cannot be loaded: {error}") from error
 

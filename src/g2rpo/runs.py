@@ -13,8 +13,8 @@ MAY_CHANGE = ("trainer.iterations", "trainer.keep_checkpoints", "policy.device",
 """Keys that a resumed run may set anew; nothing already computed depends on them."""
 
 
-def open_run(config: Config, run_dir: Path | None, resume: bool) -> Path:
-    """The directory for a run of `config`, with config.yaml in it.
+def choose_directory(config: Config, run_dir: Path | None, resume: bool) -> Path:
+    """The directory for a run of `config`; nothing is written.
 
     Without `run_dir` a fresh `runs/NAME`, `runs/NAME-2`, ... is taken. A directory that holds a run is only entered with
     `resume` and the same config.
@@ -31,12 +31,16 @@ def open_run(config: Config, run_dir: Path | None, resume: bool) -> Path:
         raise UserError(f"{directory} is not empty and holds no run (no {CONFIG}); name another --run-dir")
     elif resume:
         raise UserError(f"{directory} holds no run to resume (no {CONFIG})")
+    return directory
+
+
+def claim(directory: Path, config: Config) -> None:
+    """Makes a chosen directory this run's, by writing config.yaml."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        existing.write_text(config.to_yaml(), encoding="utf-8")
+        (directory / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
-    return directory
 
 
 def read_config(run_dir: Path) -> Config:

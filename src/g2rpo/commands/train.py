@@ -17,7 +17,7 @@ from g2rpo.errors import UserError
 from g2rpo.evaluation import Comparison
 from g2rpo.metrics import Row
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.runs import open_run
+from g2rpo.runs import choose_directory, claim
 from g2rpo.trainer import Trainer
 
 
@@ -34,6 +34,8 @@ def load_config(recipe: str, overrides: Sequence[str]) -> Config:
 
 def build_trainer(config: Config, run_dir: Path | None) -> Trainer:
     """A trainer with the policy, rewards and prompts that `config` names."""
+    components.check_rewards({**config.rewards, **config.evaluation.rewards})  # all that is cheap to check goes first
+    components.locate_pipeline(config.policy.path)
     prompts = components.build_prompts(config.prompts.train, "prompts.train")
     heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
     clash = sorted(set(config.rewards) & set(config.evaluation.rewards))
@@ -53,9 +55,10 @@ def build_trainer(config: Config, run_dir: Path | None) -> Trainer:
 
 def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> None:
     config = load_config(recipe, overrides)
+    directory = choose_directory(config, run_dir, resume)
     console.print(f"[bold]{recipe}[/]: building the policy, {len(config.rewards)} rewards and the prompts ...")
-    trainer = build_trainer(config, None)  # before the run directory is made: wrong input leaves nothing behind
-    trainer.run_dir = directory = open_run(config, run_dir, resume)
+    trainer = build_trainer(config, directory)
+    claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:
         for complaint in trainer.resume():
             console.print(f"[yellow]{complaint}; falling back to an older one[/]")

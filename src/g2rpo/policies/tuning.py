@@ -92,10 +92,11 @@ class Tuning:
         from peft.utils import get_peft_model_state_dict
 
         layers: dict[str, Tensor] = get_peft_model_state_dict(self.transformer)
-        adapter = self.transformer.peft_config["default"]
+        adapter = self.transformer.peft_config["default"].to_dict()
+        metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in adapter.items()}
         pipeline_class.save_lora_weights(
             directory,
             transformer_lora_layers={name: value.contiguous() for name, value in layers.items()},
-            transformer_lora_adapter_metadata=adapter.to_dict(),
+            transformer_lora_adapter_metadata=metadata,  # sets have no order: equal runs would write other bytes
         )
         return directory / "pytorch_lora_weights.safetensors"

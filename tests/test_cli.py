@@ -1,0 +1,152 @@
+"""The command line as a person meets it: exit codes, messages, and what is left on disk."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from g2rpo.cli import main
+from tests.tiny import save_flux
+
+TINY = {
+    "algorithm": {"group_size": 3, "branch_steps": [0, 1], "granularities": [1, 2]},
+    "rewards": {"scene_accuracy": 1.0},
+    "sampling": {"num_steps": 4},
+    "optim": {"learning_rate": 1e-3},
+    "trainer": {"iterations": 2, "prompts_per_iteration": 1, "checkpoint_every": 1},
+    "evaluation": {"num_prompts": 3, "every": 1, "pictures": 2},
+}
+
+
+@pytest.fixture
+def tiny_config(tmp_path, flux_directory):
+    """A config that trains the tiny random FLUX; its path."""
+    (tmp_path / "prompts.txt").write_text("a red circle\ntwo blue squares\n")
+    prompts = str(tmp_path / "prompts.txt")
+    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
+    data = {**TINY, "policy": policy, "prompts": {"train": prompts}}
+    data["evaluation"] = {**TINY["evaluation"], "prompts": prompts}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def g2rpo(capsys, *arguments):
+    """(exit code, stdout, stderr) of one command."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+        raise SystemExit(0)
+    out, err = capsys.readouterr()
+    return stop.value.code or 0, out, err
+
+
+def test_help_answers_at_once_and_loads_no_model_library():
+    code = "import sys, g2rpo.cli; sys.exit(any(m in sys.modules for m in ('torch', 'diffusers', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    began = time.perf_counter()
+    helped = subprocess.run([sys.executable, "-m", "g2rpo", "--help"], capture_output=True, text=True, check=False)
+    assert helped.returncode == 0 and "train" in helped.stdout
+    assert time.perf_counter() - began < 10  # a generous bound for a loaded machine; the promise is in the README
+
+
+def test_recipes_are_listed_and_explained(capsys):
+    code, out, _ = g2rpo(capsys, "recipes")
+    assert code == 0 and "scenes" in out
+    code, out, _ = g2rpo(capsys, "recipes", "scenes")
+    assert code == 0 and "group_size: 12" in out
+
+
+def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
+    run, again = tmp_path / "run", tmp_path / "again"
+    code, out, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run)
+    assert code == 0, err
+    assert "before_after.png" in out and "scene_accuracy" in out
+    assert g2rpo(capsys, "train", tiny_config, "trainer.iterations=3", "--run-dir", run, "--resume")[0] == 0
+    assert g2rpo(capsys, "train", run / "config.yaml", "--run-dir", again)[0] == 0
+    lora = "adapter/pytorch_lora_weights.safetensors"
+    assert (run / lora).read_bytes() == (again / lora).read_bytes()
+
+    pictures = tmp_path / "pictures"
+    code, _, err = g2rpo(capsys, "sample", "--run", run, "--out", pictures, "a red circle", "a blue square")
+    assert code == 0, err
+    listed = [json.loads(line) for line in (pictures / "prompts.jsonl").open()]
+    assert [entry["prompt"] for entry in listed] == ["a red circle", "a blue square"]
+    assert all((pictures / entry["file"]).is_file() for entry in listed)
+    code, _, err = g2rpo(capsys, "sample", "--run", run, "--out", pictures, "a red circle")
+    assert code == 2 and "is not empty" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "scnes"], "unknown recipe 'scnes'. Did you mean 'scenes'?"),
+        (["train", "scenes", "algorithm.gruop_size=4"], "unknown key 'algorithm.gruop_size'. Did you mean 'group_size'?"),
+        (["train", "scenes", "trainer.iterations=-1"], "trainer.iterations: input should be greater than 0, got -1"),
+        (["train", "scenes", "trainer.iterations=soon"], "trainer.iterations: input should be a valid integer"),
+        (["train", "scenes", "policy.path=/no/such/model"], "policy.path=/no/such/model: is no directory"),
+        (["train", "scenes", "algorithm.branch_steps=[9]"], "branch_steps must lie in 0..8 for num_steps=10"),
+        (["train", "scenes", "rewards.scene_acuracy=1"], "unknown reward 'scene_acuracy'. Did you mean 'scene_accuracy' or"),
+        (["train", "scenes", "rewards.scene_accuracy.options.partail=true"], "unknown option 'partail'"),
+        (["train", "scenes", "prompts.train=testbed:tran"], "Did you mean 'testbed:train'?"),
+        (["train", "scenes", "prompts.train=/no/prompts.txt"], "/no/prompts.txt: cannot be read"),
+        (["train", "scenes", "policy.height=60"], "multiples of"),
+        (["train", "scenes", "--resume"], "name its directory with --run-dir"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["recipes", "scnes"], "Did you mean 'scenes'?"),
+        (["sample", "--model", "testbed"], "give prompts"),
+        (["sample", "a red circle"], "name a run with --run"),
+        (["sample", "--run", "nowhere", "a red circle"], "nowhere is no run directory"),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = g2rpo(capsys, *arguments)
+    assert code == 2
+    assert message in " ".join(err.split()) and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["fly"], ["train", "scenes", "--fast"], ["sample", "--steps", "many", "x"]])
+def test_a_misused_command_line_is_exit_2(capsys, arguments):
+    code, _, err = g2rpo(capsys, *arguments)
+    assert code == 2 and "Traceback" not in err
+
+
+def test_a_directory_that_is_no_pipeline_is_named(capsys, tmp_path, tiny_config):
+    (tmp_path / "empty").mkdir()
+    code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={tmp_path / 'empty'}", "--run-dir", tmp_path / "run")
+    assert code == 2 and "has no model_index.json" in err and not (tmp_path / "run").exists()
+
+
+def test_another_kind_of_pipeline_is_named(capsys, tmp_path, tiny_config):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "KandinskyPipeline"}')
+    code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={tmp_path / 'other'}", "--run-dir", tmp_path / "run")
+    assert code == 2 and "is a KandinskyPipeline" in err
+
+
+def test_a_pipeline_with_damaged_weights_is_named(capsys, tmp_path, tiny_config):
+    broken = save_flux(tmp_path / "broken")
+    file = broken / "transformer" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={broken}", "--run-dir", tmp_path / "run")
+    assert code == 2 and "cannot be loaded" in err and not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_of_another_config_is_left_alone(capsys, tmp_path, tiny_config):
+    run = tmp_path / "run"
+    assert g2rpo(capsys, "train", tiny_config, "--run-dir", run)[0] == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run)
+    assert code == 2 and "already holds a run" in err
+    code, _, err = g2rpo(capsys, "train", tiny_config, "algorithm.group_size=4", "--run-dir", run, "--resume")
+    assert code == 2 and "algorithm.group_size: 3 there, 4 here" in err
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "weights.safetensors").write_bytes(b"cut")
+        before[checkpoint / "weights.safetensors"] = b"cut"
+    code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run, "--resume")
+    assert code == 2 and "weights.safetensors is truncated or changed" in err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
