@@ -7,6 +7,7 @@ import torch
 
 from g2rpo.flow import Normal, dance_sde, flow_sde, ode_step, sde_step, sigma_grid, tail
 from g2rpo.policies.gaussian import GaussianPolicy
+import itertools
 
 
 def test_sigma_grid_is_the_published_schedule():
@@ -152,7 +153,7 @@ def test_closed_tails_never_jump_further_than_their_granularity():
     for start in range(16):
         for granularity in (1, 2, 3, 5):
             steps = tail(start, 16, granularity, "closed")
-            jumps = [b - a for a, b in zip(steps, steps[1:], strict=False)]
+            jumps = [b - a for a, b in itertools.pairwise(steps)]
             assert steps[0] == start and steps[-1] == 16 and jumps[0] == 1 and max(jumps) <= granularity
 
 

@@ -10,6 +10,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_images
 from g2rpo.seeding import generator_for
 from g2rpo.types import Plan
+import itertools
 
 SIGMAS = sigma_grid(16, 3.0)
 
@@ -69,7 +70,7 @@ def plain_rollout(policy, cond, prompt, plan, group_size, diffusion):
         ends = []
         for tail in plan.tails:
             y = x
-            for here, there in zip(tail, tail[1:], strict=False):
+            for here, there in itertools.pairwise(tail):
                 y = ode_step(y, velocity(y, here), SIGMAS[here], SIGMAS[there])
             ends.append(y)
         finals.append(torch.stack(ends))

@@ -1,4 +1,4 @@
-"""The trainer: learning, on-policy ratios, equal updates however they are split, and runs that repeat and resume bit for bit."""
+"""The trainer: learning, on-policy ratios, equal updates however split, and runs that repeat and resume bit for bit."""
 
 import json
 

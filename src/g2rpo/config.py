@@ -43,7 +43,7 @@ class PolicyConfig(Group):
     max_sequence_length: PositiveInt = 512
     tuning: Literal["lora", "full"] = "lora"
     lora_rank: PositiveInt = 32
-    lora_alpha: PositiveFloat = 64
+    lora_alpha: PositiveFloat = 64.0
     lora_targets: list[str] | None = None
     dtype: Dtype = "float32"
     device: str = "auto"

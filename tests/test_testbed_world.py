@@ -1,0 +1,171 @@
+"""The world's language, drawings, detector and verifiable reward: nothing here needs weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from g2rpo import testbed
+from g2rpo.testbed.checks import check
+from g2rpo.testbed.detector import detect
+from g2rpo.testbed.grammar import OPPOSITE, attribute, corrupt, edits, is_heldout, parse, prompts, render_prompt
+from g2rpo.testbed.rewards import SceneAccuracy
+from g2rpo.testbed.scenes import Group, Object, Scene, draw, layout, render, sample_scene
+
+
+def image_of(picture: np.ndarray) -> np.ndarray:
+    return np.moveaxis(picture, -1, 0).astype(np.float32) / 255
+
+
+@cache
+def gallery(count: int = 1500) -> list[tuple[Scene, np.ndarray]]:
+    """Random scenes and their pictures."""
+    rng = np.random.default_rng(11)
+    return [(scene, image_of(render(scene, seed))) for seed, scene in enumerate(sample_scene(rng) for _ in range(count))]
+
+
+def test_parse_undoes_render() -> None:
+    rng = np.random.default_rng(0)
+    for scene in (sample_scene(rng) for _ in range(500)):
+        assert parse(render_prompt(scene)) == scene
+
+
+def test_a_prompt_reads_as_expected() -> None:
+    scene = parse("two small red circles left of a blue star")
+    assert scene == Scene((Group(2, "red", "circle", "small"), Group(1, "blue", "star")), "left of")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        ("", "empty"),
+        ("a red dog", "expected a shape .* found 'dog'"),
+        ("two blue", "found 'the end'"),
+        ("four red circles", "expected a number"),
+        ("a red circle near a star", "expected one of left of"),
+        ("a red circle above a blue star today", "unexpected 'today'"),
+        ("three red circles above three blue stars", "at most 4 objects"),
+        ("a red circle above a red circle", "must differ"),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_a_reason(prompt: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        parse(prompt)
+
+
+def test_splits_are_distinct_deterministic_and_share_no_composition() -> None:
+    train, heldout = testbed.prompts("train"), testbed.prompts("heldout")
+    assert (len(set(train)), len(set(heldout))) == (2000, 400)
+    assert not any(is_heldout(parse(p)) for p in train)
+    assert all(is_heldout(parse(p)) for p in heldout)
+    # The lists are part of every published number: a change to them is a change of the benchmark.
+    assert train[:2] == ["two small red circles", "a small yellow triangle left of two large green squares"]
+    assert heldout[:2] == ["two green triangles left of a yellow square", "three purple circles"]
+    with pytest.raises(ValueError, match="unknown split"):
+        prompts("test")  # type: ignore[arg-type]
+
+
+def test_held_out_is_a_matter_of_meaning_not_of_wording() -> None:
+    for prompt in prompts("heldout"):
+        scene = parse(prompt)
+        if scene.relation is not None:
+            assert is_heldout(Scene(scene.groups[::-1], OPPOSITE[scene.relation]))
+
+
+def test_drawing_is_a_function_of_the_seed() -> None:
+    scene = parse("two red circles above a blue star")
+    assert np.array_equal(render(scene, 3), render(scene, 3))
+    assert not np.array_equal(render(scene, 3), render(scene, 4))
+
+
+def test_objects_keep_their_distance() -> None:
+    rng = np.random.default_rng(5)
+    for scene in (sample_scene(rng) for _ in range(200)):
+        objects = layout(scene, rng)
+        for i, a in enumerate(objects):
+            for b in objects[:i]:
+                assert np.hypot(a.x - b.x, a.y - b.y) >= a.radius + b.radius + 4.5
+
+
+def test_the_detector_is_right_about_drawings() -> None:
+    right = [min(check(scene, detect(image)).values()) == 1 for scene, image in gallery()]
+    assert np.mean(right) >= 0.995
+
+
+def test_the_detector_finds_every_object_where_it_is() -> None:
+    objects = [Object(14, 18, 5.5, "red", "star"), Object(44, 40, 9, "yellow", "square")]
+    found = detect(image_of(draw(objects, np.random.default_rng(0))))
+    assert [(f.colour, f.shape, f.size) for f in found] == [("red", "star", "small"), ("yellow", "square", "large")]
+    for f, o in zip(found, objects, strict=True):
+        assert (f.x, f.y, f.radius) == pytest.approx((o.x, o.y, o.radius), abs=0.6)
+
+
+def test_one_wrong_attribute_is_seen() -> None:
+    seen = dict.fromkeys(("count", "colour", "shape", "size", "relation"), 0)
+    for scene, image in gallery()[:300]:
+        objects = detect(image)
+        for edited in edits(scene):
+            seen[attribute(scene, edited)] += 1
+            assert min(check(edited, objects).values()) < 1, f"{render_prompt(edited)} accepted for {scene}"
+    assert min(seen.values()) > 100
+
+
+def test_corrupt_changes_one_thing_and_stays_in_the_split() -> None:
+    rng = np.random.default_rng(2)
+    for prompt in prompts("train")[:300]:
+        scene = parse(prompt)
+        edited = corrupt(scene, rng)
+        assert edited != scene
+        assert not is_heldout(edited)
+        assert edited in list(edits(scene))
+
+
+def test_noise_shows_no_objects_of_the_world() -> None:
+    noise = np.random.default_rng(0).random((3, 64, 64), dtype=np.float32)
+    assert all(f.shape is None or f.colour is None for f in detect(noise))
+    assert detect(np.full((3, 64, 64), 0.9, np.float32)) == []
+
+
+def score(prompt: str, objects: list[Object], *, partial: bool = True) -> float:
+    image = torch.from_numpy(image_of(draw(objects, np.random.default_rng(0))))
+    return SceneAccuracy(partial=partial)(image[None], [prompt]).item()
+
+
+def test_partial_credit_grows_with_what_is_right() -> None:
+    prompt = "two red circles above a blue star"
+    circles = [Object(14, 12, 6, "red", "circle"), Object(40, 12, 6, "red", "circle")]
+    star = Object(30, 46, 9, "blue", "star")
+    nothing = score(prompt, [])
+    one = score(prompt, [star])
+    two = score(prompt, [star, circles[0]])
+    full = score(prompt, [star, *circles])
+    assert 0 == nothing < one < two < full == 1
+    assert score(prompt, [star, *circles, Object(10, 46, 5, "green", "square")]) < 1
+    assert score(prompt, [star, *circles, Object(12, 46, 5, "red", "circle")]) < 1
+    upside_down = [Object(30, 12, 9, "blue", "star"), *(Object(o.x, 46, 6, "red", "circle") for o in circles)]
+    assert one < score(prompt, upside_down) < 1
+
+
+def test_strict_accuracy_is_all_or_nothing() -> None:
+    star, circle = Object(30, 46, 9, "blue", "star"), Object(14, 12, 6, "red", "circle")
+    assert score("a red circle above a blue star", [star, circle], partial=False) == 1
+    assert score("a red circle below a blue star", [star, circle], partial=False) == 0
+    assert score("a small red circle above a large blue star", [star, circle], partial=False) == 1
+    assert score("a large red circle above a blue star", [star, circle], partial=False) == 0
+
+
+def test_accuracy_gives_no_score_where_the_prompt_means_nothing() -> None:
+    scores = SceneAccuracy()(torch.ones(2, 3, 64, 64), ["a cat", "a red circle"])
+    assert scores.dtype == torch.float32
+    assert scores[0].isnan()
+    assert scores[1] == 0
+
+
+def test_importing_the_testbed_is_free() -> None:
+    code = "import g2rpo.testbed, sys; print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
