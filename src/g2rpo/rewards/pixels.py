@@ -25,13 +25,16 @@ _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BI
 
 
 def check_batch(images: Tensor, prompts: Sequence[str]) -> None:
-    """Raise ValueError unless `images` is a float [B, 3, H, W] in [0, 1] with one prompt per image; NaN is allowed."""
+    """Raise ValueError unless `images` is a float [B, 3, H, W] in [0, 1] with one prompt per image.
+
+    Pixels that are not finite are allowed here: their pictures get no score.
+    """
     if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
         raise ValueError(f"images must be float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
     if isinstance(prompts, str) or len(prompts) != len(images):
         raise ValueError(f"one prompt per image: got {len(images)} images and {prompts!r:.80}")
-    if (images < -0.01).any() or (images > 1.01).any():  # comparisons with NaN are False
-        low, high = images.nan_to_num(0.0).min().item(), images.nan_to_num(0.0).max().item()
+    low, high = (x.item() for x in torch.where(torch.isfinite(images), images, 0.5).aminmax()) if len(images) else (0, 0)
+    if low < -0.01 or high > 1.01:
         raise ValueError(f"images must be in [0, 1], got values from {low:.3g} to {high:.3g}")
 
 

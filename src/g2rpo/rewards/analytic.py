@@ -1,0 +1,68 @@
+"""Rewards that are formulas: no weights, no prompt, exact. For smoke tests and for seeing an algorithm work."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from g2rpo.rewards.pixels import score_in_batches, to_pil
+
+_CHUNK = 64  # pictures at a time; it only bounds memory
+
+
+class JPEGSize:
+    """Size of the picture as a JPEG file, in kB (1000 bytes): incompressibility, as in DDPO (Black et al. 2023).
+
+    With `negative`, minus the size: compressibility. `quality` is the encoder's, 1 to 95. The size depends a little on the
+    version of libjpeg inside Pillow.
+    """
+
+    def __init__(self, *, negative: bool = False, quality: int = 95) -> None:
+        if not 1 <= quality <= 95:
+            raise ValueError(f"quality must be from 1 to 95, got {quality}")
+        self.sign, self.quality = -1.0 if negative else 1.0, quality
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Kilobytes [B] of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
+        return score_in_batches(images, prompts, self._score, _CHUNK)
+
+    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        sizes = []
+        for picture in to_pil(images):
+            buffer = io.BytesIO()
+            picture.save(buffer, format="JPEG", quality=self.quality)
+            sizes.append(self.sign * buffer.tell() / 1000)
+        return torch.tensor(sizes)
+
+
+class Brightness:
+    """Mean of all channels of all pixels, in [0, 1]; with `negative`, minus that."""
+
+    def __init__(self, *, negative: bool = False) -> None:
+        self.sign = -1.0 if negative else 1.0
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Brightness [B] of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
+        return score_in_batches(images, prompts, self._score, _CHUNK)
+
+    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return self.sign * images.float().flatten(1).mean(dim=1) / 255
+
+
+class Saturation:
+    """Mean HSV saturation, (max - min) / max over a pixel's channels, 0 for black, in [0, 1]; `negative` flips its sign."""
+
+    def __init__(self, *, negative: bool = False) -> None:
+        self.sign = -1.0 if negative else 1.0
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Saturation [B] of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
+        return score_in_batches(images, prompts, self._score, _CHUNK)
+
+    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        x = images.float()
+        high, low = x.amax(dim=1), x.amin(dim=1)
+        return self.sign * ((high - low) / high.clamp(min=1)).flatten(1).mean(dim=1)

@@ -1,0 +1,79 @@
+"""Any Python function as a reward, named by the file it stands in."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.rewards.pixels import check_batch
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The function (or class) that "path/to/file.py:name" means; the file is run, once per path.
+
+    Raises FileNotFoundError if there is no such file, and ValueError if it cannot be run or has no such function.
+    """
+    path, colon, name = target.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"a function is named 'path/to/file.py:function', got {target!r}")
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file (from {target!r})")
+    found = getattr(_run(file), name, None)
+    if not callable(found):
+        names = [n for n, v in vars(_run(file)).items() if callable(v) and not n.startswith("_")]
+        raise ValueError(f"{file} has no function {name!r}; it has {', '.join(names) or 'none'}")
+    return found
+
+
+def _run(file: Path) -> ModuleType:
+    module_name = f"g2rpo_function_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # as an import does: dataclasses and pickles look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+class FunctionReward:
+    """Scores by `function(images, prompts, **options)` from a file; a class is made with `options` and then called.
+
+    The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It answers
+    B numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its exceptions are not
+    caught. Raises FileNotFoundError or ValueError if the function cannot be loaded.
+    """
+
+    def __init__(self, target: str, *, options: Mapping[str, Any] | None = None) -> None:
+        found = load_function(target)
+        given = dict(options or {})
+        self.target = target
+        self.function = found(**given) if isinstance(found, type) else found
+        self.options = {} if isinstance(found, type) else given
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores [B], float32 on CPU; ValueError if the function answers anything but B numbers."""
+        check_batch(images, prompts)
+        answer = self.function(images, list(prompts), **self.options)
+        if isinstance(answer, list | tuple):
+            answer = [torch.nan if value is None else float(value) for value in answer]
+        scores = torch.as_tensor(answer, dtype=torch.float32).detach().cpu()
+        if scores.shape != (len(images),):
+            raise ValueError(f"{self.target} answered {list(scores.shape)} numbers for {len(images)} images")
+        return scores.where(torch.isfinite(scores), torch.nan)
