@@ -1,0 +1,92 @@
+"""A reward that another process computes: the client of `g2rpo.rewards.server`, or of any server that speaks like it.
+
+For rewards whose dependencies do not fit into the trainer's environment, or whose model belongs on another GPU. The
+protocol is three lines of JSON, so a server can be written in any language:
+
+    GET  /health                                                        -> {"status": "ok", "reward": "name"}
+    POST /score  {"images": ["<PNG, base64>", ...], "prompts": [...]}   -> {"scores": [0.31, null, ...]}
+
+A null is a picture without a score. Nothing is pickled, in neither direction.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from g2rpo.rewards.pixels import score_in_batches, to_pil
+from g2rpo.rewards.transport import NoAnswer, endpoint, request_json, token_from, with_retries
+
+
+def encode_png(picture: Image.Image) -> str:
+    """The picture as base64 of a PNG file: lossless, quick rather than small."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", compress_level=1)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+class RemoteReward:
+    """Scores from a reward server; a batch that stays unanswered after all retries is NaN, and a warning is logged.
+
+    Args: `url`, such as http://127.0.0.1:8000; `token_env`, the environment variable with the server's token;
+    `batch_size`, pictures per request, and `concurrency`, requests at a time; `timeout_s` for a whole request; `retries`
+    and `backoff_s`, the first wait; `check`, ask the server for its health now, so that a wrong address fails here.
+    Raises ValueError for a malformed address or a missing token, OSError if the check fails or a request is refused.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_env: str | None = None,
+        batch_size: int = 16,
+        concurrency: int = 1,
+        timeout_s: float = 120.0,
+        retries: int = 3,
+        backoff_s: float = 1.0,
+        check: bool = True,
+    ) -> None:
+        self.url, self.token = endpoint(url, "/score"), token_from(token_env)
+        self.batch_size, self.concurrency = batch_size, concurrency
+        self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
+        if check:
+            request_json(endpoint(url, "/health"), token=self.token, timeout_s=min(timeout_s, 10.0))
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where the server gave none."""
+        return score_in_batches(images, prompts, self._score, self.batch_size * self.concurrency)
+
+    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        starts = range(0, len(images), self.batch_size)
+        batches = [(images[i : i + self.batch_size], prompts[i : i + self.batch_size]) for i in starts]
+        with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
+            return torch.cat(list(pool.map(lambda batch: self._request(*batch), batches)))
+
+    def _request(self, images: Tensor, prompts: list[str]) -> Tensor:
+        body = {"images": [encode_png(picture) for picture in to_pil(images)], "prompts": prompts}
+
+        def ask() -> Tensor:
+            return parse_scores(
+                request_json(self.url, body=body, token=self.token, timeout_s=self.timeout_s), len(prompts), self.url
+            )
+
+        scores = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
+        return torch.full((len(prompts),), torch.nan) if scores is None else scores
+
+
+def parse_scores(answer: Any, count: int, url: str) -> Tensor:
+    """`count` scores from a server's JSON, null and non-finite as NaN; `NoAnswer` if it is anything else."""
+    scores = answer.get("scores") if isinstance(answer, dict) else None
+    if not isinstance(scores, list) or len(scores) != count:
+        raise NoAnswer(f"{url} should answer {{'scores': [{count} numbers]}}, got {str(answer)[:200]}")
+    if not all(s is None or (isinstance(s, int | float) and not isinstance(s, bool)) for s in scores):
+        raise NoAnswer(f"{url} answered scores that are not numbers: {str(scores)[:200]}")
+    return torch.tensor([torch.nan if s is None or not math.isfinite(s) else float(s) for s in scores])

@@ -1,0 +1,259 @@
+"""Serve any reward over HTTP (the protocol stands in `g2rpo.rewards.remote`). Standard library and Pillow only.
+
+What comes over the network is not trusted: bodies, numbers of pictures and their pixels are bounded before anything is
+decoded, only PNG is read, nothing is unpickled, slow clients are cut off, and only the loopback interface is served
+without a token.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import hmac
+import io
+import ipaddress
+import json
+import logging
+import math
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from g2rpo.types import Reward
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on one request, and on requests at a time."""
+
+    body_bytes: int = 128 * 2**20
+    images: int = 256
+    pixels: int = 2**26  # of all pictures of a request together: 64 pictures of 1024 x 1024
+    prompt_chars: int = 20_000
+    read_s: float = 60.0  # for the whole body
+    requests: int = 8  # being read or scored at a time
+    wait_s: float = 30.0  # for one of those places, before the answer is 503, which clients retry
+
+
+class BadRequest(Exception):
+    """The client's mistake: a status and a sentence for it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def decode_png(text: str, pixels_left: int) -> Tensor:
+    """A uint8 picture [3, H, W] of a base64 PNG with at most `pixels_left` pixels; `BadRequest` for anything else."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRequest(400, "an image is not base64") from error
+    if data[:8] != b"\x89PNG\r\n\x1a\n" or data[12:16] != b"IHDR" or len(data) < 24:
+        raise BadRequest(400, "an image is not a PNG")
+    width, height = struct.unpack(">II", data[16:24])
+    _check_size(width, height, pixels_left)  # before Pillow sees it
+    try:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
+            _check_size(*picture.size, pixels_left)  # a second header could have changed it; nothing is decoded yet
+            array = np.asarray(picture.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise BadRequest(400, f"an image is a broken PNG: {type(error).__name__}") from error
+    return torch.from_numpy(array.copy()).permute(2, 0, 1)
+
+
+def _check_size(width: int, height: int, pixels_left: int) -> None:
+    if width * height > pixels_left:
+        raise BadRequest(413, f"too many pixels: a picture is {width} x {height}")
+
+
+def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str]]:
+    """Pictures [B, 3, H, W], float in [0, 1], and prompts of a request's JSON; `BadRequest` if it is not as agreed."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(400, "the body is not JSON") from error
+    fields = content if isinstance(content, dict) else {}
+    images, prompts = _strings(fields.get("images")), _strings(fields.get("prompts"))
+    if not images or len(images) != len(prompts):
+        raise BadRequest(400, "the body must be {'images': [base64 PNG, ...], 'prompts': [text, ...]}, equally many")
+    if len(images) > limits.images:
+        raise BadRequest(413, f"{len(images)} images in one request; at most {limits.images}")
+    if max(map(len, prompts)) > limits.prompt_chars:
+        raise BadRequest(413, f"a prompt has more than {limits.prompt_chars} characters")
+    decoded: list[Tensor] = []
+    left = limits.pixels
+    for text in images:
+        decoded.append(decode_png(text, left))
+        left -= decoded[-1].shape[1] * decoded[-1].shape[2]
+    if len({picture.shape for picture in decoded}) > 1:
+        raise BadRequest(400, "the images of one request must have one size")
+    return torch.stack(decoded).float() / 255, prompts
+
+
+def _strings(value: Any) -> list[str]:
+    """`value` if it is a list of strings, else an empty list."""
+    return value if isinstance(value, list) and all(isinstance(item, str) for item in value) else []
+
+
+_ROUTES = "there are GET /health and POST /score"
+_LINGER_S = 5.0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection, one request."""
+
+    server: RewardServer
+    timeout = 30  # seconds that a read or write may stall
+
+    def do_GET(self) -> None:
+        try:
+            self._authorize()
+            if self.path != "/health":
+                raise BadRequest(404, _ROUTES)
+            self._answer(200, {"status": "ok", "reward": self.server.name})
+        except BadRequest as error:
+            self._answer(error.status, {"error": str(error)})
+
+    def do_POST(self) -> None:
+        if not self.server.slots.acquire(timeout=self.server.limits.wait_s):
+            return self._refuse(BadRequest(503, "busy"))
+        try:
+            self._answer(200, {"scores": self._scores()})
+        except BadRequest as error:
+            self._refuse(error)
+        except OSError:  # the connection broke; there is nobody to answer to
+            raise
+        except Exception as error:  # the reward's own failure: the server lives on, the client may try again
+            log.exception("the reward failed")
+            self._answer(500, {"error": f"the reward failed with {type(error).__name__}; the server's log says more"})
+        finally:
+            self.server.slots.release()
+
+    def _scores(self) -> list[float | None]:
+        self._authorize()
+        if self.path != "/score":
+            raise BadRequest(404, _ROUTES)
+        images, prompts = parse_request(self._body(), self.server.limits)
+        with self.server.one_at_a_time:
+            scores = self.server.reward(images, prompts)
+        return [float(s) if math.isfinite(s) else None for s in scores.tolist()]
+
+    def _authorize(self) -> None:
+        token = self.server.token
+        given = self.headers.get("Authorization", "")
+        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise BadRequest(401, "a valid token is needed: Authorization: Bearer ...")
+
+    def _body(self) -> bytes:
+        # A web page can post to a loopback server, but not with this content type unless the server agrees beforehand.
+        if self.headers.get_content_type() != "application/json":
+            raise BadRequest(415, "the content type must be application/json")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise BadRequest(411, "a Content-Length is needed")
+        if int(length) > self.server.limits.body_bytes:
+            raise BadRequest(413, f"the body is larger than {self.server.limits.body_bytes} bytes")
+        deadline, body = time.monotonic() + self.server.limits.read_s, bytearray()
+        while len(body) < int(length):
+            try:
+                piece = self.rfile.read1(min(65536, int(length) - len(body)))
+            except TimeoutError as error:
+                raise BadRequest(408, "the body came too slowly") from error
+            if not piece or time.monotonic() > deadline:
+                raise BadRequest(408, "the body did not come in time")
+            body += piece
+        return bytes(body)
+
+    def _answer(self, status: int, content: dict[str, Any]) -> None:
+        data = json.dumps(content, allow_nan=False).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _refuse(self, error: BadRequest) -> None:
+        """Answer an error, then throw away what the client still sends: to close at once would reset the connection, and
+        the client would see that instead of the answer."""
+        self._answer(error.status, {"error": str(error)})
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(1.0)
+        deadline = time.monotonic() + _LINGER_S
+        with contextlib.suppress(OSError):
+            while time.monotonic() < deadline and self.rfile.read1(65536):
+                pass
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.info("%s %s", self.address_string(), format % args)
+
+
+class RewardServer(ThreadingHTTPServer):
+    """An HTTP server of one reward; requests are read in parallel and scored one at a time.
+
+    `port` 0 takes a free port: `address` says which. Call `serve_forever()`, and `shutdown()` from another thread.
+    Raises ValueError if `host` is not a loopback address and there is no `token`.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        reward: Reward,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        *,
+        token: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        if not token and not _is_loopback(host):
+            raise ValueError(f"serving on {host} without a token would let anyone use this machine; give a token")
+        self.reward, self.token, self.limits = reward, token or None, limits or Limits()
+        self.name = type(reward).__name__
+        self.one_at_a_time = threading.Lock()
+        self.slots = threading.BoundedSemaphore(self.limits.requests)
+        super().__init__((host, port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.warning("a connection from %s broke", client_address, exc_info=True)
+
+    @property
+    def address(self) -> str:
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(
+    reward: Reward,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    token: str | None = None,
+    limits: Limits | None = None,
+) -> None:
+    """Serve `reward` until interrupted; see `RewardServer` for the arguments."""
+    with RewardServer(reward, host, port, token=token, limits=limits) as server:
+        log.info("%s at %s", server.name, server.address)
+        server.serve_forever()

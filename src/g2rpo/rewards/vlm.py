@@ -1,0 +1,145 @@
+"""A vision-language model as judge, over any OpenAI-compatible endpoint (vLLM, SGLang, llama.cpp, a hosted service).
+
+Two forms of answer are understood, those of UnifiedReward (Wang et al. 2025): one "Final Score: 1-5", or three scores
+"Alignment", "Coherence" and "Style". The default instructions ask any capable model for them, in this project's words; a
+model that was trained on one fixed instruction should be given that one (`template`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from g2rpo.rewards.pixels import score_in_batches, to_pil
+from g2rpo.rewards.remote import encode_png
+from g2rpo.rewards.transport import NoAnswer, endpoint, request_json, token_from, with_retries
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the judge is asked, with {prompt} in it, and the names of the scores in its answer."""
+
+    template: str
+    scores: tuple[str, ...]
+
+
+FORMS = {
+    "final": Form(
+        "The picture was generated from this description:\n{prompt}\n\n"
+        "Judge two things together: whether everything the description names is in the picture as described (objects, "
+        "numbers, attributes, relations), and how good the picture is (sharpness, detail, colour, absence of defects). "
+        "First name the parts of the description that are there and those that are missing, briefly. Then end with one "
+        "line, where 1 is useless and 5 is flawless:\nFinal Score: <a number from 1 to 5>",
+        ("Final Score",),
+    ),
+    "aspects": Form(
+        "The picture was generated from this description:\n{prompt}\n\n"
+        "Give it three scores, each a number from 1 (useless) to 5 (flawless): alignment, how completely and exactly it "
+        "shows what the description says; coherence, how free of broken anatomy, impossible geometry and other defects it "
+        "is; style, how pleasing it is to look at. Answer with just these three lines:\n"
+        "Alignment Score (1-5): <number>\nCoherence Score (1-5): <number>\nStyle Score (1-5): <number>",
+        ("Alignment Score", "Coherence Score", "Style Score"),
+    ),
+}
+_LOW, _HIGH = 1.0, 5.0
+# "(1-5)", bold marks and a colon may stand before the number; a range ("1-5", "1 to 5") is an instruction, not a score
+_NUMBER = r"[\s*_]*(?:\(\s*1\s*-\s*5\s*\))?[\s*_]*:[\s*_<]*(\d+(?:\.\d+)?)(?![\d.]*\s*(?:-|to)\s*\d)"
+
+
+def parse_scores(text: str, names: Sequence[str]) -> float:
+    """The mean of the scores called `names` in a judge's answer, each from 1 to 5; NaN if one is missing or outside.
+
+    The last mention of a name counts: a judge may quote its instructions, or think aloud, before it decides.
+    """
+    values = []
+    for name in names:
+        found = re.findall(name + _NUMBER, text, re.IGNORECASE)
+        value = float(found[-1]) if found else torch.nan
+        values.append(value if _LOW <= value <= _HIGH else torch.nan)
+    return sum(values) / len(values)
+
+
+class VLMJudge:
+    """A score from 1 to 5 by a vision-language model; NaN, with a warning logged, where it gives none.
+
+    Args: `url`, up to and with the version, such as http://127.0.0.1:8000/v1; `model`, its name there; `form`, "final"
+    or "aspects"; `template`, the instruction instead of the form's, with {prompt} where the prompt goes; `aspects`, the
+    names of the scores to average instead of all the form's; `api_key_env`, the environment variable with the key;
+    `image_size`, to which the longer side of a larger picture is reduced; `temperature`; `max_tokens` of the answer;
+    `concurrency`, requests at a time; `timeout_s` for each; `retries` and `backoff_s`, the first wait; `check`, ask the
+    endpoint for its models now, so that a wrong address or key fails here.
+    Raises ValueError for bad settings, OSError if the check fails or a request is refused.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        form: str = "final",
+        template: str | None = None,
+        aspects: Sequence[str] | None = None,
+        api_key_env: str | None = None,
+        image_size: int = 512,
+        temperature: float = 0.0,
+        max_tokens: int = 1024,
+        concurrency: int = 8,
+        timeout_s: float = 120.0,
+        retries: int = 3,
+        backoff_s: float = 1.0,
+        check: bool = True,
+    ) -> None:
+        if form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
+        self.template = FORMS[form].template if template is None else template
+        if "{prompt}" not in self.template:
+            raise ValueError("the template must contain {prompt} where the prompt goes")
+        self.names = tuple(FORMS[form].scores if aspects is None else aspects)
+        self.url, self.token = endpoint(url, "/chat/completions"), token_from(api_key_env)
+        self.settings = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+        self.image_size, self.concurrency = image_size, concurrency
+        self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
+        if check:
+            request_json(endpoint(url, "/models"), token=self.token, timeout_s=min(timeout_s, 10.0))
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where the judge gave none."""
+        return score_in_batches(images, prompts, self._score, batch_size=64)
+
+    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
+            return torch.tensor(list(pool.map(self._judge, to_pil(images), prompts)))
+
+    def _judge(self, picture: Image.Image, prompt: str) -> float:
+        """One request for one picture, repeated if the endpoint fails; an answer without a readable score is NaN."""
+        picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
+        content = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_png(picture)}"}},
+            {"type": "text", "text": self.template.replace("{prompt}", prompt)},
+        ]
+        body = {**self.settings, "messages": [{"role": "user", "content": content}]}
+
+        def ask() -> float:
+            answer = request_json(self.url, body=body, token=self.token, timeout_s=self.timeout_s)
+            return parse_scores(answer_text(answer), self.names)
+
+        score = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
+        return torch.nan if score is None else score
+
+
+def answer_text(answer: Any) -> str:
+    """The text of a chat completion; `NoAnswer` if the JSON is something else."""
+    try:
+        text = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise NoAnswer(f"not a chat completion: {str(answer)[:200]}") from error
+    if not isinstance(text, str):
+        raise NoAnswer(f"a chat completion without text: {str(answer)[:200]}")
+    return text
