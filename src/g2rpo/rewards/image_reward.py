@@ -75,6 +75,7 @@ def blip_configs(state: Mapping[str, Tensor], heads: tuple[int, int]) -> tuple[A
         num_hidden_layers=layers(f"{text}encoder.layer."),
         num_attention_heads=heads[1],
         max_position_embeddings=positions.shape[0],
+        bos_token_id=words.shape[0] - 2,  # [DEC], which scores never use; the default lies outside small vocabularies
         layer_norm_eps=1e-12,
         hidden_act="gelu",
         is_decoder=True,  # builds the layers of cross-attention; the model is run as an encoder

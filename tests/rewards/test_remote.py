@@ -1,0 +1,398 @@
+"""The reward server and its client over a real loopback connection; and the client against endpoints that misbehave."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from g2rpo.rewards.analytic import JPEGSize
+from g2rpo.rewards.pixels import to_pil, to_uint8
+from g2rpo.rewards.remote import RemoteReward, encode_png
+from g2rpo.rewards.server import Limits, RewardServer, serve
+from g2rpo.rewards.transport import NoAnswer, Refused, request_json
+from g2rpo.rewards.vlm import VLMJudge, parse_scores
+
+SMALL = Limits(body_bytes=200_000, images=4, pixels=10_000, prompt_chars=100, read_s=1.0, wait_s=0.2)
+QUICK: dict[str, Any] = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
+
+
+def pictures(count: int, size: int = 24) -> Tensor:
+    return torch.rand(count, 3, size, size + 8, generator=torch.Generator().manual_seed(count))
+
+
+@contextmanager
+def running(server: ThreadingHTTPServer) -> Iterator[str]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        host, port = server.server_address[:2]
+        yield f"http://{host!s}:{port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=5)
+
+
+def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
+    connection.request("POST", "/score", body, {"Content-Type": "application/json", **headers})
+    response = connection.getresponse()
+    answer = response.status, json.loads(response.read())
+    connection.close()
+    return answer
+
+
+def score_body(images: Sequence[str], prompts: Sequence[str]) -> bytes:
+    return json.dumps({"images": list(images), "prompts": list(prompts)}).encode()
+
+
+class Prompted:
+    """Scores that need the right picture beside the right prompt; the prompt "none" gets no score."""
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        scores = images.mean(dim=(1, 2, 3)) + torch.tensor([float(len(p)) for p in prompts])
+        return torch.where(torch.tensor([p == "none" for p in prompts]), torch.nan, scores)
+
+
+def test_a_round_trip_gives_the_local_scores() -> None:
+    images, prompts = pictures(7), ["a", "bb", "none", "dddd", "e", "f" * 50, "g"]
+    with running(RewardServer(Prompted(), port=0)) as url:
+        assert request_json(f"{url}/health") == {"status": "ok", "reward": "Prompted"}
+        for options in ({}, {"batch_size": 2}, {"batch_size": 2, "concurrency": 3}):
+            remote = RemoteReward(url, **options, **QUICK)(images, prompts)
+            local = Prompted()(to_uint8(images).float() / 255, prompts)
+            assert torch.equal(torch.isnan(remote), torch.isnan(local))
+            assert torch.equal(remote.nan_to_num(-1), local.nan_to_num(-1))
+        assert RemoteReward(url, **QUICK)(images[:0], []).shape == (0,)
+    with running(RewardServer(JPEGSize(), port=0)) as url:  # not a bit is lost on the way
+        assert torch.equal(RemoteReward(url, **QUICK)(images, prompts), JPEGSize()(images, prompts))
+
+
+def test_the_token_is_needed_and_is_never_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(RewardServer(Prompted(), port=0, token="s3cret")) as url:
+        assert post(url, score_body([], []))[0] == 401
+        assert post(url, score_body([], []), Authorization="Bearer wrong")[0] == 401
+        with pytest.raises(Refused, match="401"):
+            RemoteReward(url, **QUICK)
+        with pytest.raises(Refused, match="401"):
+            RemoteReward(url, check=False, **QUICK)(pictures(1), ["a"])
+        with pytest.raises(ValueError, match="environment variable G2RPO_TEST_TOKEN"):
+            RemoteReward(url, token_env="G2RPO_TEST_TOKEN", **QUICK)
+        monkeypatch.setenv("G2RPO_TEST_TOKEN", "s3cret")
+        assert torch.isfinite(RemoteReward(url, token_env="G2RPO_TEST_TOKEN", **QUICK)(pictures(1), ["a"])).all()
+
+
+@pytest.mark.parametrize("token", [None, ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "example.org", ""])
+def test_other_interfaces_need_a_token(host: str, token: str | None) -> None:
+    with pytest.raises(ValueError, match="give a token"):
+        serve(Prompted(), host, 0, token=token)
+
+
+def png_header(width: int, height: int) -> str:
+    """A PNG of a few bytes that claims any size: what a decompression bomb looks like before it is decoded."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    data = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + data + chunk(b"IDAT", zlib.compress(b"\0" * 1000))).decode()
+
+
+PNG = encode_png(to_pil(to_uint8(pictures(1)))[0])
+WIDE = encode_png(to_pil(to_uint8(torch.rand(1, 3, 90, 90)))[0])
+JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{not json", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b"[]", 400, "the body must be"),
+        (score_body([], []), 400, "the body must be"),
+        (score_body([PNG], ["a", "b"]), 400, "equally many"),
+        (json.dumps({"images": [1], "prompts": ["a"]}).encode(), 400, "the body must be"),
+        (score_body([PNG] * 5, ["a"] * 5), 413, "at most 4"),
+        (score_body([PNG], ["a" * 101]), 413, "100 characters"),
+        (score_body(["@@@"], ["a"]), 400, "not base64"),
+        (score_body([JPEG], ["a"]), 400, "not a PNG"),
+        (score_body([PNG[: len(PNG) // 8 * 4]], ["a"]), 400, "broken PNG"),
+        (score_body([png_header(50_000, 50_000)], ["a"]), 413, "50000 x 50000"),
+        (score_body([png_header(99, 101)], ["a"]), 400, "broken PNG"),
+        (score_body([WIDE, WIDE], ["a", "b"]), 413, "90 x 90"),
+        (score_body([PNG, encode_png(to_pil(to_uint8(pictures(1, 30)))[0])], ["a", "b"]), 400, "one size"),
+        (b" " * 300_000, 413, "larger than 200000"),
+    ],
+)
+def test_the_server_refuses_what_it_should(body: bytes, status: int, says: str) -> None:
+    with running(RewardServer(Prompted(), port=0, limits=SMALL)) as url:
+        answered, content = post(url, body)
+        assert answered == status
+        assert says in content["error"]
+        assert post(url, score_body([PNG], ["a"]))[0] == 200
+
+
+def test_the_server_refuses_other_paths_types_and_lengths() -> None:
+    with running(RewardServer(Prompted(), port=0, limits=SMALL)) as url:
+        assert post(url, score_body([PNG], ["a"]), **{"Content-Type": "text/plain"})[0] == 415
+        assert post(url, score_body([PNG], ["a"]), **{"Content-Length": "-5"})[0] == 411
+        with pytest.raises(Refused, match="404"):
+            request_json(f"{url}/")
+        with pytest.raises(Refused, match="404"):
+            request_json(f"{url}/else", body={})
+
+
+def test_the_server_cuts_a_slow_body_off() -> None:
+    with running(RewardServer(Prompted(), port=0, limits=SMALL)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(b"POST /score HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n")
+            start = time.monotonic()
+            answer = b""
+            while b"408" not in answer and time.monotonic() - start < 4:
+                connection.sendall(b" ")
+                time.sleep(0.1)
+                connection.setblocking(False)
+                with suppress(BlockingIOError):
+                    answer += connection.recv(1000)
+                connection.setblocking(True)
+            assert b"408" in answer
+
+
+class Broken:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        raise RuntimeError("secret details")
+
+
+def test_a_reward_that_fails_is_an_error_500_and_then_no_score(caplog: pytest.LogCaptureFixture) -> None:
+    with running(RewardServer(Broken(), port=0)) as url:
+        status, content = post(url, score_body([PNG], ["a"]))
+        assert status == 500
+        assert "RuntimeError" in content["error"]
+        assert "secret details" not in content["error"]
+        assert torch.isnan(RemoteReward(url, **QUICK)(pictures(3), ["a"] * 3)).all()
+        assert "no score after 2 attempts" in caplog.text
+
+
+class Counting:
+    """A reward that notices two calls at the same time."""
+
+    def __init__(self) -> None:
+        self.inside = self.most = 0
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.02)
+        self.inside -= 1
+        return torch.zeros(len(images))
+
+
+def test_requests_are_scored_one_at_a_time_and_too_many_wait() -> None:
+    reward = Counting()
+    with running(RewardServer(reward, port=0, limits=Limits(requests=2))) as url:
+        scores = RemoteReward(url, batch_size=1, concurrency=6, **QUICK)(pictures(12), ["a"] * 12)
+    assert torch.isfinite(scores).all()
+    assert reward.most == 1
+
+
+# --- endpoints that misbehave --------------------------------------------------------------------------------------
+
+Answer = Callable[[BaseHTTPRequestHandler, int], None]
+
+
+def reply(text: str, status: int = 200, **headers: str) -> Answer:
+    def answer(handler: BaseHTTPRequestHandler, count: int) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(text.encode())
+
+    return answer
+
+
+def drip(handler: BaseHTTPRequestHandler, count: int) -> None:
+    """Never quite ends, and never pauses long enough for a socket timeout."""
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(200):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        time.sleep(0.05)
+
+
+@contextmanager
+def endpoint_that(answer: Answer) -> Iterator[tuple[str, list[str]]]:
+    """A server that answers every request by `answer(handler, number of the request)`; the requests' bodies."""
+    bodies: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            answer(self, len(bodies))
+
+        def do_GET(self) -> None:
+            answer(self, 0)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # the client hung up on purpose
+
+    with running(Quiet(("127.0.0.1", 0), Handler)) as url:
+        yield url, bodies
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reply("<html>hello</html>"),
+        reply("[" * 100_000),
+        reply("{}"),
+        reply('{"scores": [1.0]}'),
+        reply('{"scores": "12"}'),
+        reply('{"scores": [true, "2"]}'),
+        reply("oops", 500),
+        reply("busy", 503),
+        reply("slow down", 429),
+        reply("", 302, Location="http://127.0.0.1:9/"),
+        reply('{"scores": [1, 2]}' + " " * 17 * 2**20),
+    ],
+)
+def test_a_useless_answer_is_asked_for_again_and_then_is_no_score(answer: Answer) -> None:
+    with endpoint_that(answer) as (url, bodies):
+        scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
+        assert torch.isnan(scores).all()
+        assert len(bodies) == 2
+
+
+def test_an_answer_after_a_failure_counts() -> None:
+    def second_time(handler: BaseHTTPRequestHandler, count: int) -> None:
+        (reply("oops", 500) if count == 1 else reply('{"scores": [0.5, null]}'))(handler, count)
+
+    with endpoint_that(second_time) as (url, bodies):
+        scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
+        assert scores[0] == 0.5
+        assert torch.isnan(scores[1])
+        assert len(bodies) == 2
+
+
+def test_time_is_bounded() -> None:
+    with endpoint_that(drip) as (url, _):
+        start = time.monotonic()
+        with pytest.raises(NoAnswer, match="in time"):
+            request_json(url, timeout_s=0.3)
+        assert time.monotonic() - start < 2
+    with endpoint_that(lambda handler, count: time.sleep(3)) as (url, _):
+        start = time.monotonic()
+        reward = RemoteReward(url, check=False, timeout_s=0.2, retries=1, backoff_s=0.01)
+        assert torch.isnan(reward(pictures(1), ["a"])).all()
+        assert time.monotonic() - start < 2
+
+
+def test_a_wrong_address_fails_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(NoAnswer, match="refused"):
+        RemoteReward(f"http://127.0.0.1:{port}", **QUICK)
+    for bad in ("127.0.0.1:8000", "file:///etc/passwd", "ftp://host/x", "http://", "http://host/?q=1"):
+        with pytest.raises(ValueError, match="an endpoint is an address"):
+            RemoteReward(bad, **QUICK)
+
+
+# --- the judge -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("circle (shape): 1\nFinal Score: 4", 4.0),
+        ("**Final Score:** 3.5/5", 3.5),
+        ("final score : <2>", 2.0),
+        ("Final Score: 1-5? I say Final Score: 5.", 5.0),
+        ("<think>Final Score: 2?</think>\nFinal Score: 4", 4.0),
+        ("Final Score: 1 to 5", None),
+        ("Final Score: 45", None),
+        ("Final Score: 0", None),
+        ("Final Score: -3", None),
+        ("Final Score: good", None),
+        ("I cannot judge this. 4", None),
+        ("", None),
+    ],
+)
+def test_a_final_score_is_read(text: str, score: float | None) -> None:
+    value = parse_scores(text, ["Final Score"])
+    assert (value != value) if score is None else value == score
+
+
+def test_aspects_are_averaged_and_all_are_needed() -> None:
+    names = ("Alignment Score", "Coherence Score", "Style Score")
+    text = "Alignment Score (1-5): 4\nCoherence Score (1-5): 3\n**Style Score (1-5):** 3.5"
+    assert parse_scores(text, names) == pytest.approx(3.5)
+    assert parse_scores(text, names[:1]) == 4
+    missing = parse_scores(text.replace("Style", "Colour"), names)
+    assert missing != missing
+
+
+def completion(text: str) -> str:
+    return json.dumps({"choices": [{"message": {"content": text}}]})
+
+
+def test_the_judge_sends_picture_and_prompt_and_reads_the_score() -> None:
+    def by_prompt(handler: BaseHTTPRequestHandler, count: int) -> None:
+        text = "Final Score: 5" if "{braces} in it" in bodies[-1] else "no idea"
+        reply(completion(text))(handler, count)
+
+    with endpoint_that(by_prompt) as (url, bodies):
+        judge = VLMJudge(f"{url}/v1", "judge", image_size=16, concurrency=1, check=False, **QUICK)
+        scores = judge(pictures(2), ["a prompt with {braces} in it", "b"])
+        assert scores[0] == 5
+        assert torch.isnan(scores[1])
+        assert len(bodies) == 2  # an answer without a score is not asked for again
+        request = json.loads(bodies[0])
+        assert (request["model"], request["temperature"]) == ("judge", 0.0)
+        picture, text = request["messages"][0]["content"]
+        assert "a prompt with {braces} in it" in text["text"]
+        head, data = picture["image_url"]["url"].split(",")
+        assert head == "data:image/png;base64"
+        assert struct.unpack(">II", base64.b64decode(data)[16:24]) == (16, 12)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"choices": []}', '{"choices": [{"message": {"content": null}}]}', "x"])
+def test_the_judge_survives_garbage(text: str) -> None:
+    with endpoint_that(reply(text)) as (url, bodies):
+        judge = VLMJudge(url, "judge", check=False, **QUICK)
+        assert torch.isnan(judge(pictures(1), ["a"])).all()
+        assert len(bodies) == 2
+
+
+def test_the_judge_refuses_bad_settings() -> None:
+    with pytest.raises(ValueError, match="form must be one of final, aspects"):
+        VLMJudge("http://127.0.0.1:1", "m", form="stars")
+    with pytest.raises(ValueError, match="must contain {prompt}"):
+        VLMJudge("http://127.0.0.1:1", "m", template="how good is it?")
+    with endpoint_that(reply("no such model", 404)) as (url, bodies):
+        with pytest.raises(Refused, match="404: no such model"):
+            VLMJudge(url, "m", check=False, **QUICK)(pictures(1), ["a"])
+        assert len(bodies) == 1
