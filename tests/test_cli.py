@@ -38,7 +38,6 @@ def g2rpo(capsys, *arguments):
     """(exit code, stdout, stderr) of one command."""
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in arguments])
-        raise SystemExit(0)
     out, err = capsys.readouterr()
     return stop.value.code or 0, out, err
 

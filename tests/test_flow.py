@@ -1,5 +1,6 @@
 """The mathematics of flow.py against closed forms, published formulas and diffusers' own scheduler."""
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 
 from g2rpo.flow import Normal, dance_sde, flow_sde, ode_step, sde_step, sigma_grid, tail
 from g2rpo.policies.gaussian import GaussianPolicy
-import itertools
 
 
 def test_sigma_grid_is_the_published_schedule():

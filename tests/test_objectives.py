@@ -5,7 +5,7 @@ import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.flow import Normal
-from g2rpo.objectives import clipped_surrogate, group_normalize, kernel_kl
+from g2rpo.objectives import clipped_surrogate, group_normalize, kernel_kl, mix_rewards
 
 NAN = float("nan")
 
@@ -67,13 +67,35 @@ def test_kernel_kl_is_torchs_per_entry():
     torch.testing.assert_close(kernel_kl(Normal(mean, std), Normal(reference, std)), theirs)
 
 
+UP = torch.tensor([0.0, 1.0, 2.0])  # normalises to -1, 0, 1
+GROUPS = torch.stack([torch.stack([UP, UP]), torch.stack([10 * UP, -10 * UP])])[None]  # [N=1, R=2, M=2, G=3]
+
+
 def test_advantages_sum_over_rewards_and_granularities_then_clamp():
-    algorithm = GranularGRPO(group_size=3, granularities=(1, 2), advantage_clip=2.0)
-    up = torch.tensor([0.0, 1.0, 2.0])  # normalises to -1, 0, 1
-    rewards = torch.stack([torch.stack([up, up]), torch.stack([up, -up])])  # [R=2, M=2, G=3]
-    torch.testing.assert_close(algorithm.advantages(rewards, torch.ones(2)), torch.tensor([-2.0, 0.0, 2.0]))
-    torch.testing.assert_close(algorithm.advantages(rewards, torch.tensor([0.25, 1.0])), torch.tensor([-0.5, 0.0, 0.5]))
-    assert algorithm.advantages(10 * rewards[:1].repeat(3, 1, 1), torch.ones(3)).abs().max() == 2.0
+    algorithm = GranularGRPO(group_size=3, granularities=(1, 2), advantage_clip=1.5)
+    torch.testing.assert_close(algorithm.advantages(GROUPS, torch.ones(2)), torch.tensor([[-1.5, 0.0, 1.5]]))
+    torch.testing.assert_close(algorithm.advantages(GROUPS, torch.tensor([0.25, 1.0])), torch.tensor([[-0.5, 0.0, 0.5]]))
+
+
+def test_mixing_rewards_before_normalising_lets_their_scales_matter():
+    """Granularity 1: UP + 10 UP rises; granularity 2: UP - 10 UP falls; they cancel. With weight 0 there is one ramp."""
+    torch.testing.assert_close(mix_rewards(GROUPS, torch.ones(2), "rewards"), torch.zeros(1, 3))
+    torch.testing.assert_close(mix_rewards(GROUPS, torch.tensor([1.0, 0.0]), "rewards"), torch.tensor([[-2.0, 0.0, 2.0]]))
+
+
+def test_gdpo_whitens_the_batch_of_summed_advantages():
+    groups = torch.randn(4, 2, 1, 6, generator=torch.Generator().manual_seed(0))
+    weights = torch.tensor([1.0, 0.5])
+    summed = mix_rewards(groups, weights, "advantages")
+    torch.testing.assert_close(mix_rewards(groups, weights, "gdpo"), (summed - summed.mean()) / summed.std())
+
+
+@pytest.mark.parametrize("mix", ["advantages", "rewards", "gdpo"])
+def test_a_missing_score_is_masked_in_every_mix(mix):
+    groups = GROUPS.clone()
+    groups[0, :, :, 1] = NAN
+    mixed = mix_rewards(groups, torch.tensor([1.0, 0.0]), mix)
+    assert mixed[0, 1] == 0 and mixed[0, 0] == -mixed[0, 2] < 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The engine against a plain loop that shares nothing, and its counts against closed forms."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,7 +12,6 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_images
 from g2rpo.seeding import generator_for
 from g2rpo.types import Plan
-import itertools
 
 SIGMAS = sigma_grid(16, 3.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,25 @@ def group_normalize(rewards: Tensor, eps: float = 1e-8) -> Tensor:
     highest = torch.where(valid, r, -infinity).amax(-1, keepdim=True)
     lowest = torch.where(valid, r, infinity).amin(-1, keepdim=True)
     return torch.where(highest > lowest, deviation / (std + eps), 0).to(rewards.dtype)
+
+
+RewardMix = Literal["advantages", "rewards", "gdpo"]
+
+
+def mix_rewards(rewards: Tensor, weights: Tensor, mix: RewardMix = "advantages") -> Tensor:
+    """Advantages [N, G] of N groups from rewards [N, R, M, G] of R reward models at M granularities, and weights [R].
+
+    "advantages" normalises every reward at every granularity in its group and sums (G2RPO, Eq. 11; DanceGRPO for several
+    rewards). "rewards" adds the weighted rewards first and normalises once, so their scales matter. "gdpo" normalises the
+    sum of advantages once more over the whole batch (GDPO, arXiv 2601.05242, Eq. 4-6). NaN entries are masked out.
+    """
+    per_reward = weights[:, None, None]
+    if mix == "rewards":
+        return group_normalize((per_reward * rewards).sum(-3)).sum(-2)
+    summed = (per_reward * group_normalize(rewards)).sum((-3, -2))
+    if mix == "gdpo":
+        return group_normalize(summed.flatten()).reshape(summed.shape)
+    return summed
 
 
 def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float) -> Tensor:

@@ -50,8 +50,8 @@ def score_rollouts(
     prompts: Sequence[str],
     batch_size: int,
     watch: Stopwatch,
-) -> list[Tensor]:
-    """Rewards [R, M, G] of every rollout; `prompts` are the rows of the conditioning that rollouts refer to."""
+) -> Tensor:
+    """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning that they refer to."""
     finals = [rollout.finals.flatten(0, 1) for rollout in rollouts]
     images = decode(policy, torch.cat(finals), batch_size)
     watch.lap("decode")
@@ -59,4 +59,4 @@ def score_rollouts(
     scores = score(rewards, images, asked)
     watch.lap("rewards")
     parts = scores.split([len(latents) for latents in finals], dim=1)
-    return [part.unflatten(1, rollout.finals.shape[:2]) for part, rollout in zip(parts, rollouts, strict=True)]
+    return torch.stack([part.unflatten(1, rollout.finals.shape[:2]) for part, rollout in zip(parts, rollouts, strict=True)])

@@ -115,7 +115,7 @@ class Trainer:
         watch.lap("rollout")
 
         rewards = score_rollouts(self.policy, rollouts, self.rewards, prompts, c.sampling.decode_batch_size, watch)
-        advantages = [self.algorithm.advantages(group, self.weights) for group in rewards]
+        advantages = self.algorithm.advantages(rewards, self.weights)
         experience = [
             Experience(rollout.prompt, transition, advantage)
             for rollout, advantage in zip(rollouts, advantages, strict=True)
@@ -223,21 +223,19 @@ class Trainer:
         warmup = self.config.optim.warmup_iterations
         return self.config.optim.learning_rate * min(1.0, (self.iteration + 1) / (warmup + 1))
 
-    def _reward_metrics(self, rewards: Sequence[Tensor], advantages: Sequence[Tensor]) -> Row:
-        stacked = torch.stack(list(rewards))  # [groups, R, M, G]
-        spread = stacked.std(-1)
+    def _reward_metrics(self, rewards: Tensor, advantages: Tensor) -> Row:
+        spread = rewards.std(-1)
         row: Row = {}
         for index, name in enumerate(self.rewards):
-            values = stacked[:, index]
+            values = rewards[:, index]
             row[f"reward/{name}"] = float(values.nanmean())
             row[f"spread/{name}"] = float(spread[:, index].nanmean())
-        every = torch.cat(list(advantages))
         return {
             **row,
-            "missing_scores": float(stacked.isnan().float().mean()),
-            "silent_groups": float(torch.stack([(a == 0).all() for a in advantages]).float().mean()),
-            "advantage_size": float(every.abs().mean()),
-            "advantage_clipped": float((every.abs() >= self.algorithm.advantage_clip).float().mean()),
+            "missing_scores": float(rewards.isnan().float().mean()),
+            "silent_groups": float((advantages == 0).all(-1).float().mean()),
+            "advantage_size": float(advantages.abs().mean()),
+            "advantage_clipped": float((advantages.abs() >= self.algorithm.advantage_clip).float().mean()),
         }
 
     def _averaged(self) -> AbstractContextManager[None]:

@@ -153,7 +153,7 @@ class Algorithm(Protocol):
         ...
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        """Advantages [G] from rewards [R, M, G] of one group, whose entries may be NaN, and weights [R]."""
+        """Advantages [N, G] from rewards [N, R, M, G] of N groups, whose entries may be NaN, and weights [R]."""
         ...
 
     def loss(self, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:

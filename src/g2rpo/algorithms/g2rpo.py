@@ -23,7 +23,7 @@ from typing import Literal
 from torch import Tensor
 
 from g2rpo.flow import TailEnd, flow_sde, tail
-from g2rpo.objectives import clipped_surrogate, group_normalize
+from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.types import Diffusion, Plan
 
 
@@ -32,7 +32,8 @@ class GranularGRPO:
     """G2RPO; the fields are its hyper-parameters, the defaults the paper's (16 steps, so the first half branches).
 
     `tail` names how a strided tail ends (`flow.tail`). `update_every` is "rollout" for the paper's objective, one averaged
-    update of all branch steps (Eq. 12), or "branch" for the published scripts' update after every branch step.
+    update of all branch steps (Eq. 12), or "branch" for the published scripts' update after every branch step. `reward_mix`
+    says how several rewards become one advantage (`objectives.mix_rewards`).
     """
 
     name: Literal["g2rpo"] = "g2rpo"
@@ -42,6 +43,7 @@ class GranularGRPO:
     eta: float = 0.7
     clip_range: float = 1e-4
     advantage_clip: float = 5.0
+    reward_mix: RewardMix = "advantages"
     kl_weight: float = 0.0
     tail: TailEnd = "reference"
     update_every: Literal["rollout", "branch"] = "rollout"
@@ -82,9 +84,8 @@ class GranularGRPO:
         ]
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        """A = clamp(weighted sum over rewards [R, M, G] and granularities of their group-normalised values) [G] (Eq. 8, 11)."""
-        summed = (weights[:, None, None] * group_normalize(rewards)).sum((0, 1))
-        return summed.clamp(-self.advantage_clip, self.advantage_clip)
+        """A = clamp(sum over granularities and rewards of the group-normalised rewards) (Eq. 8, 11)."""
+        return mix_rewards(rewards, weights, self.reward_mix).clamp(-self.advantage_clip, self.advantage_clip)
 
     def loss(self, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
         return clipped_surrogate(log_prob, old_log_prob, advantages, self.clip_range)

@@ -1,0 +1,116 @@
+"""The shipped weights and what they know, and that the builder runs end to end."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from g2rpo import testbed
+from g2rpo.testbed.grammar import attribute, edits, parse, prompts, render_prompt
+from g2rpo.testbed.rewards import SceneAccuracy, SceneCLIP, ScenePreference
+from g2rpo.testbed.scenes import render
+
+PROMPTS = prompts("heldout")[:64]
+
+
+@cache
+def drawings() -> Tensor:
+    """One clean drawing of each of `PROMPTS`: [64, 3, 64, 64] in [0, 1]."""
+    pictures = np.stack([render(parse(prompt), seed) for seed, prompt in enumerate(PROMPTS)])
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255
+
+
+def test_weights_are_small_safetensors_and_nothing_else() -> None:
+    files = [f for f in testbed.assets_dir().rglob("*") if f.is_file()]
+    assert {f.suffix for f in files} == {".safetensors", ".json", ".md"}
+    assert sum(f.stat().st_size for f in files) <= 12e6
+
+
+def test_the_card_carries_the_figures() -> None:
+    figures = json.loads((testbed.assets_dir() / "figures.json").read_text())
+    card = (testbed.assets_dir() / "README.md").read_text()
+    assert all(f"| {name} | {value:.4g} |" in card for name, value in figures.items())
+    assert 0.45 <= figures["base accuracy, heldout prompts"] <= 0.65
+
+
+def test_the_pipeline_draws_scenes() -> None:
+    from diffusers import FluxPipeline
+
+    pipe = FluxPipeline.from_pretrained(testbed.pipeline_dir(), torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    settings = {"height": 64, "width": 64, "num_inference_steps": 10, "guidance_scale": 3.5, "max_sequence_length": 16}
+
+    def draw() -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return pipe(list(PROMPTS), **settings, generator=generator, output_type="pt").images
+
+    images = draw()
+    assert images.shape == (len(PROMPTS), 3, 64, 64)
+    assert torch.equal(images, draw())
+    # 64 pictures: two standard deviations around the base's accuracy are +-.12
+    assert 0.3 <= SceneAccuracy()(images, PROMPTS).mean() <= 0.8
+    assert SceneAccuracy()(images, PROMPTS[1:] + PROMPTS[:1]).mean() < 0.1
+
+
+@pytest.mark.parametrize("reward", [SceneCLIP, ScenePreference])
+def test_a_learned_reward_prefers_the_right_prompt(reward: type[SceneCLIP]) -> None:
+    score = reward()
+    right = score(drawings(), PROMPTS)
+    assert right.shape == (64,)
+    assert right.dtype == torch.float32
+    rng = np.random.default_rng(0)
+    wins: dict[str, list[bool]] = {}
+    for i, prompt in enumerate(PROMPTS):
+        wrong = list(edits(parse(prompt)))
+        chosen = [wrong[k] for k in rng.integers(len(wrong), size=8)]
+        scores = score(drawings()[i].expand(8, -1, -1, -1), [render_prompt(scene) for scene in chosen])
+        for scene, value in zip(chosen, scores, strict=True):
+            wins.setdefault(attribute(parse(prompt), scene), []).append(bool(right[i] > value))
+    for name, won in wins.items():
+        assert np.mean(won) > 0.6, f"{name}: {np.mean(won):.2f}"
+    assert np.mean([w for won in wins.values() for w in won]) > 0.85
+
+
+@pytest.mark.parametrize("reward", [SceneCLIP, ScenePreference])
+def test_scores_do_not_depend_on_the_rest_of_the_batch(reward: type[SceneCLIP]) -> None:
+    score = reward()
+    texts = [PROMPTS[0], PROMPTS[1], PROMPTS[0], "a cat"]
+    together = score(drawings()[:4], texts)
+    alone = torch.cat([score(drawings()[i : i + 1], texts[i : i + 1]) for i in range(4)])
+    torch.testing.assert_close(together, alone, equal_nan=True)
+    assert together.isnan().tolist() == [False, False, False, True]
+
+
+def test_preference_is_for_clean_pictures() -> None:
+    from g2rpo.testbed.build.augment import blur, fade, speckle, wobble
+
+    torch.manual_seed(0)
+    images, score = drawings(), ScenePreference()
+    clean = score(images, PROMPTS)
+    amounts = {blur: 2.0, fade: 0.5, speckle: 0.15, wobble: 2.0}
+    for spoil, amount in amounts.items():
+        spoilt = spoil(images, torch.full((len(images),), amount)).clamp(0, 1)
+        assert (clean > score(spoilt, PROMPTS)).float().mean() > 0.8, spoil.__name__
+
+
+def test_a_quick_build_runs_end_to_end_and_continues(tmp_path: Path) -> None:
+    from diffusers import FluxPipeline
+
+    from g2rpo.testbed.build import build
+
+    lines: list[str] = []
+    first = build(tmp_path, quick=True, log=lines.append)
+    assert any(line.startswith("vae 4/4 loss") for line in lines)
+    lines.clear()
+    second = build(tmp_path, quick=True, log=lines.append)
+    assert not any("loss" in line for line in lines), "a finished stage was trained again"
+    assert first.keys() == second.keys()
+    FluxPipeline.from_pretrained(tmp_path / "pipeline")
+    SceneCLIP(tmp_path / "clip")(drawings(), PROMPTS)
+    assert json.loads((tmp_path / "figures.json").read_text()) == second
