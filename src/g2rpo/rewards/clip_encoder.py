@@ -47,7 +47,7 @@ class ClipEncoder:
     @torch.no_grad()
     def image_features(self, images: Tensor) -> Tensor:
         """Features [B, D] of uint8 `images` [B, 3, H, W]."""
-        pixels = self.preprocess(images.to(self.device)).to(self.device, self.dtype)
+        pixels = self.preprocess(images).to(self.device, self.dtype)
         return _unit(self.model.get_image_features(pixel_values=pixels))
 
     @torch.no_grad()

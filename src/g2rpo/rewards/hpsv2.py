@@ -59,7 +59,7 @@ class HPSv2:
         size = model.config.vision_config.image_size
 
         def preprocess(images: Tensor) -> Tensor:
-            return normalise(pad_to_square(images, size, antialias))
+            return normalise(pad_to_square(images.to(device), size, antialias))
 
         words = load_clip_tokenizer(tokenizer)
         self.encoder = ClipEncoder(model, words, preprocess, device=device, dtype=dtype, clean=clean_prompt)

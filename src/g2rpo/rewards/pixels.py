@@ -8,6 +8,7 @@ the tensor resizes of other libraries differ from it by enough to change ranks i
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -33,14 +34,18 @@ def check_batch(images: Tensor, prompts: Sequence[str]) -> None:
         raise ValueError(f"images must be float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
     if isinstance(prompts, str) or len(prompts) != len(images):
         raise ValueError(f"one prompt per image: got {len(images)} images and {prompts!r:.80}")
-    low, high = (x.item() for x in torch.where(torch.isfinite(images), images, 0.5).aminmax()) if len(images) else (0, 0)
+    if not len(images):
+        return
+    low, high = (x.item() for x in images.aminmax())
+    if not math.isfinite(low) or not math.isfinite(high):  # the slow way, only where it is needed
+        low, high = (x.item() for x in torch.where(torch.isfinite(images), images, 0.5).aminmax())
     if low < -0.01 or high > 1.01:
         raise ValueError(f"images must be in [0, 1], got values from {low:.3g} to {high:.3g}")
 
 
 def to_uint8(images: Tensor) -> Tensor:
     """The 8-bit pictures [B, 3, H, W] of `images` in [0, 1], rounded as pipelines do when they save."""
-    return (images.float() * 255).round().clamp(0, 255).to(torch.uint8)
+    return (images.float() * 255).round_().clamp_(0, 255).to(torch.uint8)
 
 
 def to_pil(images: Tensor) -> list[Image.Image]:
@@ -61,7 +66,8 @@ def score_in_batches(
     """
     check_batch(images, prompts)
     scores = torch.full((len(images),), torch.nan)
-    rows = torch.isfinite(images).flatten(1).all(dim=1).nonzero().flatten().tolist()
+    extremes = torch.stack(images.flatten(1).aminmax(dim=1))  # NaN if any pixel is
+    rows = torch.isfinite(extremes).all(dim=0).nonzero().flatten().tolist()
     if len(rows) < len(images):
         log.warning("%d of %d images have pixels that are not finite: no score", len(images) - len(rows), len(images))
     for start in range(0, len(rows), batch_size):
