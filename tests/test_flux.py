@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.evaluation import sample_images
 from g2rpo.flow import sde_step, sigma_grid
 from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.pipelines import deployed_shift
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
 from tests.tiny import save_flux
@@ -20,8 +21,8 @@ def load(directory, **options):
     return FluxPolicy.from_pretrained(directory, **{**SIZE, "tuning": "frozen", **options})
 
 
-def pictures(policy, steps=6, seed=5, batch_size=3):
-    return sample_images(policy, PROMPTS, sigma_grid(steps, 3.0), seed=seed, batch_size=batch_size, decode_batch_size=2)
+def pictures(policy, steps=6, seed=5, batch_size=3, shift=3.0):
+    return sample_images(policy, PROMPTS, sigma_grid(steps, shift), seed=seed, batch_size=batch_size, decode_batch_size=2)
 
 
 def theirs(pipeline, steps=6, seed=5, scale=None):
@@ -45,6 +46,28 @@ def test_policy_and_ode_equal_the_pipeline_at_the_same_seed(tmp_path, guidance_e
     directory = save_flux(tmp_path, guidance_embeds=guidance_embeds)
     pipeline = FluxPipeline.from_pretrained(directory)
     torch.testing.assert_close(pictures(load(directory)), theirs(pipeline), atol=1e-5, rtol=0)
+
+
+SCHEDULERS = {  # the published scheduler_config.json of both models
+    "dev": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    "schnell": FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_policy_knows_the_shift_that_its_pipeline_samples_with(flux_directory, name):
+    pipeline = FluxPipeline.from_pretrained(flux_directory, scheduler=SCHEDULERS[name])
+    expected = theirs(pipeline)
+    policy = FluxPolicy(pipeline, **SIZE, tuning="frozen")
+    torch.testing.assert_close(pictures(policy, shift=policy.shift), expected, atol=1e-5, rtol=0)
+    assert float((pictures(policy, shift=3.0) - expected).abs().max()) > 1e-3
+
+
+def test_shifts_of_the_published_models():
+    """FLUX.1-dev: mu = 0.5 at 256 tokens and 1.15 at 4096, linear between; 720x720 pixels are 45 * 45 tokens."""
+    assert deployed_shift(SCHEDULERS["dev"], 64 * 64) == pytest.approx(3.158, abs=1e-3)
+    assert deployed_shift(SCHEDULERS["dev"], 45 * 45) == pytest.approx(2.224, abs=1e-3)
+    assert deployed_shift(SCHEDULERS["schnell"], 45 * 45) == 1.0
 
 
 def test_guidance_reaches_the_network(flux_directory):

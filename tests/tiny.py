@@ -3,9 +3,23 @@
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
 
 WORDS = ["<pad>", "<bos>", "</s>", "<unk>", "a", "red", "blue", "circle", "square", "left", "of", "two"]
 
@@ -24,6 +38,40 @@ def tokenizer(length: int) -> PreTrainedTokenizerFast:
     )
 
 
+def tiny_vae() -> AutoencoderKL:
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        layers_per_block=1,
+        latent_channels=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=0.7,
+        shift_factor=0.1,
+    )
+
+
+def clip_config(width: int, layers: int = 1) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(WORDS),
+        hidden_size=width,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=12,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        projection_dim=width,
+    )
+
+
+def tiny_t5(width: int) -> T5EncoderModel:
+    return T5EncoderModel(T5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+
+
 def flux_pipeline(seed: int = 0, guidance_embeds: bool = True) -> FluxPipeline:
     """A random FLUX of 0.1 M parameters for 32x32 pictures."""
     torch.manual_seed(seed)
@@ -39,25 +87,9 @@ def flux_pipeline(seed: int = 0, guidance_embeds: bool = True) -> FluxPipeline:
         axes_dims_rope=(4, 6, 6),
     )
     torch.nn.init.normal_(transformer.proj_out.weight, std=0.3)  # diffusers starts it at zero: no velocity at all
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        layers_per_block=1,
-        latent_channels=4,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=0.7,
-        shift_factor=0.1,
-    )
-    clip = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(WORDS), hidden_size=20, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-            max_position_embeddings=12, eos_token_id=2, pad_token_id=0, bos_token_id=1, projection_dim=20,
-        )
-    )  # fmt: skip
-    t5 = T5EncoderModel(T5Config(vocab_size=len(WORDS), d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+    vae = tiny_vae()
+    clip = CLIPTextModel(clip_config(20))
+    t5 = tiny_t5(24)
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
         vae=vae,
@@ -71,4 +103,41 @@ def flux_pipeline(seed: int = 0, guidance_embeds: bool = True) -> FluxPipeline:
 
 def save_flux(directory: Path, **options) -> Path:
     flux_pipeline(**options).save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+def sd3_pipeline(seed: int = 0, t5: bool = True) -> StableDiffusion3Pipeline:
+    """A random SD3.5 of 0.1 M parameters for 32x32 pictures: dual attention and RMS norms, with or without T5."""
+    torch.manual_seed(seed)
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        caption_projection_dim=32,
+        pooled_projection_dim=36,
+        pos_embed_max_size=12,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    torch.nn.init.normal_(transformer.context_embedder.weight, std=0.5)  # random text encoders say little: turn them up
+    return StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
+        vae=tiny_vae(),
+        text_encoder=CLIPTextModelWithProjection(clip_config(20, layers=2)),
+        tokenizer=tokenizer(12),
+        text_encoder_2=CLIPTextModelWithProjection(clip_config(16, layers=2)),
+        tokenizer_2=tokenizer(12),
+        text_encoder_3=tiny_t5(48) if t5 else None,
+        tokenizer_3=tokenizer(12) if t5 else None,
+        transformer=transformer,
+    )
+
+
+def save_sd3(directory: Path, **options) -> Path:
+    sd3_pipeline(**options).save_pretrained(directory, safe_serialization=True)
     return directory

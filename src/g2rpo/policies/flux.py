@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from g2rpo.policies.pipelines import decode_latents, deployed_shift, load_pipeline, place
 from g2rpo.policies.tuning import Tuning, TuningMode
 from g2rpo.types import Cond
 
@@ -63,17 +64,16 @@ class FluxPolicy:
             targets=lora_targets,
             seed=seed,
             dtype=dtype,
+            device=self._device,
             keep_base=keep_base,
         )
-        self._active = pipeline.transformer
-        for part in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2):
-            part.requires_grad_(False).eval().to(dtype)
-        pipeline.to(self._device)
-        pipeline.transformer.eval()  # FLUX has no dropout; eval keeps adapters without it too
-        if vae_tiling:
-            pipeline.vae.enable_tiling()
-        if gradient_checkpointing:
-            pipeline.transformer.enable_gradient_checkpointing()
+        place(
+            pipeline,
+            dtype=dtype,
+            device=self._device,
+            vae_tiling=vae_tiling,
+            gradient_checkpointing=gradient_checkpointing,
+        )
         self._latent = (pipeline.transformer.config.in_channels // 4, 2 * (height // patch), 2 * (width // patch))
         self._image_ids = pipeline._prepare_latent_image_ids(1, self._latent[1] // 2, self._latent[2] // 2, self._device, dtype)
 
@@ -82,13 +82,16 @@ class FluxPolicy:
         """Loads a FluxPipeline from a directory or a hub id; `options` are the constructor's."""
         from diffusers import FluxPipeline
 
-        pipeline = FluxPipeline.from_pretrained(str(path), dtype=dtype, use_safetensors=True)
-        pipeline.set_progress_bar_config(disable=True)
-        return cls(pipeline, dtype=dtype, **options)
+        return cls(load_pipeline(FluxPipeline, path, dtype), dtype=dtype, **options)
 
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def shift(self) -> float:
+        """The time shift with which the pipeline itself samples this size."""
+        return deployed_shift(self.pipeline.scheduler, len(self._image_ids))
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -106,10 +109,10 @@ class FluxPolicy:
         timestep = timestep.floor() if self.truncate_timesteps else timestep.to(self.dtype)  # as the pipeline rounds it
         sequence = cond.tensors["sequence"]
         guidance = None
-        if self._active.config.guidance_embeds:
+        if self.tuning.active.config.guidance_embeds:
             guidance = torch.full((len(x),), self.guidance_scale, device=x.device)
         with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return self._active(
+            return self.tuning.active(
                 hidden_states=x.to(self.dtype),
                 timestep=timestep / 1000,
                 guidance=guidance,
@@ -122,23 +125,14 @@ class FluxPolicy:
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        vae = self.pipeline.vae
         latents = self.pipeline._unpack_latents(x, self.height, self.width, self.pipeline.vae_scale_factor)
-        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-        return (images.float() / 2 + 0.5).clamp(0, 1)
+        return decode_latents(self.pipeline.vae, latents)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return list(self.tuning.named().values())
 
-    @contextmanager
-    def base(self) -> Iterator[None]:
-        with self.tuning.base() as transformer:
-            self._active = transformer
-            try:
-                yield
-            finally:
-                self._active = self.tuning.transformer
+    def base(self) -> AbstractContextManager[None]:
+        return self.tuning.base()
 
     def load(self, path: Path, strength: float = 1.0) -> None:
         """Puts tuned weights to work, as `save` wrote them; `strength` scales an adapter."""

@@ -20,6 +20,7 @@ class Tuning:
     "lora" freezes the weights in `dtype` and adds float32 adapters of `rank` to the modules named in `targets`; "full" trains
     all weights as float32 masters, computed in `dtype` under autocast; "frozen" trains nothing and is for sampling. Adapters
     start at zero, so the model is unchanged. `keep_base` holds a copy of the weights that "full" is about to change.
+    `active` is the transformer to call: the trained one, or the untrained one inside `base`.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class Tuning:
         targets: Sequence[str],
         seed: int,
         dtype: torch.dtype,
+        device: torch.device,
         keep_base: bool,
     ) -> None:
-        self.transformer = transformer
+        self.transformer = self.active = transformer
         self.mode = mode
         self._frozen: Any = None
         if mode == "lora":
@@ -50,7 +52,7 @@ class Tuning:
             transformer.requires_grad_(False).to(dtype)
         else:
             if keep_base:
-                self._frozen = copy.deepcopy(transformer).requires_grad_(False).to(dtype)
+                self._frozen = copy.deepcopy(transformer).requires_grad_(False).to(device, dtype)
             transformer.requires_grad_(True).float()
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -58,18 +60,22 @@ class Tuning:
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
     @contextmanager
-    def base(self) -> Iterator[Any]:
-        """The untrained transformer, for as long as the context lasts."""
+    def base(self) -> Iterator[None]:
+        """While entered, `active` is the untrained transformer."""
         if self.mode == "full":
             if self._frozen is None:
                 raise RuntimeError("the base model was not kept: build the policy with keep_base=True")
-            yield self._frozen
+            self.active = self._frozen
+            try:
+                yield
+            finally:
+                self.active = self.transformer
         elif not getattr(self.transformer, "peft_config", None):
-            yield self.transformer
+            yield
         else:
             self.transformer.disable_adapters()
             try:
-                yield self.transformer
+                yield
             finally:
                 self.transformer.enable_adapters()
 
