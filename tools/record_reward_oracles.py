@@ -57,6 +57,7 @@ from oracle_inputs import (  # noqa: E402
     TINY_BLIP_VIT,
     TINY_MED,
     TINY_OPEN_CLIP,
+    TOKEN_PROMPTS,
     fixed_image,
     fixed_state,
 )
@@ -100,15 +101,15 @@ def write(name: str, content: dict, packages: list[str]) -> None:
 # --- tokenizers ---------------------------------------------------------------------------------------------------
 
 
-def small_bpe(folder: Path) -> tuple[Path, dict[str, int]]:
-    """The part of CLIP's vocabulary that the fixed prompts use, as upstream's file; and as vocab.json + merges.txt.
+def small_bpe(folder: Path) -> Path:
+    """The part of CLIP's vocabulary that the prompts use, as upstream's file; and as vocab.json + merges.txt.
 
     BPE applies the best-ranked merge that is possible. Keeping just the merges that the full vocabulary applies to these
     prompts, in rank order, therefore cuts them into the same pieces; that is asserted below.
     """
     full = open_clip.tokenizer.SimpleTokenizer(bpe_path=str(BPE))
     header, *lines = gzip.decompress(BPE.read_bytes()).decode("utf-8").split("\n")
-    vocab = {token for prompt in PROMPTS for token in (full.decoder[i] for i in full.encode(prompt))}
+    vocab = {token for prompt in TOKEN_PROMPTS for token in (full.decoder[i] for i in full.encode(prompt))}
     used: set[str] = set()
     produced = {a + b: (a, b) for a, b in full.bpe_ranks}
 
@@ -125,7 +126,7 @@ def small_bpe(folder: Path) -> tuple[Path, dict[str, int]]:
     with gzip.open(path, "wb") as file:
         file.write("\n".join([header, *merges]).encode("utf-8"))
     small = open_clip.tokenizer.SimpleTokenizer(bpe_path=str(path))
-    for prompt in PROMPTS:
+    for prompt in TOKEN_PROMPTS:
         pieces = [small.decoder[i] for i in small.encode(prompt)]
         assert pieces == [full.decoder[i] for i in full.encode(prompt)], prompt
     target = FIXTURES / "clip_tokenizer"
@@ -134,7 +135,7 @@ def small_bpe(folder: Path) -> tuple[Path, dict[str, int]]:
     ids = {names.get(token, token): index for token, index in small.encoder.items()}
     (target / "vocab.json").write_text(json.dumps(ids, separators=(",", ":")) + "\n")
     (target / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
-    return path, {prompt: full.encode(prompt) for prompt in PROMPTS}
+    return path
 
 
 def bert_vocabulary() -> Path:
@@ -153,7 +154,7 @@ def bert_vocabulary() -> Path:
 # --- rewards ------------------------------------------------------------------------------------------------------
 
 
-def record_open_clip(bpe: Path, full_ids: dict[str, list[int]]) -> None:
+def record_open_clip(bpe: Path) -> None:
     """CLIP score by open_clip: gelu and quick_gelu, resize modes shortest and squash."""
     tokenizer = open_clip.tokenizer.SimpleTokenizer(
         bpe_path=str(bpe), context_length=TINY_OPEN_CLIP["text_cfg"]["context_length"]
@@ -187,8 +188,7 @@ def record_open_clip(bpe: Path, full_ids: dict[str, list[int]]) -> None:
         "model_cfg": config,
         "state_dict": shapes,
         "custom_text_keys": list(custom.state_dict()),
-        "token_ids": ids.tolist(),
-        "full_vocabulary_ids": list(full_ids.values()),
+        "token_ids": tokenizer(list(TOKEN_PROMPTS)).tolist(),
         "cases": cases,
     }
     write("open_clip", content, ["open_clip_torch", "timm", "ftfy"])
@@ -349,8 +349,8 @@ def main() -> None:
     FIXTURES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        bpe, full_ids = small_bpe(folder)
-        record_open_clip(bpe, full_ids)
+        bpe = small_bpe(folder)
+        record_open_clip(bpe)
         record_hpsv2(bpe)
         record_pickscore()
         record_aesthetic()

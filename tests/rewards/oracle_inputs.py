@@ -20,6 +20,30 @@ PROMPTS = (
     "a very long prompt about a castle on a hill above a river with a bridge and many boats and birds in the evening light",
 )
 
+# Prompts for the tokenizers alone: quotes, entities, scripts, widths, ligatures, controls, white space, digits, length.
+TOKEN_PROMPTS = (
+    *PROMPTS,
+    "don\u2019t stop, it\u2019s \u201cfine\u201d \u02bcmod it`s \u00b4acute\u00b4",
+    "A cat's DOG'S 'quoted' they'RE I'M rock'n'roll o'clock 90's 1980s",
+    "5,000.50 dollars & 20% off!!! ((masterpiece:1.2)), <lora:x:0.8>",
+    "emoji \U0001f600\U0001f680 rocket\u2764\ufe0f",
+    "\u4e2d\u6587\u63d0\u793a \u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
+    "na\u00efve fa\u00e7ade \u00fcber stra\u00dfe \u0130stanbul I\u0307",
+    "combining e\u0301 accents o\u0308 \u00c5ngstr\u00f6m \u212b kelvin \u212a",
+    "under_score file_name.png http://example.com/a?b=c&d=e",
+    "tabs\tand\nnew\r\nlines\u00a0nbsp\u3000wide",
+    "&lt;b&gt;bold&lt;/b&gt; &amp;amp; &quot;x&quot; &#39;y&#39; &eacute; it&rsquo;s a &nbsp; b",
+    "\uff21\uff22\uff23 full width \uff11\uff12, \ufb01sh \ufb02ower",
+    "zero\u200bwidth\u200djoin \ufeffmark control\x07char\x1b[31m red",
+    "\u2014 em\u2013dash \u2026 ellipsis \u00bd \u00b2 \u2460 numbers \u0663",
+    "\u03a3\u03a3\u03a3 \u041f\u0440\u0438\u0432\u0435\u0442 \u0623\u0647\u0644\u0627 \u0928\u092e\u0938\u094d\u0924\u0947",
+    "1st 2nd 3D 4K 8k-resolution f/1.8 ISO100",
+    "a" * 300,
+    "...",
+    "   ",
+    "",
+)
+
 # What a tiny CLIP looks at is 32 pixels wide. height x width: square and not, larger and smaller than the input,
 # odd margins (67 - 32 = 35 and so on), and the input size itself.
 SIZES = {"square": (64, 64), "wide": (40, 67), "tall": (91, 50), "small": (20, 27), "exact": (32, 32)}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle_inputs import PROMPTS, fixed_image, fixed_state
+from oracle_inputs import PROMPTS, TOKEN_PROMPTS, fixed_image, fixed_state
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -128,7 +128,7 @@ def test_token_ids_are_open_clips() -> None:
     words = clip_encoder.load_clip_tokenizer(TOKENIZER)
     encoder = clip_encoder.ClipEncoder(model, words, open_clip.preprocess_from(model_cfg, {}), clean=open_clip.clean_prompt)
     end = model_cfg["text_cfg"]["vocab_size"] - 1
-    for prompt, ids in zip(PROMPTS, recorded["token_ids"], strict=True):
+    for prompt, ids in zip(TOKEN_PROMPTS, recorded["token_ids"], strict=True):
         ours, theirs = encoder.token_ids([prompt])[0].tolist(), list(ids)
         assert ours[: ours.index(end) + 1] == theirs[: theirs.index(end) + 1]
         assert len(ours) == len(theirs)
