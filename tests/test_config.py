@@ -5,7 +5,6 @@ import yaml
 
 from g2rpo.config import differences, read_yaml, resolve
 from g2rpo.errors import UserError
-from g2rpo.prompts import PromptOrder, read_prompts
 from g2rpo.recipes import names, text
 from g2rpo.runs import choose_directory, claim
 from tests.runs import PLAIN, config
@@ -84,39 +83,6 @@ def test_unreadable_configs_are_refused(tmp_path, content, message):
 def test_a_missing_config_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.yaml: cannot be read"):
         read_yaml(tmp_path / "nowhere.yaml")
-
-
-def test_prompts_from_text_and_jsonl(tmp_path):
-    (tmp_path / "a.txt").write_text("\ufeffa red circle\n\n  two  \n", encoding="utf-8")
-    (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "other": 1}\n')
-    assert read_prompts(tmp_path / "a.txt") == ["a red circle", "two"]
-    assert read_prompts(tmp_path / "b.jsonl") == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"\n \n", "is empty"),
-        ("a.txt", "Zürich".encode("latin-1"), "is not UTF-8"),
-        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}', "line 2"),
-        ("a.jsonl", b"[]", "line 1"),
-        ("missing.txt", None, "cannot be read"),
-    ],
-)
-def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_prompts(tmp_path / name)
-
-
-def test_prompt_order_covers_every_epoch_and_depends_on_nothing_but_the_iteration():
-    prompts = [str(i) for i in range(10)]
-    order = PromptOrder(prompts, seed=1)
-    drawn = [p for i in range(5) for p in order.batch(i, 4)]
-    assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(prompts) and drawn[:10] != drawn[10:]
-    assert PromptOrder(prompts, seed=1).batch(3, 4) == drawn[12:16]
-    assert PromptOrder(prompts, seed=2).batch(0, 10) != drawn[:10]
 
 
 def open_run(config, run_dir, resume):

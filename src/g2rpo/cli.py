@@ -57,7 +57,7 @@ def sample(
     """Draw pictures with a run's model, or any pipeline."""
     from g2rpo.commands.sample import sample as draw
     from g2rpo.config import PolicyConfig
-    from g2rpo.prompts import read_prompts
+    from g2rpo.prompt_sources import read_prompts
 
     asked = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
     length = 16 if model == "testbed" else 512

@@ -11,7 +11,7 @@ from typing import Any
 
 from g2rpo.config import PolicyConfig, RewardConfig
 from g2rpo.errors import UserError, did_you_mean
-from g2rpo.prompts import read_prompts
+from g2rpo.prompt_sources import read_prompts
 from g2rpo.types import Reward
 
 REWARDS = {
@@ -115,9 +115,9 @@ def _build_reward(name: str, entry: RewardConfig) -> Reward:
 
 
 def build_prompts(source: str, key: str) -> list[str]:
-    """The prompts of a file, or of "testbed:train" and "testbed:heldout"; `key` names the config entry in messages."""
+    """The prompts of "testbed:train" or "testbed:heldout", or of a source for `read_prompts`; `key` names the config entry."""
     if not source.startswith("testbed"):
-        return read_prompts(Path(source).expanduser())
+        return read_prompts(source)
     from g2rpo.testbed import prompts
 
     if source == "testbed:train":

@@ -1,0 +1,110 @@
+"""Where prompts come from: text files, tables, and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from g2rpo.errors import UserError
+
+COLUMN = "prompt"
+EXTRA = "pip install 'g2rpo[data]'"
+
+
+def read_prompts(source: str | Path) -> list[str]:
+    """The prompts of a source, in its order; a `UserError` says which source is unusable and why.
+
+    - `FILE`: UTF-8 text, one prompt a line, blank lines skipped;
+    - `FILE.jsonl` or `FILE.jsonl:COLUMN`: an object a line that holds the prompt under "prompt", or under COLUMN;
+    - `FILE.parquet` or `FILE.parquet:COLUMN`: the same of a table (needs the extra g2rpo[data]);
+    - `hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]`: a dataset of the Hugging Face hub, or a folder of one, by default its split
+      "train" and column "prompt" (needs the extra g2rpo[data]).
+    """
+    name = str(source)
+    if name.startswith("hf:"):
+        return _from_hub(name)
+    table = re.fullmatch(r"(?P<file>.+\.(jsonl|parquet))(:(?P<column>.+))?", name)
+    if table is None:
+        lines = [line for _, line in _lines(Path(name).expanduser())]
+        return _usable(name, lines, "line")
+    path, column = Path(table["file"]).expanduser(), table["column"] or COLUMN
+    if path.suffix == ".jsonl":
+        return _usable(name, [_from_json(path, number, line, column) for number, line in _lines(path)], "line")
+    return _from_parquet(path, column)
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """Numbered lines that are not blank."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise UserError(f"prompt file {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompt file {path}: is not UTF-8 (byte {error.start}); convert it, say with iconv") from None
+    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _from_json(path: Path, number: int, line: str, column: str) -> str:
+    try:
+        prompt = json.loads(line)[column]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        prompt = None
+    if not isinstance(prompt, str) or not prompt.strip():
+        wanted = json.dumps({column: "a red circle"})
+        raise UserError(f"prompt file {path}, line {number}: should be an object like {wanted}, is {line[:80]}")
+    return prompt
+
+
+def _from_parquet(path: Path, column: str) -> list[str]:
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError(
+            f"prompt file {path}: reading parquet needs pyarrow; install it with pip install 'g2rpo[data]'"
+        ) from None
+    try:
+        with ParquetFile(path) as file:
+            if column not in file.schema_arrow.names:
+                raise UserError(_no_column(f"prompt file {path}", column, file.schema_arrow.names))
+            values = file.read(columns=[column]).column(column).to_pylist()
+    except (OSError, ArrowInvalid) as error:
+        raise UserError(f"prompt file {path}: cannot be read as parquet ({error})") from None
+    return _usable(str(path), values, "row")
+
+
+def _from_hub(source: str) -> list[str]:
+    """Downloads the dataset once; later reads come from the cache of `datasets`, offline too."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{source}: reading datasets needs an extra; install it with {EXTRA}") from None
+    name, split, column = [*source.removeprefix("hf:").split(":"), "", ""][:3]
+    split, column = split or "train", column or COLUMN
+    subset = None
+    if not Path(name).is_dir() and name.count("/") == 2:
+        name, subset = name.rsplit("/", 1)
+    try:
+        data = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"{source}: cannot be loaded: {error}") from None
+    if column not in data.column_names:
+        raise UserError(_no_column(source, column, data.column_names))
+    return _usable(source, data[column][:], "row")
+
+
+def _no_column(source: str, column: str, known: Sequence[str]) -> str:
+    return f"{source}: has no column '{column}'; name one after a colon: {', '.join(known)}"
+
+
+def _usable(source: str, values: Sequence[Any], unit: str) -> list[str]:
+    """The values as prompts, if every one is some text."""
+    for number, value in enumerate(values, 1):
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(f"{source}, {unit} {number}: should be a prompt, is {value!r}")
+    if not values:
+        raise UserError(f"prompt source {source}: is empty; it should hold a prompt a {unit}")
+    return [value.strip() for value in values]
