@@ -1,0 +1,66 @@
+"""Files: written whole or not at all, and known by their content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file under another name and renames it: `path` holds all of `content` or what it held before.
+
+    Raises OSError when the disk is full or refuses; nothing is left behind then.
+    """
+    descriptor, unfinished = tempfile.mkstemp(prefix=".unfinished_", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(unfinished, path)
+    except BaseException:  # an interrupt too must leave nothing behind
+        os.unlink(unfinished)
+        raise
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 of plain data, the same for equal data whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+class FileDigests:
+    """SHA-256 of files, remembered in `memo` for as long as a file's size, times and inode stay as they were.
+
+    Text encoders are gigabytes: hashing them at every start would take longer than reading the embeddings.
+    """
+
+    def __init__(self, memo: Path) -> None:
+        self.memo = memo
+        self._known: dict[str, list[Any]] = {}
+        if memo.is_file():
+            try:
+                self._known = dict(json.loads(memo.read_text(encoding="utf-8")))
+            except ValueError:
+                self._known = {}  # only a memory of what the files say; they are read again
+
+    def of(self, path: Path) -> str:
+        """The digest of one file."""
+        real = path.resolve()
+        stat = real.stat()
+        state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        known = self._known.get(str(real))
+        if known is not None and known[:-1] == state:
+            return known[-1]
+        with real.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self._known[str(real)] = [*state, digest]
+        write_whole(self.memo, json.dumps(self._known).encode())
+        return digest
+
+    def of_folders(self, root: Path, folders: Iterable[Path]) -> str:
+        """One digest for all files in `folders` of `root`: their names below `root` and their contents."""
+        files = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
+        return digest_of([[path.relative_to(root).as_posix(), self.of(path)] for path in files])
