@@ -7,8 +7,11 @@ import time
 
 import pytest
 import yaml
+from rich.console import Console
 
 from g2rpo.cli import main
+from g2rpo.commands.push import push
+from g2rpo.errors import UserError
 from tests.tiny import save_flux
 
 TINY = {
@@ -67,6 +70,10 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
     assert g2rpo(capsys, "train", run / "config.yaml", "--run-dir", again)[0] == 0
     lora = "adapter/pytorch_lora_weights.safetensors"
     assert (run / lora).read_bytes() == (again / lora).read_bytes()
+
+    card = (run / "adapter" / "README.md").read_text()
+    assert "load_lora_weights" in card and "| scene_accuracy | trained on |" in card
+    assert (run / "adapter" / "before_after.png").is_file()
 
     pictures = tmp_path / "pictures"
     code, _, err = g2rpo(capsys, "sample", "--run", run, "--out", pictures, "a red circle", "a blue square")
@@ -149,3 +156,30 @@ def test_a_run_directory_of_another_config_is_left_alone(capsys, tmp_path, tiny_
     code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run, "--resume")
     assert code == 2 and "weights.safetensors is truncated or changed" in err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+class Hub:
+    """Stands in for huggingface_hub.HfApi: remembers what it was told."""
+
+    def __init__(self):
+        self.told = []
+
+    def create_repo(self, repository, *, private, exist_ok):
+        self.told.append((repository, private))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        self.told.append(sorted(path.name for path in folder_path.iterdir()))
+        return f"https://hub/{repo_id}"
+
+
+def test_push_uploads_weights_and_card(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name in ("README.md", "pytorch_lora_weights.safetensors"):
+        (folder / name).touch()
+    hub = Hub()
+    assert push(tmp_path, "me/mine", private=True, console=Console(), api=hub) == "https://hub/me/mine"
+    assert hub.told == [("me/mine", True), ["README.md", "pytorch_lora_weights.safetensors"]]
+    for run, repository, message in ((tmp_path, "mine", "write owner/name"), (tmp_path / "no", "me/mine", "no weights yet")):
+        with pytest.raises(UserError, match=message):
+            push(run, repository, private=False, console=Console(), api=hub)

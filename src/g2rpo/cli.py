@@ -30,11 +30,26 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="trainer.iterations=100")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir.")] = False,
+    push_to_hub: Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")] = None,
 ) -> None:
     """Train a model on rewards."""
     from g2rpo.commands.train import train as run
 
-    run(recipe, overrides or [], run_dir, resume, console)
+    directory = run(recipe, overrides or [], run_dir, resume, console)
+    if push_to_hub is not None:
+        push(directory, push_to_hub)
+
+
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="A finished run.")],
+    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+) -> None:
+    """Upload a run's weights and their model card."""
+    from g2rpo.commands.push import push as upload
+
+    upload(run, repository, private=private, console=console)
 
 
 @app.command()

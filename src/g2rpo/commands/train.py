@@ -16,6 +16,7 @@ from g2rpo.config import Config, read_yaml, resolve
 from g2rpo.errors import UserError
 from g2rpo.evaluation import Comparison
 from g2rpo.metrics import Row
+from g2rpo.model_card import write_card
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.runs import choose_directory, claim
 from g2rpo.trainer import Trainer
@@ -53,7 +54,8 @@ def build_trainer(config: Config, run_dir: Path | None) -> Trainer:
     return Trainer(config, policy, rewards, prompts, heldout[: config.evaluation.num_prompts], judges, run_dir)
 
 
-def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> None:
+def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> Path:
+    """Runs a recipe to its end; returns the run directory."""
     config = load_config(recipe, overrides)
     directory = choose_directory(config, run_dir, resume)
     console.print(f"[bold]{recipe}[/]: building the policy, {len(config.rewards)} rewards and the prompts ...")
@@ -69,6 +71,7 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
     weights = trainer.export()
+    write_card(directory, weights, config, table, len(trainer.heldout))
     console.print(results_table(table, len(trainer.heldout), list(trainer.rewards)))
     for what, where in (
         ("before/after", directory / "samples" / "before_after.png"),
@@ -78,6 +81,7 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
     ):
         console.print(f"{what:>13}  {where}", soft_wrap=True, highlight=False)
     console.print(f"{'draw':>13}  g2rpo sample --run {directory} 'two red circles'", soft_wrap=True, highlight=False)
+    return directory
 
 
 def watch_training(trainer: Trainer, progress: Progress, console: Console) -> None:

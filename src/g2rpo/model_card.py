@@ -1,0 +1,94 @@
+"""The card that travels with tuned weights: what they were trained on, with which result, and how to use them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from g2rpo import __version__
+from g2rpo.config import Config
+from g2rpo.evaluation import Comparison
+
+PICTURES = ("samples/before_after.png", "curves.png")
+
+
+def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str, Comparison], prompts: int) -> Path:
+    """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder."""
+    folder = weights if weights.is_dir() else weights.parent
+    for picture in PICTURES:
+        shutil.copy(run_dir / picture, folder / Path(picture).name)
+    lora = config.policy.tuning == "lora"
+    header: dict[str, Any] = {
+        "base_model": config.policy.path,
+        "library_name": "diffusers",
+        "pipeline_tag": "text-to-image",
+        "tags": ["g2rpo", "reinforcement-learning", "text-to-image", *(["lora"] if lora else [])],
+    }
+    card = folder / "README.md"
+    card.write_text(
+        "\n\n".join(
+            [
+                f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
+                f"# {config.policy.path}, tuned with G²RPO",
+                _what(config),
+                "![before and after](before_after.png)",
+                _results(config, table, prompts),
+                "![curves](curves.png)",
+                "## Use",
+                f"```python\n{_lora_usage(config) if lora else _full_usage(config)}\n```",
+                "## Config",
+                f"```yaml\n{config.to_yaml().strip()}\n```",
+            ]
+        )
+        + "\n",
+        encoding="utf-8",
+    )
+    return card
+
+
+def _what(config: Config) -> str:
+    rewards = ", ".join(f"{name} (weight {entry.weight:g})" for name, entry in config.rewards.items())
+    kind = f"LoRA of rank {config.policy.lora_rank}" if config.policy.tuning == "lora" else "fully tuned transformer"
+    recipe = f" with the recipe `{config.recipe}`" if config.recipe else ""
+    return (
+        f"A {kind}, trained by g2rpo {__version__}{recipe} (Granular-GRPO, arXiv 2510.01982) for "
+        f"{config.trainer.iterations} iterations of {config.trainer.prompts_per_iteration} prompts. Trained on: {rewards}. "
+        "The licence of the base model applies."
+    )
+
+
+def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> str:
+    rows = ["| reward | use | base | tuned | change |\n|---|---|---|---|---|\n"]
+    for name, row in table.items():
+        use = "trained on" if name in config.rewards else "judged only"
+        rows.append(f"| {name} | {use} | {row.base:.3f} | {row.tuned:.3f} | {row.tuned - row.base:+.3f} ± {row.error:.3f} |\n")
+    caption = f"{prompts} held-out prompts from the same noise; ± is the standard error of the paired change."
+    return "## Results\n\n" + "".join(rows) + f"\n{caption}"
+
+
+def _lora_usage(config: Config) -> str:
+    return f"""from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("{config.policy.path}")
+pipe.load_lora_weights("THIS FOLDER OR REPOSITORY", weight_name="pytorch_lora_weights.safetensors")
+{_call(config)}"""
+
+
+def _full_usage(config: Config) -> str:
+    return f"""from diffusers import AutoModel, DiffusionPipeline
+
+transformer = AutoModel.from_pretrained("THIS FOLDER OR REPOSITORY")
+pipe = DiffusionPipeline.from_pretrained("{config.policy.path}", transformer=transformer)
+{_call(config)}"""
+
+
+def _call(config: Config) -> str:
+    size = f"height={config.policy.height}, width={config.policy.width}"
+    steps = f"num_inference_steps={config.sampling.num_steps}, guidance_scale={config.policy.guidance_scale:g}"
+    return f"""picture = pipe(
+    "...", {size}, {steps}, max_sequence_length={config.policy.max_sequence_length}
+).images[0]"""
