@@ -15,11 +15,27 @@ from g2rpo.prompt_sources import read_prompts
 from g2rpo.types import Reward
 
 REWARDS = {
+    "hpsv2": "g2rpo.rewards.hpsv2:HPSv2",
+    "clip_score": "g2rpo.rewards.clip:CLIPScore",
+    "pickscore": "g2rpo.rewards.pickscore:PickScore",
+    "image_reward": "g2rpo.rewards.image_reward:ImageReward",
+    "aesthetic": "g2rpo.rewards.aesthetic:Aesthetic",
+    "vlm_judge": "g2rpo.rewards.vlm:VLMJudge",
+    "http": "g2rpo.rewards.remote:RemoteReward",
+    "function": "g2rpo.rewards.function:FunctionReward",
+    "jpeg_size": "g2rpo.rewards.analytic:JPEGSize",
+    "brightness": "g2rpo.rewards.analytic:Brightness",
+    "saturation": "g2rpo.rewards.analytic:Saturation",
     "scene_accuracy": "g2rpo.testbed.rewards:SceneAccuracy",
     "scene_clip": "g2rpo.testbed.rewards:SceneCLIP",
     "scene_preference": "g2rpo.testbed.rewards:ScenePreference",
 }
-POLICIES = {"FluxPipeline": "g2rpo.policies.flux:FluxPolicy"}
+POLICIES = {
+    "FluxPipeline": "g2rpo.policies.flux:FluxPolicy",
+    "StableDiffusion3Pipeline": "g2rpo.policies.sd3:SD3Policy",
+}
+WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip")
+"""Options of rewards that name a folder, a file or a hub repository."""
 
 
 def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = None, keep_base: bool = False) -> Any:
@@ -33,9 +49,13 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, Any] = {} if config.lora_targets is None else {"lora_targets": config.lora_targets}
+    policy = _load(POLICIES[kind])
+    options = {name: getattr(config, name) for name in ("lora_targets", "negative_prompt")}
+    options = {name: value for name, value in options.items() if value is not None}  # None: the policy's default
+    for name in options.keys() - inspect.signature(policy).parameters.keys():
+        raise UserError(f"policy.{name}: a {kind} has no such option; take it out")
     try:
-        return _load(POLICIES[kind]).from_pretrained(
+        return policy.from_pretrained(
             path,
             dtype=getattr(torch, config.dtype),
             device=device,
@@ -108,16 +128,31 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
 
 
 def _build_reward(name: str, entry: RewardConfig) -> Reward:
+    kind = _load(REWARDS[entry.kind])
     try:
-        return _load(REWARDS[entry.kind])(**entry.options)
+        return kind(**entry.options)
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"rewards.{name}: cannot be loaded: {error}") from error
+        raise UserError(f"rewards.{name}: cannot be loaded: {error}{_weights_hint(name, kind, entry.options)}") from error
+
+
+def _weights_hint(name: str, kind: Any, options: Mapping[str, Any]) -> str:
+    """Which weights a reward reads and how to have them, as the end of a message; hubs do not say what they miss."""
+    defaults = {option: parameter.default for option, parameter in inspect.signature(kind).parameters.items()}
+    sources = {option: options.get(option, defaults.get(option)) for option in WEIGHT_OPTIONS}
+    reads = [f"{option}={source}" for option, source in sources.items() if isinstance(source, str)]
+    if not reads:
+        return ""
+    where = f"rewards.{name}.options.{reads[0].partition('=')[0]}=FOLDER"
+    return f"\nIt reads {', '.join(reads)}. `hf download OWNER/NAME` fetches a repository; {where} uses a folder that you have."
 
 
 def build_prompts(source: str, key: str) -> list[str]:
     """The prompts of "testbed:train" or "testbed:heldout", or of a source for `read_prompts`; `key` names the config entry."""
     if not source.startswith("testbed"):
-        return read_prompts(source)
+        try:
+            return read_prompts(source)
+        except UserError as error:
+            raise UserError(f"{key}={source}: {error}") from None
     from g2rpo.testbed import prompts
 
     if source == "testbed:train":

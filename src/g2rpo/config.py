@@ -40,6 +40,9 @@ class PolicyConfig(Group):
     height: PositiveInt
     width: PositiveInt
     guidance_scale: NonNegativeFloat = 3.5
+    """FLUX: the embedded one. SD3: of classifier-free guidance, which costs a second evaluation; up to 1 turns it off."""
+    negative_prompt: str | None = None
+    """For models with classifier-free guidance."""
     max_sequence_length: PositiveInt = 512
     tuning: Literal["lora", "full"] = "lora"
     lora_rank: PositiveInt = 32
