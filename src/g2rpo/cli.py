@@ -62,7 +62,7 @@ def sample(
     base: Annotated[bool, typer.Option("--base", help="Leave the tuned weights out.")] = False,
     strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
-    shift: Annotated[float | None, typer.Option(help="Time shift of the sampler; default the run's, else 3.")] = None,
+    shift: Annotated[float | None, typer.Option(help="Time shift of the sampler; default the run's, else the model's.")] = None,
     guidance: Annotated[float, typer.Option(help="Guidance scale (with --model).")] = 3.5,
     size: Annotated[int, typer.Option(help="Height and width in pixels (with --model).")] = 64,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,

@@ -49,7 +49,7 @@ def sample(
             painter.load(weights, strength)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{weights}: the weights do not fit {policy.path}: {error}") from error
-    sigmas = sigma_grid(steps or 28, shift or 3.0)
+    sigmas = sigma_grid(steps or 28, shift or painter.shift)
     images = sample_images(painter, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=batch_size)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
