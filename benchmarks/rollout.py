@@ -1,9 +1,9 @@
 """The engine against the published loop, side by side in one process, on the same weights, prompts and noise.
 
-    python benchmarks/rollout.py                       # the testbed on this machine's CPU
-    python benchmarks/rollout.py --granularities 1 2 3 --prompts 2 --out benchmarks/results/cpu.json
+    python -m benchmarks.rollout                       # the testbed on this machine's CPU
+    python -m benchmarks.rollout --granularities 1 2 3 --prompts 2 --out benchmarks/results/cpu.json
 
-Both produce the same latents; the largest difference is printed. Seconds are for one iteration's rollout, decoding and scoring; the
+Both produce the same latents; the largest difference is printed. Seconds are for rollout, decoding and scoring; the
 training pass is measured apart, because it is the same for both.
 """
 
