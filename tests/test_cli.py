@@ -1,48 +1,19 @@
 """The command line as a person meets it: exit codes, messages, and what is left on disk."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 
 import pytest
-import yaml
 from rich.console import Console
 
-from g2rpo.cli import main
 from g2rpo.commands.push import push
 from g2rpo.errors import UserError
+from g2rpo.rewards.remote import RemoteReward
+from tests.commands import g2rpo
 from tests.tiny import save_flux
-
-TINY = {
-    "algorithm": {"group_size": 3, "branch_steps": [0, 1], "granularities": [1, 2]},
-    "rewards": {"scene_accuracy": 1.0},
-    "sampling": {"num_steps": 4},
-    "optim": {"learning_rate": 1e-3},
-    "trainer": {"iterations": 2, "prompts_per_iteration": 1, "checkpoint_every": 1},
-    "evaluation": {"num_prompts": 3, "every": 1, "pictures": 2},
-}
-
-
-@pytest.fixture
-def tiny_config(tmp_path, flux_directory):
-    """A config that trains the tiny random FLUX; its path."""
-    (tmp_path / "prompts.txt").write_text("a red circle\ntwo blue squares\n")
-    prompts = str(tmp_path / "prompts.txt")
-    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
-    data = {**TINY, "policy": policy, "prompts": {"train": prompts}}
-    data["evaluation"] = {**TINY["evaluation"], "prompts": prompts}
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return path
-
-
-def g2rpo(capsys, *arguments):
-    """(exit code, stdout, stderr) of one command."""
-    with pytest.raises(SystemExit) as stop:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
 
 
 def test_help_answers_at_once_and_loads_no_model_library():
@@ -105,6 +76,10 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
         (["sample", "--model", "testbed"], "give prompts"),
         (["sample", "a red circle"], "name a run with --run"),
         (["sample", "--run", "nowhere", "a red circle"], "nowhere is no run directory"),
+        (["serve-reward", "brigthness"], "unknown reward 'brigthness'. Did you mean 'brightness'?"),
+        (["serve-reward", "brightness", "--host", "0.0.0.0"], "without a token"),
+        (["serve-reward", "brightness", "--token-env", "NOT_SET"], "is not set"),
+        (["serve-reward", "function", "target=nowhere.py:f"], "no such file"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
@@ -183,3 +158,26 @@ def test_push_uploads_weights_and_card(tmp_path):
     for run, repository, message in ((tmp_path, "mine", "write owner/name"), (tmp_path / "no", "me/mine", "no weights yet")):
         with pytest.raises(UserError, match=message):
             push(run, repository, private=False, console=Console(), api=hub)
+
+
+def test_a_served_reward_answers_a_remote_one(tmp_path):
+    """The two halves meet over loopback, the server in its own process, as a user starts it."""
+    (tmp_path / "mine.py").write_text("def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    command = [
+        sys.executable,
+        "-m",
+        "g2rpo",
+        "serve-reward",
+        "function",
+        f"target={tmp_path / 'mine.py'}:redness",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "300"}) as server:
+        try:
+            address = server.stdout.readline().split(" at ")[1].split(";")[0]
+            images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
+            scores = RemoteReward(address)(images, ["a", "b", "c"])
+        finally:
+            server.terminate()
+    torch.testing.assert_close(scores, images[:, 0].mean((1, 2)))

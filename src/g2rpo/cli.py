@@ -53,6 +53,17 @@ def push(
 
 
 @app.command()
+def encode(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="prompts.cache=FOLDER")] = None,
+) -> None:
+    """Store the text embeddings of a recipe's prompts ahead of training."""
+    from g2rpo.commands.encode import encode as run
+
+    run(recipe, overrides or [], console)
+
+
+@app.command()
 def sample(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to draw.")] = None,
     run: Annotated[Path | None, typer.Option(help="A run directory: its model and its tuned weights.")] = None,
@@ -107,6 +118,20 @@ def recipes(
             console.print(f"[bold]{each:<22}[/] {known.summary(each)}", highlight=False)
     else:
         console.print(known.text(name), highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def serve_reward(
+    kind: Annotated[str, typer.Argument(help="A reward's name, e.g. hpsv2 or function.")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="path=..., device=cuda")] = None,
+    host: Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
+    token_env: Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")] = None,
+) -> None:
+    """Serve a reward over HTTP, for a trainer elsewhere."""
+    from g2rpo.commands.serve import serve_reward as serve
+
+    serve(kind, options or [], host=host, port=port, token_env=token_env, console=console)
 
 
 @testbed_app.command()

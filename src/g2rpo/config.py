@@ -80,10 +80,21 @@ def _reward_table(value: Any) -> Any:
 RewardTable = Annotated[dict[str, RewardConfig], BeforeValidator(_reward_table)]
 
 
+def _off(value: Any) -> Any:
+    """YAML 1.1 reads off as false; people mean the word."""
+    return "off" if value is False else value
+
+
 class PromptsConfig(Group):
-    """Where prompts come from: a file (one prompt a line, or .jsonl with "prompt"), or "testbed:train"."""
+    """Where prompts come from, and where their embeddings are kept.
+
+    A source is a file (.txt with a prompt a line; .jsonl or .parquet, FILE:COLUMN if the column is not "prompt"), a dataset
+    (hf:OWNER/NAME:SPLIT:COLUMN), or "testbed:train".
+    """
 
     train: str
+    cache: Annotated[str, BeforeValidator(_off)] = "auto"
+    """A folder, "auto" for embeddings/ in $G2RPO_CACHE or ~/.cache/g2rpo, or "off"."""
 
 
 class SamplingConfig(Group):
@@ -163,6 +174,14 @@ def resolve(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str 
         return Config.model_validate(merged)
     except ValidationError as error:
         raise UserError("\n".join(_complaints(error, source))) from None
+
+
+def parse_options(assignments: Sequence[str]) -> dict[str, Any]:
+    """A mapping from `key=value` words, as overrides read them."""
+    options: dict[str, Any] = {}
+    for assignment in assignments:
+        _override(options, assignment)
+    return options
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
