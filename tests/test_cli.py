@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 from rich.console import Console
 
 from g2rpo.commands.push import push
