@@ -45,8 +45,8 @@ TOKEN_PROMPTS = (
 )
 
 # What a tiny CLIP looks at is 32 pixels wide. height x width: square and not, larger and smaller than the input,
-# odd margins (67 - 32 = 35 and so on), and the input size itself.
-SIZES = {"square": (64, 64), "wide": (40, 67), "tall": (91, 50), "small": (20, 27), "exact": (32, 32)}
+# with odd margins to cut or to pad on either side, and the input size itself.
+SIZES = {"square": (64, 64), "wide": (40, 67), "tall": (91, 53), "small": (20, 27), "exact": (32, 32)}
 
 TINY_OPEN_CLIP = {
     "embed_dim": 16,

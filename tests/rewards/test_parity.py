@@ -235,6 +235,19 @@ def test_missing_antialias_is_noticed(hpsv2_file: str) -> None:
     assert worst(reward, [c for c in recorded["cases"] if c["antialias"]]) > 100 * SCORE
 
 
+def test_the_other_librarys_crop_is_noticed(pickscore_dir: str, tmp_path: Path) -> None:
+    recorded = oracle("pickscore")
+    reward = PickScore(pickscore_dir, processor=pickscore_dir)
+    reward.encoder.preprocess = replace(reward.encoder.preprocess, odd_margin="round")  # type: ignore[type-var]
+    assert worst(reward, recorded["cases"]) > 100 * SCORE
+    recorded = oracle("aesthetic")
+    torch.save(state_of(recorded["state_dict"], gain=1.7), tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
+    aesthetic = Aesthetic(str(tmp_path), clip=openai_clip_dir(tmp_path))
+    aesthetic.encoder.preprocess = replace(aesthetic.encoder.preprocess, odd_margin="floor")  # type: ignore[type-var]
+    worse = [aesthetic(image(c["image"]) / 255, ["x"]).item() - c["score"] for c in recorded["cases"]]
+    assert max(map(abs, worse)) > 100 * SCORE
+
+
 @pytest.mark.parametrize("heads", [(4, 3), (2, 6)])
 def test_wrong_number_of_heads_is_noticed(image_reward_file: str, heads: tuple[int, int]) -> None:
     recorded = oracle("image_reward")
@@ -269,6 +282,30 @@ def test_a_text_tower_of_its_own_has_the_same_names(open_clip_dir: Callable[...,
     plain = CLIPScore(open_clip_dir(True, "squash"), tokenizer=TOKENIZER)
     custom = CLIPScore(open_clip_dir(True, "squash", custom_text=True, torch_file=True), tokenizer=TOKENIZER)
     assert torch.equal(scores(plain, "wide"), scores(custom, "wide"))
+
+
+def test_open_clip_files_win_where_a_folder_holds_both_formats(
+    open_clip_dir: Callable[..., str], pickscore_dir: str, tmp_path: Path
+) -> None:
+    for source in (pickscore_dir, open_clip_dir(True, "squash")):
+        for file in Path(source).iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    cases = [c for c in oracle("open_clip")["cases"] if c["quick_gelu"] and c["resize_mode"] == "squash"]
+    assert worst(CLIPScore(str(tmp_path)), cases) < SCORE
+    assert CLIPScore(str(tmp_path), format="transformers").encoder.preprocess.mode == "shortest"
+    (tmp_path / "open_clip_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no open_clip_model.safetensors or open_clip_pytorch_model.bin"):
+        CLIPScore(str(tmp_path))
+
+
+def test_an_incomplete_transformers_clip_is_refused(pickscore_dir: str, tmp_path: Path) -> None:
+    for file in Path(pickscore_dir).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    state = state_of(oracle("pickscore")["state_dict"])
+    del state["visual_projection.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"not a complete CLIP: 1 tensors are missing, such as \['visual_projection"):
+        CLIPScore(str(tmp_path))
 
 
 def test_image_reward_names_and_shapes_are_the_published_ones() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from g2rpo.rewards.open_clip import clean_prompt, clip_config, clip_state, preprocess_from
 from g2rpo.rewards.pixels import Preprocess
-from g2rpo.rewards.weights import build, fetch, guess_model, parse_dtype, read_state_dict
+from g2rpo.rewards.weights import MissingFile, build, fetch, guess_model, parse_dtype, read_state_dict
 
 TEXT_CACHE_SIZE = 1024
 _OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -107,7 +107,7 @@ def load_clip(
         raise ValueError(f"format must be 'auto', 'transformers' or 'open_clip', got {format!r}")
     if format == "open_clip" or (format == "auto" and _has_open_clip(path)):
         config = json.loads(fetch(path, "open_clip_config.json").read_text())
-        file = _open_clip_weights(path)
+        file = fetch(path, *_OPEN_CLIP_WEIGHTS)
         model = build_open_clip(config["model_cfg"], read_state_dict(file), "open_clip_config.json beside it", file)
         preprocess = preprocess_from(config["model_cfg"], config.get("preprocess_cfg", {}))
         words = load_clip_tokenizer(path if tokenizer is None else tokenizer) if text else None
@@ -148,21 +148,11 @@ def load_clip_tokenizer(source: str | Path) -> Any:
 
 
 def _has_open_clip(path: str | Path) -> bool:
-    if Path(path).exists():
-        return (Path(path) / "open_clip_config.json").is_file()
-    from huggingface_hub import file_exists
-
-    return file_exists(str(path), "open_clip_config.json")
-
-
-def _open_clip_weights(path: str | Path) -> Path:
-    if Path(path).is_dir():
-        found = [name for name in _OPEN_CLIP_WEIGHTS if (Path(path) / name).is_file()]
-    else:
-        from huggingface_hub import file_exists
-
-        found = [name for name in _OPEN_CLIP_WEIGHTS if file_exists(str(path), name)]
-    return fetch(path, (found or list(_OPEN_CLIP_WEIGHTS))[0])
+    """Whether there are open_clip files; FileNotFoundError if there is no such place, or it cannot be asked."""
+    try:
+        return fetch(path, "open_clip_config.json").is_file()
+    except MissingFile:
+        return False
 
 
 def _transformers_preprocess(path: str | Path) -> Preprocess:

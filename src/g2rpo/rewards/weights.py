@@ -19,21 +19,42 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return value
 
 
-def fetch(path: str | Path, filename: str) -> Path:
-    """The file `filename` of a local folder or of a Hugging Face repository id; a path to a file is returned as it is."""
-    local = Path(path)
+class MissingFile(FileNotFoundError):
+    """The folder or repository is there, and does not hold the file."""
+
+
+def fetch(path: str | Path, *names: str) -> Path:
+    """The first of the files `names` that a local folder or a Hugging Face repository id holds; `path` itself if a file.
+
+    Raises `MissingFile` if it holds none of them, and another FileNotFoundError if there is no such place or the
+    repository cannot be asked and is not in the cache.
+    """
+    local = Path(path).expanduser()
     if local.is_file():
         return local
     if local.is_dir():
-        if not (local / filename).is_file():
-            found = ", ".join(sorted(p.name for p in local.iterdir())[:12]) or "nothing"
-            raise FileNotFoundError(f"{local} has no {filename}; it holds {found}")
-        return local / filename
+        for name in names:
+            if (local / name).is_file():
+                return local / name
+        held = ", ".join(sorted(p.name for p in local.iterdir())[:12]) or "nothing"
+        raise MissingFile(f"{local} has no {' or '.join(names)}; it holds {held}")
     if local.is_absolute() or str(path).count("/") != 1 or str(path).startswith((".", "~")):
         raise FileNotFoundError(f"{path} is neither a file, a folder, nor a Hugging Face repository id (owner/name)")
-    from huggingface_hub import hf_hub_download
+    return _download(str(path), names)
 
-    return Path(hf_hub_download(str(path), filename))
+
+def _download(repository: str, names: tuple[str, ...]) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    for name in names:
+        try:
+            return Path(hf_hub_download(repository, name))
+        except LocalEntryNotFoundError:  # could not ask, which is not the same as being told that there is none
+            raise
+        except EntryNotFoundError:
+            continue
+    raise MissingFile(f"the repository {repository} has no {' or '.join(names)}")
 
 
 def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
