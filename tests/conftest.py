@@ -6,6 +6,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """No test sees another's embeddings, or the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("G2RPO_CACHE", str(folder))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def flux_directory(tmp_path_factory):
     from tests.tiny import save_flux
@@ -18,3 +26,20 @@ def sd3_directory(tmp_path_factory):
     from tests.tiny import save_sd3
 
     return save_sd3(tmp_path_factory.mktemp("models") / "sd3")
+
+
+@pytest.fixture
+def tiny_config(tmp_path, flux_directory):
+    """A config that trains the tiny random FLUX; its path."""
+    import yaml
+
+    from tests.commands import TINY
+
+    (tmp_path / "prompts.txt").write_text("a red circle\ntwo blue squares\n")
+    prompts = str(tmp_path / "prompts.txt")
+    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
+    data = {**TINY, "policy": policy, "prompts": {"train": prompts}}
+    data["evaluation"] = {**TINY["evaluation"], "prompts": prompts}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path

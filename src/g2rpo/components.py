@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import try_to_load_from_cache
+
 from g2rpo.config import PolicyConfig, RewardConfig
+from g2rpo.embeddings import CachedPolicy, EmbeddingStore, cache_root
 from g2rpo.errors import UserError, did_you_mean
+from g2rpo.files import FileDigests
 from g2rpo.prompt_sources import read_prompts
 from g2rpo.types import Reward
 
@@ -43,8 +48,6 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
 
     `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
     """
-    import torch
-
     path, kind = locate_pipeline(config.path)
     device = config.device
     if device == "auto":
@@ -108,6 +111,59 @@ def _hub_class(name: str) -> str:
         return DiffusionPipeline.load_config(name)["_class_name"]
     except (OSError, ValueError) as error:
         raise UserError(f"policy.path={name}: is no local directory, and the hub does not give it: {error}") from None
+
+
+NOT_IN_EMBEDDINGS = {
+    "path", "device", "height", "width", "guidance_scale", "tuning", "lora_rank", "lora_alpha", "lora_targets",
+    "gradient_checkpointing", "truncate_timesteps", "vae_tiling",
+}  # fmt: skip
+"""Settings of a policy that text embeddings do not depend on. What is not listed here is in their key."""
+
+
+def cache_embeddings(policy: Any, config: PolicyConfig, cache: str, warn: Callable[[str], None]) -> CachedPolicy:
+    """`policy`, built from `config`, with its text embeddings kept as `prompts.cache` says: "auto", "off" or a folder."""
+    encoders = [
+        part
+        for name, part in policy.pipeline.components.items()
+        if name.startswith("text_encoder") and part is not None  # diffusers' names; SD3 may come without its third
+    ]
+
+    def move_encoders(device: torch.device) -> None:
+        for encoder in encoders:
+            encoder.to(device)
+        if device.type == "cpu":
+            torch.cuda.empty_cache()  # does nothing where CUDA was never used
+
+    store = None
+    if cache != "off":
+        root = Path(cache).expanduser() if cache != "auto" else cache_root() / "embeddings"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            settings = {key: value for key, value in config.model_dump(mode="json").items() if key not in NOT_IN_EMBEDDINGS}
+            identity = {
+                **_text_identity(config.path, FileDigests(root / "digests.json")),
+                "settings": settings,
+                "guided": config.guidance_scale > 1,  # whether a policy with true guidance encodes a negative prompt too
+                "device": policy.device.type,
+            }
+            store = EmbeddingStore(root, identity)
+        except OSError as error:
+            hint = "name another folder with prompts.cache=FOLDER, or turn the cache off with prompts.cache=off"
+            raise UserError(f"embedding cache {root}: cannot be written ({error.strerror}); {hint}") from None
+    return CachedPolicy(policy, store, move_encoders=move_encoders, warn=warn)
+
+
+def _text_identity(name: str, digests: FileDigests) -> dict[str, str]:
+    """What a pipeline's text encoders and tokenizers are: their content, or hub id and commit."""
+    path, kind = locate_pipeline(name)
+    root = Path(path)
+    if root.is_dir():
+        folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(("text_encoder", "tokenizer"))]
+        return {"pipeline": kind, "content": digests.of_folders(root, folders)}
+    index = try_to_load_from_cache(path, "model_index.json")
+    if not isinstance(index, str):
+        raise UserError(f"policy.path={name}: its commit is not known, so embeddings have no name; set prompts.cache=off")
+    return {"pipeline": kind, "hub": path, "commit": Path(index).parent.name}
 
 
 def build_rewards(table: Mapping[str, RewardConfig]) -> dict[str, Reward]:

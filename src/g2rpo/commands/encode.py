@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 from g2rpo import components
+from g2rpo.commands.ahead import encode_ahead
+from g2rpo.commands.progress import warn_on
 from g2rpo.commands.train import load_config
-from g2rpo.embeddings import CachedPolicy
 from g2rpo.errors import UserError
 
 
@@ -26,6 +24,5 @@ def encode(recipe: str, overrides: Sequence[str], console: Console) -> None:
     policy = components.build_policy(config.policy, tuning="frozen")
     cached = components.cache_embeddings(policy, config.policy, config.prompts.cache, warn_on(console))
     if not encode_ahead(cached, wanted, console):
-        raise UserError("the cache is not complete; free some space, or name another folder with prompts.cache=FOLDER")
-    assert cached.store is not None
-    console.print(f"{len(wanted)} prompts, {cached.encoded} newly encoded, in {cached.store.folder}", soft_wrap=True)
+        raise UserError("the embeddings do not fit on the disk; free some space, or name another one with prompts.cache=FOLDER")
+    console.print(f"{len(wanted)} prompts are stored, {cached.encoded} of them new", highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from g2rpo import components, recipes
+from g2rpo.commands.ahead import encode_ahead, prompts_to_come
+from g2rpo.commands.progress import warn_on
 from g2rpo.config import Config, read_yaml, resolve
+from g2rpo.embeddings import CachedPolicy
 from g2rpo.errors import UserError
 from g2rpo.evaluation import Comparison
 from g2rpo.metrics import Row
@@ -33,8 +36,8 @@ def load_config(recipe: str, overrides: Sequence[str]) -> Config:
     return resolve({"recipe": recipe, **yaml.safe_load(recipes.text(recipe))}, overrides, source=f"recipe {recipe}")
 
 
-def build_trainer(config: Config, run_dir: Path | None) -> Trainer:
-    """A trainer with the policy, rewards and prompts that `config` names."""
+def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None]) -> Trainer:
+    """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
     components.check_rewards({**config.rewards, **config.evaluation.rewards})  # all that is cheap to check goes first
     components.locate_pipeline(config.policy.path)
     prompts = components.build_prompts(config.prompts.train, "prompts.train")
@@ -51,7 +54,8 @@ def build_trainer(config: Config, run_dir: Path | None) -> Trainer:
     rewards, judges = components.build_rewards(config.rewards), components.build_rewards(config.evaluation.rewards)
     keep_base = config.algorithm.kl_weight > 0
     policy = components.build_policy(config.policy, seed=config.trainer.seed, keep_base=keep_base)
-    return Trainer(config, policy, rewards, prompts, heldout[: config.evaluation.num_prompts], judges, run_dir)
+    cached = components.cache_embeddings(policy, config.policy, config.prompts.cache, warn)
+    return Trainer(config, cached, rewards, prompts, heldout[: config.evaluation.num_prompts], judges, run_dir)
 
 
 def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> Path:
@@ -59,12 +63,14 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
     config = load_config(recipe, overrides)
     directory = choose_directory(config, run_dir, resume)
     console.print(f"[bold]{recipe}[/]: building the policy, {len(config.rewards)} rewards and the prompts ...")
-    trainer = build_trainer(config, directory)
+    trainer = build_trainer(config, directory, warn_on(console))
     claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:
         for complaint in trainer.resume():
             console.print(f"[yellow]{complaint}; falling back to an older one[/]")
         console.print(f"resuming after iteration {trainer.iteration}")
+    if isinstance(trainer.policy, CachedPolicy) and trainer.policy.store is not None:
+        encode_ahead(trainer.policy, prompts_to_come(trainer), console)  # without room for them all, each when it comes
     began = time.perf_counter()
     with _progress(console) as progress:
         watch_training(trainer, progress, console)

@@ -1,0 +1,184 @@
+"""Text embeddings on disk: every prompt is encoded once per set of text encoders, whichever run asks for it."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from g2rpo.files import digest_of, write_whole
+from g2rpo.types import Cond, Policy
+
+FORMAT = 1
+"""Part of every key: raise it when the meaning of stored tensors changes, and old files are no longer found."""
+RESERVE = 2**30
+"""Bytes of the disk that the cache leaves free, so that checkpoints still fit."""
+
+
+def cache_root() -> Path:
+    """$G2RPO_CACHE, or g2rpo in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
+    own = os.environ.get("G2RPO_CACHE")
+    return Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "g2rpo"
+
+
+class DamagedEmbedding(ValueError):
+    """A stored file that is truncated, changed, or another prompt's."""
+
+
+class EmbeddingStore:
+    """Conditioning rows in a folder, one safetensors file per prompt, below a folder per `identity`.
+
+    `identity` is plain data that says what the tensors depend on besides the prompt: the text encoders' content, dtype,
+    lengths. Files are written whole or not at all, and carry a checksum. Several processes may share a store. OSError if the
+    folder cannot be written.
+    """
+
+    def __init__(self, root: Path, identity: Mapping[str, Any], reserve: int = RESERVE) -> None:
+        self.reserve = reserve
+        self.folder = root / digest_of({"format": FORMAT, **identity})[:20]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / "identity.json", json.dumps(dict(identity), indent=1).encode())  # for people
+
+    def __contains__(self, prompt: str) -> bool:
+        return self._path(prompt).is_file()
+
+    def read(self, prompt: str) -> Cond | None:
+        """The row of one prompt, on the CPU; None if it was never stored, `DamagedEmbedding` if the file is not intact."""
+        path = self._path(prompt)
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                notes = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        except SafetensorError as error:
+            raise DamagedEmbedding(f"{path} is truncated or no safetensors file ({error})") from None
+        if notes.get("prompt") != prompt or notes.get("sha256") != _checksum(tensors):
+            raise DamagedEmbedding(f"{path} was changed after it was written")
+        return Cond(tensors)
+
+    def write(self, prompt: str, row: Cond) -> None:
+        """Stores one row. Raises OSError when the disk is full, or nearly: `reserve` bytes are left to others."""
+        tensors = {name: value.detach().cpu().contiguous() for name, value in row.tensors.items()}
+        notes = {"prompt": prompt, "sha256": _checksum(tensors)}
+        content = safetensors.torch.save(tensors, metadata=notes)
+        if shutil.disk_usage(self.folder).free < self.reserve + len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
+        path = self._path(prompt)
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, content)
+
+    def size(self, prompt: str) -> int:
+        """Bytes of a stored row."""
+        return self._path(prompt).stat().st_size
+
+    def fits(self, prompts: int, like: str) -> bool:
+        """Whether that many more rows of the size of the stored one of `like` fit on the disk."""
+        return prompts * self.size(like) + self.reserve <= shutil.disk_usage(self.folder).free
+
+    def _path(self, prompt: str) -> Path:
+        name = hashlib.sha256(prompt.encode()).hexdigest()
+        return self.folder / name[:2] / f"{name}.safetensors"
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(repr((name, str(value.dtype), tuple(value.shape))).encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class CachedPolicy:
+    """A policy that encodes each prompt once and finds it in `store` afterwards; the rest is the policy's own.
+
+    Prompts are encoded one at a time, so a row is a function of its prompt, whatever its batch and whether it was found or
+    made: a run repeats bit for bit with a cold cache, a warm one, or none (`store=None`). `move_encoders` takes the text
+    encoders to a device; after `park` they wait on the CPU and are fetched only for a prompt that is not stored. When the disk
+    is full, `warn` hears of it once and later prompts are encoded anew each time: a run is worth more than its cache.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        store: EmbeddingStore | None,
+        *,
+        move_encoders: Callable[[torch.device], None] = lambda device: None,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.policy, self.store = policy, store
+        self.move_encoders, self.warn = move_encoders, warn
+        self.full = store is None  # no further rows are stored
+        self.parked = False
+        self.encoded = 0  # prompts that were not found
+        # bound once: these are the policy's, and the cache has no part in them
+        self.noise, self.velocity, self.decode = policy.noise, policy.velocity, policy.decode
+        self.trainable_parameters, self.base, self.save = policy.trainable_parameters, policy.base, policy.save
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.device
+
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        rows = {prompt: self._row(prompt) for prompt in dict.fromkeys(prompts)}
+        names = next(iter(rows.values())).tensors
+        return Cond({name: torch.cat([rows[prompt].tensors[name] for prompt in prompts]) for name in names})
+
+    def missing(self, prompts: Iterable[str]) -> list[str]:
+        """The different prompts that are not stored."""
+        return [prompt for prompt in dict.fromkeys(prompts) if self.store is None or prompt not in self.store]
+
+    def fill(self, prompts: Iterable[str], done: Callable[[], None] = lambda: None) -> bool:
+        """Encodes and stores what is missing, `done` hears of each; False if the disk became full."""
+        for prompt in self.missing(prompts):
+            if self.full:
+                return False
+            self._row(prompt)
+            done()
+        return not self.full
+
+    def park(self) -> None:
+        """Takes the text encoders off the device."""
+        self.move_encoders(torch.device("cpu"))
+        self.parked = True
+
+    def _row(self, prompt: str) -> Cond:
+        if self.store is not None:
+            try:
+                found = self.store.read(prompt)
+            except DamagedEmbedding as damage:
+                self.warn(f"embedding cache: {damage}; encoding the prompt again")
+                found = None
+            if found is not None:
+                return found.to(self.device)
+        row = self._encode(prompt)
+        if self.store is not None and not self.full:
+            try:
+                self.store.write(prompt, row)
+            except OSError as error:
+                self.full = True
+                free = "no further prompts are stored; free some space, or set prompts.cache to a folder on another disk"
+                self.warn(f"embedding cache {self.store.folder}: {error.strerror}; {free}")
+        return row
+
+    def _encode(self, prompt: str) -> Cond:
+        self.encoded += 1
+        if not self.parked:
+            return self.policy.encode([prompt])
+        self.move_encoders(self.device)
+        try:
+            return self.policy.encode([prompt])
+        finally:
+            self.move_encoders(torch.device("cpu"))
