@@ -110,7 +110,8 @@ def _hub_class(name: str) -> str:
     try:
         return DiffusionPipeline.load_config(name)["_class_name"]
     except (OSError, ValueError) as error:
-        raise UserError(f"policy.path={name}: is no local directory, and the hub does not give it: {error}") from None
+        hint = f"`hf download {name} --local-dir FOLDER` (after `hf auth login` for a gated model), then policy.path=FOLDER"
+        raise UserError(f"policy.path={name}: is no local directory, and the hub does not give it: {error}\n{hint}") from None
 
 
 NOT_IN_EMBEDDINGS = {
@@ -208,7 +209,9 @@ def build_prompts(source: str, key: str) -> list[str]:
         try:
             return read_prompts(source)
         except UserError as error:
-            raise UserError(f"{key}={source}: {error}") from None
+            absent = not source.startswith("hf:") and not Path(source).expanduser().exists()
+            hint = f"; write a prompt a line there, or name your own with {key}=FILE" if absent else ""
+            raise UserError(f"{key}={source}: {error}{hint}") from None
     from g2rpo.testbed import prompts
 
     if source == "testbed:train":
