@@ -1,0 +1,61 @@
+"""From a config's names to objects: policies by the pipeline's class, options that fit, and a whole iteration on SD3."""
+
+import pytest
+import torch
+import yaml
+
+from g2rpo import components
+from g2rpo.commands.train import build_trainer
+from g2rpo.config import PolicyConfig, RewardConfig, resolve
+from g2rpo.errors import UserError
+from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.sd3 import SD3Policy
+from tests.commands import TINY
+
+SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
+
+
+def test_the_pipelines_class_chooses_the_policy(flux_directory, sd3_directory):
+    flux = components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen")
+    sd3 = components.build_policy(PolicyConfig(path=str(sd3_directory), **SIZE, negative_prompt="blue"), tuning="frozen")
+    assert isinstance(flux, FluxPolicy) and isinstance(sd3, SD3Policy)
+    assert sd3.negative_prompt == "blue" and sd3.guided
+
+
+def test_an_option_that_a_model_does_not_have_is_refused(flux_directory):
+    with pytest.raises(UserError, match=r"policy\.negative_prompt: a FluxPipeline has no such option"):
+        components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE, negative_prompt=""), tuning="frozen")
+
+
+@pytest.mark.parametrize("name", components.REWARDS)
+def test_every_reward_name_leads_to_a_class(name):
+    components.check_rewards({name: RewardConfig(kind=name)})
+
+
+def test_rewards_that_need_no_weights_are_built():
+    table = {
+        "jpeg_size": RewardConfig(kind="jpeg_size", options={"negative": True}),
+        "bright": RewardConfig(kind="brightness"),
+        "saturation": RewardConfig(kind="saturation"),
+    }
+    built = components.build_rewards(table)
+    images = torch.zeros(2, 3, 8, 8)
+    assert all(reward(images, ["", ""]).shape == (2,) for reward in built.values())
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.5])
+def test_sd3_trains_from_a_config(tmp_path, sd3_directory, scale):
+    """Two iterations through the same door as the command line: weights move, and the adapter is written."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\ntwo blue square\n")
+    policy = {"path": str(sd3_directory), **SIZE, "lora_rank": 2, "guidance_scale": scale}
+    data = {**TINY, "policy": policy, "rewards": {"brightness": 1.0}}
+    data |= {"prompts": {"train": str(prompts)}, "evaluation": {"prompts": str(prompts), "num_prompts": 2, "pictures": 1}}
+    config = resolve(yaml.safe_load(yaml.safe_dump(data)), ["prompts.cache=off"])
+    trainer = build_trainer(config, tmp_path / "run", print)
+    before = [p.detach().clone() for p in trainer.parameters]
+    (tmp_path / "run").mkdir()
+    rows = [row for row in trainer.train() if row["kind"] == "train"]
+    assert [row["log_prob_drift"] for row in rows] == pytest.approx([0, 0], abs=1e-5)
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True))
+    assert trainer.export().name == "pytorch_lora_weights.safetensors"

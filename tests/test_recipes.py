@@ -1,0 +1,99 @@
+"""Recipes for real models: complete, explained, and clear about what is missing where they are run."""
+
+import re
+
+import pytest
+
+from g2rpo import components, recipes
+from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.errors import UserError
+from g2rpo.rollout.planning import count_evaluations, count_images
+from tests.commands import g2rpo
+
+REAL = [name for name in recipes.names() if "testbed" not in recipes.text(name)]
+
+
+def test_the_recipes_for_real_models_are_there():
+    assert {"flux1-dev-hps", "flux1-dev-hps-clip", "flux1-dev-lora", "sd35-medium-lora", "reference"} <= set(REAL)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_says_in_its_first_line_what_it_is(name):
+    assert recipes.text(name).startswith("# ") and 20 < len(recipes.summary(name)) <= 110
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_value_has_its_reason(name):
+    values = re.findall(r"^  \w+: (?!\{).+$", recipes.text(name), flags=re.MULTILINE)
+    assert [line for line in values if "#" not in line and "name:" not in line] == []
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_rewards_options_and_plans_of_a_recipe_exist(name):
+    config = load_config(name, [])
+    components.check_rewards({**config.rewards, **config.evaluation.rewards})
+    assert not set(config.rewards) & set(config.evaluation.rewards)
+    assert config.algorithm.plans(config.sampling.num_steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "evaluations", "images"),
+    [
+        ("flux1-dev-hps", 16, 1700, 288),
+        ("flux1-dev-hps-clip", 16, 1700, 288),
+        ("reference", 16, 1496, 192),
+        ("flux1-dev-lora", 4, 727, 96),
+        ("sd35-medium-lora", 8, 557, 120),
+    ],
+)
+def test_a_prompt_costs_what_the_comments_say(name, prompts, evaluations, images):
+    config = load_config(name, [])
+    plans, size = config.algorithm.plans(config.sampling.num_steps), config.algorithm.group_size
+    assert config.trainer.prompts_per_iteration == prompts
+    assert (count_evaluations(plans, size), count_images(plans, size)) == (evaluations, images)
+
+
+def test_the_reference_differs_from_the_paper_in_the_codes_quirks_only():
+    reference, paper = load_config("reference", []).model_dump(), load_config("flux1-dev-hps", []).model_dump()
+    changed = {
+        f"{group}.{key}"
+        for group in ("policy", "algorithm", "sampling", "optim", "trainer", "evaluation")
+        for key in reference[group]
+        if reference[group][key] != paper[group][key]
+    }
+    assert changed == {
+        "policy.truncate_timesteps",
+        "policy.vae_tiling",
+        "algorithm.granularities",
+        "algorithm.update_every",
+        "sampling.anchor_dtype",
+        "trainer.iterations",
+    }
+
+
+def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, flux_directory):
+    path = f"policy.path={flux_directory}"
+    code, _, err = g2rpo(capsys, "train", "flux1-dev-lora", path, "--run-dir", "never-made")
+    assert code == 2 and "Traceback" not in err
+    assert "prompts.train=prompts/train.txt" in err and "or name your own with prompts.train=FILE" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"), [("flux1-dev-hps", "hpsv2"), ("flux1-dev-hps-clip", "hpsv2"), ("sd35-medium-lora", "pickscore")]
+)
+def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux_directory, name, reward):
+    """The hub is offline here (tests/conftest.py), so nothing can be downloaded."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n")
+    given = [f"prompts.train={prompts}", f"evaluation.prompts={prompts}", f"policy.path={flux_directory}"]
+    config = load_config(name, given)
+    repository = config.rewards[reward].options["path"]
+    with pytest.raises(UserError) as refusal:
+        build_trainer(config, None, print)
+    assert f"rewards.{reward}: cannot be loaded" in str(refusal.value)
+    assert f"path={repository}" in str(refusal.value) and "hf download" in str(refusal.value)
+
+
+def test_a_model_that_is_not_there_is_named():
+    with pytest.raises(UserError, match=r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n.hf download black-forest-labs/FLUX"):
+        build_trainer(load_config("flux1-dev-lora", []), None, print)
