@@ -1,0 +1,60 @@
+"""The walk-through of docs/models.md, run as it is printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.flow import sde_step, sigma_grid
+from g2rpo.policies.pipelines import deployed_shift
+from g2rpo.rollout.engine import Engine
+from g2rpo.seeding import generator_for
+from g2rpo.types import Policy
+from tests.test_flux import SCHEDULERS
+
+TEXT = (Path(__file__).parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Everything that the section's code defines."""
+    section = TEXT.split("## A model of your own")[1].split("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL))
+    defined = {"__name__": "models_walk_through"}
+    exec(compile(code, "docs/models.md", "exec"), defined)
+    return defined
+
+
+def test_the_policy_of_the_walk_through_is_one(world):
+    assert isinstance(world["trainer"].policy, Policy)
+
+
+def test_it_learns_what_the_text_says(world):
+    said = re.search(r"rises from ([\d.]+) to ([\d.]+)", TEXT)
+    assert world["trainer"].iteration == 20
+    assert world["row"]["reward/saturation"] == pytest.approx(float(said[2]), abs=0.02)
+    with torch.no_grad(), world["trainer"].policy.base():
+        base = world["trainer"].judge().means()["saturation"]
+    assert base == pytest.approx(float(said[1]), abs=0.1)
+
+
+def test_its_ratio_is_one_before_the_first_update(world):
+    policy, sigmas = world["pretrained"](2), sigma_grid(6, 3.0)
+    algorithm = GranularGRPO(group_size=3, branch_steps=(0, 2), granularities=(1, 2))
+    diffusion = algorithm.diffusion(sigmas)
+    engine = Engine(policy, policy.encode(["red"]), sigmas)
+    for rollout in engine.rollout(algorithm.plans(6), 3, diffusion, generator_for):
+        (t,) = rollout.transitions
+        sigma = sigmas[t.step]
+        velocity = policy.velocity(t.x, sigma[None], engine.cond)
+        log_prob = sde_step(t.x, velocity, sigma, sigmas[t.step + 1], diffusion(sigma)).log_prob(t.x_next)
+        assert torch.equal(log_prob, t.old_log_prob)
+
+
+def test_the_shifts_in_the_text_are_flux_devs():
+    said = dict(re.findall(r"([\d.]+) at (\d+)x", TEXT))
+    assert {float(shift): int(size) for shift, size in said.items() if size in ("512", "720", "1024")} == {
+        round(deployed_shift(SCHEDULERS["dev"], (size // 16) ** 2), 2): size for size in (512, 720, 1024)
+    }
