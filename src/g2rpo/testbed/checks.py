@@ -20,7 +20,7 @@ def check(scene: Scene, objects: list[Found]) -> dict[str, float]:
 
     Of each group: is there such an object (half an answer for the right colour or the right shape), are there as many
     as asked, and, where a size is named, which part of them has it. Of the scene: which part of the pairs obeys the
-    relation, and how little else there is.
+    relation, and which part of all objects belongs to it.
     """
     members = [[o for o in objects if (o.colour, o.shape) == kind(group)] for group in scene.groups]
     others = [o for o in objects if not any(o in found for found in members)]
@@ -33,8 +33,7 @@ def check(scene: Scene, objects: list[Found]) -> dict[str, float]:
     if scene.relation is not None:
         holds = [_HOLDS[scene.relation](a, b) for a in members[0] for b in members[1]]
         answers["relation"] = sum(holds) / max(len(holds), 1)
-    asked = sum(group.count for group in scene.groups)
-    answers["nothing else"] = max(0.0, 1 - len(others) / asked)
+    answers["nothing else"] = 1 - len(others) / len(objects) if objects else 0.0
     return answers
 
 

@@ -23,7 +23,7 @@ PATCH = 16  # shapes are compared as 16x16 patches
 LARGE_FROM = (RADII["small"][1] + RADII["large"][0]) / 2
 
 Floats = NDArray[np.float32]
-_PALETTE: Floats = np.array([RGB[c] for c in COLOURS], np.float32) / 255
+_PALETTE: Floats = (np.array([RGB[c] for c in COLOURS]) / 255).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,7 @@ def detect(image: Floats) -> list[Found]:
     difference = pixels - ground
     labels, _ = ndimage.label(np.abs(difference).max(-1) > FOREGROUND)
     boxes = ndimage.find_objects(labels)
-    return [
-        found
-        for k, box in enumerate(boxes, 1)
-        if (found := _describe(difference, labels, k, box, ground)) is not None
-    ]
+    return [found for k, box in enumerate(boxes, 1) if (found := _describe(difference, labels, k, box, ground)) is not None]
 
 
 def _describe(difference: Floats, labels: NDArray[np.int32], k: int, box: tuple, ground: Floats) -> Found | None:

@@ -94,7 +94,7 @@ def _parse_group(words: list[str], prompt: str) -> tuple[Group, list[str]]:
     count = _COUNTS[take("a number", tuple(_COUNTS))]
     size = next((s for s in SIZES if words[:1] == [s]), None)
     words = words[1:] if size else words
-    colour = {c: c for c in COLOURS}[take("a colour", COLOURS)]
+    colour = COLOURS[COLOURS.index(take("a colour", COLOURS))]
     shape = _NOUNS[take("a shape", tuple(_NOUNS))]
     return Group(count, colour, shape, size), words
 

@@ -40,6 +40,8 @@ GAP = 4.5  # least distance between two bounding circles; corners reach out by a
 MARGIN = 2.0  # least distance of a bounding circle to the frame
 SUPERSAMPLE = 4
 
+Box = tuple[float, float, float, float]
+"""left, top, right, bottom."""
 Picture = NDArray[np.uint8]
 """An image [64, 64, 3]."""
 
@@ -126,15 +128,15 @@ def layout(scene: Scene, rng: np.random.Generator) -> list[Object]:
             return objects
 
 
-def _regions(scene: Scene, rng: np.random.Generator) -> list[tuple[float, float, float, float]]:
-    """Boxes (left, top, right, bottom), one per group, apart along the relation's axis; more objects get more room."""
+def _regions(scene: Scene, rng: np.random.Generator) -> list[Box]:
+    """Boxes, one per group, apart along the relation's axis; more objects get more room."""
     if scene.relation is None:
         return [(0, 0, SIDE, SIDE)]
     ahead = scene.relation in ("left of", "above")
     near, far = scene.groups if ahead else scene.groups[::-1]
     cut = (rng.uniform(0.4, 0.6) + 0.06 * (near.count - far.count)) * SIDE
     if scene.relation in ("left of", "right of"):
-        boxes = [(0, 0, cut, SIDE), (cut, 0, SIDE, SIDE)]
+        boxes: list[Box] = [(0, 0, cut, SIDE), (cut, 0, SIDE, SIDE)]
     else:
         boxes = [(0, 0, SIDE, cut), (0, cut, SIDE, SIDE)]
     return boxes if ahead else boxes[::-1]
@@ -142,7 +144,7 @@ def _regions(scene: Scene, rng: np.random.Generator) -> list[tuple[float, float,
 
 def _place(
     group: Group,
-    region: tuple[float, float, float, float],
+    region: Box,
     others: list[Object],
     rng: np.random.Generator,
     low: float,

@@ -18,11 +18,11 @@ from g2rpo.testbed.rewards import image_features, text_features
 from g2rpo.testbed.scenes import SIDE
 
 WIDTH = 96
-BATCH = 256
+BATCH = 128
 
 
 def new_clip() -> CLIPModel:
-    """An untrained CLIPModel: 8x8 patches, four image layers and two text layers."""
+    """An untrained CLIPModel: 8x8 patches, three image layers and two text layers."""
     tower = {"hidden_size": WIDTH, "num_attention_heads": 4, "projection_dim": 64}
     return CLIPModel(
         CLIPConfig(
@@ -38,8 +38,8 @@ def new_clip() -> CLIPModel:
             },
             vision_config={
                 **tower,
-                "intermediate_size": 3 * WIDTH,
-                "num_hidden_layers": 4,
+                "intermediate_size": 2 * WIDTH,
+                "num_hidden_layers": 3,
                 "image_size": SIDE,
                 "patch_size": 8,
             },
@@ -64,7 +64,7 @@ def build_clip(ctx: Context, world: World) -> CLIPModel:
         images = mild(world.images(rows))
         return contrastive_loss(clip, image_features(clip, images), text_features(clip, tokenizer, texts), texts)
 
-    fit(ctx, "clip", clip, loss, steps=ctx.scaled(1600, 4), lr=2e-3, ema=0.995)
+    fit(ctx, "clip", clip, loss, steps=ctx.scaled(1800, 4), lr=2e-3, ema=0.995)
     save_half(clip, folder)
     tokenizer.save_pretrained(folder)
     return clip

@@ -59,14 +59,14 @@ class World:
     pictures: NDArray[np.uint8]
     scenes: list[Scene]
 
-    def images(self, rows: NDArray[np.int64]) -> Tensor:
+    def images(self, rows: NDArray[np.int64] | slice) -> Tensor:
         """Rows as float images [B, 3, 64, 64] in [0, 1]."""
         return to_images(self.pictures[rows])
 
 
 def to_images(pictures: NDArray[np.uint8]) -> Tensor:
     """[B, H, W, 3] uint8 to [B, 3, H, W] float in [0, 1]."""
-    return torch.from_numpy(np.ascontiguousarray(pictures)).permute(0, 3, 1, 2).float() / 255
+    return torch.from_numpy(np.array(pictures)).permute(0, 3, 1, 2).float() / 255
 
 
 def build_world(ctx: Context) -> World:
@@ -75,19 +75,23 @@ def build_world(ctx: Context) -> World:
     if prompts_file.exists():
         scenes = [parse(prompt) for prompt in json.loads(prompts_file.read_text())]
         return World(np.load(pictures_file, mmap_mode="r"), scenes)
-    rng = ctx.rng("world")
-    count = ctx.scaled(100_000, 256)
-    scenes = []
+    pictures, scenes = draw_world(ctx.rng("world"), ctx.scaled(100_000, 256))
+    ctx.work.mkdir(parents=True, exist_ok=True)
+    np.save(pictures_file, pictures)
+    prompts_file.write_text(json.dumps([render_prompt(scene) for scene in scenes]))
+    return World(pictures, scenes)
+
+
+def draw_world(rng: np.random.Generator, count: int) -> tuple[NDArray[np.uint8], list[Scene]]:
+    """`count` pictures and their scenes, family by family; none is held out."""
+    scenes: list[Scene] = []
     pictures = np.empty((count, SIDE, SIDE, 3), np.uint8)
     while len(scenes) < count:
         base = sample_train_scene(rng)
         for scene in (base, *(corrupt(base, rng) for _ in range(FAMILY - 1))):
             pictures[len(scenes)] = draw(layout(scene, rng), rng)
             scenes.append(scene)
-    ctx.work.mkdir(parents=True, exist_ok=True)
-    np.save(pictures_file, pictures)
-    prompts_file.write_text(json.dumps([render_prompt(scene) for scene in scenes]))
-    return World(pictures, scenes)
+    return pictures, scenes
 
 
 def fast_bf16() -> bool:
@@ -100,6 +104,17 @@ def compiled(ctx: Context, model: nn.Module) -> Callable[..., Any]:
     return model if ctx.quick or shutil.which("g++") is None else torch.compile(model)
 
 
+def new_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside transformer blocks, AdamW for all else: embeddings, modulations, convolutions, gains."""
+    inner: list[nn.Parameter] = []
+    outer: list[nn.Parameter] = []
+    for name, p in model.named_parameters():
+        matrix = p.ndim == 2 and ("block" in name or "layers" in name)
+        (inner if matrix and ".norm" not in name and "relative" not in name else outer).append(p)
+    adam = torch.optim.AdamW(outer, lr=lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    return [adam, torch.optim.Muon(inner, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")] if inner else [adam]
+
+
 def fit(
     ctx: Context,
     name: str,
@@ -108,55 +123,51 @@ def fit(
     *,
     steps: int,
     lr: float,
-    ema: float = 0.0,
-    optimizers: list[torch.optim.Optimizer] | None = None,
+    ema: float,
+    bf16: bool = False,
     snapshot: Callable[[int], None] | None = None,
 ) -> None:
-    """Minimizes `loss()` over the model's weights: AdamW, warm-up and cosine; ends on the moving average if `ema` > 0."""
+    """Minimizes `loss()` over the model's weights, with warm-up and cosine, and ends on their moving average.
+
+    `bf16` asks for autocast where that is fast; `snapshot(step)` is called now and then, with the average in place.
+    """
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizers = optimizers or [torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)]
-    warmup = max(1, min(200, steps // 10))
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            o, lambda i: min((i + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * i / steps)) + 1e-3
-        )
-        for o in optimizers
-    ]
     average = [p.detach().clone() for p in params]
+    optimizers = new_optimizers(model, lr)
+    warmup, every = max(1, min(200, steps // 10)), max(1, steps // 20)
     start, total = time.perf_counter(), 0.0
     model.train()
     for step in range(1, steps + 1):
-        with torch.autocast("cpu", torch.bfloat16, enabled=fast_bf16()):
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = lr * min(step / warmup, 0.501 + 0.5 * math.cos(math.pi * step / steps))
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16 and fast_bf16()):
             value = loss()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        model.zero_grad()
         value.backward()
         nn.utils.clip_grad_norm_(params, 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        for optimizer in optimizers:
             optimizer.step()
-            schedule.step()
-        if ema:
-            torch._foreach_lerp_(average, [p.detach() for p in params], 1 - min(ema, step / (step + 10)))
+        # Early on a shorter memory, so that the average forgets the untrained weights.
+        torch._foreach_lerp_(average, [p.detach() for p in params], 1 - min(ema, step / (step + 10)))
         total += value.item()
-        every = max(1, steps // 40)
         if step % every == 0:
             rate = (time.perf_counter() - start) / step
             ctx.log(f"{name} {step}/{steps} loss {total / every:.4f} ({rate:.2f} s/step)")
             total = 0.0
             if snapshot is not None:
                 live = [p.detach().clone() for p in params]
-                _assign(params, average if ema else live)
+                _assign(params, average)
                 snapshot(step)
                 _assign(params, live)
                 model.train()
-    if ema:
-        _assign(params, average)
+    _assign(params, average)
     model.eval()
 
 
 @torch.no_grad()
 def _assign(params: list[nn.Parameter], values: list[Tensor]) -> None:
-    torch._foreach_copy_(params, values)
+    for param, value in zip(params, values, strict=True):
+        param.copy_(value)
 
 
 def save_half(model: Any, folder: Path) -> None:

@@ -48,21 +48,24 @@ def build_preference(ctx: Context, world: World, vae: AutoencoderKL, clip: CLIPM
 def generated_like(ctx: Context, world: World, vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
     """The first families as a good and as a poor generator would draw them: decoded latents, clean and noisy."""
     count = ctx.scaled(4096, 32)
-    latents = encode(vae, world, np.arange(count))
+    latents = encode(vae, world, count)
     amount = 0.25 + 0.5 * torch.rand(count, 1, 1, 1)
     noisy = latents * (1 - 0.3 * amount) + amount * torch.randn_like(latents)
-    return tuple(torch.cat([decode(vae, part) for part in z.split(256)]) for z in (latents, noisy))
+    clean, poor = (torch.cat([decode(vae, part) for part in z.split(256)]) for z in (latents, noisy))
+    return clean, poor
 
 
 def ballot(world: World, rng: np.random.Generator, generated: tuple[Tensor, Tensor]) -> tuple[Tensor, list[str]]:
     """Pictures [BATCH, 4, 3, 64, 64] to be ordered, and their prompts. Half of them passed through the autoencoder."""
     clean, noisy = generated
-    pick = np.concatenate([
-        rng.integers(len(clean) // FAMILY, size=BATCH // 2),
-        rng.integers(len(world.scenes) // FAMILY, size=BATCH - BATCH // 2),
-    ])
+    pick = np.concatenate(
+        [
+            rng.integers(len(clean) // FAMILY, size=BATCH // 2),
+            rng.integers(len(world.scenes) // FAMILY, size=BATCH - BATCH // 2),
+        ]
+    )
     rows = pick * FAMILY + rng.integers(FAMILY, size=BATCH)
-    other = pick * FAMILY + (rows + rng.integers(1, FAMILY, size=BATCH)) % FAMILY  # the same scene but for one edit
+    other = np.array([_relative(world, rng, row) for row in rows])
     decoded = torch.arange(BATCH)[:, None, None, None] < BATCH // 2
     poor = decoded & (torch.rand(BATCH, 1, 1, 1) < 0.6)
     texts = [render_prompt(world.scenes[i]) for i in rows]
@@ -74,13 +77,19 @@ def ballot(world: World, rng: np.random.Generator, generated: tuple[Tensor, Tens
     return torch.stack(pictures, 1), texts
 
 
+def _relative(world: World, rng: np.random.Generator, row: int) -> int:
+    """Another picture of the row's family, of a scene that differs in an attribute or two."""
+    head = row - row % FAMILY
+    return int(rng.choice([i for i in range(head, head + FAMILY) if world.scenes[i] != world.scenes[row]]))
+
+
 @torch.no_grad()
 def pair_accuracy(
     model: CLIPModel, world: World, rng: np.random.Generator, generated: tuple[Tensor, Tensor], rounds: int
 ) -> dict[str, float]:
     """How often the better of two pictures scores higher, by pair."""
     tokenizer = new_tokenizer()
-    wins = {"clean over ugly": [], "right over wrong": []}
+    wins: dict[str, list[Tensor]] = {"clean over ugly": [], "right over wrong": []}
     for _ in range(rounds):
         pictures, texts = ballot(world, rng, generated)
         features = image_features(model, pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
@@ -47,8 +46,8 @@ def build_vae(ctx: Context, world: World) -> AutoencoderKL:
         decoded = vae.decode(posterior.sample()).sample.float()
         return reconstruction_loss(decoded, images) + KL_WEIGHT * posterior.kl().mean() / 1024
 
-    fit(ctx, "vae", vae, loss, steps=ctx.scaled(4000, 4), lr=2e-3, ema=0.998)
-    latents = encode(vae, world, np.arange(min(4096, len(world.scenes))))
+    fit(ctx, "vae", vae, loss, steps=ctx.scaled(4000, 4), lr=2e-3, ema=0.998, bf16=True)
+    latents = encode(vae, world, min(4096, len(world.scenes)))
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
     save_half(vae, folder)
     return vae
@@ -62,10 +61,10 @@ def reconstruction_loss(decoded: Tensor, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def encode(vae: AutoencoderKL, world: World, rows: np.ndarray, batch: int = 256) -> Tensor:
-    """Latents [B, 16, 8, 8] (the posterior's mean, scaled and shifted) of rows of the world."""
+def encode(vae: AutoencoderKL, world: World, count: int, batch: int = 256) -> Tensor:
+    """Latents [count, 16, 8, 8] (the posterior's mean, scaled and shifted) of the world's first pictures."""
     parts = [
-        vae.encode(world.images(rows[i : i + batch]) * 2 - 1).latent_dist.mode() for i in range(0, len(rows), batch)
+        vae.encode(world.images(slice(i, min(i + batch, count))) * 2 - 1).latent_dist.mode() for i in range(0, count, batch)
     ]
     return (torch.cat(parts) - vae.config.shift_factor) * vae.config.scaling_factor
 
