@@ -8,6 +8,7 @@ import torch
 from g2rpo.checkpoint import BrokenCheckpoint, checkpoints, load_checkpoint
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.engine import Engine
 from tests.runs import brightness, trainer
 
 
@@ -190,8 +191,24 @@ def test_missing_scores_teach_nothing_and_are_counted():
     assert row["missing_scores"] == 0.5 and row["loss"] == row["loss"]
 
 
+def test_rewards_find_their_rollouts_whatever_the_decoding_batch():
+    """72 pictures of 2 prompts x 3 branch steps x 2 granularities x 6 members, in batches of 5 and of 1000."""
+    groups = []
+    for size in (5, 1000):
+        t = trainer(None, f"sampling.decode_batch_size={size}")
+        t._reward_metrics = lambda rewards, advantages: groups.append(rewards) or {}
+        t.iterate()
+    assert groups[0].shape == (6, 1, 2, 6)
+    torch.testing.assert_close(groups[0], groups[1])
+    fresh = trainer(None)
+    engine = Engine(fresh.policy, fresh.policy.encode(fresh.order.batch(0, 2)), fresh.sigmas)
+    rollouts = engine.rollout(fresh.plans, 6, fresh.diffusion, fresh._noise)
+    alone = torch.stack([brightness(r.finals.sigmoid().flatten(0, 1), None).unflatten(0, (2, 6)) for r in rollouts])
+    torch.testing.assert_close(groups[0][:, 0], alone)
+
+
 def test_a_reward_of_the_wrong_shape_is_named():
-    with pytest.raises(ValueError, match="reward 'bright' should return 72 scores"):
+    with pytest.raises(ValueError, match="reward 'bright' should return 64 scores"):
         trainer(None, rewards={"bright": lambda images, prompts: torch.zeros(3)}).iterate()
 
 

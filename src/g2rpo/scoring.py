@@ -52,11 +52,12 @@ def score_rollouts(
     watch: Stopwatch,
 ) -> Tensor:
     """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning that they refer to."""
-    finals = [rollout.finals.flatten(0, 1) for rollout in rollouts]
-    images = decode(policy, torch.cat(finals), batch_size)
-    watch.lap("decode")
-    asked = [prompts[rollout.prompt] for rollout, latents in zip(rollouts, finals, strict=True) for _ in latents]
-    scores = score(rewards, images, asked)
-    watch.lap("rewards")
-    parts = scores.split([len(latents) for latents in finals], dim=1)
-    return torch.stack([part.unflatten(1, rollout.finals.shape[:2]) for part, rollout in zip(parts, rollouts, strict=True)])
+    latents = torch.cat([rollout.finals.flatten(0, 1) for rollout in rollouts])
+    asked = [prompts[rollout.prompt] for rollout in rollouts for _ in range(rollout.finals.shape[:2].numel())]
+    parts = []
+    for start in range(0, len(latents), batch_size):  # pictures of one batch at a time: an iteration's are gigabytes
+        images = decode(policy, latents[start : start + batch_size], batch_size)
+        watch.lap("decode")
+        parts.append(score(rewards, images, asked[start : start + batch_size]))
+        watch.lap("rewards")
+    return torch.cat(parts, 1).unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2])).transpose(0, 1)
