@@ -274,7 +274,7 @@ def test_the_cache_lies_where_it_is_told(monkeypatch, own_cache, flux_directory,
 
 def test_a_folder_that_cannot_be_written_is_refused(flux_directory, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written \(.*prompts.cache=off"):
+    with pytest.raises(UserError, match=r"cannot be written \(.*set prompts\.cache"):
         cached(flux_directory, tmp_path / "file")
 
 

@@ -107,6 +107,45 @@ def sample(
 
 
 @app.command()
+def evaluate(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.dtype=bfloat16 rewards.clip.options.path=...")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="A finished run: its model, weights, held-out prompts and rewards.")] = None,
+    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, or 'testbed'.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN or testbed:heldout.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="The first so many.")] = None,
+    rewards: Annotated[str | None, typer.Option(help="Names with commas between them, or a YAML file.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")] = None,
+    guidance: Annotated[float, typer.Option(help="Guidance scale (with --model).")] = 3.5,
+    size: Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Pictures at a time.")] = None,
+    out: Annotated[Path, typer.Option(help="A folder for the results; one already begun is finished.")] = Path("evaluation"),
+) -> None:
+    """Judge a model, with and without tuned weights, on prompts it was not trained on."""
+    from g2rpo.commands import evaluate as command
+
+    if (run is None) == (model is None):
+        raise UserError("name a run with --run, or a pipeline with --model")
+    settings = command.run_settings(run) if run else command.model_settings(str(model), size, guidance)
+    named = {
+        "weights": str(weights) if weights else None,
+        "prompts": prompts,
+        "num_prompts": num_prompts,
+        "rewards": command.named_rewards(rewards) if rewards else None,
+        "steps": command.step_counts(steps) if steps else None,
+        "seed": seed,
+        "batch_size": batch_size,
+    }
+    if prompts is not None:
+        settings["num_prompts"] = None  # a run's is for its own prompts
+    settings |= {key: value for key, value in named.items() if value is not None}
+    command.evaluate(settings, overrides or [], out, console)
+
+
+@app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Show one, with the reason for every value.")] = None,
 ) -> None:

@@ -15,7 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from g2rpo.config import PolicyConfig, RewardConfig
 from g2rpo.embeddings import CachedPolicy, EmbeddingStore, cache_root
 from g2rpo.errors import UserError, did_you_mean
-from g2rpo.files import FileDigests
+from g2rpo.files import FileDigests, digest_of
 from g2rpo.prompt_sources import read_prompts
 from g2rpo.types import Reward
 
@@ -149,7 +149,7 @@ def cache_embeddings(policy: Any, config: PolicyConfig, cache: str, warn: Callab
             }
             store = EmbeddingStore(root, identity)
         except OSError as error:
-            hint = "name another folder with prompts.cache=FOLDER, or turn the cache off with prompts.cache=off"
+            hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
             raise UserError(f"embedding cache {root}: cannot be written ({error.strerror}); {hint}") from None
     return CachedPolicy(policy, store, move_encoders=move_encoders, warn=warn)
 
@@ -158,13 +158,28 @@ def _text_identity(name: str, digests: FileDigests) -> dict[str, str]:
     """What a pipeline's text encoders and tokenizers are: their content, or hub id and commit."""
     path, kind = locate_pipeline(name)
     root = Path(path)
-    if root.is_dir():
-        folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(("text_encoder", "tokenizer"))]
-        return {"pipeline": kind, "content": digests.of_folders(root, folders)}
-    index = try_to_load_from_cache(path, "model_index.json")
+    if not root.is_dir():
+        return {"pipeline": kind, "hub": path, "commit": _commit(path)}
+    folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(("text_encoder", "tokenizer"))]
+    return {"pipeline": kind, "content": digests.of_folders(root, folders)}
+
+
+def pipeline_identity(name: str) -> str:
+    """Tells pipelines apart at no cost: a folder by its files' names and sizes, a hub id by its commit."""
+    path, _ = locate_pipeline(name)
+    root = Path(path)
+    if not root.is_dir():
+        return f"{path}@{_commit(path)}"
+    files = [path for path in sorted(root.rglob("[!.]*")) if path.is_file() and ".cache" not in path.relative_to(root).parts]
+    return digest_of([[path.relative_to(root).as_posix(), path.stat().st_size] for path in files])
+
+
+def _commit(hub_id: str) -> str:
+    """The commit of a pipeline in the hub's local cache."""
+    index = try_to_load_from_cache(hub_id, "model_index.json")
     if not isinstance(index, str):
-        raise UserError(f"policy.path={name}: its commit is not known, so embeddings have no name; set prompts.cache=off")
-    return {"pipeline": kind, "hub": path, "commit": Path(index).parent.name}
+        raise UserError(f"policy.path={hub_id}: is not in the local hub cache; download it, or name a folder")
+    return Path(index).parent.name
 
 
 def build_rewards(table: Mapping[str, RewardConfig]) -> dict[str, Reward]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -30,6 +30,12 @@ Dtype = Literal["float32", "bfloat16"]
 
 class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+G = TypeVar("G", bound=Group)
 
 
 class PolicyConfig(Group):
@@ -85,6 +91,9 @@ def _off(value: Any) -> Any:
     return "off" if value is False else value
 
 
+CacheFolder = Annotated[str, BeforeValidator(_off)]
+
+
 class PromptsConfig(Group):
     """Where prompts come from, and where their embeddings are kept.
 
@@ -93,7 +102,7 @@ class PromptsConfig(Group):
     """
 
     train: str
-    cache: Annotated[str, BeforeValidator(_off)] = "auto"
+    cache: CacheFolder = "auto"
     """A folder, "auto" for embeddings/ in $G2RPO_CACHE or ~/.cache/g2rpo, or "off"."""
 
 
@@ -160,18 +169,20 @@ class Config(Group):
     trainer: TrainerConfig
     evaluation: EvaluationConfig
 
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
 
 def resolve(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
     """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages."""
+    return resolve_as(Config, data, overrides, source)
+
+
+def resolve_as(kind: type[G], data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> G:
+    """The same for any kind of group."""
     merged: dict[str, Any] = _copied(data)
     for override in overrides:
         _override(merged, override)
-    _check_keys(Config, merged, "", source)
+    _check_keys(kind, merged, "", source)
     try:
-        return Config.model_validate(merged)
+        return kind.model_validate(merged)
     except ValidationError as error:
         raise UserError("\n".join(_complaints(error, source))) from None
 
@@ -197,7 +208,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+def differences(a: Group, b: Group) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values."""
     left, right = dict(_leaves(a.model_dump(mode="json"))), dict(_leaves(b.model_dump(mode="json")))
     return {key: (left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)}
@@ -264,7 +275,7 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
     for key, value in data.items():
         if key not in fields:
             near = did_you_mean(str(key), fields)
-            elsewhere = [group for group, inner in Config.model_fields.items() if key in (_fields(inner.annotation) or {})]
+            elsewhere = [group for group, inner in fields.items() if key in (_fields(inner) or {})]
             if elsewhere and not prefix:
                 near = f" Did you mean '{elsewhere[0]}.{key}'?"
             raise UserError(f"{source}: unknown key '{prefix}{key}'.{near}")

@@ -169,7 +169,7 @@ class CachedPolicy:
                 self.store.write(prompt, row)
             except OSError as error:
                 self.full = True
-                free = "no further prompts are stored; free some space, or set prompts.cache to a folder on another disk"
+                free = "no further prompts are stored; free some space, or set prompts.cache to another disk's folder"
                 self.warn(f"embedding cache {self.store.folder}: {error.strerror}; {free}")
         return row
 

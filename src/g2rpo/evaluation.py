@@ -31,15 +31,25 @@ class Evaluation:
 
 
 def sample_images(
-    policy: Policy, prompts: Sequence[str], sigmas: Tensor, *, seed: int, batch_size: int, decode_batch_size: int
+    policy: Policy,
+    prompts: Sequence[str],
+    sigmas: Tensor,
+    *,
+    seed: int,
+    batch_size: int,
+    decode_batch_size: int,
+    first: int = 0,
 ) -> Tensor:
-    """One picture per prompt by the plain ODE. Picture i starts from noise (seed, i), whatever the batch size or rank."""
+    """One picture per prompt by the plain ODE. Picture i starts from noise (seed, i), whatever the batch size or rank.
+
+    `first` is the number of the first prompt, where `prompts` are a part of a longer list.
+    """
     images = []
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
         with torch.no_grad():
             engine = Engine(policy, policy.encode(part), sigmas, batch_size=batch_size)
-            x = policy.noise([generator_for(seed, "picture", start + i) for i in range(len(part))])
+            x = policy.noise([generator_for(seed, "picture", first + start + i) for i in range(len(part))])
             images.append(decode(policy, engine.sample(x), decode_batch_size))
     return torch.cat(images)
 
@@ -53,9 +63,12 @@ def evaluate(
     seed: int,
     batch_size: int,
     decode_batch_size: int,
+    first: int = 0,
 ) -> Evaluation:
     """Samples and scores `prompts`; num_steps network evaluations per prompt."""
-    images = sample_images(policy, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=decode_batch_size)
+    images = sample_images(
+        policy, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=decode_batch_size, first=first
+    )
     return Evaluation(tuple(prompts), images, dict(zip(rewards, score(rewards, images, prompts), strict=True)))
 
 

@@ -32,15 +32,15 @@ def digest_of(value: Any) -> str:
 
 
 class FileDigests:
-    """SHA-256 of files, remembered in `memo` for as long as a file's size, times and inode stay as they were.
+    """SHA-256 of files, remembered in `memo` (if given) for as long as a file's size, times and inode stay as they were.
 
     Text encoders are gigabytes: hashing them at every start would take longer than reading the embeddings.
     """
 
-    def __init__(self, memo: Path) -> None:
+    def __init__(self, memo: Path | None) -> None:
         self.memo = memo
         self._known: dict[str, list[Any]] = {}
-        if memo.is_file():
+        if memo is not None and memo.is_file():
             try:
                 self._known = dict(json.loads(memo.read_text(encoding="utf-8")))
             except ValueError:
@@ -57,7 +57,8 @@ class FileDigests:
         with real.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         self._known[str(real)] = [*state, digest]
-        write_whole(self.memo, json.dumps(self._known).encode())
+        if self.memo is not None:
+            write_whole(self.memo, json.dumps(self._known).encode())
         return digest
 
     def of_folders(self, root: Path, folders: Iterable[Path]) -> str:

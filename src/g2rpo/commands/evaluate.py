@@ -1,0 +1,182 @@
+"""`g2rpo evaluate`: any model, with and without tuned weights, judged by any rewards at several step counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from g2rpo import components
+from g2rpo.commands.ahead import encode_ahead
+from g2rpo.commands.progress import counter, warn_on
+from g2rpo.config import differences, read_yaml, resolve_as
+from g2rpo.errors import UserError
+from g2rpo.files import FileDigests, digest_of, write_whole
+from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
+from g2rpo.pictures import save_grid
+from g2rpo.runs import read_config, weights_path
+from g2rpo.statistics import Interval
+
+SETTINGS = "settings.yaml"
+SHOWN = 8  # pictures in a grid
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """The settings of an evaluation that repeats a run's own, with all its rewards."""
+    config = read_config(run)
+    rewards = {**config.rewards, **config.evaluation.rewards}
+    return {
+        "policy": config.policy.model_dump(mode="json"),
+        "weights": str(weights_path(run)),
+        "prompts": config.evaluation.prompts,
+        "num_prompts": config.evaluation.num_prompts,
+        "cache": config.prompts.cache,
+        "rewards": {name: entry.model_dump(mode="json") for name, entry in rewards.items()},
+        "steps": [config.evaluation.num_steps or config.sampling.num_steps],
+        "shift": config.sampling.shift,
+        "seed": config.trainer.seed,
+        "batch_size": config.sampling.batch_size,
+    }
+
+
+def model_settings(model: str, size: int | None, guidance: float) -> dict[str, Any]:
+    """The settings that a pipeline alone suggests."""
+    side, length = (64, 16) if model == "testbed" else (1024, 512)
+    policy = {"path": model, "height": size or side, "width": size or side, "guidance_scale": guidance}
+    return {"policy": {**policy, "max_sequence_length": length}}
+
+
+def named_rewards(names: str) -> dict[str, Any]:
+    """Rewards from a comma-separated list, or from a YAML file written like a config's `rewards:`."""
+    if names.endswith((".yaml", ".yml")):
+        return read_yaml(Path(names))
+    return {name.strip(): {} for name in names.split(",") if name.strip()}
+
+
+def step_counts(text: str) -> list[int]:
+    """[10, 20] of "10,20"."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--steps {text}: should be numbers with commas between them, like 10,20,50") from None
+
+
+def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console: Console) -> None:
+    """Judges what the settings `given` and `overrides` say, in the folder `out`; one already begun there is finished."""
+    config = resolve_as(JudgingConfig, given, overrides, "evaluation")
+    components.check_rewards(config.rewards)  # all that is cheap to check goes first
+    prompts = components.build_prompts(config.prompts, "prompts")[: config.num_prompts]
+    config = config.model_copy(update={"contents": _contents(config, prompts)})
+    _check_folder(out, config)
+    judging = Judging(config, prompts, out)
+    missing = judging.missing()
+    if missing:
+        _judge(judging, missing, console)
+    results = judging.write_results()
+    console.print(results_table(judging))
+    for steps in sorted(set(config.steps)):
+        _save_grid(judging, steps)
+    console.print(f"{'numbers':>9}  {results}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{'pictures':>9}  {out / 'pictures.jsonl'} lists them with prompt and scores", highlight=False, soft_wrap=True
+    )
+
+
+def results_table(judging: Judging) -> Table:
+    """The results for people."""
+    tuned = judging.config.weights is not None
+    table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % bootstrap intervals")
+    for column in ("steps", "reward", "base", *(("tuned", "change, same noise") if tuned else ()), "missing"):
+        table.add_column(column, justify="left" if column == "reward" else "right")
+    for line in judging.results():
+        cells = [str(line["steps"]), line["reward"], _cell(line["base"])]
+        if tuned:
+            change = line["change"]
+            colour = "green" if change.low > 0 else "red" if change.high < 0 else "white"
+            cells += [_cell(line["tuned"]), f"[{colour}]{_cell(change, '+')}[/]"]
+        scored = line["change" if tuned else "base"].count
+        table.add_row(*cells, str(len(judging.prompts) - scored) if scored < len(judging.prompts) else "")
+    return table
+
+
+def _cell(interval: Interval, sign: str = "") -> str:
+    mean, low, high = (f"{value:{sign}.3f}" for value in (interval.mean, interval.low, interval.high))
+    return f"{mean} \\[{low}, {high}]"
+
+
+def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
+    """Digests of prompts, tuned weights and model: a name may stand for something else by the time one goes on."""
+    contents = {"prompts": digest_of(list(prompts)), "model": components.pipeline_identity(config.policy.path)}
+    if config.weights is not None:
+        folder = Path(config.weights).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"weights {folder}: is no folder; name an adapter/ or a transformer/ that training wrote")
+        contents["weights"] = FileDigests(None).of_folders(folder, [folder])
+    return contents
+
+
+def _check_folder(out: Path, config: JudgingConfig) -> None:
+    """Refuses a folder that holds anything but this very evaluation."""
+    existing = out / SETTINGS
+    if existing.is_file():
+        other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
+        changed = {key: pair for key, pair in differences(config, other).items() if key not in MAY_CHANGE}
+        if changed:
+            listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
+            raise UserError(f"{out} holds an evaluation with other settings:\n{listed}\nName another --out for this one.")
+    elif out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise UserError(f"{out} is not empty and holds no evaluation (no {SETTINGS}); name another --out")
+
+
+def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None:
+    """Builds what is needed and does the missing chunks."""
+    config, out = judging.config, judging.directory
+    console.print(f"building the policy and {len(config.rewards)} rewards ...")
+    rewards = components.build_rewards(config.rewards)
+    policy = components.build_policy(config.policy, tuning="frozen")
+    cached = components.cache_embeddings(policy, config.policy, config.cache, warn_on(console))
+    done = len(judging.chunks()) - len(missing)
+    if done:
+        console.print(f"{done} of {len(judging.chunks())} chunks in {out} are finished already", soft_wrap=True)
+
+    def use_weights() -> None:
+        weights = Path(config.weights or "").expanduser()
+        try:
+            policy.load(weights, config.strength)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{weights}: the weights do not fit {config.policy.path}: {error}") from error
+
+    if cached.store is not None:
+        encode_ahead(cached, [prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop]], console)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / SETTINGS, config.to_yaml().encode())
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); name another --out") from None
+    with counter(console, "pictures") as progress:
+        task = progress.add_task("judging", total=sum(chunk.stop - chunk.start for chunk in missing))
+        shift = config.shift or policy.shift
+        judging.run(missing, cached, use_weights, rewards, shift, lambda pictures: progress.advance(task, pictures))
+
+
+def _save_grid(judging: Judging, steps: int) -> None:
+    """Paints the first prompts, one row a side, into grid_steps_NNN.png."""
+    shown = range(min(SHOWN, len(judging.prompts)))
+    sides = dict.fromkeys(chunk.side for chunk in judging.chunks())
+    rows = [
+        torch.stack([_read_picture(judging.directory / Chunk(side, steps, 0, 1).picture(index)) for index in shown])
+        for side in sides
+    ]
+    save_grid(judging.directory / f"grid_steps_{steps:03d}.png", rows, list(judging.prompts[: len(shown)]), list(sides))
+
+
+def _read_picture(path: Path) -> Tensor:
+    with Image.open(path) as picture:
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255

@@ -1,0 +1,226 @@
+"""An evaluation in a folder: base and tuned pictures at several step counts, scored, a chunk at a time.
+
+A chunk is finished when its file of scores is there; an interrupted evaluation goes on with the chunks that are not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from g2rpo.config import CacheFolder, Group, PolicyConfig, RewardTable
+from g2rpo.errors import UserError
+from g2rpo.evaluation import Evaluation, evaluate
+from g2rpo.files import write_whole
+from g2rpo.flow import sigma_grid
+from g2rpo.pictures import to_pil
+from g2rpo.statistics import Interval, bootstrap_mean
+from g2rpo.types import Policy, Reward
+
+Side = Literal["base", "tuned"]
+Row = dict[str, Any]
+RESAMPLES, LEVEL = 2000, 0.95
+
+
+class JudgingConfig(Group):
+    """What is judged, on which prompts, by which rewards, and how it is sampled."""
+
+    policy: PolicyConfig
+    weights: str | None = None
+    """A folder of tuned weights; None judges the base model alone."""
+    strength: float = 1.0
+    prompts: str
+    """A source, as for training."""
+    num_prompts: PositiveInt | None = None
+    """The first so many of the source; None: all."""
+    cache: CacheFolder = "auto"
+    """Where text embeddings are kept, as for training."""
+    rewards: Annotated[RewardTable, Field(min_length=1)]
+    steps: Annotated[list[PositiveInt], Field(min_length=1)]
+    shift: PositiveFloat | None = None
+    """None: the model's own."""
+    seed: int = 0
+    batch_size: PositiveInt = 16
+    contents: dict[str, str] = Field(default_factory=dict)
+    """Digests of what the names above stood for."""
+
+
+MAY_CHANGE = ("policy.device", "cache")
+"""Settings that a resumed evaluation may set anew."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompts `start .. stop-1` with one side's weights at one step count: what is sampled, scored and stored at once."""
+
+    side: Side
+    steps: int
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return f"steps_{self.steps:03d}_{self.side}_{self.start:06d}"
+
+    def picture(self, index: int) -> str:
+        """Where a prompt's picture lies below the evaluation's folder."""
+        return f"pictures/steps_{self.steps:03d}/{self.side}/{index:06d}.png"
+
+
+@dataclass
+class Judging:
+    """The evaluation that `config` describes, of `prompts`, in `directory`."""
+
+    config: JudgingConfig
+    prompts: Sequence[str]
+    directory: Path
+
+    def chunks(self) -> list[Chunk]:
+        """All work, the base's first: tuned weights may replace the base's for good."""
+        c, count = self.config, len(self.prompts)
+        sides: list[Side] = ["base", "tuned"] if c.weights else ["base"]
+        return [
+            Chunk(side, steps, start, min(start + c.batch_size, count))
+            for side in sides
+            for steps in sorted(set(c.steps))
+            for start in range(0, count, c.batch_size)
+        ]
+
+    def missing(self) -> list[Chunk]:
+        """The chunks that are not finished."""
+        return [chunk for chunk in self.chunks() if self._finished(chunk) is None]
+
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        policy: Policy,
+        use_weights: Callable[[], None],
+        rewards: Mapping[str, Reward],
+        shift: float,
+        done: Callable[[int], None] = lambda pictures: None,
+    ) -> None:
+        """Samples, scores and stores `chunks`; `use_weights` is called once, before the first tuned one.
+
+        `done` hears of finished pictures. `UserError` when the disk refuses; finished chunks remain.
+        """
+        tuned = False
+        for chunk in chunks:
+            if chunk.side == "tuned" and not tuned:
+                use_weights()
+                tuned = True
+            evaluation = evaluate(
+                policy,
+                self.prompts[chunk.start : chunk.stop],
+                rewards,
+                sigma_grid(chunk.steps, shift),
+                seed=self.config.seed,
+                batch_size=self.config.batch_size,
+                decode_batch_size=self.config.batch_size,
+                first=chunk.start,
+            )
+            self._store(chunk, evaluation)
+            done(chunk.stop - chunk.start)
+
+    def rows(self) -> Iterator[Row]:
+        """One row per picture of a complete evaluation: its file, prompt, index, seed, side, steps and scores."""
+        for chunk in self.chunks():
+            rows = self._finished(chunk)
+            if rows is None:
+                raise ValueError(f"{self.directory}: {chunk.name} is not finished")
+            yield from rows
+
+    def results(self) -> list[Row]:
+        """Per step count and reward the means of base and tuned, and of their change prompt by prompt, with intervals."""
+        scores: dict[tuple[int, str, str], list[float]] = {}
+        for row in self.rows():
+            for name, value in row["scores"].items():
+                key = (row["steps"], name, row["side"])
+                scores.setdefault(key, []).append(math.nan if value is None else value)
+        table = []
+        for steps in sorted(set(self.config.steps)):
+            for name in self.config.rewards:
+                line: Row = {"steps": steps, "reward": name, "base": self._interval(base := scores[steps, name, "base"])}
+                if self.config.weights:
+                    tuned = scores[steps, name, "tuned"]
+                    line["tuned"] = self._interval(tuned)
+                    line["change"] = self._interval([after - before for before, after in zip(base, tuned, strict=True)])
+                table.append(line)
+        return table
+
+    def write_results(self) -> Path:
+        """Writes results.json and pictures.jsonl, and returns where the former is."""
+        c = self.config
+        report = {
+            "model": c.policy.path,
+            "weights": c.weights,
+            "prompts": len(self.prompts),
+            "seed": c.seed,
+            "intervals": f"{LEVEL:.0%} percentile bootstrap over prompts, {RESAMPLES} resamples",
+            "results": [
+                {key: _numbers(value) if isinstance(value, Interval) else value for key, value in line.items()}
+                for line in self.results()
+            ],
+        }
+        write_whole(self.directory / "pictures.jsonl", "".join(_json(row) + "\n" for row in self.rows()).encode())
+        path = self.directory / "results.json"
+        write_whole(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
+        return path
+
+    def _interval(self, values: Sequence[float]) -> Interval:
+        return bootstrap_mean(values, resamples=RESAMPLES, level=LEVEL, seed=self.config.seed)
+
+    def _finished(self, chunk: Chunk) -> list[Row] | None:
+        """The rows of a chunk; None if it is not finished, or one of its pictures is gone."""
+        path = self._scores(chunk)
+        if not path.is_file():
+            return None
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return rows if all((self.directory / row["picture"]).is_file() for row in rows) else None
+
+    def _store(self, chunk: Chunk, evaluation: Evaluation) -> None:
+        """Keeps pictures and, last, their scores: from then on the chunk is finished."""
+        rows = [
+            {
+                "picture": chunk.picture(chunk.start + place),
+                "prompt": prompt,
+                "index": chunk.start + place,
+                "seed": self.config.seed,
+                "side": chunk.side,
+                "steps": chunk.steps,
+                "scores": {name: _number(float(values[place])) for name, values in evaluation.scores.items()},
+            }
+            for place, prompt in enumerate(evaluation.prompts)
+        ]
+        try:
+            for row, image in zip(rows, evaluation.images, strict=True):
+                path = self.directory / str(row["picture"])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                to_pil(image).save(path)
+            scores = self._scores(chunk)
+            scores.parent.mkdir(exist_ok=True)
+            write_whole(scores, _json(rows).encode())
+        except OSError as error:
+            again = "finished chunks are kept, and the same command goes on after them"
+            raise UserError(f"{self.directory}: cannot be written ({error.strerror}); {again}") from error
+
+    def _scores(self, chunk: Chunk) -> Path:
+        return self.directory / "chunks" / f"{chunk.name}.json"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN: a missing score is null."""
+    return value if math.isfinite(value) else None
+
+
+def _numbers(interval: Interval) -> Row:
+    return {key: _number(value) for key, value in asdict(interval).items()}
