@@ -196,6 +196,15 @@ def test_a_wrong_state_dict_is_named(tmp_path: Path) -> None:
         Aesthetic(str(tmp_path), clip=openai_clip_dir(tmp_path))
 
 
+def test_files_of_torch_before_1_6_are_read(tmp_path: Path) -> None:
+    state = state_of(oracle("aesthetic")["state_dict"])
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    torch.save(state, tmp_path / "new.pth")
+    old, new = (weights.read_state_dict(tmp_path / name) for name in ("old.pth", "new.pth"))
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[k], new[k]) for k in old)
+
+
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return (print, ("this must not run",))

@@ -141,7 +141,7 @@ def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             name = name.replace(old, new)
         if ".in_proj_" in name:
             for part, piece in zip("qkv", tensor.chunk(3, dim=0), strict=True):
-                out[name.replace(".in_proj_", f".{part}_proj.")] = piece.clone()
+                out[name.replace(".in_proj_", f".{part}_proj.")] = piece
         elif name in ("visual_projection.weight", "text_projection.weight"):
             out[name] = tensor.T.contiguous()
         else:

@@ -65,6 +65,8 @@ def score_in_batches(
     score of a row for which the model itself answers something that is not finite.
     """
     check_batch(images, prompts)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     scores = torch.full((len(images),), torch.nan)
     extremes = torch.stack(images.flatten(1).aminmax(dim=1))  # NaN if any pixel is
     rows = torch.isfinite(extremes).all(dim=0).nonzero().flatten().tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
 
         return load_file(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        # Mapped where the format allows it, so that several processes on a machine share one copy of the file in memory.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} holds more than tensors, and unpickling it could run any code. If you trust its source, load it "
