@@ -1,4 +1,7 @@
-"""The command line as tests call it."""
+"""The command line as tests call it, and a disk that is full."""
+
+import resource
+from contextlib import contextmanager
 
 import pytest
 
@@ -21,3 +24,14 @@ def g2rpo(capsys, *arguments):
         main([str(a) for a in arguments])
     out, err = capsys.readouterr()
     return stop.value.code or 0, out, err
+
+
+@contextmanager
+def small_files(size):
+    """While entered, no file of this process may grow beyond `size` bytes: a write fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

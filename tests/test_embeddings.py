@@ -1,6 +1,5 @@
 """The embedding cache: what is found is what was made, and nothing else is ever found."""
 
-import resource
 import shutil
 
 import pytest
@@ -15,7 +14,7 @@ from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, write_whole
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.types import Cond, Policy
-from tests.commands import g2rpo
+from tests.commands import g2rpo, small_files
 from tests.runs import PROMPTS, brightness, trainer
 from tests.tiny import save_flux
 
@@ -58,6 +57,15 @@ def test_what_is_found_is_what_was_made_bit_for_bit(flux_directory, dtype):
 def test_a_row_depends_on_nothing_but_its_prompt(flux_directory):
     together, alone = cached(flux_directory, "off").encode([*TEXTS, TEXTS[0]]), cached(flux_directory, "off").encode(TEXTS[1:2])
     assert len(together) == 4 and equal(together.rows([1]), alone) and equal(together.rows([0]), together.rows([3]))
+
+
+def test_negative_prompts_are_kept_with_the_prompt(sd3_directory):
+    """Stable Diffusion 3 with guidance is conditioned on two prompts, without on one; each finds its own."""
+    for scale, names in ((4.5, 4), (1.0, 2)):
+        cold, warm = (cached(sd3_directory, guidance_scale=scale) for _ in range(2))
+        made, found = cold.encode(TEXTS), warm.encode(TEXTS)
+        assert (cold.encoded, warm.encoded, len(made.tensors)) == (3, 0, names) and equal(made, found)
+    assert cached(sd3_directory, negative_prompt="blue").missing(TEXTS) == TEXTS
 
 
 @pytest.mark.parametrize("change", [{"max_sequence_length": 8}, {"dtype": "bfloat16"}, {"guidance_scale": 1.0}])
@@ -149,24 +157,10 @@ def test_an_interrupted_write_leaves_nothing_in_use(store, monkeypatch, stop):
     assert not list(store.folder.rglob(".unfinished*"))
 
 
-class LimitedFiles:
-    """While entered, no file of this process may grow beyond `size` bytes: the write fails as on a full disk."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __enter__(self):
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
-
-    def __exit__(self, *error):
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
-
-
 def test_a_file_that_the_disk_cuts_short_is_not_in_use(tmp_path):
     path = tmp_path / "file"
     write_whole(path, b"old")
-    with LimitedFiles(1000), pytest.raises(OSError):
+    with small_files(1000), pytest.raises(OSError):
         write_whole(path, b"x" * 2000)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
@@ -180,7 +174,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_p
     plain = trained(GaussianPolicy())
     warnings = []
     full = CachedPolicy(GaussianPolicy(), EmbeddingStore(tmp_path, {}, reserve=0), warn=warnings.append)
-    with LimitedFiles(100):
+    with small_files(100):
         rows, weights = trained(full)
     assert rows == plain[0] and torch.equal(weights, plain[1])
     (warning,) = warnings

@@ -1,7 +1,6 @@
 """Evaluations in a folder: the same pictures and numbers however they are cut, and nothing mixed up or overwritten."""
 
 import json
-import resource
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from g2rpo.flow import sigma_grid
 from g2rpo.judging import Judging, JudgingConfig
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.statistics import bootstrap_mean
-from tests.commands import g2rpo
+from tests.commands import g2rpo, small_files
 from tests.runs import brightness, darkness
 
 PROMPTS = [str(number / 10) for number in range(7)]
@@ -158,16 +157,15 @@ def test_without_weights_only_the_base_is_judged(tmp_path):
 def test_a_full_disk_is_named_and_finished_chunks_are_kept(tmp_path):
     judged = judging(tmp_path)
     run(judged, judged.chunks()[:2])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))  # less than a picture: a write fails as on a full disk
-    try:
-        with pytest.raises(UserError, match=r"cannot be written \(.*the same command goes on"):
-            run(judged)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    refused = r"cannot be written \(.*the same command goes on"
+    with small_files(50), pytest.raises(UserError, match=refused):  # less than a picture
+        run(judged)
     assert len(judged.missing()) == 10
     run(judged)
     assert judged.missing() == []
+    with small_files(50), pytest.raises(UserError, match=refused):
+        judged.write_results()
+    assert not (tmp_path / "results.json").exists() and not list(tmp_path.glob(".unfinished*"))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -167,9 +168,10 @@ class Judging:
                 for line in self.results()
             ],
         }
-        write_whole(self.directory / "pictures.jsonl", "".join(_json(row) + "\n" for row in self.rows()).encode())
         path = self.directory / "results.json"
-        write_whole(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
+        with self._writing():
+            write_whole(self.directory / "pictures.jsonl", "".join(_json(row) + "\n" for row in self.rows()).encode())
+            write_whole(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
         return path
 
     def _interval(self, values: Sequence[float]) -> Interval:
@@ -197,7 +199,7 @@ class Judging:
             }
             for place, prompt in enumerate(evaluation.prompts)
         ]
-        try:
+        with self._writing():
             for row, image in zip(rows, evaluation.images, strict=True):
                 path = self.directory / str(row["picture"])
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,6 +207,12 @@ class Judging:
             scores = self._scores(chunk)
             scores.parent.mkdir(exist_ok=True)
             write_whole(scores, _json(rows).encode())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Tells a disk that refuses from other trouble."""
+        try:
+            yield
         except OSError as error:
             again = "finished chunks are kept, and the same command goes on after them"
             raise UserError(f"{self.directory}: cannot be written ({error.strerror}); {again}") from error
