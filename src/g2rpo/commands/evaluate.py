@@ -83,10 +83,8 @@ def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console
     console.print(results_table(judging))
     for steps in sorted(set(config.steps)):
         _save_grid(judging, steps)
-    console.print(f"{'numbers':>9}  {results}", highlight=False, soft_wrap=True)
-    console.print(
-        f"{'pictures':>9}  {out / 'pictures.jsonl'} lists them with prompt and scores", highlight=False, soft_wrap=True
-    )
+    for what, where in (("numbers", results), ("pictures", out / "pictures.jsonl"), ("grids", out / "grid_steps_*.png")):
+        console.print(f"{what:>9}  {where}", highlight=False, soft_wrap=True)
 
 
 def results_table(judging: Judging) -> Table:
