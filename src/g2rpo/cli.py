@@ -188,6 +188,8 @@ def build(
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 1 for anything else."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for library in ("TRANSFORMERS", "DIFFUSERS"):  # their advice is for programmers; errors still come through
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
         app(arguments)
     except UserError as error:

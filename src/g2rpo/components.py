@@ -49,9 +49,6 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
     `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
     """
     path, kind = locate_pipeline(config.path)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = _load(POLICIES[kind])
     options = {name: getattr(config, name) for name in ("lora_targets", "negative_prompt")}
     options = {name: value for name, value in options.items() if value is not None}  # None: the policy's default
@@ -61,7 +58,7 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
         return policy.from_pretrained(
             path,
             dtype=getattr(torch, config.dtype),
-            device=device,
+            device=pick_device(config.device),
             height=config.height,
             width=config.width,
             guidance_scale=config.guidance_scale,
@@ -78,6 +75,13 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
         )
     except (OSError, ValueError) as error:
         raise UserError(f"policy.path={config.path}: the pipeline cannot be loaded: {error}") from error
+
+
+def pick_device(name: str) -> str:
+    """What "auto" means on this machine; any other name is itself."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def locate_pipeline(name: str) -> tuple[str, str]:
@@ -182,10 +186,10 @@ def _commit(hub_id: str) -> str:
     return Path(index).parent.name
 
 
-def build_rewards(table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-    """The rewards of a config, by their names there."""
+def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dict[str, Reward]:
+    """The rewards of a config, by their names there; models whose options name no device go to `device`."""
     check_rewards(table)
-    return {name: _build_reward(name, entry) for name, entry in table.items()}
+    return {name: _build_reward(name, entry, device) for name, entry in table.items()}
 
 
 def check_rewards(table: Mapping[str, RewardConfig]) -> None:
@@ -199,10 +203,11 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
                 raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
 
 
-def _build_reward(name: str, entry: RewardConfig) -> Reward:
+def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
     kind = _load(REWARDS[entry.kind])
+    placed = {"device": device} if "device" in inspect.signature(kind).parameters else {}
     try:
-        return kind(**entry.options)
+        return kind(**{**placed, **entry.options})
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"rewards.{name}: cannot be loaded: {error}{_weights_hint(name, kind, entry.options)}") from error
 

@@ -137,7 +137,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
     """Builds what is needed and does the missing chunks."""
     config, out = judging.config, judging.directory
     console.print(f"building the policy and {len(config.rewards)} rewards ...")
-    rewards = components.build_rewards(config.rewards)
+    rewards = components.build_rewards(config.rewards, components.pick_device(config.policy.device))
     policy = components.build_policy(config.policy, tuning="frozen")
     cached = components.cache_embeddings(policy, config.policy, config.cache, warn_on(console))
     done = len(judging.chunks()) - len(missing)

@@ -36,7 +36,7 @@ def load_config(recipe: str, overrides: Sequence[str]) -> Config:
     return resolve({"recipe": recipe, **yaml.safe_load(recipes.text(recipe))}, overrides, source=f"recipe {recipe}")
 
 
-def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None]) -> Trainer:
+def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print) -> Trainer:
     """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
     components.check_rewards({**config.rewards, **config.evaluation.rewards})  # all that is cheap to check goes first
     components.locate_pipeline(config.policy.path)
@@ -51,7 +51,9 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
         config.algorithm.plans(config.sampling.num_steps)
     except ValueError as error:
         raise UserError(f"algorithm: {error}") from None
-    rewards, judges = components.build_rewards(config.rewards), components.build_rewards(config.evaluation.rewards)
+    device = components.pick_device(config.policy.device)
+    rewards = components.build_rewards(config.rewards, device)
+    judges = components.build_rewards(config.evaluation.rewards, device)
     keep_base = config.algorithm.kl_weight > 0
     policy = components.build_policy(config.policy, seed=config.trainer.seed, keep_base=keep_base)
     cached = components.cache_embeddings(policy, config.policy, config.prompts.cache, warn)
