@@ -248,15 +248,18 @@ def test_changed_prompts_and_weights_under_the_same_name_are_refused(model, tiny
 
 def test_a_run_is_judged_as_it_judged_itself(tiny_config, tmp_path, capsys):
     """Same prompts, noise, steps and batches: the run's own table, up to the order of float32 additions."""
+    (tmp_path / "mine.py").write_text("def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
     run_dir = tmp_path / "run"
-    code, _, err = g2rpo(capsys, "train", tiny_config, "optim.learning_rate=0.1", "--run-dir", run_dir)
+    reward = ["rewards.scene_accuracy=", "rewards.red.kind=function", f"rewards.red.options.target={tmp_path}/mine.py:redness"]
+    code, _, err = g2rpo(capsys, "train", tiny_config, *reward, "optim.learning_rate=0.1", "--run-dir", run_dir)
     assert code == 0, err
     code, _, err = g2rpo(capsys, "evaluate", "--run", run_dir, "--out", tmp_path / "out")
     assert code == 0, err
     own = json.loads((run_dir / "results.json").read_text())["rewards"]
-    for line in json.loads((tmp_path / "out" / "results.json").read_text())["results"]:
-        assert line["base"]["mean"] == pytest.approx(own[line["reward"]]["base"], abs=1e-5)
-        assert line["tuned"]["mean"] == pytest.approx(own[line["reward"]]["tuned"], abs=1e-5)
+    (line,) = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    assert line["base"]["mean"] == pytest.approx(own["red"]["base"], abs=1e-5)
+    assert line["tuned"]["mean"] == pytest.approx(own["red"]["tuned"], abs=1e-5)
+    assert abs(line["change"]["mean"]) > 1e-3
 
 
 @pytest.mark.parametrize(
