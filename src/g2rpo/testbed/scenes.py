@@ -38,6 +38,7 @@ RGB: dict[Colour, tuple[int, int, int]] = {
 RADII: dict[Size, tuple[float, float]] = {"small": (5.0, 6.0), "large": (8.2, 9.8)}
 GAP = 4.5  # least distance between two bounding circles; corners reach out by a tenth, so at least 3 pixels stay free
 MARGIN = 2.0  # least distance of a bounding circle to the frame
+CELL = 16  # neat layouts put their objects near the middle of cells of this size
 SUPERSAMPLE = 4
 
 Box = tuple[float, float, float, float]
@@ -112,15 +113,19 @@ def sample_group(rng: np.random.Generator) -> Group:
     )
 
 
-def layout(scene: Scene, rng: np.random.Generator) -> list[Object]:
-    """Places a scene's objects at random, apart from each other, and on the side that the relation asks for."""
+def layout(scene: Scene, rng: np.random.Generator, *, neat: bool = False) -> list[Object]:
+    """Places a scene's objects at random, apart from each other, and on the side that the relation asks for.
+
+    A `neat` layout keeps every object near the middle of a cell of a 4x4 grid, and objects of a size nearly equal.
+    """
+    place = _place_neatly if neat else _place
     while True:
         objects: list[Object] = []
         regions = _regions(scene, rng)
         for group, region in zip(scene.groups, regions, strict=True):
-            low, high = RADII[group.size or SIZES[rng.integers(len(SIZES))]]
+            size = group.size or SIZES[rng.integers(len(SIZES))]
             for _ in range(group.count):
-                placed = _place(group, region, objects, rng, low, high)
+                placed = place(group, size, region, objects, rng)
                 if placed is None:
                     break
                 objects.append(placed)
@@ -142,25 +147,38 @@ def _regions(scene: Scene, rng: np.random.Generator) -> list[Box]:
     return boxes if ahead else boxes[::-1]
 
 
-def _place(
-    group: Group,
-    region: Box,
-    others: list[Object],
-    rng: np.random.Generator,
-    low: float,
-    high: float,
-) -> Object | None:
+def _place(group: Group, size: Size, region: Box, others: list[Object], rng: np.random.Generator) -> Object | None:
     """One object inside `region` with its gap to all others, or None when ten tries find no room."""
     left, top, right, bottom = region
     for _ in range(10):
-        radius = rng.uniform(low, high)
+        radius = rng.uniform(*RADII[size])
         room = radius + MARGIN
         if right - left < 2 * room or bottom - top < 2 * room:
             continue
         x, y = rng.uniform(left + room, right - room), rng.uniform(top + room, bottom - room)
-        if all(math.hypot(x - o.x, y - o.y) >= radius + o.radius + GAP for o in others):
+        if _is_free(x, y, radius, others):
             return Object(x, y, radius, group.colour, group.shape)
     return None
+
+
+def _place_neatly(group: Group, size: Size, region: Box, others: list[Object], rng: np.random.Generator) -> Object | None:
+    """One object near the middle of a cell whose middle lies in `region`, or None when ten tries find no free one."""
+    left, top, right, bottom = region
+    low, high = RADII[size]
+    for _ in range(10):
+        radius = rng.uniform(low, low + (high - low) / 4)
+        middle = (rng.integers(SIDE // CELL, size=2) + 0.5) * CELL
+        if not (left <= middle[0] < right and top <= middle[1] < bottom):
+            continue
+        room = radius + MARGIN
+        x, y = np.clip(middle + rng.uniform(-1, 1, size=2), room, SIDE - room).tolist()
+        if _is_free(x, y, radius, others):
+            return Object(x, y, radius, group.colour, group.shape)
+    return None
+
+
+def _is_free(x: float, y: float, radius: float, others: list[Object]) -> bool:
+    return all(math.hypot(x - o.x, y - o.y) >= radius + o.radius + GAP for o in others)
 
 
 def outline(shape: Shape) -> list[tuple[float, float]]:

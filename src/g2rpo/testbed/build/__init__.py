@@ -37,7 +37,7 @@ def build(out: Path, *, seed: int = 0, quick: bool = False, log: Log = print) ->
     done("world")
     vae = build_vae(ctx, world)
     done("vae")
-    pipe = build_flux(ctx, world, vae)
+    pipe = build_flux(ctx, vae)
     done("flux")
     clip = build_clip(ctx, world)
     done("clip")

@@ -75,23 +75,23 @@ def build_world(ctx: Context) -> World:
     if prompts_file.exists():
         scenes = [parse(prompt) for prompt in json.loads(prompts_file.read_text())]
         return World(np.load(pictures_file, mmap_mode="r"), scenes)
-    pictures, scenes = draw_world(ctx.rng("world"), ctx.scaled(100_000, 256))
+    world = draw_world(ctx.rng("world"), ctx.scaled(100_000, 256))
     ctx.work.mkdir(parents=True, exist_ok=True)
-    np.save(pictures_file, pictures)
-    prompts_file.write_text(json.dumps([render_prompt(scene) for scene in scenes]))
-    return World(pictures, scenes)
+    np.save(pictures_file, world.pictures)
+    prompts_file.write_text(json.dumps([render_prompt(scene) for scene in world.scenes]))
+    return world
 
 
-def draw_world(rng: np.random.Generator, count: int) -> tuple[NDArray[np.uint8], list[Scene]]:
+def draw_world(rng: np.random.Generator, count: int, *, neat: bool = False) -> World:
     """`count` pictures and their scenes, family by family; none is held out."""
     scenes: list[Scene] = []
     pictures = np.empty((count, SIDE, SIDE, 3), np.uint8)
     while len(scenes) < count:
         base = sample_train_scene(rng)
         for scene in (base, *(corrupt(base, rng) for _ in range(FAMILY - 1))):
-            pictures[len(scenes)] = draw(layout(scene, rng), rng)
+            pictures[len(scenes)] = draw(layout(scene, rng, neat=neat), rng)
             scenes.append(scene)
-    return pictures, scenes
+    return World(pictures, scenes)
 
 
 def fast_bf16() -> bool:
@@ -104,7 +104,7 @@ def compiled(ctx: Context, model: nn.Module) -> Callable[..., Any]:
     return model if ctx.quick or shutil.which("g++") is None else torch.compile(model)
 
 
-def new_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+def new_optimizers(model: nn.Module, lr: float, matrix_lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside transformer blocks, AdamW for all else: embeddings, modulations, convolutions, gains."""
     inner: list[nn.Parameter] = []
     outer: list[nn.Parameter] = []
@@ -112,7 +112,7 @@ def new_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
         matrix = p.ndim == 2 and ("block" in name or "layers" in name)
         (inner if matrix and ".norm" not in name and "relative" not in name else outer).append(p)
     adam = torch.optim.AdamW(outer, lr=lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    return [adam, torch.optim.Muon(inner, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")] if inner else [adam]
+    return [adam, torch.optim.Muon(inner, lr=matrix_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")] if inner else [adam]
 
 
 def fit(
@@ -123,6 +123,7 @@ def fit(
     *,
     steps: int,
     lr: float,
+    matrix_lr: float | None = None,
     ema: float,
     bf16: bool = False,
     snapshot: Callable[[int], None] | None = None,
@@ -133,13 +134,14 @@ def fit(
     """
     params = [p for p in model.parameters() if p.requires_grad]
     average = [p.detach().clone() for p in params]
-    optimizers = new_optimizers(model, lr)
+    optimizers = new_optimizers(model, lr, matrix_lr or lr)
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     warmup, every = max(1, min(200, steps // 10)), max(1, steps // 20)
     start, total = time.perf_counter(), 0.0
     model.train()
     for step in range(1, steps + 1):
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = lr * min(step / warmup, 0.501 + 0.5 * math.cos(math.pi * step / steps))
+        for group, peak in groups:
+            group["lr"] = peak * min(step / warmup, 0.501 + 0.5 * math.cos(math.pi * step / steps))
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16 and fast_bf16()):
             value = loss()
         model.zero_grad()
