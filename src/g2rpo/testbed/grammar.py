@@ -134,7 +134,14 @@ def edits(scene: Scene) -> Iterator[Scene]:
             except ValueError:  # too many objects, or the groups have become alike
                 continue
     if scene.relation is not None:
-        yield dataclasses.replace(scene, relation=OPPOSITE[scene.relation])
+        yield turned_round(scene)
+
+
+def turned_round(scene: Scene) -> Scene:
+    """The same two groups, in the opposite relation."""
+    if scene.relation is None:
+        raise ValueError("a single group has no relation to turn round")
+    return dataclasses.replace(scene, relation=OPPOSITE[scene.relation])
 
 
 def attribute(scene: Scene, edited: Scene) -> str:

@@ -1,4 +1,4 @@
-"""Builds the world's weights from nothing: autoencoder, CLIP, FLUX, taste. About an hour on two CPU cores.
+"""Builds the world's weights from nothing: autoencoder, CLIP, taste, reading, FLUX. About an hour on two CPU cores.
 
 Each stage is skipped where its output already exists, so an interrupted build continues where it stopped.
 """
@@ -16,6 +16,7 @@ from g2rpo.testbed.build.common import Context, Log, build_world
 from g2rpo.testbed.build.figures import CARD, measure
 from g2rpo.testbed.build.flux import build_flux
 from g2rpo.testbed.build.preference import build_preference
+from g2rpo.testbed.build.reading import build_readers
 from g2rpo.testbed.build.vae import build_vae
 
 __all__ = ["build"]
@@ -37,12 +38,14 @@ def build(out: Path, *, seed: int = 0, quick: bool = False, log: Log = print) ->
     done("world")
     vae = build_vae(ctx, world)
     done("vae")
-    pipe = build_flux(ctx, vae)
-    done("flux")
     clip = build_clip(ctx, world)
     done("clip")
     preference = build_preference(ctx, world, vae, clip)
     done("preference")
+    readers = build_readers(ctx)
+    done("reading")
+    pipe = build_flux(ctx, vae, readers)
+    done("flux")
     figures = measure(ctx, vae, clip, preference, pipe)
     (ctx.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     (ctx.out / "README.md").write_text(CARD + "".join(f"| {name} | {value:.4g} |\n" for name, value in figures.items()))

@@ -12,10 +12,10 @@ from transformers import CLIPConfig, CLIPModel
 
 from g2rpo.testbed.build.augment import mild
 from g2rpo.testbed.build.common import FAMILY, Context, World, fit, save_half
-from g2rpo.testbed.build.text import END, MAX_TOKENS, PAD, VOCABULARY, new_tokenizer
-from g2rpo.testbed.grammar import render_prompt
-from g2rpo.testbed.rewards import image_features, text_features
-from g2rpo.testbed.scenes import SIDE
+from g2rpo.testbed.build.text import END, MAX_TOKENS, PAD, VOCABULARY, tokenizer
+from g2rpo.testbed.grammar import render_prompt, turned_round
+from g2rpo.testbed.rewards import SceneCLIP, image_features, text_features
+from g2rpo.testbed.scenes import SIDE, Scene
 
 WIDTH = 96
 BATCH = 128
@@ -50,38 +50,44 @@ def new_clip() -> CLIPModel:
 
 def build_clip(ctx: Context, world: World) -> CLIPModel:
     """Trains CLIP on whole families of scenes, so that every batch holds captions that are wrong in one word only."""
-    folder = ctx.out / "clip"
+    folder = ctx.out / SceneCLIP.folder
     if (folder / "config.json").exists():
         return CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
     rng = ctx.rng("clip")
-    clip, tokenizer = new_clip(), new_tokenizer()
-    prompts = [render_prompt(scene) for scene in world.scenes]
+    clip = new_clip()
 
     def loss() -> Tensor:
-        heads = rng.integers(len(prompts) // FAMILY, size=BATCH // FAMILY) * FAMILY
+        heads = rng.integers(len(world.scenes) // FAMILY, size=BATCH // FAMILY) * FAMILY
         rows = (heads[:, None] + np.arange(FAMILY)).ravel()
-        texts = [prompts[i] for i in rows]
-        images = mild(world.images(rows))
-        return contrastive_loss(clip, image_features(clip, images), text_features(clip, tokenizer, texts), texts)
+        return contrastive_loss(clip, mild(world.images(rows)), [world.scenes[i] for i in rows])
 
-    fit(ctx, "clip", clip, loss, steps=ctx.scaled(1800, 4), lr=2e-3, ema=0.995)
+    fit(ctx, "clip", clip, loss, steps=ctx.scaled(2400, 4), lr=2e-3, matrix_lr=8e-3, ema=0.995)
     save_half(clip, folder)
-    tokenizer.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return clip
 
 
-def contrastive_loss(clip: CLIPModel, images: Tensor, texts: Tensor, prompts: Sequence[str]) -> Tensor:
-    """CLIP's loss on features [B, D]; rows that share a prompt are not each other's negatives."""
-    ids = np.unique(np.asarray(prompts), return_inverse=True)[1]
-    twin = torch.from_numpy((ids[:, None] == ids[None]) & ~np.eye(len(ids), dtype=bool))
-    logits = (images @ texts.T * clip.logit_scale.exp().clamp(max=100)).float().masked_fill(twin, -torch.inf)
-    target = torch.arange(len(logits))
-    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+def contrastive_loss(clip: CLIPModel, images: Tensor, scenes: Sequence[Scene]) -> Tensor:
+    """CLIP's loss on images [B, 3, 64, 64] of scenes; rows that share a prompt are not each other's negatives.
+
+    Each image also tells its prompt from a foil with the same words in another order: the relation turned round.
+    A CLIP without this reads its prompts as bags of words.
+    """
+    prompts = [render_prompt(scene) for scene in scenes]
+    foils = [render_prompt(turned_round(scene)) for scene in scenes if scene.relation is not None]
+    texts = text_features(clip, tokenizer(), prompts + foils)
+    known = np.asarray(prompts)
+    own = torch.eye(len(prompts), len(texts), dtype=torch.bool)
+    twin = torch.from_numpy(np.asarray(prompts + foils) == known[:, None]) & ~own
+    logits = image_features(clip, images) @ texts.T * clip.logit_scale.exp().clamp(max=100)
+    logits = logits.float().masked_fill(twin, -torch.inf)
+    target = torch.arange(len(prompts))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits[:, : len(prompts)].T, target)) / 2
 
 
 @torch.no_grad()
 def retrieval(clip: CLIPModel, images: Tensor, prompts: Sequence[str]) -> float:
     """How often an image's nearest prompt, of all given, is its own."""
-    texts = text_features(clip, new_tokenizer(), prompts)
+    texts = text_features(clip, tokenizer(), prompts)
     nearest = (image_features(clip, images) @ texts.T).argmax(1).tolist()
     return sum(prompts[n] == p for n, p in zip(nearest, prompts, strict=True)) / len(prompts)

@@ -1,4 +1,4 @@
-"""Stage 3: the tiny FLUX. Transformer and text encoders learn together, by flow matching, on imperfect captions.
+"""Stage 5: the tiny FLUX. The transformer learns, by flow matching, on captions that are not always right.
 
 As with a model trained on the web, some captions are wrong, and guidance says how much to trust them: of the pictures
 shown with guidance 1 half carry a wrong caption, of those with guidance 5 one in twenty. What the base then gets
@@ -9,48 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+from torch import Tensor
 
 from g2rpo.testbed.build.common import Context, compiled, draw_world, fast_bf16, fit
-from g2rpo.testbed.build.text import END, MAX_TOKENS, PAD, VOCABULARY, new_tokenizer
+from g2rpo.testbed.build.reading import POOLED_WIDTH, WIDTH, Readers
+from g2rpo.testbed.build.text import MAX_TOKENS, tokenize, tokenizer
 from g2rpo.testbed.build.vae import encode
 from g2rpo.testbed.grammar import corrupt, prompts, render_prompt
 from g2rpo.testbed.rewards import SceneAccuracy
 from g2rpo.testbed.scenes import SIDE
 
-WIDTH = 128
-POOLED_WIDTH = 64
 GUIDANCE = (1.0, 5.0)
 WRONG_CAPTIONS = (0.5, 0.05)  # their share at either end of the guidance range
 TIME_SHIFT = 2.0  # trains high noise more, where the composition is decided
 BATCH = 128
 STEPS = 3000
-
-
-def new_t5() -> T5EncoderModel:
-    """An untrained two-layer text encoder."""
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=len(VOCABULARY),
-            d_model=WIDTH,
-            d_kv=32,
-            num_heads=4,
-            d_ff=2 * WIDTH,
-            num_layers=2,
-            relative_attention_num_buckets=16,
-            relative_attention_max_distance=MAX_TOKENS,
-            feed_forward_proj="relu",
-            dropout_rate=0.0,
-            pad_token_id=PAD,
-            eos_token_id=END,
-            is_encoder_decoder=False,
-        )
-    )
 
 
 def new_transformer() -> FluxTransformer2DModel:
@@ -69,55 +47,39 @@ def new_transformer() -> FluxTransformer2DModel:
     )
 
 
-def new_text_tower() -> CLIPTextModel:
-    """An untrained CLIP text encoder, whose pooled output tells the transformer the prompt's gist."""
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=POOLED_WIDTH,
-            intermediate_size=2 * POOLED_WIDTH,
-            num_attention_heads=4,
-            num_hidden_layers=2,
-            max_position_embeddings=MAX_TOKENS,
-            pad_token_id=PAD,
-            bos_token_id=PAD,
-            eos_token_id=END,
-        )
-    )
-
-
-def new_pipeline(vae: AutoencoderKL) -> FluxPipeline:
-    """The pipeline around a trained autoencoder, everything else untrained."""
+def new_pipeline(vae: AutoencoderKL, readers: Readers) -> FluxPipeline:
+    """The pipeline around an autoencoder and text encoders, with an untrained transformer."""
     pipe = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
         vae=vae,
-        text_encoder=new_text_tower(),
-        tokenizer=new_tokenizer(),
-        text_encoder_2=new_t5(),
-        tokenizer_2=new_tokenizer(),
+        text_encoder=readers.clip,
+        tokenizer=tokenizer(),
+        text_encoder_2=readers.t5,
+        tokenizer_2=tokenizer(),
         transformer=new_transformer(),
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def build_flux(ctx: Context, vae: AutoencoderKL) -> FluxPipeline:
-    """Trains the transformer and both text encoders, and saves the whole pipeline."""
+def build_flux(ctx: Context, vae: AutoencoderKL, readers: Readers) -> FluxPipeline:
+    """Trains the transformer and saves the whole pipeline."""
     if (ctx.pipeline / "model_index.json").exists():
         return load_pipeline(ctx.pipeline)
     latents, right, wrong = training_data(ctx, vae)
     ctx.rng("flux")
-    pipe = new_pipeline(vae)
+    pipe = new_pipeline(vae, readers)
     sample(pipe, ["a red circle"])  # diffusers hooks the transformer when first used; later, that would recompile it
-    networks = Velocity(pipe)
-    velocity = compiled(ctx, networks)
+    transformer = compiled(ctx, pipe.transformer)
 
     def loss() -> Tensor:
         rows = torch.randint(len(latents), (BATCH,))
         guidance = torch.empty(BATCH).uniform_(*GUIDANCE)
         is_wrong = torch.rand(BATCH) < wrong_share(guidance)
         tokens = torch.where(is_wrong[:, None], wrong[rows], right[rows])
-        return flow_loss(velocity, latents[rows].float(), tokens, guidance)
+        with torch.no_grad():
+            texts, pooled = readers.t5(tokens)[0], readers.clip(tokens).pooler_output
+        return flow_loss(transformer, latents[rows].float(), texts, pooled, guidance)
 
     def snapshot(step: int) -> None:
         scores = [accuracy(pipe, prompts(split)[:100]) for split in ("train", "heldout")]
@@ -127,7 +89,7 @@ def build_flux(ctx: Context, vae: AutoencoderKL) -> FluxPipeline:
     fit(
         ctx,
         "flux",
-        networks,
+        pipe.transformer,
         loss,
         steps=ctx.scaled(STEPS, 4),
         lr=2e-3,
@@ -165,41 +127,23 @@ def training_data(ctx: Context, vae: AutoencoderKL) -> tuple[Tensor, Tensor, Ten
     return data["latents"], data["right"], data["wrong"]
 
 
-def tokenize(texts: list[str]) -> Tensor:
-    """Tokens [N, 16], padded."""
-    return new_tokenizer()(texts, padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids
-
-
-class Velocity(nn.Module):
-    """The pipeline's networks that learn, from tokens to velocity, called as the pipeline calls them."""
-
-    def __init__(self, pipe: FluxPipeline) -> None:
-        super().__init__()
-        self.transformer, self.clip, self.t5 = pipe.transformer, pipe.text_encoder, pipe.text_encoder_2
-        self.text_ids = torch.zeros(MAX_TOKENS, 3)
-        self.image_ids = FluxPipeline._prepare_latent_image_ids(1, SIDE // 16, SIDE // 16, "cpu", torch.float32)
-
-    def forward(self, x: Tensor, sigma: Tensor, guidance: Tensor, tokens: Tensor) -> Tensor:
-        return self.transformer(
-            hidden_states=x,
-            timestep=sigma,
-            guidance=guidance,
-            pooled_projections=self.clip(tokens).pooler_output,
-            encoder_hidden_states=self.t5(tokens)[0],
-            txt_ids=self.text_ids,
-            img_ids=self.image_ids,
-            return_dict=False,
-        )[0]
-
-
-def flow_loss(velocity: Callable[..., Tensor], latents: Tensor, tokens: Tensor, guidance: Tensor) -> Tensor:
+def flow_loss(transformer: Callable[..., Any], latents: Tensor, texts: Tensor, pooled: Tensor, guidance: Tensor) -> Tensor:
     """Flow matching on packed latents [B, 16, 64]: how far the predicted velocity is from noise - latents."""
     noise = torch.randn_like(latents)
     odds = TIME_SHIFT * torch.randn(len(latents)).exp()
     sigma = odds / (1 + odds)
     at = sigma[:, None, None]
-    predicted = velocity((1 - at) * latents + at * noise, sigma, guidance, tokens)
-    return (predicted.float() - (noise - latents)).pow(2).mean()
+    velocity = transformer(
+        hidden_states=(1 - at) * latents + at * noise,
+        timestep=sigma,
+        guidance=guidance,
+        pooled_projections=pooled,
+        encoder_hidden_states=texts,
+        txt_ids=torch.zeros(MAX_TOKENS, 3),
+        img_ids=FluxPipeline._prepare_latent_image_ids(1, SIDE // 16, SIDE // 16, "cpu", torch.float32),
+        return_dict=False,
+    )[0]
+    return (velocity.float() - (noise - latents)).pow(2).mean()
 
 
 def sample(pipe: FluxPipeline, texts: Sequence[str], *, seed: int = 0, batch: int = 100) -> Tensor:

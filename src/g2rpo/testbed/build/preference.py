@@ -1,4 +1,4 @@
-"""Stage 4: taste. The tiny CLIP, fine-tuned on which of two pictures a viewer would rather have for a prompt."""
+"""Stage 3: taste. The tiny CLIP, fine-tuned on which of two pictures a viewer would rather have for a prompt."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch.nn import functional as F
 from transformers import CLIPModel
 
 from g2rpo.testbed.build.augment import harsh, mild
+from g2rpo.testbed.build.clip import contrastive_loss
 from g2rpo.testbed.build.common import FAMILY, Context, World, fit, save_half
-from g2rpo.testbed.build.text import new_tokenizer
+from g2rpo.testbed.build.text import tokenizer
 from g2rpo.testbed.build.vae import decode, encode
 from g2rpo.testbed.grammar import render_prompt
 from g2rpo.testbed.rewards import ScenePreference, image_features, text_features
+from g2rpo.testbed.scenes import Scene
 
 BATCH = 64  # prompts; each brings four pictures
 # The pictures of a prompt, and which is preferred to which: (better, worse).
@@ -30,19 +32,26 @@ def build_preference(ctx: Context, world: World, vae: AutoencoderKL, clip: CLIPM
     if (folder / "config.json").exists():
         return CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
     rng = ctx.rng("preference")
-    model, tokenizer = copy.deepcopy(clip), new_tokenizer()
+    model = copy.deepcopy(clip)
     generated = generated_like(ctx, world, vae)
 
     def loss() -> Tensor:
-        pictures, texts = ballot(world, rng, generated)
-        images = image_features(model, pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
-        scores = (images * text_features(model, tokenizer, texts)[:, None]).sum(-1).float() * ScenePreference.scale
-        return torch.stack([-F.logsigmoid(scores[:, a] - scores[:, b]).mean() for a, b in ORDER]).mean()
+        pictures, scenes = ballot(world, rng, generated)
+        scores = cosines(model, pictures, scenes) * ScenePreference.scale
+        taste = torch.stack([-F.logsigmoid(scores[:, a] - scores[:, b]).mean() for a, b in ORDER]).mean()
+        return taste + contrastive_loss(model, pictures[:, RIGHT], scenes)  # the second, so as not to forget
 
-    fit(ctx, "preference", model, loss, steps=ctx.scaled(600, 4), lr=5e-4, ema=0.99)
+    fit(ctx, "preference", model, loss, steps=ctx.scaled(600, 4), lr=1e-3, ema=0.99)
     save_half(model, folder)
-    tokenizer.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return model
+
+
+def cosines(model: CLIPModel, pictures: Tensor, scenes: list[Scene]) -> Tensor:
+    """Cosines [B, 4] of pictures [B, 4, 3, 64, 64] and their scenes' prompts."""
+    images = image_features(model, pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
+    texts = text_features(model, tokenizer(), [render_prompt(scene) for scene in scenes])
+    return (images * texts[:, None]).sum(-1).float()
 
 
 def generated_like(ctx: Context, world: World, vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
@@ -55,8 +64,8 @@ def generated_like(ctx: Context, world: World, vae: AutoencoderKL) -> tuple[Tens
     return clean, poor
 
 
-def ballot(world: World, rng: np.random.Generator, generated: tuple[Tensor, Tensor]) -> tuple[Tensor, list[str]]:
-    """Pictures [BATCH, 4, 3, 64, 64] to be ordered, and their prompts. Half of them passed through the autoencoder."""
+def ballot(world: World, rng: np.random.Generator, generated: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Scene]]:
+    """Pictures [BATCH, 4, 3, 64, 64] to be ordered, and the scenes asked for. Half of them passed through the autoencoder."""
     clean, noisy = generated
     pick = np.concatenate(
         [
@@ -68,13 +77,12 @@ def ballot(world: World, rng: np.random.Generator, generated: tuple[Tensor, Tens
     other = np.array([_relative(world, rng, row) for row in rows])
     decoded = torch.arange(BATCH)[:, None, None, None] < BATCH // 2
     poor = decoded & (torch.rand(BATCH, 1, 1, 1) < 0.6)
-    texts = [render_prompt(world.scenes[i]) for i in rows]
     pictures = []
     for chosen in (rows, other):
         inside = torch.from_numpy(chosen % len(clean))
         good = torch.where(decoded, clean[inside], world.images(chosen))
         pictures += [mild(good), torch.where(poor, noisy[inside], harsh(good))]
-    return torch.stack(pictures, 1), texts
+    return torch.stack(pictures, 1), [world.scenes[i] for i in rows]
 
 
 def _relative(world: World, rng: np.random.Generator, row: int) -> int:
@@ -88,12 +96,9 @@ def pair_accuracy(
     model: CLIPModel, world: World, rng: np.random.Generator, generated: tuple[Tensor, Tensor], rounds: int
 ) -> dict[str, float]:
     """How often the better of two pictures scores higher, by pair."""
-    tokenizer = new_tokenizer()
     wins: dict[str, list[Tensor]] = {"clean over ugly": [], "right over wrong": []}
     for _ in range(rounds):
-        pictures, texts = ballot(world, rng, generated)
-        features = image_features(model, pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
-        scores = (features * text_features(model, tokenizer, texts)[:, None]).sum(-1)
+        scores = cosines(model, *ballot(world, rng, generated))
         wins["clean over ugly"].append((scores[:, RIGHT] > scores[:, RIGHT_UGLY]).float().mean())
         wins["right over wrong"].append((scores[:, RIGHT] > scores[:, WRONG]).float().mean())
     return {name: torch.stack(values).mean().item() for name, values in wins.items()}

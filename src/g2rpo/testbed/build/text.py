@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from g2rpo.testbed.grammar import WORDS
@@ -18,7 +21,8 @@ VOCABULARY = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
 MAX_TOKENS = 16
 
 
-def new_tokenizer() -> PreTrainedTokenizerFast:
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
     """Words to ids, an end token after the last word, padding on the right."""
     core = Tokenizer(WordLevel(VOCABULARY, unk_token=SPECIAL[UNKNOWN]))
     core.normalizer = Lowercase()
@@ -33,3 +37,8 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="right",
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def tokenize(texts: list[str]) -> Tensor:
+    """Tokens [N, 16], padded."""
+    return tokenizer()(texts, padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids
