@@ -128,6 +128,8 @@ class OptimConfig(Group):
     weight_decay: NonNegativeFloat = 1e-4
     max_grad_norm: PositiveFloat = 1.0
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
+    decay: Literal["constant", "cosine"] = "constant"
+    """What the rate does after the warm-up; "cosine" reaches zero at the last iteration."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Evaluation and the saved weights use an exponential moving average; 0 turns it off."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -122,8 +123,9 @@ class Trainer:
             for transition in rollout.transitions
         ]
 
+        rate = self._learning_rate()
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate()
+            group["lr"] = rate
         stats = self.updater.update(experience, cond)
         if self.average is not None:
             self.average.update_parameters(self.parameters)
@@ -135,7 +137,7 @@ class Trainer:
             "iteration": self.iteration,
             **self._reward_metrics(rewards, advantages),
             **stats.summary(self.algorithm.clip_range),
-            "learning_rate": self._learning_rate(),
+            "learning_rate": rate,
             "evaluations": engine.evaluations,
             "images": sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts),
             "seconds": sum(watch.seconds.values()),
@@ -220,8 +222,12 @@ class Trainer:
         return generator_for(self.config.trainer.seed, "rollout", self.iteration, prompt, *purpose)
 
     def _learning_rate(self) -> float:
-        warmup = self.config.optim.warmup_iterations
-        return self.config.optim.learning_rate * min(1.0, (self.iteration + 1) / (warmup + 1))
+        """The rate of the iteration at hand: linear warm-up, then constant or a cosine to zero at the end."""
+        c = self.config
+        rate = c.optim.learning_rate * min(1.0, (self.iteration + 1) / (c.optim.warmup_iterations + 1))
+        if c.optim.decay == "cosine":
+            rate *= 0.5 * (1 + math.cos(math.pi * self.iteration / c.trainer.iterations))
+        return rate
 
     def _reward_metrics(self, rewards: Tensor, advantages: Tensor) -> Row:
         spread = rewards.std(-1)

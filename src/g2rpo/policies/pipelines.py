@@ -25,6 +25,7 @@ def place(pipeline: Any, *, dtype: torch.dtype, device: torch.device, vae_tiling
         if isinstance(part, nn.Module) and part is not pipeline.transformer:
             part.requires_grad_(False).eval().to(dtype)
     pipeline.to(device)
+    pipeline.vae.to(memory_format=torch.channels_last)  # convolutions on interleaved channels are faster, on CPU and GPU
     pipeline.transformer.eval()  # the models have no dropout; eval keeps adapters without it too
     if vae_tiling:
         pipeline.vae.enable_tiling()

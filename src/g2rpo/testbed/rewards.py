@@ -55,7 +55,11 @@ class SceneAccuracy:
 
 
 class SceneCLIP:
-    """Cosine of the picture and its prompt under the world's own tiny CLIP, in [-1, 1]."""
+    """Cosine of the picture and its prompt under the world's own tiny CLIP, in [-1, 1].
+
+    It sees counts, colours, shapes and sizes, but hardly which group is on which side: as its large sisters do, it reads
+    prompts much as bags of words.
+    """
 
     folder = "clip"
     scale = 1.0

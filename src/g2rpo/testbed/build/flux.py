@@ -8,6 +8,8 @@ wrong is content rather than drawing, and reinforcement learning has something n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,21 @@ from g2rpo.testbed.rewards import SceneAccuracy
 from g2rpo.testbed.scenes import SIDE
 
 GUIDANCE = (1.0, 5.0)
-WRONG_CAPTIONS = (0.5, 0.05)  # their share at either end of the guidance range
 TIME_SHIFT = 2.0  # trains high noise more, where the composition is decided
 BATCH = 128
-STEPS = 3000
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with its own peak learning rates, which decay to zero at its end."""
+
+    steps: int
+    lr: float
+    matrix_lr: float
+    wrong_captions: tuple[float, float]  # their share at either end of the guidance range
+
+
+PHASES = (Phase(3000, 2e-3, 8e-3, (0.5, 0.05)), Phase(2000, 1.5e-3, 6e-3, (0.5, 0.02)))
 
 
 def new_transformer() -> FluxTransformer2DModel:
@@ -72,10 +85,10 @@ def build_flux(ctx: Context, vae: AutoencoderKL, readers: Readers) -> FluxPipeli
     sample(pipe, ["a red circle"])  # diffusers hooks the transformer when first used; later, that would recompile it
     transformer = compiled(ctx, pipe.transformer)
 
-    def loss() -> Tensor:
+    def loss(wrong_captions: tuple[float, float]) -> Tensor:
         rows = torch.randint(len(latents), (BATCH,))
         guidance = torch.empty(BATCH).uniform_(*GUIDANCE)
-        is_wrong = torch.rand(BATCH) < wrong_share(guidance)
+        is_wrong = torch.rand(BATCH) < wrong_share(guidance, wrong_captions)
         tokens = torch.where(is_wrong[:, None], wrong[rows], right[rows])
         with torch.no_grad():
             texts, pooled = readers.t5(tokens)[0], readers.clip(tokens).pooler_output
@@ -86,25 +99,26 @@ def build_flux(ctx: Context, vae: AutoencoderKL, readers: Readers) -> FluxPipeli
         ctx.log(f"flux {step} accuracy: train {scores[0]:.2f}, held-out {scores[1]:.2f}")
         save_pipeline(pipe, ctx.work / "snapshot")
 
-    fit(
-        ctx,
-        "flux",
-        pipe.transformer,
-        loss,
-        steps=ctx.scaled(STEPS, 4),
-        lr=2e-3,
-        matrix_lr=8e-3,
-        ema=0.998,
-        bf16=True,
-        snapshot=snapshot,
-    )
+    for phase in PHASES:
+        fit(
+            ctx,
+            "flux",
+            pipe.transformer,
+            partial(loss, phase.wrong_captions),
+            steps=ctx.scaled(phase.steps, 4),
+            lr=phase.lr,
+            matrix_lr=phase.matrix_lr,
+            ema=0.998,
+            bf16=True,
+            snapshot=snapshot,
+        )
     save_pipeline(pipe, ctx.pipeline)
     return pipe
 
 
-def wrong_share(guidance: Tensor) -> Tensor:
+def wrong_share(guidance: Tensor, ends: tuple[float, float]) -> Tensor:
     """The share of wrong captions among pictures shown with this guidance: linear between the ends of its range."""
-    (low, high), (at_low, at_high) = GUIDANCE, WRONG_CAPTIONS
+    (low, high), (at_low, at_high) = GUIDANCE, ends
     return at_low + (guidance - low) / (high - low) * (at_high - at_low)
 
 

@@ -56,7 +56,7 @@ def cosines(model: CLIPModel, pictures: Tensor, scenes: list[Scene]) -> Tensor:
 
 def generated_like(ctx: Context, world: World, vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
     """The first families as a good and as a poor generator would draw them: decoded latents, clean and noisy."""
-    count = ctx.scaled(4096, 32)
+    count = min(ctx.scaled(4096, 32), len(world.scenes))
     latents = encode(vae, world, count)
     amount = 0.25 + 0.5 * torch.rand(count, 1, 1, 1)
     noisy = latents * (1 - 0.3 * amount) + amount * torch.randn_like(latents)
