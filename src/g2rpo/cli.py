@@ -190,6 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for library in ("TRANSFORMERS", "DIFFUSERS"):  # their advice is for programmers; errors still come through
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # nor do their bars belong between ours
     try:
         app(arguments)
     except UserError as error:
