@@ -105,12 +105,12 @@ def watch_training(trainer: Trainer, progress: Progress, console: Console) -> No
         if row["kind"] == "train":
             progress.update(task, reward=shown, iteration=row["iteration"])
         else:
-            console.print(f"held-out pictures after iteration {row['iteration']:>4}: {shown}", highlight=False)
+            console.print(f"held-out pictures after iteration {row['iteration']:>4}: {shown}", highlight=False, soft_wrap=True)
 
 
 def results_table(table: dict[str, Comparison], prompts: int, trained: Sequence[str]) -> Table:
     """Base against tuned for people."""
-    out = Table(title=f"{prompts} held-out prompts, same noise (± standard error of the paired change)")
+    out = Table(title=f"{prompts} held-out prompts, same noise; ± standard error")
     for column in ("reward", "base", "tuned", "change", ""):
         out.add_column(column, justify="left" if column in ("reward", "") else "right")
     for name, row in table.items():
@@ -130,13 +130,13 @@ class _Rate(ProgressColumn):
     """Network evaluations per second."""
 
     def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.0f} evaluations/s" if task.speed else "")
+        return Text(f"{task.speed:,.0f} eval/s" if task.speed else "")
 
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("iteration {task.fields[iteration]}/{task.fields[iterations]}"),
-        BarColumn(bar_width=24),
+        TextColumn("{task.fields[iteration]}/{task.fields[iterations]}"),
+        BarColumn(bar_width=12),
         TextColumn("{task.fields[reward]}"),
         _Rate(),
         TimeRemainingColumn(),
