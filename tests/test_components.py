@@ -5,7 +5,7 @@ import torch
 import yaml
 
 from g2rpo import components
-from g2rpo.commands.train import build_trainer
+from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import PolicyConfig, RewardConfig, resolve
 from g2rpo.errors import UserError
 from g2rpo.policies.flux import FluxPolicy
@@ -59,3 +59,10 @@ def test_sd3_trains_from_a_config(tmp_path, sd3_directory, scale):
     assert [row["log_prob_drift"] for row in rows] == pytest.approx([0, 0], abs=1e-5)
     assert any(not torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True))
     assert trainer.export().name == "pytorch_lora_weights.safetensors"
+
+
+def test_a_model_of_another_kind_than_the_recipes_is_refused(tmp_path):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    with pytest.raises(UserError, match="is a StableDiffusion3Pipeline, but this recipe is for a FluxPipeline"):
+        components.locate_pipeline(str(tmp_path), load_config("flux1-dev-lora", []).policy.pipeline)
+    assert components.locate_pipeline(str(tmp_path))[1] == "StableDiffusion3Pipeline"

@@ -81,11 +81,12 @@ def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, f
 @pytest.mark.parametrize(
     ("name", "reward"), [("flux1-dev-hps", "hpsv2"), ("flux1-dev-hps-clip", "hpsv2"), ("sd35-medium-lora", "pickscore")]
 )
-def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux_directory, name, reward):
+def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux_directory, sd3_directory, name, reward):
     """The hub is offline here (tests/conftest.py), so nothing can be downloaded."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\n")
-    given = [f"prompts.train={prompts}", f"evaluation.prompts={prompts}", f"policy.path={flux_directory}"]
+    model = sd3_directory if name.startswith("sd3") else flux_directory
+    given = [f"prompts.train={prompts}", f"evaluation.prompts={prompts}", f"policy.path={model}"]
     config = load_config(name, given)
     repository = config.rewards[reward].options["path"]
     with pytest.raises(UserError) as refusal:

@@ -48,7 +48,7 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
 
     `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
     """
-    path, kind = locate_pipeline(config.path)
+    path, kind = locate_pipeline(config.path, config.pipeline)
     policy = _load(POLICIES[kind])
     options = {name: getattr(config, name) for name in ("lora_targets", "negative_prompt")}
     options = {name: value for name, value in options.items() if value is not None}  # None: the policy's default
@@ -84,8 +84,8 @@ def pick_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def locate_pipeline(name: str) -> tuple[str, str]:
-    """(where the pipeline lies, its class name)."""
+def locate_pipeline(name: str, expected: str | None = None) -> tuple[str, str]:
+    """(where the pipeline lies, its class name); refuses a class that has no policy, or is not the `expected` one."""
     if name == "testbed":
         from g2rpo.testbed import pipeline_dir
 
@@ -105,6 +105,9 @@ def locate_pipeline(name: str) -> tuple[str, str]:
         kind = _hub_class(name)
     if kind not in POLICIES:
         raise UserError(f"policy.path={name}: is a {kind}, which has no policy here. Known: {', '.join(POLICIES)}.")
+    if expected is not None and kind != expected:
+        hint = "take a recipe for it, or set policy.pipeline= and check every value"
+        raise UserError(f"policy.path={name}: is a {kind}, but this recipe is for a {expected}; {hint}")
     return str(path) if path.is_dir() else name, kind
 
 
@@ -119,7 +122,7 @@ def _hub_class(name: str) -> str:
 
 
 NOT_IN_EMBEDDINGS = {
-    "path", "device", "height", "width", "guidance_scale", "tuning", "lora_rank", "lora_alpha", "lora_targets",
+    "path", "pipeline", "device", "height", "width", "guidance_scale", "tuning", "lora_rank", "lora_alpha", "lora_targets",
     "gradient_checkpointing", "truncate_timesteps", "vae_tiling",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. What is not listed here is in their key."""

@@ -43,6 +43,8 @@ class PolicyConfig(Group):
 
     path: str
     """A diffusers pipeline: a directory, a hub id, or "testbed" for the one inside the package."""
+    pipeline: str | None = None
+    """The class that the pipeline must have; a recipe's values are for one kind of model. None: any that is known."""
     height: PositiveInt
     width: PositiveInt
     guidance_scale: NonNegativeFloat = 3.5

@@ -39,7 +39,7 @@ def load_config(recipe: str, overrides: Sequence[str]) -> Config:
 def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print) -> Trainer:
     """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
     components.check_rewards({**config.rewards, **config.evaluation.rewards})  # all that is cheap to check goes first
-    components.locate_pipeline(config.policy.path)
+    components.locate_pipeline(config.policy.path, config.policy.pipeline)
     prompts = components.build_prompts(config.prompts.train, "prompts.train")
     heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
     clash = sorted(set(config.rewards) & set(config.evaluation.rewards))
