@@ -71,7 +71,7 @@ def contrastive_loss(clip: CLIPModel, images: Tensor, scenes: Sequence[Scene]) -
     """CLIP's loss on images [B, 3, 64, 64] of scenes; rows that share a prompt are not each other's negatives.
 
     Each image also tells its prompt from a foil with the same words in another order: the relation turned round.
-    A CLIP without this reads its prompts as bags of words.
+    It is meant to keep the CLIP from reading prompts as bags of words; at this size it has not been seen to (LOG.md).
     """
     prompts = [render_prompt(scene) for scene in scenes]
     foils = [render_prompt(turned_round(scene)) for scene in scenes if scene.relation is not None]
