@@ -65,12 +65,7 @@ class Engine:
     @torch.no_grad()
     def sample(self, x: Tensor) -> Tensor:
         """Latents at sigma = 0 by the plain ODE from x [prompts, ...] at sigma = 1; num_steps evaluations a row."""
-        walk = Node(0, children=[])
-        node = walk
-        for step in range(1, self.num_steps + 1):
-            node.children.append(Node(step))
-            node = node.children[0]
-        node.tails.append(0)
+        walk = prefix_tree([range(self.num_steps + 1)])
         return torch.cat([final[0] for final in self._finish([(walk, p, x[p : p + 1]) for p in range(len(x))])])
 
     def initial(self, noise: Noise) -> Tensor:
