@@ -66,3 +66,11 @@ def test_a_model_of_another_kind_than_the_recipes_is_refused(tmp_path):
     with pytest.raises(UserError, match="is a StableDiffusion3Pipeline, but this recipe is for a FluxPipeline"):
         components.locate_pipeline(str(tmp_path), load_config("flux1-dev-lora", []).policy.pipeline)
     assert components.locate_pipeline(str(tmp_path))[1] == "StableDiffusion3Pipeline"
+
+
+def test_the_prompt_length_that_a_config_leaves_open_is_the_models_own(flux_directory, sd3_directory):
+    """Prompt tokens: 512 for FLUX, 256 for SD3, as in their pipelines."""
+    open_size = {**SIZE, "max_sequence_length": None}
+    flux = components.build_policy(PolicyConfig(path=str(flux_directory), **open_size), tuning="frozen")
+    sd3 = components.build_policy(PolicyConfig(path=str(sd3_directory), **open_size), tuning="frozen")
+    assert (flux.max_sequence_length, sd3.max_sequence_length) == (512, 256)

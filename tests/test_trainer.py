@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from g2rpo.checkpoint import BrokenCheckpoint, checkpoints, load_checkpoint
+from g2rpo.flow import sigma_grid
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
@@ -54,6 +55,12 @@ def test_the_ratio_is_exactly_one_before_the_first_update(update_every, dtype):
         assert row["ratio_deviation"] > 0  # later branch steps see weights that have moved
     # bfloat16: the anchor's velocity was computed from the unrounded latent, an error of 2^-9 in x and in v
     assert row["log_prob_drift"] <= (0 if dtype == "float32" else 0.02)
+
+
+def test_the_shift_can_be_the_models_own():
+    """The Gaussian policy is deployed without a shift; the config's default is 3."""
+    assert torch.equal(trainer(None, "sampling.shift=model").sigmas, sigma_grid(6, 1.0))
+    assert torch.equal(trainer(None).sigmas, sigma_grid(6, 3.0))
 
 
 def test_updates_per_branch_step_once_for_each():

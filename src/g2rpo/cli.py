@@ -75,21 +75,19 @@ def sample(
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
     shift: Annotated[float | None, typer.Option(help="Time shift of the sampler; default the run's, else the model's.")] = None,
     guidance: Annotated[float, typer.Option(help="Guidance scale (with --model).")] = 3.5,
-    size: Annotated[int, typer.Option(help="Height and width in pixels (with --model).")] = 64,
+    size: Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")] = None,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     out: Annotated[Path, typer.Option(help="A new folder for the pictures.")] = Path("samples"),
 ) -> None:
     """Draw pictures with a run's model, or any pipeline."""
+    from g2rpo.commands.evaluate import model_settings
     from g2rpo.commands.sample import sample as draw
     from g2rpo.config import PolicyConfig
     from g2rpo.prompt_sources import read_prompts
 
     asked = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
-    length = 16 if model == "testbed" else 512
-    policy = None
-    if model is not None:
-        policy = PolicyConfig(path=model, height=size, width=size, guidance_scale=guidance, max_sequence_length=length)
+    policy = PolicyConfig(**model_settings(model, size, guidance)["policy"]) if model is not None else None
     draw(
         asked,
         run=run,

@@ -50,7 +50,7 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
     """
     path, kind = locate_pipeline(config.path, config.pipeline)
     policy = _load(POLICIES[kind])
-    options = {name: getattr(config, name) for name in ("lora_targets", "negative_prompt")}
+    options = {name: getattr(config, name) for name in ("lora_targets", "negative_prompt", "max_sequence_length")}
     options = {name: value for name, value in options.items() if value is not None}  # None: the policy's default
     for name in options.keys() - inspect.signature(policy).parameters.keys():
         raise UserError(f"policy.{name}: a {kind} has no such option; take it out")
@@ -62,7 +62,6 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
             height=config.height,
             width=config.width,
             guidance_scale=config.guidance_scale,
-            max_sequence_length=config.max_sequence_length,
             tuning=tuning or config.tuning,
             lora_rank=config.lora_rank,
             lora_alpha=config.lora_alpha,

@@ -24,8 +24,11 @@ from pydantic import (
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.errors import UserError, did_you_mean
+from g2rpo.types import Policy
 
 Dtype = Literal["float32", "bfloat16"]
+Shift = PositiveFloat | Literal["model"]
+"""The time shift of the sigma grid; "model": the one that the pipeline is deployed with at this size."""
 
 
 class Group(BaseModel):
@@ -51,7 +54,8 @@ class PolicyConfig(Group):
     """FLUX: the embedded one. SD3: of classifier-free guidance, which costs a second evaluation; up to 1 turns it off."""
     negative_prompt: str | None = None
     """For models with classifier-free guidance."""
-    max_sequence_length: PositiveInt = 512
+    max_sequence_length: PositiveInt | None = None
+    """Tokens of the long prompt encoder. None: what the model takes by default (FLUX 512, SD3 256)."""
     tuning: Literal["lora", "full"] = "lora"
     lora_rank: PositiveInt = 32
     lora_alpha: PositiveFloat = 64.0
@@ -112,7 +116,7 @@ class SamplingConfig(Group):
     """The sampler that rollouts and evaluation share."""
 
     num_steps: Annotated[int, Field(ge=2)]
-    shift: PositiveFloat = 3.0
+    shift: Shift = 3.0
     batch_size: PositiveInt = 64
     """Rows of one network call."""
     decode_batch_size: PositiveInt = 64
@@ -172,6 +176,11 @@ class Config(Group):
     optim: OptimConfig
     trainer: TrainerConfig
     evaluation: EvaluationConfig
+
+
+def shift_of(shift: Shift, policy: Policy) -> float:
+    """The number that a config's shift means for a policy."""
+    return policy.shift if shift == "model" else float(shift)
 
 
 def resolve(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:

@@ -131,6 +131,10 @@ class CachedPolicy:
     def device(self) -> torch.device:
         return self.policy.device
 
+    @property
+    def shift(self) -> float:
+        return self.policy.shift
+
     def encode(self, prompts: Sequence[str]) -> Cond:
         rows = {prompt: self._row(prompt) for prompt in dict.fromkeys(prompts)}
         names = next(iter(rows.values())).tensors

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
-from g2rpo.config import CacheFolder, Group, PolicyConfig, RewardTable
+from g2rpo.config import CacheFolder, Group, PolicyConfig, RewardTable, Shift
 from g2rpo.errors import UserError
 from g2rpo.evaluation import Evaluation, evaluate
 from g2rpo.files import write_whole
@@ -44,8 +44,7 @@ class JudgingConfig(Group):
     """Where text embeddings are kept, as for training."""
     rewards: Annotated[RewardTable, Field(min_length=1)]
     steps: Annotated[list[PositiveInt], Field(min_length=1)]
-    shift: PositiveFloat | None = None
-    """None: the model's own."""
+    shift: Shift = "model"
     seed: int = 0
     batch_size: PositiveInt = 16
     contents: dict[str, str] = Field(default_factory=dict)

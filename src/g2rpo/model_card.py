@@ -89,6 +89,8 @@ pipe = DiffusionPipeline.from_pretrained("{config.policy.path}", transformer=tra
 def _call(config: Config) -> str:
     size = f"height={config.policy.height}, width={config.policy.width}"
     steps = f"num_inference_steps={config.sampling.num_steps}, guidance_scale={config.policy.guidance_scale:g}"
+    length = config.policy.max_sequence_length
+    tokens = f", max_sequence_length={length}" if length else ""
     return f"""picture = pipe(
-    "...", {size}, {steps}, max_sequence_length={config.policy.max_sequence_length}
+    "...", {size}, {steps}{tokens}
 ).images[0]"""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
-from g2rpo.config import Config
+from g2rpo.config import Config, shift_of
 from g2rpo.evaluation import Comparison, Evaluation, compare, evaluate, load_evaluation, save_evaluation
 from g2rpo.flow import sigma_grid
 from g2rpo.metrics import MetricsLog, Row, read_metrics
@@ -52,7 +52,8 @@ class Trainer:
         self._baseline: Evaluation | None = None
         self._shown = c.evaluation.pictures
         self.algorithm = c.algorithm
-        self.sigmas = sigma_grid(c.sampling.num_steps, c.sampling.shift)
+        self.shift = shift_of(c.sampling.shift, self.policy)
+        self.sigmas = sigma_grid(c.sampling.num_steps, self.shift)
         self.plans = self.algorithm.plans(c.sampling.num_steps)
         self.diffusion = self.algorithm.diffusion(self.sigmas)
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
@@ -167,7 +168,7 @@ class Trainer:
                 self.policy,
                 self.heldout,
                 {**self.rewards, **self.judges},
-                sigma_grid(steps, c.sampling.shift),
+                sigma_grid(steps, self.shift),
                 seed=c.trainer.seed,
                 batch_size=c.sampling.batch_size,
                 decode_batch_size=c.sampling.decode_batch_size,

@@ -93,6 +93,11 @@ class Policy(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def shift(self) -> float:
+        """The time shift (of `flow.sigma_grid`) with which the model is deployed."""
+        ...
+
     def encode(self, prompts: Sequence[str]) -> Cond:
         """Conditioning for each prompt."""
         ...

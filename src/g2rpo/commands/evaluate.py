@@ -16,7 +16,7 @@ from torch import Tensor
 from g2rpo import components
 from g2rpo.commands.ahead import encode_ahead
 from g2rpo.commands.progress import counter, warn_on
-from g2rpo.config import differences, read_yaml, resolve_as
+from g2rpo.config import differences, read_yaml, resolve_as, shift_of
 from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, digest_of, write_whole
 from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
@@ -48,7 +48,7 @@ def run_settings(run: Path) -> dict[str, Any]:
 
 def model_settings(model: str, size: int | None, guidance: float) -> dict[str, Any]:
     """The settings that a pipeline alone suggests."""
-    side, length = (64, 16) if model == "testbed" else (1024, 512)
+    side, length = (64, 16) if model == "testbed" else (1024, None)
     policy = {"path": model, "height": size or side, "width": size or side, "guidance_scale": guidance}
     return {"policy": {**policy, "max_sequence_length": length}}
 
@@ -160,7 +160,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
         raise UserError(f"{out}: cannot be written ({error.strerror}); name another --out") from None
     with counter(console, "pictures") as progress:
         task = progress.add_task("judging", total=sum(chunk.stop - chunk.start for chunk in missing))
-        shift = config.shift or policy.shift
+        shift = shift_of(config.shift, policy)
         judging.run(missing, cached, use_weights, rewards, shift, lambda pictures: progress.advance(task, pictures))
 
 

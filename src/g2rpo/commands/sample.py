@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from g2rpo import components
-from g2rpo.config import PolicyConfig
+from g2rpo.config import PolicyConfig, Shift, shift_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation import sample_images
 from g2rpo.flow import sigma_grid
@@ -26,7 +26,7 @@ def sample(
     strength: float,
     base: bool,
     steps: int | None,
-    shift: float | None,
+    shift: Shift | None,
     seed: int,
     batch_size: int,
     out: Path,
@@ -49,7 +49,7 @@ def sample(
             painter.load(weights, strength)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{weights}: the weights do not fit {policy.path}: {error}") from error
-    sigmas = sigma_grid(steps or 28, shift or painter.shift)
+    sigmas = sigma_grid(steps or 28, shift_of(shift or "model", painter))
     images = sample_images(painter, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=batch_size)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:

@@ -34,6 +34,10 @@ class GaussianPolicy:
     def device(self) -> torch.device:
         return self.mean.device
 
+    @property
+    def shift(self) -> float:
+        return 1.0
+
     def encode(self, prompts: Sequence[str]) -> Cond:
         return Cond({"shift": torch.tensor([float(prompt) for prompt in prompts], device=self.device)})
 
