@@ -131,7 +131,7 @@ def test_noise_shows_no_objects_of_the_world() -> None:
     assert detect(np.full((3, 64, 64), 0.9, np.float32)) == []
 
 
-def score(prompt: str, objects: list[Object], *, partial: bool = True) -> float:
+def score(prompt: str, objects: list[Object], *, partial: float = 1) -> float:
     image = torch.from_numpy(image_of(draw(objects, np.random.default_rng(0))))
     return SceneAccuracy(partial=partial)(image[None], [prompt]).item()
 
@@ -153,10 +153,18 @@ def test_partial_credit_grows_with_what_is_right() -> None:
 
 def test_strict_accuracy_is_all_or_nothing() -> None:
     star, circle = Object(30, 46, 9, "blue", "star"), Object(14, 12, 6, "red", "circle")
-    assert score("a red circle above a blue star", [star, circle], partial=False) == 1
-    assert score("a red circle below a blue star", [star, circle], partial=False) == 0
-    assert score("a small red circle above a large blue star", [star, circle], partial=False) == 1
-    assert score("a large red circle above a blue star", [star, circle], partial=False) == 0
+    assert score("a red circle above a blue star", [star, circle], partial=0) == 1
+    assert score("a red circle below a blue star", [star, circle], partial=0) == 0
+    assert score("a small red circle above a large blue star", [star, circle], partial=0) == 1
+    assert score("a large red circle above a blue star", [star, circle], partial=0) == 0
+
+
+def test_partial_credit_may_be_a_share_of_the_score() -> None:
+    prompt, star = "a red circle above a blue star", Object(30, 46, 9, "blue", "star")
+    assert score(prompt, [star], partial=0.25) == pytest.approx(0.25 * score(prompt, [star], partial=1))  # strictly wrong: 0
+    assert score(prompt, [Object(14, 12, 6, "red", "circle"), star], partial=0.25) == 1
+    with pytest.raises(ValueError, match="share between 0 and 1"):
+        SceneAccuracy(partial=2)
 
 
 def test_accuracy_gives_no_score_where_the_prompt_means_nothing() -> None:

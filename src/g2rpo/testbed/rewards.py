@@ -36,10 +36,13 @@ def parse_or_none(prompt: str) -> Scene | None:
 class SceneAccuracy:
     """Does the picture show the asked objects, colours, counts, sizes and relation, and nothing else?
 
-    With `partial` the mean of all answers (see `check`), else 1 where all of them are 1, and 0 otherwise.
+    1 where all answers (see `check`) are 1, and 0 otherwise; `partial` is the share in [0, 1] of the score that is given for
+    the mean of the answers instead.
     """
 
-    def __init__(self, *, partial: bool = False) -> None:
+    def __init__(self, *, partial: float = 0.0) -> None:
+        if not 0 <= partial <= 1:
+            raise ValueError(f"partial is a share between 0 and 1, got {partial}")
         self.partial = partial
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -51,7 +54,7 @@ class SceneAccuracy:
         if scene is None:
             return float("nan")
         answers = check(scene, detect(image.numpy())).values()
-        return sum(answers) / len(answers) if self.partial else float(min(answers) == 1)
+        return self.partial * sum(answers) / len(answers) + (1 - self.partial) * (min(answers) == 1)
 
 
 class SceneCLIP:
