@@ -30,6 +30,7 @@ def test_weights_are_small_safetensors_and_nothing_else() -> None:
     files = [f for f in testbed.assets_dir().rglob("*") if f.is_file()]
     assert {f.suffix for f in files} == {".safetensors", ".json", ".md"}
     assert sum(f.stat().st_size for f in files) <= 12e6
+    assert not [f for f in files if f.suffix == ".json" and "_name_or_path" in f.read_text()]  # a path of the builder's machine
 
 
 def test_the_card_carries_the_figures() -> None:
@@ -74,7 +75,7 @@ def test_a_learned_reward_prefers_the_right_prompt(reward: type[SceneCLIP]) -> N
             wins.setdefault(attribute(parse(prompt), scene), []).append(bool(right[i] > value))
     del wins["relation"]  # see SceneCLIP: it hardly sees relations, and no test should pretend that it does
     for name, won in wins.items():
-        assert np.mean(won) > 0.7, f"{name}: {np.mean(won):.2f}"  # the weakest: shape, .74 under ScenePreference
+        assert np.mean(won) > 0.9, f"{name}: {np.mean(won):.2f}"
 
 
 @pytest.mark.parametrize("reward", [SceneCLIP, ScenePreference])

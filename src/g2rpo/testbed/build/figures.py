@@ -26,8 +26,8 @@ simple scenes. All were trained from nothing, on pictures and prompts drawn by t
 The base model learned from captions of which a share is wrong, less so the higher the guidance: it draws cleanly, but
 often not quite what was asked. That is what reinforcement learning is to mend.
 
-The weights that ship were made while the builder was being written, by the same stages with slightly other settings (LOG.md
-says which); the command repeats the recipe, not these bits.
+The weights that ship were made by these stages one at a time, while the builder was being written, with slightly other
+settings (LOG.md says which); the command repeats the recipe, not these bits.
 
 | figure | value |
 |---|---|

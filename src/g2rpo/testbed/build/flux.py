@@ -7,6 +7,7 @@ wrong is content rather than drawing, and reinforcement learning has something n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -191,9 +192,13 @@ def accuracy(pipe: FluxPipeline, texts: Sequence[str]) -> float:
 
 
 def save_pipeline(pipe: FluxPipeline, folder: Path) -> None:
-    """Writes the pipeline as float16 safetensors, and leaves it in float32."""
+    """Writes the pipeline as float16 safetensors, without the paths it was loaded from, and leaves it in float32."""
     pipe.to(torch.float16).save_pretrained(folder, safe_serialization=True)
     pipe.to(torch.float32)
+    for file in folder.rglob("*.json"):
+        settings = json.loads(file.read_text())
+        if settings.pop("_name_or_path", None) is not None:
+            file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def load_pipeline(folder: Path) -> FluxPipeline:
