@@ -131,9 +131,7 @@ def test_a_prompts_rollout_does_not_depend_on_its_neighbours():
     algorithm = GranularGRPO(branch_steps=(0, 2), granularities=(1, 2))
     kernel = algorithm.kernel(SIGMAS)
     policy = Network()
-    alone = Engine(policy, policy.encode(["0.1"]), SIGMAS).rollout(
-        algorithm.plans(16), 3, kernel, lambda p, *k: noise(1, *k)
-    )
+    alone = Engine(policy, policy.encode(["0.1"]), SIGMAS).rollout(algorithm.plans(16), 3, kernel, lambda p, *k: noise(1, *k))
     both = make_engine(prompts=2, policy=policy).rollout(algorithm.plans(16), 3, kernel, noise)
     for a, b in zip(alone, both[2:], strict=True):
         torch.testing.assert_close(a.finals, b.finals, atol=1e-6, rtol=0)

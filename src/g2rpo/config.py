@@ -171,9 +171,7 @@ class EvaluationConfig(Group):
     pictures: PositiveInt = 8
 
 
-AnyAlgorithm = (
-    GranularGRPO | FlowGRPO | FlowGRPOFast | FlowCPS | GRPOGuard | DanceGRPO | MixGRPO | MixGRPOFlash | TempFlowGRPO
-)
+AnyAlgorithm = GranularGRPO | FlowGRPO | FlowGRPOFast | FlowCPS | GRPOGuard | DanceGRPO | MixGRPO | MixGRPOFlash | TempFlowGRPO
 ALGORITHMS = {kind.name: kind for kind in get_args(AnyAlgorithm)}
 
 
@@ -236,7 +234,9 @@ def _with_other_algorithm(
     if not asked or not isinstance(given, Mapping) or asked[-1] == _named(given)["name"] or asked[-1] not in ALGORITHMS:
         return data
     defaults = ALGORITHMS[asked[-1]]
-    left = ", ".join(f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value)
+    left = ", ".join(
+        f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value
+    )
     if left:
         note(f"algorithm.name={asked[-1]}: its published defaults; {source}'s {left} are left out")
     return {**data, "algorithm": {}}

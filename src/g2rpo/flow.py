@@ -96,8 +96,9 @@ def cps_kernel(eta: float) -> Kernel:
     mean = (1 - sigma') image + sqrt(sigma'^2 - std^2) noise, std = sigma' sin(eta pi / 2), with the predictions
     image = x - sigma v and noise = x + (1 - sigma) v at x. So x' = (1 - sigma') image + sigma' (unit noise), whatever the
     step. `sde_step` is of the same form with sigma' - std^2 / (2 sigma) before the noise, which is this to first order: its
-    squares add up to more than sigma'^2. 0 < eta <= 1; at 1 all noise is new. A step to sigma' = 0 is the ODE's. As the
-    published code does, the log-prob leaves out 1 / (2 std^2) (`SquaredDistance`), so a clip range has another scale.
+    squares add up to more than sigma'^2. 0 < eta <= 1; at 1 all noise is new. A step to sigma' = 0 is the ODE's. Marginals are
+    kept for a known image only. As the published code does, the log-prob leaves out 1 / (2 std^2) (`SquaredDistance`), so a
+    clip range has another scale.
     """
     share = math.sin(eta * math.pi / 2)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.objectives import RewardMix
 from g2rpo.seeding import generator_for
 from g2rpo.types import Plan, UpdateEvery
@@ -26,7 +26,7 @@ class DanceGRPO(GRPO):
 
     name: Literal["dancegrpo"] = "dancegrpo"
     group_size: int = 12
-    sde: Literal["flow", "dance", "cps"] = "dance"
+    sde: SDE = "dance"
     eta: float = 0.3
     shared_noise: bool = True
     reward_mix: RewardMix = "advantages"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.types import Plan, UpdateEvery
 
 
@@ -17,11 +17,11 @@ from g2rpo.types import Plan, UpdateEvery
 class FlowCPS(GRPO):
     """Flow-CPS at every step but the last; `eta` and `clip_range` are what Flow-GRPO's recipes take with this step.
 
-    Its log-prob is a squared distance without 1 / (2 std^2), so the same `clip_range` allows a longer way than elsewhere.
+    Its log-prob is a squared distance: log-ratios are 2 std^2 times those of a density, so `clip_range` has another scale.
     """
 
     name: Literal["flow_cps"] = "flow_cps"
-    sde: Literal["flow", "dance", "cps"] = "cps"
+    sde: SDE = "cps"
     eta: float = 0.8
     clip_range: float = 1e-5
     batch_std: bool = True

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.seeding import generator_for
 from g2rpo.types import Plan, UpdateEvery
 
@@ -19,12 +19,12 @@ from g2rpo.types import Plan, UpdateEvery
 class FlowGRPOFast(GRPO):
     """Flow-GRPO-Fast; defaults for SD3.5 Medium and FLUX.1-dev without guidance (10 and 6 steps).
 
-    A window of `window_size` steps lies somewhere in steps first .. last - 1, `window_range` = (first, last); None: in the first
-    half.
+    A window of `window_size` steps lies somewhere in steps first .. last - 1 of `window_range` = (first, last), or of the first
+    half if that is None.
     """
 
     name: Literal["flow_grpo_fast"] = "flow_grpo_fast"
-    sde: Literal["flow", "dance", "cps"] = "cps"
+    sde: SDE = "cps"
     eta: float = 0.8
     clip_range: float = 1e-5
     batch_std: bool = True
@@ -34,7 +34,7 @@ class FlowGRPOFast(GRPO):
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         first, last = self.window_range or (0, num_steps // 2)
-        if not (0 <= first and 1 <= self.window_size <= last - first and last < num_steps):
+        if not (first >= 0 and 1 <= self.window_size <= last - first and last < num_steps):
             raise ValueError(f"window_size={self.window_size} does not fit into steps {first}..{last - 1} of {num_steps}")
         choices = last - first - self.window_size + 1
         generator = generator_for(seed, "window", iteration)

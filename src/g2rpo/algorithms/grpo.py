@@ -1,9 +1,9 @@
 """What Flow-GRPO and its descendants have in common; each one's own file says what it changes.
 
-    for each prompt:
-        sample group_size members; in a window of steps they follow an SDE, elsewhere the ODE   kernel, plans
-        score the images; A = the group-normalised reward, the same for all steps of a member   advantages
-        ratio = p_theta(x_next | x) / p_old(x_next | x); minimise the clipped surrogate         log_ratio, loss
+for each prompt:
+    sample group_size members; in a window of steps they follow an SDE, elsewhere the ODE   kernel, plans
+    score the images; A = the group-normalised reward, the same for all steps of a member   advantages
+    ratio = p_theta(x_next | x) / p_old(x_next | x); minimise the clipped surrogate         log_ratio, loss
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from g2rpo.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.types import Kernel, Plan, Steps, UpdateEvery
 
+SDE = Literal["flow", "dance", "cps"]
+
 
 def window(start: int, stop: int, num_steps: int, shared_noise: bool, trained: tuple[int, ...] | None = None) -> Plan:
     """Stochastic steps start .. stop - 1, and the ODE before and after."""
@@ -28,14 +30,14 @@ class GRPO:
     """The fields are hyper-parameters.
 
     `sde` is how a stochastic step is taken (`flow.flow_sde`, `dance_sde`, `cps_kernel`) and `eta` how noisy. `shared_noise`
-    starts a group from one initial noise. `batch_std` and `reward_mix`: see `objectives.mix_rewards`. `update_every` is "rollout"
-    for one averaged update, "branch" for one after every step index, or a number of members: the group is dealt into parts of
-    so many, and the weights move after each. Only then (or with "branch") is the clip ever active.
+    starts a group from one initial noise. `batch_std` and `reward_mix`: see `objectives.mix_rewards`. `update_every` is
+    "rollout" for one averaged update, "branch" for one after every step index, or a number of members: the group is dealt into
+    parts of so many, and the weights move after each. With one update a rollout the clip is never active.
     """
 
     name: str = ""
     group_size: int = 24
-    sde: Literal["flow", "dance", "cps"] = "flow"
+    sde: SDE = "flow"
     eta: float = 0.7
     shared_noise: bool = False
     clip_range: float = 1e-4

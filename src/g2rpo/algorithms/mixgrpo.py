@@ -1,7 +1,8 @@
 """MixGRPO: Unlocking Flow-based GRPO Efficiency with Mixed ODE-SDE, arXiv 2507.21802.
 
-Only a window of steps is stochastic and trained, and it moves from the noise towards the image as training goes on. MixGRPO-Flash
-finishes members with few steps of a second-order solver: behind the window there is nothing to learn, only an image to get.
+Only a window of steps is stochastic and trained, and it moves from the noise towards the image as training goes on.
+MixGRPO-Flash finishes members with few steps of a second-order solver: behind the window there is nothing to learn, only an
+image to get.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class MixGRPO(GRPO):
 class MixGRPOFlash(MixGRPO):
     """MixGRPO-Flash: the steps behind the window are compressed, and walked with DPM-Solver++(2M).
 
-    Of the n = num_steps - (last stochastic step) points from there on, int(n * compression) remain, evenly spread and rounded to
-    the sigma grid, at least the two ends. The published Flash* is schedule=frozen with compression=0.2.
+    Of the n = num_steps - (last stochastic step) points behind the window, int(n * compression) remain, evenly spread and
+    rounded to the sigma grid, at least the two ends. The published Flash* is schedule=frozen with compression=0.2.
     """
 
     name: Literal["mixgrpo_flash"] = "mixgrpo_flash"  # type: ignore[assignment]

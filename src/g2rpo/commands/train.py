@@ -62,7 +62,9 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
 
 def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> Path:
     """Runs a recipe to its end; returns the run directory."""
-    config = load_config(recipe, overrides, lambda message: console.print(message, highlight=False, soft_wrap=True, markup=False))
+    config = load_config(
+        recipe, overrides, lambda message: console.print(message, highlight=False, soft_wrap=True, markup=False)
+    )
     directory = choose_directory(config, run_dir, resume)
     console.print(f"[bold]{recipe}[/]: building the policy, {len(config.rewards)} rewards and the prompts ...")
     trainer = build_trainer(config, directory, warn_on(console))

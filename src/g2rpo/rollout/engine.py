@@ -53,9 +53,7 @@ class Engine:
         `planning.count_evaluations` predicts."""
         anchors = self._anchors([plan.branch for plan in plans if plan.shared_noise], noise)
         begun = [
-            self._branch(plan, prompt, group_size, kernel, noise, anchors)
-            for prompt in range(len(self.cond))
-            for plan in plans
+            self._branch(plan, prompt, group_size, kernel, noise, anchors) for prompt in range(len(self.cond)) for plan in plans
         ]
         finals = self._finish([(prefix_tree(plan.tails), prompt, x, plan.solver) for prompt, plan, _, x in begun])
         return [
