@@ -67,13 +67,14 @@ class MixGRPO(GRPO):
         if self.schedule == "random":
             generator = generator_for(seed, "window", iteration)
             return int(torch.randint(max(1, end - self.window_size + 1), (), generator=generator))
-        start, stayed = 0, 0
-        for _ in range(iteration):
-            stayed += 1
-            if stayed >= self._stay(start, end):
-                start, stayed = start + self.stride, 0
+        start = 0
+        while iteration >= (stay := self._stay(start, end)):
+            iteration -= stay
+            start += self.stride
             if start >= end:
-                start, stayed = (0, 0) if self.roll_back else (end - 1, stayed)
+                if not self.roll_back:
+                    return end - 1
+                start = 0
         return start
 
     def _stay(self, start: int, end: int) -> int:
