@@ -346,7 +346,7 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
 
 def _is_member(part: int | str) -> bool:
     """Whether a part of pydantic's location names the member of a union that was tried, and no key."""
-    return part in ALGORITHMS or part == "int" or str(part).startswith("literal[")
+    return part in (*ALGORITHMS, "int", "constrained-float") or str(part).startswith("literal[")
 
 
 def _complaints(error: ValidationError, source: str) -> Iterator[str]:
