@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.flow import ode_step, sde_step
+from g2rpo.flow import ode_step
 from g2rpo.scoring import Stopwatch, score
 from g2rpo.types import Cond, Policy, Reward
 
@@ -55,8 +55,8 @@ class PublishedLoop:
         draws = torch.randn(algorithm.group_size, *x.shape[1:], generator=noise(row, "branch", k, k)).to(x)
         finals = []
         for draw in draws:
-            g = algorithm.diffusion(self.sigmas)(sigma)
-            y = sde_step(x, self._velocity(x, k, cond), sigma, self.sigmas[k + 1], g).sample(draw[None])
+            kernel = algorithm.kernel(self.sigmas)
+            y = kernel(x, self._velocity(x, k, cond), sigma, self.sigmas[k + 1]).sample(draw[None])
             finals.append(torch.cat([self._finish(y, k, stride, cond) for stride in algorithm.granularities]))
             self.watch.lap("rollout")
             for final in finals[-1]:

@@ -49,7 +49,7 @@ def main() -> None:
         cond = policy.encode(prompts)
         watch.lap("encode")
         engine = Engine(policy, cond, sigmas, args.batch_size)
-        rollouts = engine.rollout(plans, algorithm.group_size, algorithm.diffusion(sigmas), noise)
+        rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), noise)
         watch.lap("rollout")
         score_rollouts(policy, rollouts, rewards, prompts, args.batch_size, watch)
         engine_seconds.append(time.perf_counter() - began)

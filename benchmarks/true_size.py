@@ -132,7 +132,7 @@ def main() -> None:
         "torch": torch.__version__,
         "arguments": {key: value for key, value in vars(args).items() if key != "out"},
         "parameters": sum(p.numel() for p in policy.pipeline.transformer.parameters()),
-        "evaluations_per_prompt": count_evaluations(trainer.plans, config.algorithm.group_size),
+        "evaluations_per_prompt": count_evaluations(trainer.plans(), config.algorithm.group_size),
         "iterations": rows,
     }
     if args.out is not None:

@@ -12,8 +12,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from g2rpo.commands.push import push
+from g2rpo.config import ALGORITHMS
 from g2rpo.errors import UserError
+from g2rpo.metrics import read_metrics
+from g2rpo.model_card import PAPERS
 from g2rpo.rewards.remote import RemoteReward
+from g2rpo.runs import read_config
 from tests.commands import g2rpo
 from tests.tiny import save_flux
 
@@ -58,11 +62,32 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
     assert code == 2 and "is not empty" in err
 
 
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "g2rpo"])
+def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config, name):
+    quick = ["sampling.num_steps=6", "algorithm.group_size=3"]
+    quick += ["trainer.iterations=1", "evaluation.num_prompts=1", "evaluation.pictures=1"]
+    code, out, err = g2rpo(capsys, "train", tiny_config, f"algorithm.name={name}", *quick, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    note = " ".join(out.split())
+    assert f"algorithm.name={name}: its published defaults; {tiny_config}'s" in note and "granularities=[1, 2]" in note
+    (row,) = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    assert row["evaluations"] > 0 and row["skipped_updates"] == 0
+    assert read_config(tmp_path / "run").algorithm == ALGORITHMS[name](group_size=3)
+    title, paper = PAPERS[name]
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert f"tuned with {title}\n" in card and f"({title}, arXiv {paper})" in card
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train", "scnes"], "unknown recipe 'scnes'. Did you mean 'scenes'?"),
         (["train", "scenes", "algorithm.gruop_size=4"], "unknown key 'algorithm.gruop_size'. Did you mean 'group_size'?"),
+        (["train", "scenes", "algorithm.name=mixgrop"], "unknown algorithm 'mixgrop'. Did you mean 'mixgrpo'"),
+        (
+            ["train", "scenes", "algorithm.name=flow_grpo_fast", "algorithm.window_size=6"],
+            "algorithm: window_size=6 does not fit into steps 0..4 of 10",
+        ),
         (["train", "scenes", "trainer.iterations=-1"], "trainer.iterations: input should be greater than 0, got -1"),
         (["train", "scenes", "trainer.iterations=soon"], "trainer.iterations: input should be a valid integer"),
         (["train", "scenes", "policy.path=/no/such/model"], "policy.path=/no/such/model: is no directory"),

@@ -1,9 +1,11 @@
 """What people get wrong, and what they are told."""
 
+import dataclasses
+
 import pytest
 import yaml
 
-from g2rpo.config import differences, read_yaml, resolve
+from g2rpo.config import ALGORITHMS, differences, read_yaml, resolve
 from g2rpo.errors import UserError
 from g2rpo.recipes import names, text
 from g2rpo.runs import choose_directory, claim
@@ -46,6 +48,10 @@ def test_an_override_can_take_a_reward_out():
         ("algorithm.group_size=many", "algorithm.group_size: input should be a valid integer"),
         ("trainer.iterations=0", "trainer.iterations: input should be greater than 0, got 0"),
         ("policy.dtype=float8", "policy.dtype: input should be 'float32' or 'bfloat16', got 'float8'"),
+        ("algorithm.name=mixgpro", "algorithm.name: unknown algorithm 'mixgpro'. Did you mean 'mixgrpo' or 'mixgrpo_flash'?"),
+        ("algorithm.window_size=2", "unknown key 'algorithm.window_size'. Known: "),
+        ("window_size=2", "unknown key 'window_size'. Did you mean 'algorithm.window_size'?"),
+        ("algorithm.update_every=3", "algorithm.update_every: input should be 'rollout' or 'branch', got 3"),
         ("algorithm.tail=open", "algorithm.tail: input should be 'reference' or 'closed', got 'open'"),
         ("optim.ema_decay=1", "optim.ema_decay: input should be less than 1"),
         ("nonsense", "'nonsense' is no override; write key=value"),
@@ -57,6 +63,46 @@ def test_wrong_overrides_are_refused_with_a_hint(override, message):
     with pytest.raises(UserError) as refusal:
         config(override)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_another_algorithm_comes_with_its_own_defaults(name):
+    """What a recipe says about one algorithm says nothing about another; what the command line says, counts, in any order."""
+    heard = []
+    built = resolve(PLAIN, ["algorithm.eta=0.5", f"algorithm.name={name}", "algorithm.group_size=8"], "here", heard.append)
+    if name == "g2rpo":
+        expected = dataclasses.replace(config().algorithm, eta=0.5, group_size=8)
+        assert heard == []
+    else:
+        expected = ALGORITHMS[name](eta=0.5, group_size=8)
+        (note,) = heard
+        assert note.startswith(f"algorithm.name={name}: its published defaults; here's ") and note.endswith(" are left out")
+        assert "branch_steps=[0, 1, 2]" in note and ("group_size=6" in note) == (ALGORITHMS[name].group_size != 6)
+    assert built.algorithm == expected and type(built.algorithm) is type(expected)
+    assert resolve(yaml.safe_load(built.to_yaml())) == built
+
+
+def test_naming_the_algorithm_that_it_is_changes_nothing():
+    assert config("algorithm.name=g2rpo") == config()
+    mix = resolve({**PLAIN, "algorithm": {"name": "mixgrpo", "window_size": 2}})
+    assert resolve(yaml.safe_load(mix.to_yaml()), ["algorithm.name=mixgrpo"]) == mix and mix.algorithm.window_size == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.granularities=[1]"], "unknown key 'algorithm.granularities'. Known: advantage_clip"),
+        (["algorithm.window_sise=2"], "unknown key 'algorithm.window_sise'. Did you mean 'window_size'"),
+        (["algorithm.window_size=0"], "algorithm: window_size must be at least 1, got 0"),
+        (["algorithm.window_size=two"], "algorithm.window_size: input should be a valid integer"),
+        (["algorithm.schedule=slow"], "algorithm.schedule: input should be 'progressive', 'random', 'decay'"),
+        (["algorithm.update_every=often"], "algorithm.update_every: input should be 'rollout' or 'branch', got 'often'"),
+    ],
+)
+def test_keys_and_values_are_the_named_algorithms(overrides, message):
+    with pytest.raises(UserError) as refusal:
+        config("algorithm.name=mixgrpo", *overrides)
+    assert message in str(refusal.value) and "literal" not in str(refusal.value)
 
 
 def test_a_missing_value_is_named():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.flow import sde_step, sigma_grid
+from g2rpo.flow import sigma_grid
 from g2rpo.policies.pipelines import deployed_shift
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
@@ -43,13 +43,13 @@ def test_it_learns_what_the_text_says(world):
 def test_its_ratio_is_one_before_the_first_update(world):
     policy, sigmas = world["pretrained"](2), sigma_grid(6, 3.0)
     algorithm = GranularGRPO(group_size=3, branch_steps=(0, 2), granularities=(1, 2))
-    diffusion = algorithm.diffusion(sigmas)
+    kernel = algorithm.kernel(sigmas)
     engine = Engine(policy, policy.encode(["red"]), sigmas)
-    for rollout in engine.rollout(algorithm.plans(6), 3, diffusion, generator_for):
+    for rollout in engine.rollout(algorithm.plans(6), 3, kernel, generator_for):
         (t,) = rollout.transitions
         sigma = sigmas[t.step]
         velocity = policy.velocity(t.x, sigma[None], engine.cond)
-        log_prob = sde_step(t.x, velocity, sigma, sigmas[t.step + 1], diffusion(sigma)).log_prob(t.x_next)
+        log_prob = kernel(t.x, velocity, sigma, sigmas[t.step + 1]).log_prob(t.x_next)
         assert torch.equal(log_prob, t.old_log_prob)
 
 

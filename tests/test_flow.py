@@ -6,6 +6,9 @@ import math
 import pytest
 import torch
 
+from g2rpo.algorithms.dancegrpo import DanceGRPO
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.flow import Normal, dance_sde, flow_sde, ode_step, sde_step, sigma_grid, tail
 from g2rpo.policies.gaussian import GaussianPolicy
 
@@ -77,7 +80,7 @@ def test_without_noise_the_sde_step_is_the_ode_step_bit_for_bit():
         assert torch.equal(kernel.mean, ode_step(x, v, sigmas[i], sigmas[i + 1]))
 
 
-def marginal_error(diffusion, num_steps: int, samples: int) -> tuple[float, float]:
+def marginal_error(kernel_on, num_steps: int, samples: int) -> tuple[float, float]:
     """(|mean error|, |std error|) of the SDE's samples at sigma = 0 on a Gaussian target, every step stochastic."""
     policy = GaussianPolicy(mean=0.8, std=0.6, size=1)
     cond = policy.encode(["0"])
@@ -86,25 +89,25 @@ def marginal_error(diffusion, num_steps: int, samples: int) -> tuple[float, floa
     # The last sigma of the start is just below 1, where Flow-GRPO's g is finite, and the noise level is exactly that of x.
     sigmas = torch.linspace(0.98, 0.0, num_steps + 1)
     x = (1 - sigmas[0]) * 0.8 + ((1 - sigmas[0]) ** 2 * 0.36 + sigmas[0] ** 2).sqrt() * x
-    g = diffusion(sigmas)
+    kernel = kernel_on(sigmas)
     with torch.no_grad():
         for i in range(num_steps):
             v = policy.velocity(x, sigmas[i], cond)
             noise = torch.randn(x.shape, generator=generator)
-            x = sde_step(x, v, sigmas[i], sigmas[i + 1], g(sigmas[i])).sample(noise)
+            x = kernel(x, v, sigmas[i], sigmas[i + 1]).sample(noise)
     return abs(float(x.mean()) - 0.8), abs(float(x.std()) - 0.6)
 
 
-@pytest.mark.parametrize("diffusion", [lambda s: flow_sde(s, 0.7), lambda s: dance_sde(0.6)], ids=["flow", "dance"])
-def test_sde_reaches_the_marginals_of_the_ode(diffusion):
+@pytest.mark.parametrize("algorithm", [GranularGRPO(), FlowGRPO(), DanceGRPO(eta=0.6)], ids=lambda algorithm: algorithm.name)
+def test_sde_reaches_the_marginals_of_the_ode(algorithm):
     """The only test that notices a wrong SDE: shapes, ratio = 1 and rising rewards survive a flipped score.
 
     Two parts: the error shrinks with the step (Euler-Maruyama is of weak order 1, so 8 times the steps should divide a bias
     by about 8; a factor 4 is asked), and the limit is right. With n = 240,000 entries the standard error of the mean is
     0.6 / sqrt(n) = 1.2e-3 and of the std 0.6 / sqrt(2n) = 9e-4; the bound is four of them plus the bias left at 400 steps.
     """
-    coarse = marginal_error(diffusion, 25, 240_000)
-    fine = marginal_error(diffusion, 400, 240_000)
+    coarse = marginal_error(algorithm.kernel, 25, 240_000)
+    fine = marginal_error(algorithm.kernel, 400, 240_000)
     assert max(fine) < 4 * 1.2e-3 + max(coarse) / 16
     assert max(fine) < max(coarse) / 4 + 4 * 1.2e-3
     assert max(fine) < 0.01

@@ -6,7 +6,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.evaluation import sample_images
-from g2rpo.flow import sde_step, sigma_grid
+from g2rpo.flow import sigma_grid
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.pipelines import deployed_shift
 from g2rpo.rollout.engine import Engine
@@ -112,14 +112,14 @@ def test_ratio_is_exactly_one_before_the_first_update(flux_directory, dtype, tun
     policy = load(flux_directory, tuning=tuning, dtype=dtype, gradient_checkpointing=True)
     algorithm = GranularGRPO(group_size=3, branch_steps=(0, 2), granularities=(1, 2))
     sigmas = sigma_grid(6, 3.0)
-    diffusion = algorithm.diffusion(sigmas)
+    kernel = algorithm.kernel(sigmas)
     engine = Engine(policy, policy.encode(PROMPTS[:1]), sigmas, anchor_dtype=dtype, sample_dtype=dtype)
-    for rollout in engine.rollout(algorithm.plans(6), 3, diffusion, generator_for):
+    for rollout in engine.rollout(algorithm.plans(6), 3, kernel, generator_for):
         (t,) = rollout.transitions
         sigma = sigmas[t.step]
         velocity = policy.velocity(t.x, sigma[None], engine.cond)
         assert velocity.requires_grad
-        log_prob = sde_step(t.x, velocity, sigma, sigmas[t.step + 1], diffusion(sigma)).log_prob(t.x_next)
+        log_prob = kernel(t.x, velocity, sigma, sigmas[t.step + 1]).log_prob(t.x_next)
         if dtype == torch.float32:
             assert torch.equal((log_prob - t.old_log_prob).exp(), torch.ones(3))
         else:  # the anchor evaluates the unrounded latent; under bfloat16 the network rounds it to the same one

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.flow import dance_sde, flow_sde, ode_step, sde_step, sigma_grid
+from g2rpo.flow import dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_images
@@ -44,12 +44,12 @@ def test_evaluations_equal_the_closed_form(granularities, expected):
     algorithm = GranularGRPO(granularities=granularities)
     plans = algorithm.plans(16)
     engine = make_engine()
-    engine.rollout(plans, 12, algorithm.diffusion(SIGMAS), noise)
+    engine.rollout(plans, 12, algorithm.kernel(SIGMAS), noise)
     assert engine.policy.rows == engine.evaluations == count_evaluations(plans, 12) == expected
     assert count_images(plans, 12) == 12 * 8 * len(granularities)
 
 
-def plain_rollout(policy, cond, prompt, plan, group_size, diffusion):
+def plain_rollout(policy, cond, prompt, plan, group_size, kernel):
     """One plan by the book: batch 1, every member walked on its own, every velocity computed anew."""
     row = cond.rows([prompt])
 
@@ -63,10 +63,10 @@ def plain_rollout(policy, cond, prompt, plan, group_size, diffusion):
             x = ode_step(x, velocity(x, step), SIGMAS[step], SIGMAS[step + 1])
         for step in range(plan.branch, plan.merge):
             sigma, sigma_next = SIGMAS[step], SIGMAS[step + 1]
-            kernel = sde_step(x[None], velocity(x, step)[None], sigma, sigma_next, diffusion(sigma))
+            landing = kernel(x[None], velocity(x, step)[None], sigma, sigma_next)
             draws = torch.randn(group_size, *x.shape, generator=noise(prompt, "branch", plan.branch, step))
-            x_next = kernel.sample(draws[member])
-            transitions.append((step, x, x_next[0], kernel.log_prob(x_next)[0]))
+            x_next = landing.sample(draws[member])
+            transitions.append((step, x, x_next[0], landing.log_prob(x_next)[0]))
             x = x_next[0]
         ends = []
         for tail in plan.tails:
@@ -92,14 +92,14 @@ PLANS = {
 @torch.no_grad()
 def test_sharing_changes_no_latent(name, batch_size):
     """Elementwise float32 arithmetic: rows do not know their batch, so results are equal to the last bits (1e-6 of |x| ~ 3)."""
-    group_size, diffusion = 3, dance_sde(0.5)
+    group_size, kernel = 3, sde_kernel(dance_sde(0.5))
     engine = make_engine(prompts=2, batch_size=batch_size)
-    rollouts = engine.rollout(PLANS[name], group_size, diffusion, noise)
+    rollouts = engine.rollout(PLANS[name], group_size, kernel, noise)
     assert [r.prompt for r in rollouts] == sorted([0, 1] * len(PLANS[name]))
     counted = engine.evaluations
     assert counted == 2 * count_evaluations(PLANS[name], group_size)
     for got in rollouts:
-        transitions, finals = plain_rollout(engine.policy, engine.cond, got.prompt, got.plan, group_size, diffusion)
+        transitions, finals = plain_rollout(engine.policy, engine.cond, got.prompt, got.plan, group_size, kernel)
         torch.testing.assert_close(got.finals, finals, atol=1e-5, rtol=0)
         for step, x, x_next, log_prob in transitions:
             mine = next(t for t in got.transitions if t.step == step)
@@ -119,7 +119,7 @@ def test_one_branch_with_the_fine_tail_is_a_window_of_one():
 def test_noise_enters_at_one_step_only():
     """All members of a group share their latent before the branch, and differ after it by the injected noise alone."""
     algorithm = GranularGRPO(branch_steps=(5,), granularities=(1,))
-    (rollout,) = make_engine().rollout(algorithm.plans(16), 4, algorithm.diffusion(SIGMAS), noise)
+    (rollout,) = make_engine().rollout(algorithm.plans(16), 4, algorithm.kernel(SIGMAS), noise)
     (transition,) = rollout.transitions
     spread = (transition.x_next - transition.x_next.mean(0)).std()
     assert len(transition.x) == 1
@@ -129,12 +129,10 @@ def test_noise_enters_at_one_step_only():
 
 def test_a_prompts_rollout_does_not_depend_on_its_neighbours():
     algorithm = GranularGRPO(branch_steps=(0, 2), granularities=(1, 2))
-    diffusion = algorithm.diffusion(SIGMAS)
+    kernel = algorithm.kernel(SIGMAS)
     policy = Network()
-    alone = Engine(policy, policy.encode(["0.1"]), SIGMAS).rollout(
-        algorithm.plans(16), 3, diffusion, lambda p, *k: noise(1, *k)
-    )
-    both = make_engine(prompts=2, policy=policy).rollout(algorithm.plans(16), 3, diffusion, noise)
+    alone = Engine(policy, policy.encode(["0.1"]), SIGMAS).rollout(algorithm.plans(16), 3, kernel, lambda p, *k: noise(1, *k))
+    both = make_engine(prompts=2, policy=policy).rollout(algorithm.plans(16), 3, kernel, noise)
     for a, b in zip(alone, both[2:], strict=True):
         torch.testing.assert_close(a.finals, b.finals, atol=1e-6, rtol=0)
 
@@ -143,16 +141,16 @@ def test_a_prompts_rollout_does_not_depend_on_its_neighbours():
 def test_stored_latents_are_the_scored_ones(dtype):
     """Rounding happens before the log-prob, so re-evaluating what is stored gives a ratio of exactly 1."""
     algorithm = GranularGRPO(branch_steps=(0, 3), granularities=(1,))
-    diffusion = algorithm.diffusion(SIGMAS)
+    kernel = algorithm.kernel(SIGMAS)
     policy = GaussianPolicy(dtype=dtype)
     engine = make_engine(policy=policy, anchor_dtype=dtype, sample_dtype=dtype)
-    for rollout in engine.rollout(algorithm.plans(16), 4, diffusion, noise):
+    for rollout in engine.rollout(algorithm.plans(16), 4, kernel, noise):
         (t,) = rollout.transitions
         assert torch.equal(t.x.to(dtype).float(), t.x) and torch.equal(t.x_next.to(dtype).float(), t.x_next)
         if dtype == torch.float32:
             sigma, sigma_next = SIGMAS[t.step], SIGMAS[t.step + 1]
             v = policy.velocity(t.x, sigma[None], engine.cond).float()
-            log_prob = sde_step(t.x, v, sigma, sigma_next, diffusion(sigma)).log_prob(t.x_next)
+            log_prob = kernel(t.x, v, sigma, sigma_next).log_prob(t.x_next)
             assert torch.equal((log_prob - t.old_log_prob).exp(), torch.ones(4))
 
 

@@ -7,7 +7,7 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.evaluation import sample_images
-from g2rpo.flow import sde_step, sigma_grid
+from g2rpo.flow import sigma_grid
 from g2rpo.policies.sd3 import SD3Policy
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
@@ -138,13 +138,13 @@ def test_ratio_is_exactly_one_before_the_first_update(sd3_directory, dtype, tuni
     assert all(p.dtype == torch.float32 for p in policy.trainable_parameters())
     algorithm = GranularGRPO(group_size=3, branch_steps=(0, 2), granularities=(1, 2))
     sigmas = sigma_grid(STEPS, 3.0)
-    diffusion = algorithm.diffusion(sigmas)
+    kernel = algorithm.kernel(sigmas)
     engine = Engine(policy, policy.encode(PROMPTS[:1]), sigmas, anchor_dtype=dtype, sample_dtype=dtype)
-    for rollout in engine.rollout(algorithm.plans(STEPS), 3, diffusion, generator_for):
+    for rollout in engine.rollout(algorithm.plans(STEPS), 3, kernel, generator_for):
         (t,) = rollout.transitions
         sigma = sigmas[t.step]
         velocity = policy.velocity(t.x, sigma[None], engine.cond)
-        log_prob = sde_step(t.x, velocity, sigma, sigmas[t.step + 1], diffusion(sigma)).log_prob(t.x_next)
+        log_prob = kernel(t.x, velocity, sigma, sigmas[t.step + 1]).log_prob(t.x_next)
         assert torch.equal((log_prob - t.old_log_prob).exp(), torch.ones(3))
         log_prob[0].backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.trainable_parameters())

@@ -98,8 +98,8 @@ def test_an_update_raises_the_best_member_and_lowers_the_worst():
     t.iterate()
     (item,) = seen
     with torch.no_grad():
-        kernel, _ = t.updater._kernels([item], t.policy.encode([t.order.batch(0, 1)[0]]))
-        gain = kernel.log_prob(item.transition.x_next) - item.transition.old_log_prob
+        landing, *_ = t.updater._landings([item], t.policy.encode([t.order.batch(0, 1)[0]]))
+        gain = landing.log_prob(item.transition.x_next) - item.transition.old_log_prob
     assert gain[item.advantages.argmax()] > 0 > gain[item.advantages.argmin()]
 
 
@@ -119,8 +119,8 @@ def test_the_loss_gradient_is_the_policy_gradient():
     members = sum(len(item.advantages) for item in experience)
 
     def objective():
-        kernel, _ = t.updater._kernels(experience, cond)
-        log_prob = kernel.log_prob(torch.cat([item.transition.x_next for item in experience]))
+        landing, *_ = t.updater._landings(experience, cond)
+        log_prob = landing.log_prob(torch.cat([item.transition.x_next for item in experience]))
         return float((torch.cat([item.advantages for item in experience]) * log_prob).double().sum()) / members
 
     policy.mean.requires_grad_(False)
@@ -209,7 +209,7 @@ def test_rewards_find_their_rollouts_whatever_the_decoding_batch():
     torch.testing.assert_close(groups[0], groups[1])
     fresh = trainer(None)
     engine = Engine(fresh.policy, fresh.policy.encode(fresh.order.batch(0, 2)), fresh.sigmas)
-    rollouts = engine.rollout(fresh.plans, 6, fresh.diffusion, fresh._noise)
+    rollouts = engine.rollout(fresh.plans(), 6, fresh.kernel, fresh._noise)
     alone = torch.stack([brightness(r.finals.sigmoid().flatten(0, 1), None).unflatten(0, (2, 6)) for r in rollouts])
     torch.testing.assert_close(groups[0][:, 0], alone)
 

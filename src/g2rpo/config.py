@@ -6,7 +6,7 @@ Unknown keys, wrong types and values out of range are refused with a `UserError`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -22,7 +22,14 @@ from pydantic import (
     ValidationError,
 )
 
+from g2rpo.algorithms.dancegrpo import DanceGRPO
+from g2rpo.algorithms.flow_cps import FlowCPS
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.algorithms.grpo_guard import GRPOGuard
+from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
+from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.types import Policy
 
@@ -146,7 +153,7 @@ class TrainerConfig(Group):
     iterations: PositiveInt
     prompts_per_iteration: PositiveInt = 1
     micro_batch_size: PositiveInt = 64
-    """Branch points of one training pass; gradients accumulate over passes."""
+    """Latents of one training pass; gradients accumulate over passes."""
     checkpoint_every: PositiveInt = 50
     keep_checkpoints: PositiveInt = 2
     seed: int = 42
@@ -164,12 +171,21 @@ class EvaluationConfig(Group):
     pictures: PositiveInt = 8
 
 
+AnyAlgorithm = GranularGRPO | FlowGRPO | FlowGRPOFast | FlowCPS | GRPOGuard | DanceGRPO | MixGRPO | MixGRPOFlash | TempFlowGRPO
+ALGORITHMS = {kind.name: kind for kind in get_args(AnyAlgorithm)}
+
+
+def _named(value: Any) -> Any:
+    """G2RPO is what an algorithm without a name is."""
+    return {"name": GranularGRPO.name, **value} if isinstance(value, Mapping) else value
+
+
 class Config(Group):
     """One run."""
 
     recipe: str = ""
     policy: PolicyConfig
-    algorithm: GranularGRPO
+    algorithm: Annotated[Annotated[AnyAlgorithm, Field(discriminator="name")], BeforeValidator(_named)]
     rewards: RewardTable
     prompts: PromptsConfig
     sampling: SamplingConfig
@@ -183,9 +199,18 @@ def shift_of(shift: Shift, policy: Policy) -> float:
     return policy.shift if shift == "model" else float(shift)
 
 
-def resolve(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
-    """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages."""
-    return resolve_as(Config, data, overrides, source)
+def resolve(
+    data: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "config",
+    note: Callable[[str], None] = lambda message: None,
+) -> Config:
+    """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages.
+
+    A hyper-parameter of one algorithm is none of another's, even where the names agree. So an override of `algorithm.name`
+    replaces the whole group by that algorithm's published defaults, and `note` hears what was left out.
+    """
+    return resolve_as(Config, _with_other_algorithm(data, overrides, source, note), overrides, source)
 
 
 def resolve_as(kind: type[G], data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> G:
@@ -198,6 +223,23 @@ def resolve_as(kind: type[G], data: Mapping[str, Any], overrides: Sequence[str] 
         return kind.model_validate(merged)
     except ValidationError as error:
         raise UserError("\n".join(_complaints(error, source))) from None
+
+
+def _with_other_algorithm(
+    data: Mapping[str, Any], overrides: Sequence[str], source: str, note: Callable[[str], None]
+) -> Mapping[str, Any]:
+    """`data` without its hyper-parameters, if an override names another algorithm than theirs."""
+    given = data.get("algorithm")
+    asked = [override.partition("=")[2].strip() for override in overrides if override.startswith("algorithm.name=")]
+    if not asked or not isinstance(given, Mapping) or asked[-1] == _named(given)["name"] or asked[-1] not in ALGORITHMS:
+        return data
+    defaults = ALGORITHMS[asked[-1]]
+    left = ", ".join(
+        f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value
+    )
+    if left:
+        note(f"algorithm.name={asked[-1]}: its published defaults; {source}'s {left} are left out")
+    return {**data, "algorithm": {}}
 
 
 def parse_options(assignments: Sequence[str]) -> dict[str, Any]:
@@ -273,12 +315,19 @@ def _fields(kind: Any) -> dict[str, Any] | None:
     """Field names and types of a config group, None if `kind` is no group."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return {name: field.annotation for name, field in kind.model_fields.items()}
+    if kind == AnyAlgorithm:
+        return {name: hint for each in ALGORITHMS.values() for name, hint in (_fields(each) or {}).items()}
     if dataclasses.is_dataclass(kind):
         return {field.name: field.type for field in dataclasses.fields(kind)}
     return None
 
 
 def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
+    if kind == AnyAlgorithm and isinstance(data, Mapping):
+        name = str(_named(data)["name"])
+        if name not in ALGORITHMS:
+            raise UserError(f"{source}: algorithm.name: unknown algorithm '{name}'.{did_you_mean(name, ALGORITHMS)}")
+        kind = ALGORITHMS[name]
     fields = _fields(kind)
     if get_origin(kind) is dict and isinstance(data, Mapping):
         for name, entry in data.items():
@@ -295,9 +344,14 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
         _check_keys(fields[key], value, f"{prefix}{key}.", source)
 
 
+def _is_member(part: int | str) -> bool:
+    """Whether a part of pydantic's location names the member of a union that was tried, and no key."""
+    return part in (*ALGORITHMS, "int", "constrained-float") or str(part).startswith("literal[")
+
+
 def _complaints(error: ValidationError, source: str) -> Iterator[str]:
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+        key = ".".join(str(part) for part in problem["loc"] if not _is_member(part))
         if problem["type"] == "missing":
             yield f"{source}: '{key}' is missing"
         else:

@@ -9,13 +9,16 @@ sigma falls from 1 (noise) to 0 (image), so dsigma = sigma_next - sigma is negat
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from g2rpo.types import Diffusion
+from g2rpo.types import Kernel, Normal, per_row, precise
+
+Diffusion = Callable[[Tensor], Tensor]
+"""The diffusion coefficient g of the SDE, as a function of sigma (elementwise)."""
 
 TailEnd = Literal["reference", "closed"]
 
@@ -34,46 +37,12 @@ def sigma_grid(num_steps: int, shift: float = 1.0) -> Tensor:
     return (shift * u / (1 + (shift - 1) * u)).float()
 
 
-def per_row(value: Tensor, like: Tensor) -> Tensor:
-    """`value` [B] (or a scalar) shaped to broadcast against `like` [B, ...], in its dtype and on its device."""
-    value = value.to(like)
-    return value if value.ndim == 0 else value.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def precise(x: Tensor) -> Tensor:
-    """x in float32 if its own dtype is narrower; steps and log-probs are never taken in bfloat16."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def ode_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """One Euler step of dx = v dsigma. x, velocity [B, ...]; sigmas [B] or scalar.
 
     A step to `sigma_next` = 0 is the prediction of the image, x - sigma * v.
     """
     return x + per_row(sigma_next - sigma, x) * velocity
-
-
-@dataclass(frozen=True)
-class Normal:
-    """The kernel of one stochastic step: independent normals around `mean` [B, ...] with `std` [B] or scalar."""
-
-    mean: Tensor
-    std: Tensor
-
-    def sample(self, noise: Tensor) -> Tensor:
-        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean."""
-        return self.mean + per_row(self.std, self.mean) * noise
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        """Log density of x [B, ...], as the *mean* over a row's entries, [B].
-
-        The mean (not the sum) is the convention of DDPO and its descendants: a ratio is then a geometric mean per entry,
-        and a clip range of 1e-4 is a sensible one.
-        """
-        mean = precise(self.mean)
-        std = per_row(self.std, mean)
-        entries = -((precise(x) - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
-        return entries.flatten(1).mean(1)
 
 
 def sde_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> Normal:
@@ -107,6 +76,40 @@ def flow_sde(sigmas: Tensor, eta: float) -> Diffusion:
 def dance_sde(eta: float) -> Diffusion:
     """DanceGRPO's constant g(sigma) = eta (arXiv 2505.07818, Eq. 7)."""
     return lambda sigma: torch.full_like(sigma, eta)
+
+
+def sde_kernel(g: Diffusion) -> Kernel:
+    """The kernel that takes `sde_step` with g(sigma)."""
+    return lambda x, velocity, sigma, sigma_next: sde_step(x, velocity, sigma, sigma_next, g(sigma))
+
+
+class SquaredDistance(Normal):
+    """A normal whose `log_prob` is the bare -(x - mean)^2, as a mean over entries: no 1 / (2 std^2) and no constants."""
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return -((precise(x) - precise(self.mean)) ** 2).flatten(1).mean(1)
+
+
+def cps_kernel(eta: float) -> Kernel:
+    """Coefficients-preserving sampling (Flow-CPS, arXiv 2509.05952): noise is replaced by noise, so none is left over.
+
+    mean = (1 - sigma') image + sqrt(sigma'^2 - std^2) noise, std = sigma' sin(eta pi / 2), with the predictions
+    image = x - sigma v and noise = x + (1 - sigma) v at x. So x' = (1 - sigma') image + sigma' (unit noise), whatever the
+    step. `sde_step` is of the same form with sigma' - std^2 / (2 sigma) before the noise, which is this to first order: its
+    squares add up to more than sigma'^2. 0 < eta <= 1; at 1 all noise is new. A step to sigma' = 0 is the ODE's. Marginals are
+    kept for a known image only. As the published code does, the log-prob leaves out 1 / (2 std^2) (`SquaredDistance`), so a
+    clip range has another scale.
+    """
+    share = math.sin(eta * math.pi / 2)
+
+    def kernel(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Normal:
+        x, velocity = precise(x), precise(velocity)
+        s, s_next = per_row(sigma, x), per_row(sigma_next, x)
+        image, noise = x - s * velocity, x + (1 - s) * velocity
+        mean = (1 - s_next) * image + s_next * math.sqrt(1 - share**2) * noise
+        return SquaredDistance(mean, share * sigma_next)
+
+    return kernel
 
 
 def tail(start: int, num_steps: int, granularity: int, end: TailEnd = "reference") -> tuple[int, ...]:

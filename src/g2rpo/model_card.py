@@ -14,6 +14,18 @@ from g2rpo.config import Config
 from g2rpo.evaluation import Comparison
 
 PICTURES = ("samples/before_after.png", "curves.png")
+PAPERS = {
+    "g2rpo": ("G²RPO", "2510.01982"),
+    "flow_grpo": ("Flow-GRPO", "2505.05470"),
+    "flow_grpo_fast": ("Flow-GRPO-Fast", "2505.05470"),
+    "flow_cps": ("Flow-CPS", "2509.05952"),
+    "grpo_guard": ("GRPO-Guard", "2510.22319"),
+    "dancegrpo": ("DanceGRPO", "2505.07818"),
+    "mixgrpo": ("MixGRPO", "2507.21802"),
+    "mixgrpo_flash": ("MixGRPO-Flash", "2507.21802"),
+    "tempflow_grpo": ("TempFlow-GRPO", "2508.04324"),
+}
+"""What an algorithm is called, and where it was published (arXiv)."""
 
 
 def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str, Comparison], prompts: int) -> Path:
@@ -33,7 +45,7 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
         "\n\n".join(
             [
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
-                f"# {config.policy.path}, tuned with G²RPO",
+                f"# {config.policy.path}, tuned with {PAPERS[config.algorithm.name][0]}",
                 _what(config),
                 "![before and after](before_after.png)",
                 _results(config, table, prompts),
@@ -54,8 +66,9 @@ def _what(config: Config) -> str:
     rewards = ", ".join(f"{name} (weight {entry.weight:g})" for name, entry in config.rewards.items())
     kind = f"LoRA of rank {config.policy.lora_rank}" if config.policy.tuning == "lora" else "fully tuned transformer"
     recipe = f" with the recipe `{config.recipe}`" if config.recipe else ""
+    method, paper = PAPERS[config.algorithm.name]
     return (
-        f"A {kind}, trained by g2rpo {__version__}{recipe} (Granular-GRPO, arXiv 2510.01982) for "
+        f"A {kind}, trained by g2rpo {__version__}{recipe} ({method}, arXiv {paper}) for "
         f"{config.trainer.iterations} iterations of {config.trainer.prompts_per_iteration} prompts. Trained on: {rewards}. "
         "The licence of the base model applies."
     )

@@ -24,7 +24,7 @@ from g2rpo.prompts import PromptOrder
 from g2rpo.rollout.engine import Engine
 from g2rpo.scoring import Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
-from g2rpo.types import Policy, Reward
+from g2rpo.types import Plan, Policy, Reward
 from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
@@ -54,8 +54,7 @@ class Trainer:
         self.algorithm = c.algorithm
         self.shift = shift_of(c.sampling.shift, self.policy)
         self.sigmas = sigma_grid(c.sampling.num_steps, self.shift)
-        self.plans = self.algorithm.plans(c.sampling.num_steps)
-        self.diffusion = self.algorithm.diffusion(self.sigmas)
+        self.kernel = self.algorithm.kernel(self.sigmas)
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
         self.order = PromptOrder(self.prompts, c.trainer.seed)
         self.parameters = nn.ParameterList(self.policy.trainable_parameters())
@@ -73,7 +72,7 @@ class Trainer:
             self.algorithm,
             self.optimizer,
             self.sigmas,
-            self.diffusion,
+            self.kernel,
             c.trainer.micro_batch_size,
             c.optim.max_grad_norm,
         )
@@ -113,7 +112,7 @@ class Trainer:
             getattr(torch, c.sampling.sample_dtype),
             on_rows=self.on_evaluations,
         )
-        rollouts = engine.rollout(self.plans, self.algorithm.group_size, self.diffusion, self._noise)
+        rollouts = engine.rollout(self.plans(), self.algorithm.group_size, self.kernel, self._noise)
         watch.lap("rollout")
 
         rewards = score_rollouts(self.policy, rollouts, self.rewards, prompts, c.sampling.decode_batch_size, watch)
@@ -144,6 +143,11 @@ class Trainer:
             "seconds": sum(watch.seconds.values()),
             **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
         }
+
+    def plans(self, iteration: int | None = None) -> list[Plan]:
+        """The plans of an iteration, by default the one at hand."""
+        iteration = self.iteration if iteration is None else iteration
+        return self.algorithm.plans(self.config.sampling.num_steps, iteration, self.config.trainer.seed)
 
     def evaluate(self) -> Row:
         """Judges the (averaged) weights on held-out prompts, and paints the first few."""

@@ -9,6 +9,7 @@ B rows of a batch, [...] the latent of one sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,8 +20,45 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-Diffusion = Callable[[Tensor], Tensor]
-"""The diffusion coefficient g of the SDE, as a function of sigma (elementwise)."""
+
+def per_row(value: Tensor, like: Tensor) -> Tensor:
+    """`value` [B] (or a scalar) shaped to broadcast against `like` [B, ...], in its dtype and on its device."""
+    value = value.to(like)
+    return value if value.ndim == 0 else value.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def precise(x: Tensor) -> Tensor:
+    """x in float32 if its own dtype is narrower; steps and log-probs are never taken in bfloat16."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Where one stochastic step lands: independent normals around `mean` [B, ...] with `std` [B] or scalar."""
+
+    mean: Tensor
+    std: Tensor
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean."""
+        return self.mean + per_row(self.std, self.mean) * noise
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Log density of x [B, ...], as the *mean* over a row's entries, [B].
+
+        The mean (not the sum) is the convention of DDPO and its descendants: a ratio is then a geometric mean per entry,
+        and a clip range of 1e-4 is a sensible one.
+        """
+        mean = precise(self.mean)
+        std = per_row(self.std, mean)
+        entries = -((precise(x) - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+        return entries.flatten(1).mean(1)
+
+
+Solver = Literal["euler", "dpm2"]
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Normal]
+"""How a stochastic step is taken: (x [B, ...], velocity, sigma, sigma_next) -> where it lands. Sigmas are [B] or scalar."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +68,15 @@ class Plan:
     Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and from `merge` on every tail is an
     ODE walk of its own. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`.
     With `shared_noise` all members start from one initial noise, so the walk up to `branch` is the same for all of them.
+    `trained` names the stochastic steps to learn from (None: all of them); `solver` is how tails walk (`solvers`).
     """
 
     branch: int
     merge: int
     tails: tuple[tuple[int, ...], ...]
     shared_noise: bool = True
+    trained: tuple[int, ...] | None = None
+    solver: Solver = "euler"
 
     def __post_init__(self) -> None:
         if not 0 <= self.branch < self.merge:
@@ -47,6 +88,12 @@ class Plan:
                 raise ValueError(f"a tail must start at merge={self.merge} and increase, got {tail}")
         if len({tail[-1] for tail in self.tails}) != 1:
             raise ValueError(f"all tails must end at the same step, got {self.tails}")
+        if self.trained is not None and not (self.trained and set(self.trained) <= set(range(self.branch, self.merge))):
+            raise ValueError(f"trained must name some of steps {self.branch}..{self.merge - 1}, got {self.trained}")
+
+    def trains(self, step: int) -> bool:
+        """Whether the stochastic step `step` is learnt from."""
+        return self.trained is None or step in self.trained
 
 
 @dataclass(frozen=True)
@@ -73,7 +120,20 @@ class Transition:
     step: int
     x: Tensor  # [1 or G, ...]
     x_next: Tensor  # [G, ...]
+    old_mean: Tensor  # [1 or G, ...], where the step was bound before noise entered
     old_log_prob: Tensor  # [G], float32
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a training pass knows about B stochastic steps: every field is [B], float32, one entry per member and step."""
+
+    log_prob: Tensor  # of the step that was taken, under the weights being trained; carries the gradient
+    old_log_prob: Tensor  # under the weights that took it
+    old_kl: Tensor  # KL of the two kernels, as a mean over entries; carries a gradient, and is 0 at the old weights
+    advantages: Tensor
+    std: Tensor  # of the noise that entered
+    dsigma: Tensor  # how far the step went, |sigma_next - sigma|
 
 
 @dataclass(frozen=True)
@@ -82,7 +142,7 @@ class Rollout:
 
     prompt: int  # row of the conditioning batch
     plan: Plan
-    transitions: tuple[Transition, ...]
+    transitions: tuple[Transition, ...]  # of the steps to learn from
     finals: Tensor  # [M, G, ...], latents at sigma = 0
 
 
@@ -136,6 +196,10 @@ class Reward(Protocol):
         ...
 
 
+UpdateEvery = Literal["rollout", "branch"] | int
+"""When the weights move: once a rollout, after every stochastic step's index, or after so many members of each group."""
+
+
 @runtime_checkable
 class Algorithm(Protocol):
     """Where noise enters, what a reward says about it, and the loss. Fields are the hyper-parameters."""
@@ -144,23 +208,33 @@ class Algorithm(Protocol):
     def group_size(self) -> int: ...
 
     @property
-    def update_every(self) -> Literal["rollout", "branch"]: ...
+    def update_every(self) -> UpdateEvery: ...
 
     @property
     def kl_weight(self) -> float: ...
 
-    def diffusion(self, sigmas: Tensor) -> Diffusion:
-        """g(sigma) for a run on the grid `sigmas`."""
+    @property
+    def clip_range(self) -> float: ...
+
+    @property
+    def advantage_clip(self) -> float: ...
+
+    def kernel(self, sigmas: Tensor) -> Kernel:
+        """How a stochastic step is taken in a run on the grid `sigmas`."""
         ...
 
-    def plans(self, num_steps: int) -> list[Plan]:
-        """The plans that every prompt is sampled with."""
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        """The plans that every prompt of an iteration is sampled with: a function of its arguments, chance included."""
         ...
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """Advantages [N, G] from rewards [N, R, M, G] of N groups, whose entries may be NaN, and weights [R]."""
         ...
 
-    def loss(self, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
-        """The policy loss, one value per entry, before averaging; all arguments and the result have one shape."""
+    def log_ratio(self, steps: Steps) -> Tensor:
+        """log of the ratio that the loss clips, [B]; 0 where the weights are the ones that sampled."""
+        ...
+
+    def loss(self, steps: Steps) -> Tensor:
+        """The policy loss [B], before averaging."""
         ...

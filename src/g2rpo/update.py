@@ -5,23 +5,34 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from g2rpo.flow import Normal, sde_step
 from g2rpo.objectives import kernel_kl
-from g2rpo.types import Algorithm, Cond, Diffusion, Policy, Transition
+from g2rpo.types import Algorithm, Cond, Kernel, Normal, Policy, Steps, Transition
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One stochastic step of one group with what the rewards said about it: one forward pass teaches G members."""
+    """One stochastic step of one group with what the rewards said about it: a shared latent teaches G members at once."""
 
     prompt: int  # row of the conditioning batch
     transition: Transition
     advantages: Tensor  # [G]
+
+    @property
+    def rows(self) -> int:
+        """Latents that the network has to see."""
+        return len(self.transition.x)
+
+    def members(self, start: int, stop: int) -> Experience:
+        """The part of members start .. stop - 1."""
+        t, some = self.transition, slice(start, stop)
+        own = some if self.rows > 1 else slice(None)
+        x, x_next, old_mean, old_log_prob = t.x[own], t.x_next[some], t.old_mean[own], t.old_log_prob[some]
+        return Experience(self.prompt, Transition(t.step, x, x_next, old_mean, old_log_prob), self.advantages[some])
 
 
 @dataclass
@@ -29,7 +40,7 @@ class UpdateStats:
     """What an update saw, member by member; `summary` condenses it for the log."""
 
     loss: float = 0.0
-    kl: float = 0.0
+    kls: list[Tensor] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     log_ratios: list[Tensor] = field(default_factory=list)
     drifts: list[float] = field(default_factory=list)
@@ -40,7 +51,7 @@ class UpdateStats:
         ratio = log_ratio.exp()
         return {
             "loss": self.loss,
-            "kl": self.kl,
+            "kl": float(torch.cat(self.kls).mean()) if self.kls else 0.0,
             "grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
             "ratio_deviation": float((ratio - 1).abs().max()),
             "clip_fraction": float(((ratio - 1).abs() > clip_range).float().mean()),
@@ -51,16 +62,16 @@ class UpdateStats:
 
 @dataclass
 class Updater:
-    """Turns experience into optimizer steps: one for all of it, or one per branch step, as the algorithm asks.
+    """Turns experience into optimizer steps: one for all of it, or one for each part, as the algorithm asks.
 
-    Passes of `micro_batch_size` transitions accumulate gradients; an update is the same whatever that size is.
+    Passes of at most `micro_batch_size` latents accumulate gradients; an update is the same whatever that size is.
     """
 
     policy: Policy
     algorithm: Algorithm
     optimizer: torch.optim.Optimizer
     sigmas: Tensor
-    diffusion: Diffusion
+    kernel: Kernel
     micro_batch_size: int
     max_grad_norm: float
 
@@ -70,8 +81,7 @@ class Updater:
         for number, batch in enumerate(batches):
             members = sum(len(item.advantages) for item in batch)
             self.optimizer.zero_grad(set_to_none=True)
-            for start in range(0, len(batch), self.micro_batch_size):
-                part = batch[start : start + self.micro_batch_size]
+            for part in _passes(batch, self.micro_batch_size):
                 loss = self._loss(part, cond, on_policy=number == 0, stats=stats) / members
                 loss.backward()
                 stats.loss += float(loss.detach()) / len(batches)
@@ -79,8 +89,13 @@ class Updater:
         return stats
 
     def _batches(self, experience: Sequence[Experience]) -> Iterator[list[Experience]]:
-        if self.algorithm.update_every == "rollout":
+        every = self.algorithm.update_every
+        if every == "rollout":
             yield list(experience)
+            return
+        if isinstance(every, int):
+            for start in range(0, self.algorithm.group_size, every):
+                yield [item.members(start, start + every) for item in experience]
             return
         by_step: dict[int, list[Experience]] = defaultdict(list)
         for item in experience:
@@ -94,24 +109,32 @@ class Updater:
         ratio is exactly 1. What the rollout recorded may differ in the last bits (another batch, another kernel); that
         difference is logged as the drift, because a large one means that rollout and training disagree.
         """
-        kernel, base = self._kernels(part, cond)
+        landing, base, old_mean, dsigma = self._landings(part, cond)
         x_next = torch.cat([item.transition.x_next for item in part])
-        advantages = torch.cat([item.advantages for item in part]).to(x_next.device)
         recorded = torch.cat([item.transition.old_log_prob for item in part])
-        log_prob = kernel.log_prob(x_next)
+        log_prob = landing.log_prob(x_next)
         if on_policy:
             stats.drifts.append(float((log_prob.detach() - recorded).abs().max()))
-        old_log_prob = log_prob.detach() if on_policy else recorded
-        stats.log_ratios.append((log_prob.detach() - old_log_prob).cpu())
-        loss = self.algorithm.loss(log_prob, old_log_prob, advantages).sum()
+        old = replace(landing, mean=landing.mean.detach() if on_policy else old_mean)
+        steps = Steps(
+            log_prob,
+            log_prob.detach() if on_policy else recorded,
+            kernel_kl(landing, old),
+            torch.cat([item.advantages for item in part]).to(x_next.device),
+            landing.std,
+            dsigma,
+        )
+        stats.log_ratios.append(self.algorithm.log_ratio(steps).detach().cpu())
+        loss = self.algorithm.loss(steps).sum()
         if base is not None:
-            kl = kernel_kl(kernel, base).sum()
-            stats.kl += float(kl.detach()) / len(x_next)
-            loss = loss + self.algorithm.kl_weight * kl
+            kl = kernel_kl(landing, base)
+            stats.kls.append(kl.detach().cpu())
+            loss = loss + self.algorithm.kl_weight * kl.sum()
         return loss
 
-    def _kernels(self, part: Sequence[Experience], cond: Cond) -> tuple[Normal, Normal | None]:
-        """The step kernels of every member, under the current weights and, if a KL term wants it, under the base's."""
+    def _landings(self, part: Sequence[Experience], cond: Cond) -> tuple[Normal, Normal | None, Tensor, Tensor]:
+        """Member by member: where the step is bound under the current weights, under the base's if a KL term wants it, and
+        (the mean) under those that took it; and |dsigma|."""
         x = torch.cat([item.transition.x for item in part])
         steps = torch.tensor([item.transition.step for item in part for _ in item.transition.x])
         prompts = [item.prompt for item in part for _ in item.transition.x]
@@ -122,16 +145,16 @@ class Updater:
             rows += [offset + (member if own > 1 else 0) for member in range(members)]
             offset += own
 
-        def kernel() -> Normal:
-            velocity = self.policy.velocity(x, sigma, cond.rows(prompts))
-            normal = sde_step(x, velocity, sigma, sigma_next, self.diffusion(sigma))
-            return Normal(normal.mean[rows], normal.std[rows])
+        def landing() -> Normal:
+            normal = self.kernel(x, self.policy.velocity(x, sigma, cond.rows(prompts)), sigma, sigma_next)
+            return replace(normal, mean=normal.mean[rows], std=normal.std[rows])
 
-        if not self.algorithm.kl_weight:
-            return kernel(), None
-        with torch.no_grad(), self.policy.base():
-            base = kernel()
-        return kernel(), base
+        base = None
+        if self.algorithm.kl_weight:
+            with torch.no_grad(), self.policy.base():
+                base = landing()
+        old_mean = torch.cat([item.transition.old_mean for item in part])[rows]
+        return landing(), base, old_mean, (sigma - sigma_next)[rows]
 
     def _step(self, stats: UpdateStats) -> None:
         """Clips and steps; an update with a non-finite gradient is skipped and counted, never applied."""
@@ -141,3 +164,17 @@ class Updater:
             stats.grad_norms.append(norm)
         else:
             stats.skipped += 1
+
+
+def _passes(batch: Sequence[Experience], size: int) -> Iterator[list[Experience]]:
+    """`batch` in passes of at most `size` latents; members with latents of their own may be split over passes."""
+    part: list[Experience] = []
+    for item in batch:
+        width = size if item.rows > 1 else len(item.advantages)
+        for start in range(0, len(item.advantages), width):
+            piece = item.members(start, start + width)
+            if part and sum(other.rows for other in part) + piece.rows > size:
+                yield part
+                part = []
+            part.append(piece)
+    yield part

@@ -8,7 +8,7 @@ The paper's box, and where each line lives:
             draw group_size samples x_{k+1} of ONE stochastic step from the shared x_k          flow.sde_step
             finish every sample with the ODE at every granularity, and score the images         flow.tail
             A = sum over granularities and rewards of the group-normalised rewards, clamped     advantages
-        ratio = p_theta(x_{k+1} | x_k) / p_old(x_{k+1} | x_k); minimise the clipped surrogate   loss
+        ratio = p_theta(x_{k+1} | x_k) / p_old(x_{k+1} | x_k); minimise the clipped surrogate   log_ratio, loss
 
 Noise enters at one step only (singular stochastic sampling), so within a group a reward can speak about nothing else. And it
 is asked at several step sizes (multi-granularity advantage integration), so that a direction counts as good only if it is
@@ -22,9 +22,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from g2rpo.flow import TailEnd, flow_sde, tail
+from g2rpo.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.types import Diffusion, Plan
+from g2rpo.types import Kernel, Plan, Steps
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class GranularGRPO:
             if wrong:
                 raise ValueError(message)
 
-    def diffusion(self, sigmas: Tensor) -> Diffusion:
-        return flow_sde(sigmas, self.eta)
+    def kernel(self, sigmas: Tensor) -> Kernel:
+        return sde_kernel(flow_sde(sigmas, self.eta))
 
-    def plans(self, num_steps: int) -> list[Plan]:
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         if max(self.branch_steps) > num_steps - 2:
             wrong = f"branch_steps must lie in 0..{num_steps - 2} for num_steps={num_steps}, got {self.branch_steps}"
             raise ValueError(f"{wrong}: a tail needs a step")
@@ -87,5 +87,9 @@ class GranularGRPO:
         """A = clamp(sum over granularities and rewards of the group-normalised rewards) (Eq. 8, 11)."""
         return mix_rewards(rewards, weights, self.reward_mix).clamp(-self.advantage_clip, self.advantage_clip)
 
-    def loss(self, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
-        return clipped_surrogate(log_prob, old_log_prob, advantages, self.clip_range)
+    def log_ratio(self, steps: Steps) -> Tensor:
+        return steps.log_prob - steps.old_log_prob
+
+    def loss(self, steps: Steps) -> Tensor:
+        """max(-A r, -A clip(r, 1 - c, 1 + c)) (Eq. 12)."""
+        return clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)

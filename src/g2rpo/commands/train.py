@@ -25,15 +25,15 @@ from g2rpo.runs import choose_directory, claim
 from g2rpo.trainer import Trainer
 
 
-def load_config(recipe: str, overrides: Sequence[str]) -> Config:
-    """The config of a recipe's name or a YAML file, with overrides."""
+def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], None] = lambda message: None) -> Config:
+    """The config of a recipe's name or a YAML file, with overrides; `note` hears what an override leaves out."""
     if recipe.endswith((".yaml", ".yml")):
-        return resolve(read_yaml(Path(recipe)), overrides, source=recipe)
+        return resolve(read_yaml(Path(recipe)), overrides, recipe, note)
     if Path(recipe).is_dir():
         raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
     import yaml
 
-    return resolve({"recipe": recipe, **yaml.safe_load(recipes.text(recipe))}, overrides, source=f"recipe {recipe}")
+    return resolve({"recipe": recipe, **yaml.safe_load(recipes.text(recipe))}, overrides, f"recipe {recipe}", note)
 
 
 def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print) -> Trainer:
@@ -62,7 +62,9 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
 
 def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> Path:
     """Runs a recipe to its end; returns the run directory."""
-    config = load_config(recipe, overrides)
+    config = load_config(
+        recipe, overrides, lambda message: console.print(message, highlight=False, soft_wrap=True, markup=False)
+    )
     directory = choose_directory(config, run_dir, resume)
     console.print(f"[bold]{recipe}[/]: building the policy, {len(config.rewards)} rewards and the prompts ...")
     trainer = build_trainer(config, directory, warn_on(console))
@@ -96,9 +98,10 @@ def watch_training(trainer: Trainer, progress: Progress, console: Console) -> No
     """Runs the training under a progress bar; evaluations leave a line."""
     config = trainer.config
     total = config.trainer.iterations
-    rows = config.trainer.prompts_per_iteration * count_evaluations(trainer.plans, config.algorithm.group_size)
-    task = progress.add_task("training", total=total * rows, iterations=total, iteration=trainer.iteration, reward="")
-    progress.update(task, completed=trainer.iteration * rows)
+    prompts, size = config.trainer.prompts_per_iteration, config.algorithm.group_size
+    rows = [prompts * count_evaluations(trainer.plans(iteration), size) for iteration in range(total)]
+    task = progress.add_task("training", total=sum(rows), iterations=total, iteration=trainer.iteration, reward="")
+    progress.update(task, completed=sum(rows[: trainer.iteration]))
     trainer.on_evaluations = lambda done: progress.advance(task, done)
     for row in trainer.train():
         shown = _rewards(row)

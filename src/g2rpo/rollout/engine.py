@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.flow import ode_step, sde_step
+from g2rpo.flow import ode_step
 from g2rpo.rollout.sharing import Node, prefix_tree
-from g2rpo.types import Cond, Diffusion, Plan, Policy, Rollout, Transition
+from g2rpo.solvers import Memory, bend
+from g2rpo.types import Cond, Kernel, Plan, Policy, Rollout, Solver, Transition
 
 Noise = Callable[..., torch.Generator]
 """`noise(prompt, *purpose)`: the generator of one draw for one prompt, e.g. noise(0, "branch", 3)."""
@@ -47,16 +48,14 @@ class Engine:
         return len(self.sigmas) - 1
 
     @torch.no_grad()
-    def rollout(self, plans: Sequence[Plan], group_size: int, diffusion: Diffusion, noise: Noise) -> list[Rollout]:
+    def rollout(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[Rollout]:
         """Every plan for every prompt, ordered by prompt, then plan. Needs sum over plans, prompts of the evaluations that
         `planning.count_evaluations` predicts."""
         anchors = self._anchors([plan.branch for plan in plans if plan.shared_noise], noise)
         begun = [
-            self._branch(plan, prompt, group_size, diffusion, noise, anchors)
-            for prompt in range(len(self.cond))
-            for plan in plans
+            self._branch(plan, prompt, group_size, kernel, noise, anchors) for prompt in range(len(self.cond)) for plan in plans
         ]
-        finals = self._finish([(prefix_tree(plan.tails), prompt, x) for prompt, plan, _, x in begun])
+        finals = self._finish([(prefix_tree(plan.tails), prompt, x, plan.solver) for prompt, plan, _, x in begun])
         return [
             Rollout(prompt, plan, transitions, latents)
             for (prompt, plan, transitions, _), latents in zip(begun, finals, strict=True)
@@ -66,7 +65,7 @@ class Engine:
     def sample(self, x: Tensor) -> Tensor:
         """Latents at sigma = 0 by the plain ODE from x [prompts, ...] at sigma = 1; num_steps evaluations a row."""
         walk = prefix_tree([range(self.num_steps + 1)])
-        return torch.cat([final[0] for final in self._finish([(walk, p, x[p : p + 1]) for p in range(len(x))])])
+        return torch.cat([final[0] for final in self._finish([(walk, p, x[p : p + 1], "euler") for p in range(len(x))])])
 
     def initial(self, noise: Noise) -> Tensor:
         """The shared initial latents, one per prompt."""
@@ -99,7 +98,7 @@ class Engine:
         return anchors
 
     def _branch(
-        self, plan: Plan, prompt: int, group_size: int, diffusion: Diffusion, noise: Noise, anchors: dict
+        self, plan: Plan, prompt: int, group_size: int, kernel: Kernel, noise: Noise, anchors: dict
     ) -> tuple[int, Plan, tuple[Transition, ...], Tensor]:
         """The stochastic steps of one plan for one prompt: (prompt, plan, transitions, latents [G, ...] at plan.merge)."""
         if plan.shared_noise:
@@ -114,40 +113,45 @@ class Engine:
         for step in range(plan.branch, plan.merge):
             if v is None:
                 v = self.velocity(x, [step] * len(x), [prompt] * len(x))
-            sigma, sigma_next = self.sigmas[step], self.sigmas[step + 1]
-            kernel = sde_step(x, v, sigma, sigma_next, diffusion(sigma))
+            landing = kernel(x, v, self.sigmas[step], self.sigmas[step + 1])
             draw = torch.randn(group_size, *x.shape[1:], generator=noise(prompt, "branch", plan.branch, step))
-            x_next = kernel.sample(draw.to(x)).to(self.sample_dtype).float()
-            transitions.append(Transition(step, x, x_next, kernel.log_prob(x_next)))
+            x_next = landing.sample(draw.to(x)).to(self.sample_dtype).float()
+            if plan.trains(step):
+                transitions.append(Transition(step, x, x_next, landing.mean, landing.log_prob(x_next)))
             x, v = x_next, None
         return prompt, plan, tuple(transitions), x
 
-    def _finish(self, jobs: Sequence[tuple[Node, int, Tensor]]) -> list[Tensor]:
+    def _finish(self, jobs: Sequence[tuple[Node, int, Tensor, Solver]]) -> list[Tensor]:
         """Walks each job's latents [G, ...] down its tree; finals [M, G, ...] per job.
 
         Rows wait on a stack and full batches are taken from its top, so that members are finished rather than begun: memory
         stays near the number of members whatever the number of tails.
         """
         finals: list[list[list[Tensor | None]]] = []
-        stack: list[tuple[Tensor, Node, int, int]] = []  # latent, where it stands, job, member
-        for job, (tree, _, x) in enumerate(jobs):
+        stack: list[tuple[Tensor, Node, int, int, Memory | None]] = []  # latent, place, job, member, last step
+        for job, (tree, _, x, _) in enumerate(jobs):
             finals.append([[None] * len(x) for _ in range(_count_tails(tree))])
-            stack.extend((latent, tree, job, member) for member, latent in enumerate(x))
+            stack.extend((latent, tree, job, member, None) for member, latent in enumerate(x))
         while stack:
             ready, at_end = _take(stack, self.batch_size)
-            for latent, node, job, member in at_end:
+            for latent, node, job, member, _ in at_end:
                 for tail in node.tails:
                     finals[job][tail][member] = latent
             if not ready:
                 continue
             x = torch.stack([latent for latent, *_ in ready])
-            v = self.velocity(x, [node.step for _, node, *_ in ready], [jobs[job][1] for *_, job, _ in ready])
+            v = self.velocity(x, [node.step for _, node, *_ in ready], [jobs[job][1] for _, _, job, *_ in ready])
+            seen = [
+                Memory(latent - self.sigmas[node.step] * v[row], self.sigmas[node.step]) if jobs[job][3] == "dpm2" else None
+                for row, (latent, node, job, *_) in enumerate(ready)
+            ]
             steps = [(row, child) for row, (_, node, *_) in enumerate(ready) for child in node.children]
             rows = torch.tensor([row for row, _ in steps])
             sigma = self.sigmas[[ready[row][1].step for row, _ in steps]]
             sigma_next = self.sigmas[[child.step for _, child in steps]]
-            x_next = ode_step(x[rows], v[rows], sigma, sigma_next)
-            stack.extend((x_next[i], child, *ready[row][2:]) for i, (row, child) in enumerate(steps))
+            bent = bend(v[rows], sigma, sigma_next, [(seen[row], ready[row][4]) for row, _ in steps])
+            x_next = ode_step(x[rows], bent, sigma, sigma_next)
+            stack.extend((x_next[i], child, *ready[row][2:4], seen[row]) for i, (row, child) in enumerate(steps))
         return [torch.stack([torch.stack(members) for members in tails]) for tails in finals]  # type: ignore[arg-type]
 
 

@@ -1,0 +1,31 @@
+"""Flow-CPS: Coefficients-Preserving Sampling for Reinforcement Learning with Flow Matching, arXiv 2509.05952.
+
+Flow-GRPO with another stochastic step (`flow.cps_kernel`): it takes as much predicted noise out as it puts new noise in, so the
+latents are as noisy as their sigma says, and no grain is left in the images that the rewards see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from g2rpo.algorithms.grpo import GRPO, SDE, window
+from g2rpo.types import Plan, UpdateEvery
+
+
+@dataclass(frozen=True)
+class FlowCPS(GRPO):
+    """Flow-CPS at every step but the last; `eta` and `clip_range` are what Flow-GRPO's recipes take with this step.
+
+    Its log-prob is a squared distance: log-ratios are 2 std^2 times those of a density, so `clip_range` has another scale.
+    """
+
+    name: Literal["flow_cps"] = "flow_cps"
+    sde: SDE = "cps"
+    eta: float = 0.8
+    clip_range: float = 1e-5
+    batch_std: bool = True
+    update_every: UpdateEvery = 12
+
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        return [window(0, num_steps - 1, num_steps, self.shared_noise)]

@@ -1,0 +1,80 @@
+"""What Flow-GRPO and its descendants have in common; each one's own file says what it changes.
+
+for each prompt:
+    sample group_size members; in a window of steps they follow an SDE, elsewhere the ODE   kernel, plans
+    score the images; A = the group-normalised reward, the same for all steps of a member   advantages
+    ratio = p_theta(x_next | x) / p_old(x_next | x); minimise the clipped surrogate         log_ratio, loss
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from g2rpo.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
+from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
+from g2rpo.types import Kernel, Plan, Steps, UpdateEvery
+
+SDE = Literal["flow", "dance", "cps"]
+
+
+def window(start: int, stop: int, num_steps: int, shared_noise: bool, trained: tuple[int, ...] | None = None) -> Plan:
+    """Stochastic steps start .. stop - 1, and the ODE before and after."""
+    return Plan(start, stop, (tuple(range(stop, num_steps + 1)),), shared_noise, trained)
+
+
+@dataclass(frozen=True)
+class GRPO:
+    """The fields are hyper-parameters.
+
+    `sde` is how a stochastic step is taken (`flow.flow_sde`, `dance_sde`, `cps_kernel`) and `eta` how noisy. `shared_noise`
+    starts a group from one initial noise. `batch_std` and `reward_mix`: see `objectives.mix_rewards`. `update_every` is
+    "rollout" for one averaged update, "branch" for one after every step index, or a number of members: the group is dealt into
+    parts of so many, and the weights move after each. With one update a rollout the clip is never active.
+    """
+
+    name: str = ""
+    group_size: int = 24
+    sde: SDE = "flow"
+    eta: float = 0.7
+    shared_noise: bool = False
+    clip_range: float = 1e-4
+    advantage_clip: float = 5.0
+    batch_std: bool = False
+    reward_mix: RewardMix = "rewards"
+    kl_weight: float = 0.0
+    update_every: UpdateEvery = "rollout"
+
+    def __post_init__(self) -> None:
+        too_noisy = self.sde == "cps" and self.eta >= 1
+        for wrong, message in (
+            (self.group_size < 2, f"group_size must be at least 2 (a group of one has no advantage), got {self.group_size}"),
+            (not self.eta > 0, f"eta must be positive (without noise there is nothing to learn from), got {self.eta}"),
+            (too_noisy, f"eta must be below 1 with sde=cps (at 1 a step forgets where it came from), got {self.eta}"),
+            (not self.clip_range > 0, f"clip_range must be positive, got {self.clip_range}"),
+            (not self.advantage_clip > 0, f"advantage_clip must be positive, got {self.advantage_clip}"),
+            (not self.kl_weight >= 0, f"kl_weight must not be negative, got {self.kl_weight}"),
+            (
+                isinstance(self.update_every, int) and self.update_every < 1,
+                f"update_every must be 'rollout', 'branch' or a number of members, got {self.update_every}",
+            ),
+        ):
+            if wrong:
+                raise ValueError(message)
+
+    def kernel(self, sigmas: Tensor) -> Kernel:
+        if self.sde == "cps":
+            return cps_kernel(self.eta)
+        return sde_kernel(flow_sde(sigmas, self.eta) if self.sde == "flow" else dance_sde(self.eta))
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        mixed = mix_rewards(rewards, weights, self.reward_mix, self.batch_std)
+        return mixed.clamp(-self.advantage_clip, self.advantage_clip)
+
+    def log_ratio(self, steps: Steps) -> Tensor:
+        return steps.log_prob - steps.old_log_prob
+
+    def loss(self, steps: Steps) -> Tensor:
+        return clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)

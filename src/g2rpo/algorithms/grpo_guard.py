@@ -1,0 +1,39 @@
+"""GRPO-Guard (arXiv 2510.22319): Flow-GRPO with a ratio that is normalised step by step.
+
+For x' sampled by the old policy, log p_theta(x') - log p_old(x') is normal with mean -b and a variance that both depend on the
+step, b = |mean_theta - mean_old|^2 / (2 std^2). So ratios lie below 1, the upper clip hardly acts, and over-optimisation goes
+unchecked. Guard adds b back and multiplies by std; then it divides the loss by |dsigma|, to even out the steps' gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.types import Plan, Steps, UpdateEvery
+
+
+@dataclass(frozen=True)
+class GRPOGuard(GRPO):
+    """GRPO-Guard; defaults for SD3.5 Medium (10 steps, 48 prompts an update). The clip range is the normalised ratio's."""
+
+    name: Literal["grpo_guard"] = "grpo_guard"
+    clip_range: float = 2e-6
+    update_every: UpdateEvery = 12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sde == "cps":
+            raise ValueError("sde=cps has no density to normalise the ratio of: take flow or dance")
+
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        return [window(0, num_steps - 1, num_steps, self.shared_noise)]
+
+    def log_ratio(self, steps: Steps) -> Tensor:
+        return steps.std * (super().log_ratio(steps) + steps.old_kl)
+
+    def loss(self, steps: Steps) -> Tensor:
+        return super().loss(steps) / steps.dsigma

@@ -1,0 +1,112 @@
+"""MixGRPO: Unlocking Flow-based GRPO Efficiency with Mixed ODE-SDE, arXiv 2507.21802.
+
+Only a window of steps is stochastic and trained, and it moves from the noise towards the image as training goes on.
+MixGRPO-Flash finishes members with few steps of a second-order solver: behind the window there is nothing to learn, only an
+image to get.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.objectives import RewardMix
+from g2rpo.seeding import generator_for
+from g2rpo.types import Plan, UpdateEvery
+
+Schedule = Literal["progressive", "random", "decay", "exp_decay", "frozen"]
+
+
+@dataclass(frozen=True)
+class MixGRPO(GRPO):
+    """MixGRPO; defaults for FLUX.1-dev (25 steps, 300 iterations).
+
+    The window of `window_size` steps stays for `window_iterations`, then moves on by `stride` ("progressive"). "decay" lets the
+    stay shrink linearly with the way from `longest_stay` to `shortest_stay`; "exp_decay" by exp(-decay_rate (start - 13)) from
+    step 13 on; "random" draws where it begins in every iteration; "frozen" never moves it. At the end it is cut short, and then
+    begins anew (`roll_back`) or stays. As in the published code, the last two steps are never stochastic.
+    """
+
+    name: Literal["mixgrpo"] = "mixgrpo"
+    group_size: int = 12
+    shared_noise: bool = True
+    reward_mix: RewardMix = "advantages"
+    update_every: UpdateEvery = 3
+    window_size: int = 4
+    schedule: Schedule = "progressive"
+    window_iterations: int = 25
+    stride: int = 1
+    roll_back: bool = True
+    longest_stay: int = 10
+    shortest_stay: int = 1
+    decay_rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("window_size", "window_iterations", "stride", "longest_stay", "shortest_stay"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if not self.decay_rate >= 0:
+            raise ValueError(f"decay_rate must not be negative, got {self.decay_rate}")
+
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        start = self.window_start(num_steps, iteration, seed)
+        return [window(start, min(start + self.window_size, num_steps - 2), num_steps, self.shared_noise)]
+
+    def window_start(self, num_steps: int, iteration: int, seed: int = 0) -> int:
+        """The window's first step in an iteration, counted from 0; always below num_steps - 2."""
+        end = num_steps - 2
+        if end < 1:
+            raise ValueError(f"the last two steps are never stochastic: num_steps must be at least 3, got {num_steps}")
+        if self.schedule == "frozen":
+            return 0
+        if self.schedule == "random":
+            generator = generator_for(seed, "window", iteration)
+            return int(torch.randint(max(1, end - self.window_size + 1), (), generator=generator))
+        start = 0
+        while iteration >= (stay := self._stay(start, end)):
+            iteration -= stay
+            start += self.stride
+            if start >= end:
+                if not self.roll_back:
+                    return end - 1
+                start = 0
+        return start
+
+    def _stay(self, start: int, end: int) -> int:
+        """How many iterations the window begins at `start`."""
+        if self.schedule == "decay":
+            gone = start / end
+            return max(self.shortest_stay, int(self.longest_stay * (1 - gone) + self.shortest_stay * gone))
+        if self.schedule == "exp_decay":
+            return math.ceil(self.window_iterations * math.exp(-self.decay_rate * max(0, start - 13)))
+        return self.window_iterations
+
+
+@dataclass(frozen=True)
+class MixGRPOFlash(MixGRPO):
+    """MixGRPO-Flash: the steps behind the window are compressed, and walked with DPM-Solver++(2M).
+
+    Of the n = num_steps - (last stochastic step) points behind the window, int(n * compression) remain, evenly spread and
+    rounded to the sigma grid, at least the two ends. The published Flash* is schedule=frozen with compression=0.2.
+    """
+
+    name: Literal["mixgrpo_flash"] = "mixgrpo_flash"  # type: ignore[assignment]
+    window_iterations: int = 20
+    compression: float = 0.4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.compression <= 1:
+            raise ValueError(f"compression must lie in (0, 1], got {self.compression}")
+
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        (plan,) = super().plans(num_steps, iteration, seed)
+        way = num_steps - plan.merge
+        jumps = max(int((way + 1) * self.compression), 2) - 1
+        tail = tuple(plan.merge + round(way * jump / jumps) for jump in range(jumps + 1))
+        return [Plan(plan.branch, plan.merge, (tail,), plan.shared_noise, solver="dpm2")]
