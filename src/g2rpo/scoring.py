@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from g2rpo.memory import bounded_by
 from g2rpo.types import Policy, Reward, Rollout
 
 
@@ -28,7 +29,8 @@ class Stopwatch:
 
 def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
     """Images [N, 3, H, W] on the CPU, `batch_size` at a time."""
-    return torch.cat([policy.decode(part).cpu() for part in latents.split(batch_size)])
+    with bounded_by("decode"):
+        return torch.cat([policy.decode(part).cpu() for part in latents.split(batch_size)])
 
 
 def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -58,6 +60,7 @@ def score_rollouts(
     for start in range(0, len(latents), batch_size):  # pictures of one batch at a time: an iteration's are gigabytes
         images = decode(policy, latents[start : start + batch_size], batch_size)
         watch.lap("decode")
-        parts.append(score(rewards, images, asked[start : start + batch_size]))
+        with bounded_by("decode"):  # a reward sees as many pictures as are decoded at once
+            parts.append(score(rewards, images, asked[start : start + batch_size]))
         watch.lap("rewards")
     return torch.cat(parts, 1).unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2])).transpose(0, 1)
