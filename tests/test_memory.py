@@ -84,6 +84,13 @@ def test_a_run_that_runs_out_of_memory_equals_one_that_began_small(name):
         assert differing <= {"out_of_memory"} | ({"decode_batch_size"} if name == "rollout" else set())
 
 
+def test_metrics_of_an_abandoned_pass_are_abandoned_too():
+    """The fifth pass is the second of the second iteration, where the policy has left its base: a KL counted twice shows."""
+    options = ("trainer.micro_batch_size=2", "algorithm.kl_weight=0.5")
+    (_, rows, said, _), (_, theirs, _, _) = (run(policy, *options) for policy in (Small(grad_calls=(5,)), GaussianPolicy()))
+    assert said and rows[1]["kl"] == pytest.approx(theirs[1]["kl"], rel=1e-4) and theirs[1]["kl"] > 0
+
+
 def test_what_is_halved_is_said():
     _, rows, said, _ = run(Small(decode=5), "sampling.decode_batch_size=8", iterations=1)
     assert said == ["out of memory with sampling.decode_batch_size=8: going on with 4; nothing is lost"]

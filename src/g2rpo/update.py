@@ -40,7 +40,7 @@ class UpdateStats:
     def add(self, passes: UpdateStats, share: float) -> None:
         """Takes over what the passes of one update saw, which is `share` of all."""
         self.loss += passes.loss * share
-        self.kl += passes.kl
+        self.kl += passes.kl * share
         self.log_ratios += passes.log_ratios
         self.drifts += passes.drifts
 
@@ -94,6 +94,7 @@ class Updater:
                 loss = self._loss(batch[start : start + size], cond, on_policy, stats) / members
                 loss.backward()
             stats.loss += float(loss.detach())
+        stats.kl /= members
         return stats
 
     def _batches(self, experience: Sequence[Experience]) -> Iterator[list[Experience]]:
@@ -124,7 +125,7 @@ class Updater:
         loss = self.algorithm.loss(log_prob, old_log_prob, advantages).sum()
         if base is not None:
             kl = kernel_kl(kernel, base).sum()
-            stats.kl += float(kl.detach()) / len(x_next)
+            stats.kl += float(kl.detach())
             loss = loss + self.algorithm.kl_weight * kl
         return loss
 

@@ -22,13 +22,21 @@ from g2rpo.types import Cond
 class FastNetwork:
     """The velocity of a `FluxPolicy` or `SD3Policy`, for sampling only.
 
-    `compile` runs the transformer through torch.compile (the first calls take minutes on a large model). `dtype` bfloat16 is
+    `compile` runs the transformer through torch.compile with `backend` (the first calls take minutes). `dtype` bfloat16 is
     for a float32 policy. `quantize` "int8" rounds the frozen weights of linear layers per channel and their inputs per
     token, by torchao; without `compile` that saves memory rather than time. UserError if torchao is missing, or if the
     policy computes in bfloat16 already.
     """
 
-    def __init__(self, policy: Any, *, compile: bool = False, dtype: str = "policy", quantize: str = "none") -> None:
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        compile: bool = False,
+        backend: str = "inductor",
+        dtype: str = "policy",
+        quantize: str = "none",
+    ) -> None:
         if dtype == "bfloat16" and policy.dtype == torch.bfloat16:
             raise UserError("sampling.tails.dtype=bfloat16: policy.dtype is bfloat16 already; take it out")
         self._source = policy.tuning.transformer
@@ -37,7 +45,9 @@ class FastNetwork:
         self._network = _shared_copy(self._source)
         self._fresh = False
         self._policy = copy.copy(policy)
-        self._policy.tuning = SimpleNamespace(active=torch.compile(self._network) if compile else self._network)
+        self._policy.tuning = SimpleNamespace(
+            active=torch.compile(self._network, backend=backend) if compile else self._network
+        )
         self._policy.dtype = self._dtype
 
     def refresh(self) -> None:
