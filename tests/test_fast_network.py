@@ -138,7 +138,7 @@ def test_fully_tuned_weights_are_taken_over_at_a_refresh(flux_directory, dtype):
     if dtype == "policy":
         assert stale == error == 0
     else:
-        assert error < 2 * bfloat16_error(policy, flux_directory) < 0.5 * stale
+        assert error < 2 * bfloat16_error(policy, flux_directory) and error < stale / 2, (error, stale)
     assert policy.trainable_parameters()[0].dtype == torch.float32 and policy.trainable_parameters()[0].requires_grad
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,14 +15,17 @@ from g2rpo.types import Policy, Reward, Rollout
 
 @dataclass
 class Stopwatch:
-    """Seconds by phase, read off between laps."""
+    """Seconds by phase on `clock`, read off between laps."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.perf_counter)
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._last = self.clock()
 
     def lap(self, phase: str) -> None:
         """Books the time since the last lap on `phase`."""
-        now = time.perf_counter()
+        now = self.clock()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
