@@ -1,79 +1,244 @@
 """The engine against the published loop, side by side in one process, on the same weights, prompts and noise.
 
-    python -m benchmarks.rollout                       # the testbed on this machine's CPU
-    python -m benchmarks.rollout --granularities 1 2 3 --prompts 2 --out benchmarks/results/cpu.json
+    python -m benchmarks.rollout --out benchmarks/results/rollout.json     # the testbed on this machine
+    python -m benchmarks.rollout --granularities 1 2 3 --options "forecast=true" "dtype=bfloat16"
+    python -m benchmarks.rollout --sweep docs/images/rollout_cost.png --out benchmarks/results/rollout_sweep.json
 
-Both produce the same latents; the largest difference is printed. Seconds are for rollout, decoding and scoring; the
-training pass is measured apart, because it is the same for both.
+Exact, both produce the same latents; the largest difference is printed. Seconds are for encoding, rollout, decoding and
+scoring; the training pass is the same for both and left out. The engine with every option and the loop take turns. With
+--clock cpu they are seconds of processor time, summed over threads: on a machine that does other work too, one thread's
+(OMP_NUM_THREADS=1) are what it would take alone, but for what others do to its caches.
+
+Utilisation is the network's floating point operations during the rollout, counted by torch.utils.flop_counter, over what a
+square matrix product reaches here in the same dtype.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import time
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.fast_tails import CLOCKS, OPTIONS
+from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.commands.train import load_config
-from g2rpo.components import build_policy, build_prompts, build_rewards
+from g2rpo.components import build_policy, build_prompts, build_rewards, build_tail_network
 from g2rpo.flow import sigma_grid
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import count_evaluations
+from g2rpo.rollout.tails import EXACT, TailNetwork, Tails
 from g2rpo.scoring import Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
+
+NUM_STEPS = 16
+SWEEPS: dict[str, list[Any]] = {
+    "group size": [4, 8, 12, 24],
+    "branch steps": [1, 2, 4, 8],
+    "granularities": [(1,), (1, 2), (1, 2, 3)],
+    "prompts": [1, 2, 4],
+}
+
+
+@dataclass
+class Bench:
+    """One iteration's sampling and scoring on the testbed, by either side."""
+
+    prompts: Sequence[str]
+    batch_size: int
+    decode_batch_size: int
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        config = load_config("scenes", [])
+        self.policy, self.rewards = build_policy(config.policy), build_rewards(config.rewards)
+        self.sigmas = sigma_grid(NUM_STEPS, 3.0)
+        self.networks: dict[Tails, TailNetwork | None] = {}
+
+    def engine(self, algorithm: GranularGRPO, tails: Tails, repeat: int) -> tuple[dict[str, float], int, Tensor]:
+        """Seconds by phase, network evaluations, finals [K * prompts, M, G, ...]."""
+        if tails not in self.networks:
+            self.networks[tails] = build_tail_network(self.policy, tails)
+        network, watch = self.networks[tails], Stopwatch(clock=self.clock)
+        cond = self.policy.encode(self.prompts)
+        watch.lap("encode")
+        if network is not None:
+            network.refresh()
+        engine = Engine(
+            self.policy,
+            cond,
+            self.sigmas,
+            self.batch_size,
+            tails=tails,
+            tail_velocity=None if network is None else network.velocity,
+        )
+        plans, kernel = algorithm.plans(NUM_STEPS), algorithm.kernel(self.sigmas)
+        rollouts = engine.rollout(plans, algorithm.group_size, kernel, lambda *key: generator_for(repeat, *key))
+        watch.lap("rollout")
+        score_rollouts(self.policy, rollouts, self.rewards, self.prompts, self.decode_batch_size, watch)
+        return watch.seconds, engine.evaluations, torch.stack([rollout.finals for rollout in rollouts])
+
+    def loop(self, algorithm: GranularGRPO, repeat: int) -> tuple[dict[str, float], int, Tensor]:
+        """The same by the published loop."""
+        loop = PublishedLoop(self.policy, self.sigmas, algorithm, self.rewards, watch=Stopwatch(clock=self.clock))
+        finals = loop.rollout(self.prompts, lambda *key: generator_for(repeat, *key))
+        return loop.watch.seconds, loop.evaluations, torch.cat(finals)
+
+    def flops_per_evaluation(self) -> float:
+        """Of one row of the policy's network, adapters included."""
+        x = self.policy.noise([generator_for("flops")])
+        cond = self.policy.encode(self.prompts[:1])
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            self.policy.velocity(x, self.sigmas[1:2].to(x.device), cond)
+        return float(counter.get_total_flops())
+
+
+def compare(bench: Bench, algorithm: GranularGRPO, options: Sequence[str], repeats: int) -> dict[str, Any]:
+    """The loop and the engine with each option, in turns; seconds are medians over repeats."""
+    for name in options:
+        bench.engine(GranularGRPO(branch_steps=(0,), granularities=(1,)), OPTIONS[name], 0)  # compiled, caches filled
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in [*options, "published"]}
+    evaluations: dict[str, int] = {}
+    difference, exact = 0.0, torch.empty(0)
+    for repeat in range(repeats):
+        for name in options:
+            seconds, evaluations[name], finals = bench.engine(algorithm, OPTIONS[name], repeat)
+            taken[name].append(seconds)
+            exact = finals if name == "exact" else exact
+        seconds, evaluations["published"], finals = bench.loop(algorithm, repeat)
+        taken["published"].append(seconds)
+        difference = max(difference, float((exact - finals).abs().max()))
+    flops, device = bench.flops_per_evaluation(), bench.policy.device
+    rates = {dtype: matmul_rate(getattr(torch, dtype), device, bench.clock) for dtype in ("float32", "bfloat16")}
+    loop_total = median(sum(phases.values()) for phases in taken["published"])
+    rows = []
+    for name, phases in taken.items():
+        total, rollout = median(sum(p.values()) for p in phases), median(p["rollout"] for p in phases)
+        dtype = "bfloat16" if "bfloat16" in name else str(bench.policy.dtype).removeprefix("torch.")
+        rows.append(
+            {
+                "what": name,
+                "evaluations": evaluations[name],
+                "seconds": total,
+                "phases": {key: median(p[key] for p in phases) for key in phases[0]},
+                "ratio": loop_total / total,
+                "ratio_rollout": median(p["rollout"] for p in taken["published"]) / rollout,
+                "utilisation": evaluations[name] * flops / rollout / rates[dtype],
+            }
+        )
+    return {
+        "rows": rows,
+        "largest_difference": difference,
+        "flops_per_evaluation": flops,
+        "matmul_flops": rates,
+        "peak_bytes": peak_bytes(device),
+    }
+
+
+def published_evaluations(algorithm: GranularGRPO) -> int:
+    """What the loop asks of the network for one prompt."""
+    tails = sum(math.ceil((NUM_STEPS - 1 - k) / g) for k in algorithm.branch_steps for g in algorithm.granularities)
+    return NUM_STEPS + algorithm.group_size * (len(algorithm.branch_steps) + tails)
+
+
+def sweep(bench: Bench, every_prompt: Sequence[str]) -> dict[str, Any]:
+    """Engine seconds as one setting grows and the others stay, exact and fast; the loop's from its seconds per evaluation."""
+    base: dict[str, Any] = {"group size": 12, "branch steps": 4, "granularities": (1, 2), "prompts": 1}
+
+    def algorithm(settings: dict[str, Any]) -> GranularGRPO:
+        steps = tuple(range(settings["branch steps"]))
+        return GranularGRPO(group_size=settings["group size"], branch_steps=steps, granularities=settings["granularities"])
+
+    seconds, asked, _ = bench.loop(GranularGRPO(group_size=2, branch_steps=(0, 1), granularities=(1, 2)), 0)
+    per_evaluation = sum(seconds.values()) / asked
+    fast, points = Tails("ab2", stride=2), []
+    bench.engine(GranularGRPO(branch_steps=(0,), granularities=(1,)), EXACT, 0)
+    for axis, values in SWEEPS.items():
+        for value in values:
+            settings = {**base, axis: value}
+            bench.prompts, chosen = every_prompt[: settings["prompts"]], algorithm(settings)
+            exact, evaluations, _ = bench.engine(chosen, EXACT, 0)
+            cheap, fewer, _ = bench.engine(chosen, fast, 0)
+            assert evaluations == settings["prompts"] * count_evaluations(chosen.plans(NUM_STEPS), chosen.group_size)
+            points.append(
+                {
+                    "axis": axis,
+                    "value": list(value) if isinstance(value, tuple) else value,
+                    "evaluations": {"exact": evaluations, "fast": fewer},
+                    "seconds": {"exact": sum(exact.values()), "fast": sum(cheap.values())},
+                    "published_estimate": settings["prompts"] * published_evaluations(chosen) * per_evaluation,
+                }
+            )
+            print(json.dumps(points[-1]), flush=True)
+    return {"points": points, "base": base, "published_seconds_per_evaluation": per_evaluation}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """One panel per axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, len(SWEEPS), figsize=(12, 3), sharey=True, layout="constrained")
+    for panel, axis in zip(panels, SWEEPS, strict=True):
+        points = [point for point in result["points"] if point["axis"] == axis]
+        names = ["{" + ", ".join(map(str, p["value"])) + "}" if isinstance(p["value"], list) else p["value"] for p in points]
+        places = range(len(points)) if axis == "granularities" else names
+        panel.plot(places, [p["published_estimate"] for p in points], "k--", marker=".", label="published loop (from its rate)")
+        panel.plot(places, [p["seconds"]["exact"] for p in points], "o-", label="engine, exact")
+        panel.plot(places, [p["seconds"]["fast"] for p in points], "o-", label="engine, solver=ab2 stride=2")
+        panel.set_xticks(list(places), [str(name) for name in names])
+        panel.set(xlabel=axis, yscale="log")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("seconds an iteration")
+    panels[0].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| what | evaluations | seconds | rollout | decode | rewards | faster | rollout faster | utilisation |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        phases = [f"{row['phases'][phase]:.2f}" for phase in ("rollout", "decode", "rewards")]
+        shares = [f"{row['ratio']:.1f}x", f"{row['ratio_rollout']:.1f}x", f"{row['utilisation']:.0%}"]
+        lines.append(
+            "| " + " | ".join([row["what"], str(row["evaluations"]), f"{row['seconds']:.2f}", *phases, *shares]) + " |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     args = arguments()
-    config = load_config("scenes", [])
-    policy, rewards = build_policy(config.policy), build_rewards(config.rewards)
-    prompts = build_prompts(config.prompts.train, "prompts.train")[: args.prompts]
-    sigmas = sigma_grid(16, 3.0)
-    algorithm = GranularGRPO(granularities=tuple(args.granularities))  # the paper's other settings
-    plans = algorithm.plans(16)
-
-    warm = Engine(policy, policy.encode(prompts[:1]), sigmas, args.batch_size)  # kernels chosen, caches filled
-    policy.decode(warm.sample(warm.initial(generator_for)))
-
-    engine_seconds, loop_seconds, difference = [], [], 0.0
-    for repeat in range(args.repeats):
-
-        def noise(*key: int | str, repeat: int = repeat) -> torch.Generator:
-            return generator_for(repeat, *key)
-
-        watch, began = Stopwatch(), time.perf_counter()
-        cond = policy.encode(prompts)
-        watch.lap("encode")
-        engine = Engine(policy, cond, sigmas, args.batch_size)
-        rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), noise)
-        watch.lap("rollout")
-        score_rollouts(policy, rollouts, rewards, prompts, args.batch_size, watch)
-        engine_seconds.append(time.perf_counter() - began)
-
-        loop, began = PublishedLoop(policy, sigmas, algorithm, rewards), time.perf_counter()
-        finals = loop.rollout(prompts, noise)
-        loop_seconds.append(time.perf_counter() - began)
-        mine = torch.stack([rollout.finals for rollout in rollouts])
-        difference = max(difference, float((mine - torch.cat(finals)).abs().max()))
-
-    result = {
-        "granularities": args.granularities,
-        "prompts": args.prompts,
-        "batch_size": args.batch_size,
-        "evaluations": {"published": loop.evaluations, "engine": engine.evaluations},
-        "seconds": {"published": loop_seconds, "engine": engine_seconds},
-        "phases": {"published": loop.watch.seconds, "engine": watch.seconds},
-        "ratio": sum(loop_seconds) / sum(engine_seconds),
-        "largest_difference": difference,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
-    }
-    print(json.dumps(result, indent=1))
+    warnings.filterwarnings("ignore", category=UserWarning)
+    prompts = build_prompts("testbed:train", "prompts.train")
+    bench = Bench(prompts[: args.prompts], args.batch_size, args.decode_batch_size, CLOCKS[args.clock])
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "sweep")}
+    result: dict[str, Any] = {"settings": settings, "machine": describe(bench.policy.device), "load": os.getloadavg()}
+    if args.sweep is not None:
+        result |= sweep(bench, prompts)
+        draw(result, args.sweep)
+    else:
+        algorithm = GranularGRPO(granularities=tuple(args.granularities))  # the paper's other settings
+        result |= compare(bench, algorithm, list(dict.fromkeys(["exact", *args.options])), args.repeats)
+        print(table(result["rows"]))
+        print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -84,7 +249,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--granularities", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=96)
+    parser.add_argument("--decode-batch-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--options", nargs="*", choices=OPTIONS, default=[], metavar="OPTION", help="fast tails to measure too")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--sweep", type=Path, metavar="PNG", help="measure how cost grows instead, and draw it")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

@@ -32,7 +32,7 @@ def config(*overrides: str) -> Config:
     return resolve(PLAIN, overrides)
 
 
-def trainer(run_dir: Path | None, *overrides: str, policy=None, rewards=None) -> Trainer:
+def trainer(run_dir: Path | None, *overrides: str, policy=None, rewards=None, **more) -> Trainer:
     return Trainer(
         config(*overrides),
         policy or GaussianPolicy(),
@@ -41,4 +41,5 @@ def trainer(run_dir: Path | None, *overrides: str, policy=None, rewards=None) ->
         PROMPTS[:3],
         {"dark": darkness},
         run_dir,
+        **more,
     )

@@ -197,7 +197,7 @@ def test_flash_that_compresses_nothing_has_mixgrpos_steps():
             MixGRPOFlash(compression=1.0, window_iterations=25).plans(25, iteration),
             MixGRPO().plans(25, iteration),
         )
-        assert (flash.branch, flash.merge, flash.tails) == (mix.branch, mix.merge, mix.tails) and flash.solver == "dpm2"
+        assert (flash.branch, flash.merge, flash.tails) == (mix.branch, mix.merge, mix.tails) and flash.solver == "dpmpp2m"
 
 
 # --- windows and trained steps

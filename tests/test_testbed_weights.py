@@ -88,6 +88,16 @@ def test_scores_do_not_depend_on_the_rest_of_the_batch(reward: type[SceneCLIP]) 
     assert together.isnan().tolist() == [False, False, False, True]
 
 
+@pytest.mark.parametrize("reward", [SceneCLIP, ScenePreference])
+def test_a_prompt_is_read_once_however_its_pictures_are_batched(reward: type[SceneCLIP]) -> None:
+    score, read = reward(), []
+    handle = score.model.text_model.register_forward_hook(lambda *call: read.append(len(call[-1].pooler_output)))
+    for start in range(0, 12, 4):
+        score(drawings()[start : start + 4], [PROMPTS[0], PROMPTS[1]] * 2)
+    handle.remove()
+    assert read == [1, 1]
+
+
 def test_preference_is_for_clean_pictures() -> None:
     from g2rpo.testbed.build.augment import blur, fade, speckle, wobble
 

@@ -17,6 +17,7 @@ from g2rpo.embeddings import CachedPolicy, EmbeddingStore, cache_root
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.files import FileDigests, digest_of
 from g2rpo.prompt_sources import read_prompts
+from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.types import Reward
 
 REWARDS = {
@@ -74,6 +75,15 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
         )
     except (OSError, ValueError) as error:
         raise UserError(f"policy.path={config.path}: the pipeline cannot be loaded: {error}") from error
+
+
+def build_tail_network(policy: Any, tails: Tails) -> TailNetwork | None:
+    """The network that finishes members as `sampling.tails` asks; None where the policy's own does."""
+    if not tails.own_network:
+        return None
+    from g2rpo.policies.fast import FastNetwork
+
+    return FastNetwork(policy, compile=tails.compile, dtype=tails.dtype, quantize=tails.quantize)
 
 
 def pick_device(name: str) -> str:

@@ -31,6 +31,7 @@ from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.errors import UserError, did_you_mean
+from g2rpo.rollout.tails import Tails
 from g2rpo.types import Policy
 
 Dtype = Literal["float32", "bfloat16"]
@@ -119,17 +120,22 @@ class PromptsConfig(Group):
     """A folder, "auto" for embeddings/ in $G2RPO_CACHE or ~/.cache/g2rpo, or "off"."""
 
 
+BatchSize = PositiveInt | Literal["auto"]
+
+
 class SamplingConfig(Group):
     """The sampler that rollouts and evaluation share."""
 
     num_steps: Annotated[int, Field(ge=2)]
     shift: Shift = 3.0
-    batch_size: PositiveInt = 64
-    """Rows of one network call."""
-    decode_batch_size: PositiveInt = 64
-    """Images of one VAE call."""
+    batch_size: BatchSize = 64
+    """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a CPU."""
+    decode_batch_size: BatchSize = 64
+    """Images of one VAE call. "auto": likewise; 8 on a CPU."""
     anchor_dtype: Dtype = "float32"
     sample_dtype: Dtype = "float32"
+    tails: Tails = Tails()
+    """What the tails of a rollout may save at the price of an error in the reward; nothing unless asked for."""
 
 
 class OptimConfig(Group):

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from g2rpo.memory import bounded_by
 from g2rpo.types import Policy, Reward, Rollout
 
 
 @dataclass
 class Stopwatch:
-    """Seconds by phase, read off between laps."""
+    """Seconds by phase on `clock`, read off between laps."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.perf_counter)
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._last = self.clock()
 
     def lap(self, phase: str) -> None:
         """Books the time since the last lap on `phase`."""
-        now = time.perf_counter()
+        now = self.clock()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
 
 def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
     """Images [N, 3, H, W] on the CPU, `batch_size` at a time."""
-    return torch.cat([policy.decode(part).cpu() for part in latents.split(batch_size)])
+    with bounded_by("decode"):
+        return torch.cat([policy.decode(part).cpu() for part in latents.split(batch_size)])
 
 
 def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -58,6 +63,7 @@ def score_rollouts(
     for start in range(0, len(latents), batch_size):  # pictures of one batch at a time: an iteration's are gigabytes
         images = decode(policy, latents[start : start + batch_size], batch_size)
         watch.lap("decode")
-        parts.append(score(rewards, images, asked[start : start + batch_size]))
+        with bounded_by("decode"):  # a reward sees as many pictures as are decoded at once
+            parts.append(score(rewards, images, asked[start : start + batch_size]))
         watch.lap("rewards")
     return torch.cat(parts, 1).unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2])).transpose(0, 1)

@@ -18,13 +18,15 @@ from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
 from g2rpo.evaluation import Comparison, Evaluation, compare, evaluate, load_evaluation, save_evaluation
 from g2rpo.flow import sigma_grid
+from g2rpo.memory import OutOfMemory, batch_sizes
 from g2rpo.metrics import MetricsLog, Row, read_metrics
 from g2rpo.pictures import save_curves, save_grid
 from g2rpo.prompts import PromptOrder
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.tails import TailNetwork
 from g2rpo.scoring import Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
-from g2rpo.types import Plan, Policy, Reward
+from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
@@ -35,6 +37,8 @@ class Trainer:
     """Trains `policy` on `rewards` as `config` says, and leaves everything worth keeping in `run_dir`.
 
     `judges` score held-out pictures but are not trained on. `run_dir=None` keeps nothing, for experiments in a notebook.
+    `tail_network` finishes members where `sampling.tails` asks for another network than the policy's. `notify` hears of batch
+    sizes that were found, or halved because memory ran out.
     """
 
     config: Config
@@ -44,10 +48,14 @@ class Trainer:
     heldout: Sequence[str]
     judges: Mapping[str, Reward] = field(default_factory=dict)
     run_dir: Path | None = None
+    tail_network: TailNetwork | None = None
+    notify: Callable[[str], None] = print
     on_evaluations: Callable[[int], None] = lambda rows: None
 
     def __post_init__(self) -> None:
         c = self.config
+        if c.sampling.tails.own_network and self.tail_network is None:
+            raise ValueError("sampling.tails asks for a network of its own: pass a tail_network (see policies.fast)")
         self.iteration = 0
         self._baseline: Evaluation | None = None
         self._shown = c.evaluation.pictures
@@ -67,13 +75,20 @@ class Trainer:
         )
         decay = c.optim.ema_decay
         self.average = AveragedModel(self.parameters, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
+        self.sizes = batch_sizes(
+            c.sampling.batch_size,
+            c.sampling.decode_batch_size,
+            c.trainer.micro_batch_size,
+            self.policy.device,
+            self.notify,
+        )
         self.updater = Updater(
             self.policy,
             self.algorithm,
             self.optimizer,
             self.sigmas,
             self.kernel,
-            c.trainer.micro_batch_size,
+            self.sizes,
             c.optim.max_grad_norm,
         )
 
@@ -103,19 +118,16 @@ class Trainer:
         cond = self.policy.encode(prompts)
         watch.lap("encode")
 
-        engine = Engine(
-            self.policy,
-            cond,
-            self.sigmas,
-            c.sampling.batch_size,
-            getattr(torch, c.sampling.anchor_dtype),
-            getattr(torch, c.sampling.sample_dtype),
-            on_rows=self.on_evaluations,
-        )
-        rollouts = engine.rollout(self.plans(), self.algorithm.group_size, self.kernel, self._noise)
+        self._find_sizes(cond)
+        if self.tail_network is not None:
+            self.tail_network.refresh()
+        rollouts, evaluations = self.sizes.fit(lambda: self._rollout(cond))
         watch.lap("rollout")
 
-        rewards = score_rollouts(self.policy, rollouts, self.rewards, prompts, c.sampling.decode_batch_size, watch)
+        def scored() -> Tensor:
+            return score_rollouts(self.policy, rollouts, self.rewards, prompts, self.sizes.decode, watch)
+
+        rewards = self.sizes.fit(scored)
         advantages = self.algorithm.advantages(rewards, self.weights)
         experience = [
             Experience(rollout.prompt, transition, advantage)
@@ -138,8 +150,12 @@ class Trainer:
             **self._reward_metrics(rewards, advantages),
             **stats.summary(self.algorithm.clip_range),
             "learning_rate": rate,
-            "evaluations": engine.evaluations,
+            "evaluations": evaluations,
             "images": sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts),
+            "batch_size": self.sizes.rollout,
+            "decode_batch_size": self.sizes.decode,
+            "micro_batch_size": self.sizes.micro,
+            "out_of_memory": self.sizes.halved,
             "seconds": sum(watch.seconds.values()),
             **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
         }
@@ -148,6 +164,27 @@ class Trainer:
         """The plans of an iteration, by default the one at hand."""
         iteration = self.iteration if iteration is None else iteration
         return self.algorithm.plans(self.config.sampling.num_steps, iteration, self.config.trainer.seed)
+
+    def _rollout(self, cond: Cond) -> tuple[list[Rollout], int]:
+        """Every plan for every prompt, and the network evaluations that took."""
+        sampling, network = self.config.sampling, self.tail_network
+        engine = Engine(
+            self.policy,
+            cond,
+            self.sigmas,
+            self.sizes.rollout,
+            getattr(torch, sampling.anchor_dtype),
+            getattr(torch, sampling.sample_dtype),
+            tails=sampling.tails,
+            tail_velocity=network.velocity if network is not None else None,
+            on_rows=self.on_evaluations,
+        )
+        try:
+            rollouts = engine.rollout(self.plans(), self.algorithm.group_size, self.kernel, self._noise)
+        except OutOfMemory:
+            self.on_evaluations(-engine.evaluations)  # they will be done again
+            raise
+        return rollouts, engine.evaluations
 
     def evaluate(self) -> Row:
         """Judges the (averaged) weights on held-out prompts, and paints the first few."""
@@ -167,16 +204,22 @@ class Trainer:
         """Held-out pictures and all their scores, of the (averaged) weights."""
         c = self.config
         steps = c.evaluation.num_steps or c.sampling.num_steps
-        with self._averaged():
+        if self.sizes.auto:
+            self._find_sizes(self.policy.encode(self.heldout[:1]))
+
+        def judged() -> Evaluation:
             return evaluate(
                 self.policy,
                 self.heldout,
                 {**self.rewards, **self.judges},
                 sigma_grid(steps, self.shift),
                 seed=c.trainer.seed,
-                batch_size=c.sampling.batch_size,
-                decode_batch_size=c.sampling.decode_batch_size,
+                batch_size=self.sizes.rollout,
+                decode_batch_size=self.sizes.decode,
             )
+
+        with self._averaged():
+            return self.sizes.fit(judged)
 
     def finish(self) -> dict[str, Comparison]:
         """Base against tuned on the held-out prompts; writes the table, the before/after grid, the curves and the weights."""
@@ -225,6 +268,13 @@ class Trainer:
 
     def _noise(self, prompt: int, *purpose: Any) -> torch.Generator:
         return generator_for(self.config.trainer.seed, "rollout", self.iteration, prompt, *purpose)
+
+    def _find_sizes(self, cond: Cond) -> None:
+        """Settles batch sizes that are left to be found, with the largest that an iteration could use as a bound."""
+        if self.sizes.auto:
+            members = self.config.trainer.prompts_per_iteration * len(self.plans()) * self.algorithm.group_size
+            most = max(members, len(self.heldout))
+            self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)
 
     def _learning_rate(self) -> float:
         """The rate of the iteration at hand: linear warm-up, then constant or a cosine to zero at the end."""

@@ -55,7 +55,8 @@ class Normal:
         return entries.flatten(1).mean(1)
 
 
-Solver = Literal["euler", "dpm2"]
+Solver = Literal["euler", "ab2", "dpmpp2m"]
+"""How a tail walks (`rollout.tails`)."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Normal]
 """How a stochastic step is taken: (x [B, ...], velocity, sigma, sigma_next) -> where it lands. Sigmas are [B] or scalar."""
@@ -68,7 +69,7 @@ class Plan:
     Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and from `merge` on every tail is an
     ODE walk of its own. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`.
     With `shared_noise` all members start from one initial noise, so the walk up to `branch` is the same for all of them.
-    `trained` names the stochastic steps to learn from (None: all of them); `solver` is how tails walk (`solvers`).
+    `trained` names the stochastic steps to learn from (None: all of them); `solver` is how tails walk.
     """
 
     branch: int

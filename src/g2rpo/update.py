@@ -6,10 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from g2rpo.memory import BatchSizes, bounded_by
 from g2rpo.objectives import kernel_kl
 from g2rpo.types import Algorithm, Cond, Kernel, Normal, Policy, Steps, Transition
 
@@ -46,6 +48,13 @@ class UpdateStats:
     drifts: list[float] = field(default_factory=list)
     skipped: int = 0
 
+    def add(self, passes: UpdateStats, share: float) -> None:
+        """Takes over what the passes of one update saw, which is `share` of all."""
+        self.loss += passes.loss * share
+        self.kls += passes.kls
+        self.log_ratios += passes.log_ratios
+        self.drifts += passes.drifts
+
     def summary(self, clip_range: float) -> dict[str, float]:
         log_ratio = torch.cat(self.log_ratios)
         ratio = log_ratio.exp()
@@ -64,7 +73,8 @@ class UpdateStats:
 class Updater:
     """Turns experience into optimizer steps: one for all of it, or one for each part, as the algorithm asks.
 
-    Passes of at most `micro_batch_size` latents accumulate gradients; an update is the same whatever that size is.
+    Passes of at most `sizes.micro` latents accumulate gradients; an update is the same whatever that size is. When memory runs
+    out in a pass, the update's gradients are dropped and it begins again with smaller passes.
     """
 
     policy: Policy
@@ -72,20 +82,28 @@ class Updater:
     optimizer: torch.optim.Optimizer
     sigmas: Tensor
     kernel: Kernel
-    micro_batch_size: int
+    sizes: BatchSizes
     max_grad_norm: float
 
     def update(self, experience: Sequence[Experience], cond: Cond) -> UpdateStats:
         stats = UpdateStats()
         batches = list(self._batches(experience))
         for number, batch in enumerate(batches):
-            members = sum(len(item.advantages) for item in batch)
-            self.optimizer.zero_grad(set_to_none=True)
-            for part in _passes(batch, self.micro_batch_size):
-                loss = self._loss(part, cond, on_policy=number == 0, stats=stats) / members
-                loss.backward()
-                stats.loss += float(loss.detach()) / len(batches)
+            passes = self.sizes.fit(partial(self._accumulate, batch, cond, on_policy=number == 0))
+            stats.add(passes, 1 / len(batches))
             self._step(stats)
+        return stats
+
+    def _accumulate(self, batch: Sequence[Experience], cond: Cond, on_policy: bool) -> UpdateStats:
+        """Leaves the gradients of one update, and nothing else, whatever was there before."""
+        stats = UpdateStats()
+        members = sum(len(item.advantages) for item in batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        for part in _passes(batch, self.sizes.micro):
+            with bounded_by("micro"):
+                loss = self._loss(part, cond, on_policy, stats) / members
+                loss.backward()
+            stats.loss += float(loss.detach())
         return stats
 
     def _batches(self, experience: Sequence[Experience]) -> Iterator[list[Experience]]:

@@ -109,4 +109,4 @@ class MixGRPOFlash(MixGRPO):
         way = num_steps - plan.merge
         jumps = max(int((way + 1) * self.compression), 2) - 1
         tail = tuple(plan.merge + round(way * jump / jumps) for jump in range(jumps + 1))
-        return [Plan(plan.branch, plan.merge, (tail,), plan.shared_noise, solver="dpm2")]
+        return [Plan(plan.branch, plan.merge, (tail,), plan.shared_noise, solver="dpmpp2m")]

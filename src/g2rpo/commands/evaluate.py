@@ -42,7 +42,7 @@ def run_settings(run: Path) -> dict[str, Any]:
         "steps": [config.evaluation.num_steps or config.sampling.num_steps],
         "shift": config.sampling.shift,
         "seed": config.trainer.seed,
-        "batch_size": config.sampling.batch_size,
+        **({"batch_size": config.sampling.batch_size} if config.sampling.batch_size != "auto" else {}),
     }
 
 

@@ -57,7 +57,17 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
     keep_base = config.algorithm.kl_weight > 0
     policy = components.build_policy(config.policy, seed=config.trainer.seed, keep_base=keep_base)
     cached = components.cache_embeddings(policy, config.policy, config.prompts.cache, warn)
-    return Trainer(config, cached, rewards, prompts, heldout[: config.evaluation.num_prompts], judges, run_dir)
+    return Trainer(
+        config,
+        cached,
+        rewards,
+        prompts,
+        heldout[: config.evaluation.num_prompts],
+        judges,
+        run_dir,
+        tail_network=components.build_tail_network(policy, config.sampling.tails),
+        notify=warn,
+    )
 
 
 def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> Path:
@@ -98,8 +108,8 @@ def watch_training(trainer: Trainer, progress: Progress, console: Console) -> No
     """Runs the training under a progress bar; evaluations leave a line."""
     config = trainer.config
     total = config.trainer.iterations
-    prompts, size = config.trainer.prompts_per_iteration, config.algorithm.group_size
-    rows = [prompts * count_evaluations(trainer.plans(iteration), size) for iteration in range(total)]
+    prompts, size, tails = config.trainer.prompts_per_iteration, config.algorithm.group_size, config.sampling.tails
+    rows = [prompts * count_evaluations(trainer.plans(iteration), size, tails) for iteration in range(total)]
     task = progress.add_task("training", total=sum(rows), iterations=total, iteration=trainer.iteration, reward="")
     progress.update(task, completed=sum(rows[: trainer.iteration]))
     trainer.on_evaluations = lambda done: progress.advance(task, done)

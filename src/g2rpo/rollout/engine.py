@@ -5,23 +5,26 @@ Everything that plans have in common is computed once, with the mathematics unch
 - the velocity of a branch point serves the anchor and the stochastic step of all members,
 - tails that begin alike are one walk until they part (`rollout.sharing`).
 What remains is independent, so rows of any prompt, plan, member and sigma fill batches of `batch_size` until none is left.
+What tails may save beyond that is in `rollout.tails`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from g2rpo.flow import ode_step
-from g2rpo.rollout.sharing import Node, prefix_tree
-from g2rpo.solvers import Memory, bend
-from g2rpo.types import Cond, Kernel, Plan, Policy, Rollout, Solver, Transition
+from g2rpo.memory import bounded_by
+from g2rpo.rollout.sharing import Node
+from g2rpo.rollout.tails import EXACT, Past, Tails
+from g2rpo.types import Cond, Kernel, Plan, Policy, Rollout, Transition
 
 Noise = Callable[..., torch.Generator]
 """`noise(prompt, *purpose)`: the generator of one draw for one prompt, e.g. noise(0, "branch", 3)."""
+Velocity = Callable[[Tensor, Tensor, Cond], Tensor]
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Engine:
 
     `batch_size` bounds the rows of one network call. `anchor_dtype` rounds the latents at which noise enters, `sample_dtype`
     the latents that the noise leads to; both before log-probs are taken, so that what is stored is what was scored.
+    `tails` and `tail_velocity` (None: the policy's) finish members; nothing else in a rollout knows them.
     `evaluations` counts rows given to the network, `calls` its calls; `on_rows` hears of every call.
     """
 
@@ -39,6 +43,8 @@ class Engine:
     batch_size: int = 64
     anchor_dtype: torch.dtype = torch.float32
     sample_dtype: torch.dtype = torch.float32
+    tails: Tails = EXACT
+    tail_velocity: Velocity | None = None
     on_rows: Callable[[int], None] = lambda rows: None
     evaluations: int = field(default=0, init=False)
     calls: int = field(default=0, init=False)
@@ -55,7 +61,9 @@ class Engine:
         begun = [
             self._branch(plan, prompt, group_size, kernel, noise, anchors) for prompt in range(len(self.cond)) for plan in plans
         ]
-        finals = self._finish([(prefix_tree(plan.tails), prompt, x, plan.solver) for prompt, plan, _, x in begun])
+        tails = self.tails.walked_by(plans)
+        jobs = [(tails.tree(plan.tails), prompt, x) for prompt, plan, _, x in begun]
+        finals = self._finish(jobs, tails, self.tail_velocity)
         return [
             Rollout(prompt, plan, transitions, latents)
             for (prompt, plan, transitions, _), latents in zip(begun, finals, strict=True)
@@ -64,21 +72,23 @@ class Engine:
     @torch.no_grad()
     def sample(self, x: Tensor) -> Tensor:
         """Latents at sigma = 0 by the plain ODE from x [prompts, ...] at sigma = 1; num_steps evaluations a row."""
-        walk = prefix_tree([range(self.num_steps + 1)])
-        return torch.cat([final[0] for final in self._finish([(walk, p, x[p : p + 1], "euler") for p in range(len(x))])])
+        walk = EXACT.tree([range(self.num_steps + 1)])
+        finals = self._finish([(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))], EXACT, None)
+        return torch.cat([final[0] for final in finals])
 
     def initial(self, noise: Noise) -> Tensor:
         """The shared initial latents, one per prompt."""
         return self.policy.noise([noise(prompt, "initial") for prompt in range(len(self.cond))])
 
-    def velocity(self, x: Tensor, steps: Sequence[int], prompts: Sequence[int]) -> Tensor:
+    def velocity(self, x: Tensor, steps: Sequence[int], prompts: Sequence[int], network: Velocity | None = None) -> Tensor:
         """Velocities of rows x [B, ...] at grid indices `steps` for rows `prompts` of the conditioning, float32, in batches."""
         sigma = self.sigmas[torch.as_tensor(steps)].to(x.device)
         chunks = []
         for rows in torch.arange(len(x)).split(self.batch_size):
             picked = slice(int(rows[0]), int(rows[-1]) + 1)
-            cond = self.cond.rows(list(prompts[picked]))
-            chunks.append(self.policy.velocity(x[picked], sigma[picked], cond).float())
+            with bounded_by("rollout"):
+                cond = self.cond.rows(list(prompts[picked]))
+                chunks.append((network or self.policy.velocity)(x[picked], sigma[picked], cond).float())
             self.evaluations += len(rows)
             self.calls += 1
             self.on_rows(len(rows))
@@ -121,48 +131,66 @@ class Engine:
             x, v = x_next, None
         return prompt, plan, tuple(transitions), x
 
-    def _finish(self, jobs: Sequence[tuple[Node, int, Tensor, Solver]]) -> list[Tensor]:
-        """Walks each job's latents [G, ...] down its tree; finals [M, G, ...] per job.
+    def _finish(self, jobs: Sequence[tuple[Node, int, Tensor]], tails: Tails, network: Velocity | None) -> list[Tensor]:
+        """Walks each job's latents [G, ...] down its tree, for the job's prompt; finals [M, G, ...] per job.
 
         Rows wait on a stack and full batches are taken from its top, so that members are finished rather than begun: memory
         stays near the number of members whatever the number of tails.
         """
         finals: list[list[list[Tensor | None]]] = []
-        stack: list[tuple[Tensor, Node, int, int, Memory | None]] = []  # latent, place, job, member, last step
-        for job, (tree, _, x, _) in enumerate(jobs):
+        stack: list[_Row] = []
+        for job, (tree, _, x) in enumerate(jobs):
             finals.append([[None] * len(x) for _ in range(_count_tails(tree))])
-            stack.extend((latent, tree, job, member, None) for member, latent in enumerate(x))
+            stack.extend(_Row(latent, tree, job, member) for member, latent in enumerate(x))
         while stack:
-            ready, at_end = _take(stack, self.batch_size)
-            for latent, node, job, member, _ in at_end:
-                for tail in node.tails:
-                    finals[job][tail][member] = latent
-            if not ready:
+            asking, forecast, ended = _take(stack, self.batch_size)
+            for row in ended:
+                for tail in row.node.tails:
+                    finals[row.job][tail][row.member] = row.x
+            rows = [*asking, *forecast]
+            if not rows:
                 continue
-            x = torch.stack([latent for latent, *_ in ready])
-            v = self.velocity(x, [node.step for _, node, *_ in ready], [jobs[job][1] for _, _, job, *_ in ready])
-            seen = [
-                Memory(latent - self.sigmas[node.step] * v[row], self.sigmas[node.step]) if jobs[job][3] == "dpm2" else None
-                for row, (latent, node, job, *_) in enumerate(ready)
-            ]
-            steps = [(row, child) for row, (_, node, *_) in enumerate(ready) for child in node.children]
-            rows = torch.tensor([row for row, _ in steps])
-            sigma = self.sigmas[[ready[row][1].step for row, _ in steps]]
-            sigma_next = self.sigmas[[child.step for _, child in steps]]
-            bent = bend(v[rows], sigma, sigma_next, [(seen[row], ready[row][4]) for row, _ in steps])
-            x_next = ode_step(x[rows], bent, sigma, sigma_next)
-            stack.extend((x_next[i], child, *ready[row][2:4], seen[row]) for i, (row, child) in enumerate(steps))
+            x, v = torch.stack([row.x for row in rows]), []
+            if asking:
+                steps, prompts = [row.node.step for row in asking], [jobs[row.job][1] for row in asking]
+                v.append(self.velocity(x[: len(asking)], steps, prompts, network))
+            v += [tails.forecast_velocity(row.past, float(self.sigmas[row.node.step]))[None] for row in forecast]
+            stack.extend(self._advance(rows, x, torch.cat(v), tails))
         return [torch.stack([torch.stack(members) for members in tails]) for tails in finals]  # type: ignore[arg-type]
 
+    def _advance(self, rows: Sequence[_Row], x: Tensor, v: Tensor, tails: Tails) -> Iterator[_Row]:
+        """Every row with a step to each child of its node."""
+        steps = [(index, child) for index, row in enumerate(rows) for child in row.node.children]
+        index = [row for row, _ in steps]
+        sigma = self.sigmas[[rows[row].node.step for row in index]]
+        sigma_next = self.sigmas[[child.step for _, child in steps]]
+        x_next = tails.step(x[index], v[index], sigma, sigma_next, [rows[row].past for row in index])
+        for place, (row, child) in enumerate(steps):
+            before = rows[row]
+            past = before.past if before.node.forecast else tails.remember(before.past, x[row], v[row], float(sigma[place]))
+            yield _Row(x_next[place], child, before.job, before.member, past)
 
-def _take(stack: list, batch_size: int) -> tuple[list, list]:
-    """Pops up to `batch_size` rows that still have steps to go, and every finished row that lies above them."""
-    ready: list = []
-    at_end: list = []
-    while stack and len(ready) < batch_size:
+
+@dataclass
+class _Row:
+    """A latent on its way: at which node of which job's tree, whose, and what it remembers."""
+
+    x: Tensor
+    node: Node
+    job: int
+    member: int
+    past: Past = ()
+
+
+def _take(stack: list[_Row], batch_size: int) -> tuple[list[_Row], list[_Row], list[_Row]]:
+    """Pops up to `batch_size` rows that ask the network, and what lies between them: forecast rows and finished ones."""
+    asking: list[_Row] = []
+    forecast: list[_Row] = []
+    ended: list[_Row] = []
+    while stack and len(asking) < batch_size:
         row = stack.pop()
-        (ready if row[1].children else at_end).append(row)
-    return ready, at_end
+        (ended if not row.node.children else forecast if row.node.forecast else asking).append(row)
+    return asking, forecast, ended
 
 
 def _count_tails(tree: Node) -> int:

@@ -7,7 +7,7 @@ higher is better. A prompt that the grammar cannot parse has no score: NaN.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,15 +69,17 @@ class SceneCLIP:
 
     def __init__(self, path: Path | str | None = None) -> None:
         self.model, self.tokenizer = load_clip(Path(path) if path else assets_dir() / self.folder)
+        self._text = lru_cache(maxsize=1024)(self._encode)  # a group's pictures come in several batches, of one prompt
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        distinct = list(dict.fromkeys(prompts))
-        row = {prompt: i for i, prompt in enumerate(distinct)}
-        texts = text_features(self.model, self.tokenizer, distinct)[[row[prompt] for prompt in prompts]]
-        scores = (image_features(self.model, images.float().cpu()) * texts).sum(-1) * self.scale
-        known = torch.tensor([parse_or_none(prompt) is not None for prompt in distinct])
-        return scores.masked_fill(~known[[row[prompt] for prompt in prompts]], torch.nan)
+        texts = torch.stack([self._text(prompt) for prompt in prompts])
+        return (image_features(self.model, images.float().cpu()) * texts).sum(-1) * self.scale
+
+    def _encode(self, prompt: str) -> Tensor:
+        """A prompt's features [D], alone so that they depend on nothing else; NaN for one outside the grammar."""
+        features = text_features(self.model, self.tokenizer, [prompt])[0]
+        return features if parse_or_none(prompt) is not None else torch.full_like(features, torch.nan)
 
 
 class ScenePreference(SceneCLIP):

@@ -1,0 +1,184 @@
+"""How many rows a call may have: found for the device, and halved when memory runs out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from g2rpo.errors import UserError
+from g2rpo.types import Cond, Policy
+
+Kind = Literal["rollout", "decode", "micro"]
+T = TypeVar("T")
+
+SETTINGS: dict[Kind, str] = {
+    "rollout": "sampling.batch_size",
+    "decode": "sampling.decode_batch_size",
+    "micro": "trainer.micro_batch_size",
+}
+ADVICE: dict[Kind, str] = {
+    "rollout": "take smaller pictures, policy.dtype=bfloat16, or a device with more memory",
+    "decode": "set policy.vae_tiling=true, or take smaller pictures",
+    "micro": "set policy.gradient_checkpointing=true, policy.tuning=lora, or take smaller pictures",
+}
+CPU_ROWS: dict[Kind, int] = {"rollout": 64, "decode": 8}
+"""What "auto" means on a CPU, where memory is no limit: matrix products gain little beyond, decoding stays in the cache."""
+SAFETY_MARGIN = 0.2
+"""The share of a GPU's memory that "auto" leaves free, for optimizer moments that come later and for fragmentation."""
+
+
+class OutOfMemory(Exception):
+    """torch ran out of memory in a call whose rows are bounded by the batch size `kind`."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(f"out of memory within {SETTINGS[kind]}")
+        self.kind = kind
+
+
+@contextmanager
+def bounded_by(kind: Kind) -> Iterator[None]:
+    """Says which batch size is too large when memory runs out inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise OutOfMemory(kind) from None
+
+
+@dataclass
+class BatchSizes:
+    """Rows of a network call in rollouts, pictures of one decoding, branch points of one training pass.
+
+    `auto` names what `find` has yet to measure. `halved` counts how often memory ran out; `notify` hears of every change.
+    """
+
+    rollout: int
+    decode: int
+    micro: int
+    notify: Callable[[str], None] = print
+    auto: set[Kind] = field(default_factory=set)
+    halved: int = 0
+
+    def fit(self, attempt: Callable[[], T]) -> T:
+        """The result of `attempt`, which is made again, with half the size that was too large, whenever memory runs out.
+
+        An attempt must leave nothing behind that the next one would find. Raises UserError if one row is too many.
+        """
+        while True:
+            try:
+                return attempt()
+            except OutOfMemory as failure:
+                kind = failure.kind
+            self._halve(kind)  # out here, where nothing holds the failed attempt's tensors any more
+
+    def _halve(self, kind: Kind) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where CUDA was never used
+        size = getattr(self, kind)
+        if size == 1:
+            raise UserError(f"out of memory with {SETTINGS[kind]}=1, the smallest there is: {ADVICE[kind]}")
+        setattr(self, kind, size // 2)
+        self.halved += 1
+        self.notify(f"out of memory with {SETTINGS[kind]}={size}: going on with {size // 2}; nothing is lost")
+
+    @torch.no_grad()
+    def find(self, policy: Policy, cond: Cond, noise: Tensor, most: int, gauge: Gauge | None = None) -> None:
+        """Measures what is `auto`: the rows, up to `most`, that leave `SAFETY_MARGIN` of the memory free.
+
+        cond and noise have one row. Only calls of the policy as it is now are measured: what needs memory later (gradients,
+        moments, copies for tails) has to fit into the margin, or sizes are halved when it does not.
+        """
+        gauge = gauge or CudaGauge(policy.device)
+        calls: dict[Kind, Callable[[int], Tensor]] = {
+            "rollout": lambda rows: policy.velocity(_repeat(noise, rows), noise.new_full((rows,), 0.5), cond.rows([0] * rows)),
+            "decode": lambda rows: policy.decode(_repeat(noise, rows)),
+        }
+        for kind in sorted(self.auto):
+            limit = int((1 - SAFETY_MARGIN) * gauge.available())
+            rows = largest_batch(partial(_peak, gauge, calls[kind]), limit, most)
+            setattr(self, kind, rows)
+            self.notify(f"{SETTINGS[kind]}: {rows} rows fit this device with {SAFETY_MARGIN:.0%} of its memory to spare")
+        self.auto.clear()
+
+
+class Gauge(Protocol):
+    """Reads a device's memory, in bytes."""
+
+    def available(self) -> int:
+        """What this process holds or could have."""
+        ...
+
+    def peak(self, call: Callable[[], object]) -> int:
+        """The most that was in use during `call`."""
+        ...
+
+
+class CudaGauge:
+    """The memory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def available(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device)
+
+    def peak(self, call: Callable[[], object]) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+def _peak(gauge: Gauge, call: Callable[[int], object], rows: int) -> int:
+    return gauge.peak(partial(call, rows))
+
+
+def batch_sizes(
+    rollout: int | Literal["auto"],
+    decode: int | Literal["auto"],
+    micro: int,
+    device: torch.device,
+    notify: Callable[[str], None],
+) -> BatchSizes:
+    """The sizes of a config; "auto" is `CPU_ROWS`, and on a GPU that is only the beginning of a search."""
+    asked: dict[Kind, int | Literal["auto"]] = {"rollout": rollout, "decode": decode}
+    auto = {kind for kind, size in asked.items() if size == "auto"}
+    sizes = {kind: CPU_ROWS[kind] if size == "auto" else size for kind, size in asked.items()}
+    return BatchSizes(sizes["rollout"], sizes["decode"], micro, notify, auto if device.type == "cuda" else set())
+
+
+def largest_batch(peak: Callable[[int], int], limit: int, most: int) -> int:
+    """The largest number of rows found, at least 1 and at most `most`, for which `peak(rows)` bytes stay within `limit`.
+
+    Rows are doubled as long as a line through the last two measurements stays within `limit`; the last trial is where that
+    line meets it. `peak` may raise torch.OutOfMemoryError, which ends the search; with one row it is passed on.
+    """
+    rows, used, per_row = 1, peak(1), 0.0
+    while rows < most:
+        trial, last = min(2 * rows, most), False
+        if used + per_row * (trial - rows) > limit:
+            trial, last = rows + int((limit - used) / per_row), True
+        if trial <= rows:
+            break
+        try:
+            needed = peak(trial)
+        except torch.OutOfMemoryError:
+            break
+        if needed > limit:
+            break
+        rows, used, per_row = trial, needed, max(0.0, (needed - used) / (trial - rows))
+        if last:
+            break
+    return rows
+
+
+def _repeat(row: Tensor, rows: int) -> Tensor:
+    return row.expand(rows, *row.shape[1:]).contiguous()

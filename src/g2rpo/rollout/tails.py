@@ -1,0 +1,123 @@
+"""How tails are walked: exactly, or at a lower price. Everything here is off by default.
+
+A tail only estimates what a member is worth. It carries no log-prob, so no choice made here touches a ratio: anchors and
+stochastic steps always have the policy's own velocity. What a choice costs in reward is measured by `benchmarks.fast_tails`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from g2rpo.flow import ode_step, per_row
+from g2rpo.rollout.sharing import Node, prefix_tree
+from g2rpo.types import Cond, Plan, Solver
+
+Past = tuple[tuple[float, Tensor], ...]
+"""What a row remembers of the network's last answers on its path, newest first: sigma, and velocity (dpmpp2m: image)."""
+
+
+class TailNetwork(Protocol):
+    """A cheaper network than the policy's."""
+
+    def refresh(self) -> None:
+        """Takes over the policy's weights as they are now."""
+        ...
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """As `Policy.velocity`, without gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tails:
+    """What tails may save. `Tails()` is the exact Euler walk over the steps of a plan.
+
+    solver: "ab2" is the two-step Adams-Bashforth method in sigma, "dpmpp2m" is DPM-Solver++(2M) (arXiv 2211.01095, Alg. 2),
+        its form for flows; both are second order, cost nothing, and begin with an Euler step.
+    stride: a second-order tail visits only every `stride`-th of its plan's inner steps, after the first jump.
+    forecast: from the third on, every second velocity of a tail is extrapolated, linearly in sigma, from the last two that were
+        evaluated (TaylorSeer, arXiv 2503.06923, of order 1 on the network's output). To reuse the last velocity unchanged would
+        be Euler with longer jumps, which `granularities` offer already.
+    compile, dtype, quantize: how the network is computed; see `policies.fast`.
+    """
+
+    solver: Solver = "euler"
+    stride: int = 1
+    forecast: bool = False
+    compile: bool = False
+    dtype: Literal["policy", "bfloat16"] = "policy"
+    quantize: Literal["none", "int8"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise ValueError(f"stride must be at least 1, got {self.stride}")
+        if self.stride > 1 and self.solver == "euler":
+            raise ValueError(
+                "stride needs a second-order solver (ab2 or dpmpp2m); longer Euler jumps are algorithm.granularities"
+            )
+        if self.forecast and self.solver != "euler":
+            raise ValueError(f"forecast replaces velocities of Euler steps; it cannot be combined with solver={self.solver}")
+
+    @property
+    def own_network(self) -> bool:
+        """Whether tails need a network other than the policy's."""
+        return self.compile or self.dtype != "policy" or self.quantize != "none"
+
+    def walked_by(self, plans: Sequence[Plan]) -> Tails:
+        """These tails with the solver that the plans ask for; plans that leave it open ("euler") take the own one."""
+        asked = {plan.solver for plan in plans}
+        if len(asked) > 1:
+            raise ValueError(f"the plans of one rollout must agree on a solver, got {', '.join(sorted(asked))}")
+        return self if asked <= {"euler"} else replace(self, solver=asked.pop())
+
+    def tree(self, tails: Sequence[Sequence[int]]) -> Node:
+        """The prefix tree of the tails as they are walked."""
+        return prefix_tree([self._thinned(tail) for tail in tails], forecast=self.forecast)
+
+    def _thinned(self, tail: Sequence[int]) -> Sequence[int]:
+        return (tail[0], *tail[1 : -1 : self.stride], tail[-1])
+
+    def remember(self, past: Past, x: Tensor, velocity: Tensor, sigma: float) -> Past:
+        """A row's memory after the network's answer at sigma."""
+        if self.solver == "euler":
+            return ((sigma, velocity), *past)[:2] if self.forecast else ()
+        return ((sigma, velocity if self.solver == "ab2" else x - sigma * velocity),)
+
+    def forecast_velocity(self, past: Past, sigma: float) -> Tensor:
+        """The line through the last two velocities, at sigma."""
+        (near, velocity), (far, before) = past
+        return velocity + (sigma - near) / (near - far) * (velocity - before)
+
+    def step(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, past: Sequence[Past]) -> Tensor:
+        """x [B, ...] at `sigma_next` [B]; rows that remember nothing make an Euler step.
+
+        Both second-order methods add to it a multiple of how much their quantity has changed since the row's last step:
+        ab2: dsigma^2 / (2 dsigma_before) of the velocity's change; dpmpp2m: (1 - sigma_next / sigma) * h / (2 h_before) of the
+        predicted image's, with h the change of log((1 - sigma) / sigma), and nothing on a step to 0, where h is infinite.
+        """
+        x_next = ode_step(x, velocity, sigma, sigma_next)
+        if self.solver == "euler":
+            return x_next
+        now, then = sigma.double(), sigma_next.double()
+        before = torch.tensor([memory[0][0] if memory else torch.nan for memory in past], dtype=torch.float64)
+        if self.solver == "ab2":
+            value, factor = velocity, (then - now) ** 2 / (2 * (now - before))
+        else:
+            value = x - per_row(sigma, x) * velocity
+            factor = (1 - then / now) * (_log_snr(then) - _log_snr(now)) / (2 * (_log_snr(now) - _log_snr(before)))
+        factor = factor.where(factor.isfinite(), 0.0)
+        last = torch.stack([memory[0][1] if memory else own for memory, own in zip(past, value, strict=True)])
+        return x_next + per_row(factor, x) * (value - last)
+
+
+EXACT = Tails()
+
+
+def _log_snr(sigma: Tensor) -> Tensor:
+    """Half the log signal-to-noise ratio, the time of DPM-Solver."""
+    return torch.log((1 - sigma) / sigma)
