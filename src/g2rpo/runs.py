@@ -53,6 +53,8 @@ def claim(directory: Path, config: Config) -> None:
 
 def record_start(directory: Path, iteration: int, device: torch.device) -> None:
     """Appends to starts.jsonl what starts (or resumes, after `iteration` > 0) the run: when, which software, which device."""
+    threads = torch.get_num_threads()
+    cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "iteration": iteration,
@@ -60,7 +62,7 @@ def record_start(directory: Path, iteration: int, device: torch.device) -> None:
         "commit": source_commit(Path(__file__).resolve().parents[2]),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
     }
     with (directory / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")
