@@ -144,6 +144,17 @@ def evaluate(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, finished or not.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,
+) -> None:
+    """Show what runs did: one HTML page that needs nothing else."""
+    from g2rpo.commands.report import report as write
+
+    write(runs, out, console)
+
+
+@app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Show one, with the reason for every value.")] = None,
 ) -> None:

@@ -21,7 +21,7 @@ from g2rpo.evaluation import Comparison
 from g2rpo.metrics import Row
 from g2rpo.model_card import write_card
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.runs import choose_directory, claim
+from g2rpo.runs import choose_directory, claim, record_start
 from g2rpo.trainer import Trainer
 
 
@@ -31,9 +31,7 @@ def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], Non
         return resolve(read_yaml(Path(recipe)), overrides, recipe, note)
     if Path(recipe).is_dir():
         raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
-    import yaml
-
-    return resolve({"recipe": recipe, **yaml.safe_load(recipes.text(recipe))}, overrides, f"recipe {recipe}", note)
+    return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", note)
 
 
 def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print) -> Trainer:
@@ -83,6 +81,7 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
         for complaint in trainer.resume():
             console.print(f"[yellow]{complaint}; falling back to an older one[/]")
         console.print(f"resuming after iteration {trainer.iteration}")
+    record_start(directory, trainer.iteration, trainer.policy.device)
     if isinstance(trainer.policy, CachedPolicy) and trainer.policy.store is not None:
         encode_ahead(trainer.policy, prompts_to_come(trainer), console)  # without room for them all, each when it comes
     began = time.perf_counter()
@@ -100,6 +99,7 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
         ("metrics", directory / "metrics.jsonl"),
     ):
         console.print(f"{what:>13}  {where}", soft_wrap=True, highlight=False)
+    console.print(f"{'report':>13}  g2rpo report {directory}", soft_wrap=True, highlight=False)
     console.print(f"{'draw':>13}  g2rpo sample --run {directory} 'two red circles'", soft_wrap=True, highlight=False)
     return directory
 
