@@ -155,6 +155,30 @@ def report(
 
 
 @app.command()
+def demo(
+    run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
+    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, or 'testbed'.")] = None,
+    weights: Annotated[Path | None, typer.Option("--weights", "--adapter", help="An adapter/ or a transformer/.")] = None,
+    rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
+    guidance: Annotated[float, typer.Option(help="Guidance scale (with --model).")] = 3.5,
+    size: Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")] = None,
+    host: Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
+    token_env: Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")] = None,
+) -> None:
+    """Show a model and the method at work, in the browser."""
+    from g2rpo.commands import demo as command
+
+    if (run is None) == (model is None):
+        raise UserError("name a run, or a pipeline with --model")
+    if run is not None and rewards is not None:
+        raise UserError("--rewards is for --model; a run has its own")
+    table = command.named_rewards(rewards) if rewards else None
+    cast = command.of_run(run) if run else command.of_model(str(model), size, guidance, table)
+    command.demo(run, cast, weights, host=host, port=port, token_env=token_env, console=console)
+
+
+@app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Show one, with the reason for every value.")] = None,
 ) -> None:

@@ -57,7 +57,7 @@ class Engine:
     def rollout(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[Rollout]:
         """Every plan for every prompt, ordered by prompt, then plan. Needs sum over plans, prompts of the evaluations that
         `planning.count_evaluations` predicts."""
-        anchors = self._anchors([plan.branch for plan in plans if plan.shared_noise], noise)
+        anchors = self.anchors([plan.branch for plan in plans if plan.shared_noise], noise)
         begun = [
             self._branch(plan, prompt, group_size, kernel, noise, anchors) for prompt in range(len(self.cond)) for plan in plans
         ]
@@ -94,7 +94,8 @@ class Engine:
             self.on_rows(len(rows))
         return torch.cat(chunks)
 
-    def _anchors(self, branch_steps: Sequence[int], noise: Noise) -> dict[int, tuple[Tensor, Tensor]]:
+    @torch.no_grad()
+    def anchors(self, branch_steps: Sequence[int], noise: Noise) -> dict[int, tuple[Tensor, Tensor]]:
         """(x, velocity), each with one row per prompt, at every branch step of the shared ODE walk."""
         if not branch_steps:
             return {}
