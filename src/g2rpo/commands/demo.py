@@ -24,7 +24,7 @@ from g2rpo.rewards.server import is_loopback
 from g2rpo.runs import read_config, weights_path
 from g2rpo.types import Algorithm
 
-EXAMPLES = 6
+EXAMPLES = 4
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Importing this module imports Gradio. No telemetry, no fonts or scripts from els
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from g2rpo.demo.studio import (
 from g2rpo.errors import UserError
 
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+TO_OUTPUT = "() => { if (innerWidth < 640) document.getElementById('%s').scrollIntoView({behavior: 'smooth'}) }"
 WAITING = 16  # questions in the queue; more are refused
 SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 
@@ -86,22 +88,23 @@ def _draw_tab(stage: Stage, studio: Studio, prompt: str) -> None:
         settings = {"seed": int(seed), "steps": int(steps), "guidance": guidance, "strength": strength}
         return views.drawing_html(draw(studio, prompt, **settings))  # type: ignore[arg-type]
 
-    gr.on([go.click, asked.submit], _told(answer), [asked, seed, steps, guidance, strength], out, **ONE_AT_A_TIME)
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, seed, steps, guidance, strength], out, **ONE_AT_A_TIME)
+    asks.success(None, js=TO_OUTPUT % "drawing")
 
 
 def _learn_tab(stage: Stage, studio: Studio, prompt: str) -> None:
     labels = plan_labels(studio.plans)
+    sides = ["base model", "after training"]
     with gr.Row(equal_height=False):
         with gr.Column(scale=4, min_width=300):
             asked = _prompt(prompt)
-            go = gr.Button("Branch", variant="primary", elem_id="branch")
-        with gr.Column(scale=3, min_width=300):
-            plan = gr.Dropdown(list(zip(labels, range(len(labels)), strict=True)), value=0, label="Noise enters at")
-            seed = _seed(stage.seed)
-        with gr.Column(scale=3, min_width=200):
-            sides = ["base model", "after training"]
-            side = gr.Radio(sides, value=sides[0], label="Weights", visible=studio.tuned != "nothing")
             _examples(stage, asked)
+        with gr.Column(scale=6, min_width=300):
+            with gr.Row():
+                plan = gr.Dropdown(list(zip(labels, range(len(labels)), strict=True)), value=0, label="Noise enters at")
+                seed = _seed(stage.seed)
+                side = gr.Radio(sides, value=sides[0], label="Weights", visible=studio.tuned != "nothing")
+            go = gr.Button("Branch", variant="primary", elem_id="branch")
     out = gr.HTML(_empty("One group of the algorithm appears here: the anchor, its branches, their advantages."), elem_id="lesson")
 
     def answer(prompt: str, plan: int, seed: float, side: str, progress: Any = gr.Progress()) -> str:  # noqa: B008
@@ -111,7 +114,8 @@ def _learn_tab(stage: Stage, studio: Studio, prompt: str) -> None:
         lesson = learn(studio, prompt, seed=int(seed), plan=plan, tuned=side == sides[1], on_progress=told)
         return views.lesson_html(lesson)
 
-    gr.on([go.click, asked.submit], _told(answer), [asked, plan, seed, side], out, **ONE_AT_A_TIME)
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, plan, seed, side], out, **ONE_AT_A_TIME)
+    asks.success(None, js=TO_OUTPUT % "lesson")
 
 
 def _prompt(value: str) -> gr.Textbox:
@@ -133,14 +137,12 @@ def _empty(words: str) -> str:
 
 def _told(answer: Callable[..., str]) -> Callable[..., str]:
     """`answer`, with the reader's mistakes as messages in the page."""
-    import functools
-
     @functools.wraps(answer)
     def guarded(*arguments: Any, **more: Any) -> str:
         try:
             return answer(*arguments, **more)
         except UserError as error:
-            raise gr.Error(escape(str(error)), title="Not like this", print_exception=False) from error
+            raise gr.Error(escape(str(error)), print_exception=False) from error
 
     return guarded
 
@@ -163,6 +165,7 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None) -> str:
         mcp_server=False,
         enable_monitoring=False,
         footer_links=[],
+        max_file_size=1,  # Gradio takes uploads whether or not a page asks for any
         theme=gr.themes.Default(primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]),
         css=views.style(),
     )

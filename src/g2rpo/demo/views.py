@@ -17,6 +17,16 @@ from g2rpo.report.page import data_uri, fixed, render, signed
 
 LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page
 
+FRAME = """
+const page = this.contentDocument;
+new ResizeObserver(() => { this.style.height = page.documentElement.offsetHeight + "px" }).observe(page.documentElement);
+page.addEventListener("click", event => {
+  const link = event.target.closest("a[href^='#']");
+  if (link) { event.preventDefault(); page.querySelector(link.getAttribute("href")).scrollIntoView(); }
+});
+"""
+"""The frame is as high as its page, and a link within the page stays there: its address would be the demo's."""
+
 environment = Environment(
     loader=PackageLoader("g2rpo.demo"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -63,15 +73,14 @@ def lesson_html(lesson: Lesson) -> str:
     order = lesson.advantages.argsort(descending=True, stable=True).tolist()
     best, worst = float(lesson.advantages.max()), float(lesson.advantages.min())
     largest, silent = max(best, -worst, 1e-9), best == worst
-    tails = [f"granularity {g}" for g in lesson.granularities]
     members = [
         {
             "number": member + 1,
             "mark": "" if silent else {best: "best", worst: "worst"}.get(float(lesson.advantages[member]), ""),
             "noised": _uri(lesson.noised[member], SMALL),
-            "finals": [(tail, _uri(finals[member], SMALL)) for tail, finals in zip(tails, lesson.finals, strict=True)],
+            "finals": [(g, _uri(finals[member], SMALL)) for g, finals in zip(lesson.granularities, lesson.finals, strict=True)],
             "scores": [(name, [_score(value) for value in lesson.rewards[r, :, member]]) for r, name in enumerate(lesson.names)],
-            "advantage": signed(float(lesson.advantages[member]), 2),
+            "advantage": signed(float(lesson.advantages[member]), 2) if lesson.advantages[member] else "0",
             "width": round(50 * float(lesson.advantages[member].abs()) / largest, 1),
             "way": "up" if lesson.advantages[member] > 0 else "down" if lesson.advantages[member] < 0 else "same",
         }
@@ -94,8 +103,8 @@ def lesson_html(lesson: Lesson) -> str:
         else [],
         steps=len(sigmas) - 1,
         members=members,
-        tails=[(tail, len(steps) - 1) for tail, steps in zip(tails, lesson.plan.tails, strict=True)],
-        table=_spreads(lesson, tails),
+        tails=[(g, len(steps) - 1) for g, steps in zip(lesson.granularities, lesson.plan.tails, strict=True)],
+        table=_spreads(lesson),
         silent=silent,
         unscored=[name for r, name in enumerate(lesson.names) if lesson.rewards[r].isnan().all()],
         names=lesson.names,
@@ -103,19 +112,20 @@ def lesson_html(lesson: Lesson) -> str:
     )
 
 
-def _spreads(lesson: Lesson, tails: list[str]) -> list[tuple[str, str, str, str, str]]:
-    """(reward, weight, tail, mean, standard deviation over the group)."""
+def _spreads(lesson: Lesson) -> list[tuple[str, ...]]:
+    """(reward, weight, granularity, mean, standard deviation over the group)."""
     means, spreads = lesson.rewards.nanmean(-1), group_std(lesson.rewards)
     return [
-        (name, f"{float(lesson.weights[r]):g}", tail, _score(means[r, m]), _score(spreads[r, m]))
+        (name, f"{float(lesson.weights[r]):g}", str(g), _score(means[r, m]), _score(spreads[r, m]))
         for r, name in enumerate(lesson.names)
-        for m, tail in enumerate(tails)
+        for m, g in enumerate(lesson.granularities)
     ]
 
 
 def run_html(run: Run) -> str:
     """The page of `g2rpo report` about the run as it stands now, in a frame of its own."""
-    return f'<iframe class="g2-report" title="Report of {escape(run.name)}" srcdoc="{escape(render([run]))}"></iframe>'
+    title, page = escape(f"Report of {run.name}"), escape(render([run]))
+    return f'<iframe class="g2-report" title="{title}" onload="{escape(FRAME)}" srcdoc="{page}"></iframe>'
 
 
 def digits(*values: float) -> int:
@@ -125,7 +135,7 @@ def digits(*values: float) -> int:
 
 
 def _score(value: Tensor) -> str:
-    return fixed(float(value), digits(float(value)))
+    return fixed(float(value), digits(float(value))) if value.isfinite() else "no score"
 
 
 def _uri(image: Tensor, size: int) -> str:
