@@ -119,7 +119,7 @@ def _learn_tab(stage: Stage, studio: Studio, prompt: str) -> None:
 
 
 def _prompt(value: str) -> gr.Textbox:
-    return gr.Textbox(value, label="Prompt", lines=2, max_lines=5, max_length=MAX_PROMPT, submit_btn=False)
+    return gr.Textbox(value, label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT)
 
 
 def _seed(value: int) -> gr.Number:
