@@ -81,7 +81,7 @@ def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, studio
                 assert torch.equal(evaluation.scores[name], reward(images, [PROMPT]))
         assert (drawing.base.images - drawing.tuned.images).abs().max() > 0.01
         assert drawing.trained == ("brightness",) and drawing.prompt == PROMPT
-    assert studio.policy.guidance_scale == 3.5
+        assert studio.policy.guidance_scale == 3.5  # as before
     assert studio.tuned == {"lora": "adapter", "full": "all weights"}[run.name]
 
 
