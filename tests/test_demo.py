@@ -1,5 +1,6 @@
 """What the demo computes is what sampling and training compute; and what it shows is that."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import torch
 import yaml
 
 from g2rpo import components
+from g2rpo.cli import main
 from g2rpo.commands.demo import of_model, of_run, open_studio
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import ALGORITHMS, Config, resolve
@@ -49,8 +51,6 @@ def run(request, tmp_path_factory, flux_directory, prompts):
     overrides = [f"policy.tuning={request.param}", "optim.learning_rate=0.05"]
     config.write_text(yaml.safe_dump(tiny(flux_directory, prompts, *overrides).model_dump(mode="json")))
     with pytest.raises(SystemExit) as stop:
-        from g2rpo.cli import main
-
         main(["train", str(config), "--run-dir", str(directory)])
     assert not stop.value.code
     return directory
@@ -125,7 +125,7 @@ def test_a_plan_that_is_none_is_named(studio):
 
 
 def test_a_lesson_is_the_first_iteration_of_the_run(run, studio):
-    """The same noise, latents, scores and advantages as the trainer's own; in batches of other shapes, so not to the last bit."""
+    """The trainer's own noise, latents, scores and advantages; in batches of other shapes, so not to the last bit."""
     trainer = build_trainer(load_config(str(run / "config.yaml"), []), None)
     asked = trainer.order.batch(0, trainer.config.trainer.prompts_per_iteration)
     rollouts, _ = trainer._rollout(trainer.policy.encode(asked))
@@ -133,16 +133,16 @@ def test_a_lesson_is_the_first_iteration_of_the_run(run, studio):
     advantages = trainer.algorithm.advantages(rewards, trainer.weights)
     assert studio.plans == [rollout.plan for rollout in rollouts] and plan_labels(studio.plans) == ["step 0", "step 1"]
     for plan, rollout in enumerate(rollouts):
-        heard = []
-        told = lambda *both: heard.append(both)  # noqa: E731
-        lesson = learn(studio, asked[0], seed=trainer.config.trainer.seed, plan=plan, tuned=False, on_progress=told)
+        heard: list[tuple[int, ...]] = []
+        more = {"seed": trainer.config.trainer.seed, "plan": plan}
+        lesson = learn(studio, asked[0], **more, tuned=False, on_progress=lambda *both, to=heard: to.append(both))
         finals = trainer.policy.decode(rollout.finals.flatten(0, 1)).unflatten(0, rollout.finals.shape[:2])
         noised = trainer.policy.decode(rollout.transitions[-1].x_next)
         assert (lesson.finals - finals).abs().max() < 1e-4 and (lesson.noised - noised).abs().max() < 1e-4
         assert torch.allclose(lesson.rewards, rewards[plan], atol=1e-4, equal_nan=True)
         assert torch.allclose(lesson.advantages, advantages[plan], atol=1e-3)
         assert heard[-1][0] == heard[-1][1]  # what was announced is what was needed
-    tuned = learn(studio, asked[0], seed=trainer.config.trainer.seed, plan=plan, tuned=True)
+    tuned = learn(studio, asked[0], **more, tuned=True)
     assert (tuned.finals - lesson.finals).abs().max() > 0.01
 
 
@@ -201,8 +201,6 @@ def test_a_prompt_without_a_score_says_so_and_why(testbed):
 
 def lesson_of(testbed, rewards):
     """A lesson with other scores: [1, 1, 12] or [1, 2, 12]."""
-    import dataclasses
-
     lesson = learn(testbed, "two blue squares", seed=1, plan=0, tuned=False)
     finals = lesson.finals.expand(rewards.shape[1], -1, -1, -1, -1)
     tails = tuple((1, *range(g + 1, 11)) for g in range(1, rewards.shape[1] + 1))
@@ -238,8 +236,6 @@ def test_ties_share_their_mark_and_a_silent_group_has_none(testbed):
 
 
 def test_changes_are_signed_and_as_exact_as_their_scores(studio):
-    import dataclasses
-
     drawing = draw(studio, PROMPT, seed=3, steps=2, guidance=3.5)
 
     def scored(evaluation, one, other):
@@ -270,6 +266,7 @@ def test_the_run_is_its_report_in_a_frame(run):
         (["runs/one", "--rewards", "brightness"], "--rewards is for --model"),
         (["--model", "/no/such"], "/no/such: is no directory"),
         (["--model", "testbed", "--rewards", "brigthness"], "Did you mean 'brightness'?"),
+        (["--model", "testbed", "--rewards", "bad.yaml"], "unknown key 'rewards.brightness.wieght'. Did you mean 'weight'?"),
         (["--model", "testbed", "--host", "0.0.0.0"], "without a token"),
         (["--model", "testbed", "--token-env", "NOT_SET"], "is not set"),
         (["--model", "testbed", "--weights", "/no/such"], "do not fit"),
@@ -277,6 +274,7 @@ def test_the_run_is_its_report_in_a_frame(run):
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("brightness: {wieght: 2}")
     code, _, err = g2rpo(capsys, "demo", *arguments)
     assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from g2rpo.cli import main
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here; .ci/run installs one")
 
@@ -21,8 +23,9 @@ FLAGS = [
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 SHORT = [
-    "policy.tuning=lora", "optim.learning_rate=0.01", "sampling.num_steps=4", "algorithm.group_size=3", "algorithm.branch_steps=[1]",
-    "algorithm.granularities=[1,2]", "trainer.iterations=2", "evaluation.every=1", "evaluation.num_prompts=2",
+    "policy.tuning=lora", "optim.learning_rate=0.01", "sampling.num_steps=4", "algorithm.group_size=3",
+    "algorithm.branch_steps=[1]", "algorithm.granularities=[1,2]", "trainer.iterations=2",
+    "evaluation.every=1", "evaluation.num_prompts=2",
 ]  # fmt: skip
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 MINUTE = 60_000
@@ -55,8 +58,6 @@ def served(*arguments, **environment):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    from g2rpo.cli import main
-
     directory = tmp_path_factory.mktemp("runs") / "short"
     with pytest.raises(SystemExit) as stop:
         main(["train", "scenes", *SHORT, "--run-dir", str(directory)])
@@ -192,7 +193,9 @@ def test_it_follows_light_and_dark(browser, address):
         page = context.new_page()
         page.goto(address)
         page.wait_for_selector("#draw", timeout=MINUTE)
-        red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)")
+        red, green, blue = page.evaluate(
+            "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
+        )
         context.close()
         return (red + green + blue) / 3
 

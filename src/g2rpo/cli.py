@@ -168,12 +168,13 @@ def demo(
 ) -> None:
     """Show a model and the method at work, in the browser."""
     from g2rpo.commands import demo as command
+    from g2rpo.commands.evaluate import named_rewards
 
     if (run is None) == (model is None):
         raise UserError("name a run, or a pipeline with --model")
     if run is not None and rewards is not None:
         raise UserError("--rewards is for --model; a run has its own")
-    table = command.named_rewards(rewards) if rewards else None
+    table = named_rewards(rewards) if rewards else None
     cast = command.of_run(run) if run else command.of_model(str(model), size, guidance, table)
     command.demo(run, cast, weights, host=host, port=port, token_env=token_env, console=console)
 

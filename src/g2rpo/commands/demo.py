@@ -14,8 +14,8 @@ from rich.console import Console
 
 from g2rpo import components, recipes
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.commands.evaluate import model_settings, named_rewards
-from g2rpo.config import PolicyConfig, RewardConfig, RewardTable, SamplingConfig, resolve
+from g2rpo.commands.evaluate import model_settings
+from g2rpo.config import Group, PolicyConfig, RewardTable, SamplingConfig, resolve, resolve_as
 from g2rpo.demo.studio import Studio, Tuned
 from g2rpo.errors import UserError
 from g2rpo.memory import batch_sizes
@@ -42,6 +42,10 @@ class Cast:
     """A source of examples."""
 
 
+class _Named(Group):
+    rewards: RewardTable
+
+
 def of_run(run: Path) -> Cast:
     """The cast of a run."""
     c = read_config(run)
@@ -52,7 +56,7 @@ def of_run(run: Path) -> Cast:
 def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, Any] | None) -> Cast:
     """The cast of a pipeline: the testbed comes with the recipe `scenes`, any other with the paper's algorithm."""
     policy = PolicyConfig(**model_settings(model, size, guidance)["policy"])
-    table = {name: RewardConfig(**{"kind": name, **(entry or {})}) for name, entry in (rewards or {}).items()}
+    table = resolve_as(_Named, {"rewards": rewards or {}}, source="--rewards").rewards
     if model != "testbed":
         return Cast(model, policy, GranularGRPO(), SamplingConfig(num_steps=16, shift="model"), table)
     c = resolve(recipes.settings("scenes"), source="recipe scenes")

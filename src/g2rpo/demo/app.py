@@ -105,7 +105,9 @@ def _learn_tab(stage: Stage, studio: Studio, prompt: str) -> None:
                 seed = _seed(stage.seed)
                 side = gr.Radio(sides, value=sides[0], label="Weights", visible=studio.tuned != "nothing")
             go = gr.Button("Branch", variant="primary", elem_id="branch")
-    out = gr.HTML(_empty("One group of the algorithm appears here: the anchor, its branches, their advantages."), elem_id="lesson")
+    out = gr.HTML(
+        _empty("One group of the algorithm appears here: the anchor, its branches, their advantages."), elem_id="lesson"
+    )
 
     def answer(prompt: str, plan: int, seed: float, side: str, progress: Any = gr.Progress()) -> str:  # noqa: B008
         def told(done: int, total: int) -> None:
@@ -137,6 +139,7 @@ def _empty(words: str) -> str:
 
 def _told(answer: Callable[..., str]) -> Callable[..., str]:
     """`answer`, with the reader's mistakes as messages in the page."""
+
     @functools.wraps(answer)
     def guarded(*arguments: Any, **more: Any) -> str:
         try:

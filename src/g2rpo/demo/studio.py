@@ -83,7 +83,7 @@ class Drawing:
 
 
 def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float, strength: float = 1.0) -> Drawing:
-    """Draws and scores `prompt`; the picture is `g2rpo sample`'s first with this seed. `UserError` for settings out of range."""
+    """Draws and scores `prompt`, as `g2rpo sample` draws its first with this seed. `UserError` for settings out of range."""
     prompt = checked(prompt, seed)
     for name, value, low, high in (
         ("steps", steps, 1, MAX_STEPS),

@@ -79,7 +79,9 @@ def lesson_html(lesson: Lesson) -> str:
             "mark": "" if silent else {best: "best", worst: "worst"}.get(float(lesson.advantages[member]), ""),
             "noised": _uri(lesson.noised[member], SMALL),
             "finals": [(g, _uri(finals[member], SMALL)) for g, finals in zip(lesson.granularities, lesson.finals, strict=True)],
-            "scores": [(name, [_score(value) for value in lesson.rewards[r, :, member]]) for r, name in enumerate(lesson.names)],
+            "scores": [
+                (name, [_score(value) for value in lesson.rewards[r, :, member]]) for r, name in enumerate(lesson.names)
+            ],
             "advantage": signed(float(lesson.advantages[member]), 2) if lesson.advantages[member] else "0",
             "width": round(50 * float(lesson.advantages[member].abs()) / largest, 1),
             "way": "up" if lesson.advantages[member] > 0 else "down" if lesson.advantages[member] < 0 else "same",

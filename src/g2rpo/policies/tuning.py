@@ -19,7 +19,7 @@ class Tuning:
 
     "lora" freezes the weights in `dtype` and adds float32 adapters of `rank` to the modules named in `targets`; "full" trains
     all weights as float32 masters, computed in `dtype` under autocast; "frozen" trains nothing and is for sampling. Adapters
-    start at zero, so the model is unchanged. `keep_base` holds a copy of the weights that "full", or `load`, is about to change.
+    start at zero, so the model is unchanged. `keep_base` holds a copy of the weights that "full" or `load` is about to change.
     `active` is the transformer to call: the trained one, or the untrained one inside `base`.
     """
 
