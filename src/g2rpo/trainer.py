@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
-from g2rpo.evaluation import Comparison, Evaluation, compare, evaluate, load_evaluation, save_evaluation
+from g2rpo.evaluation import Comparison, Evaluation, compare, evaluate, load_evaluation, save_evaluation, save_scores
 from g2rpo.flow import sigma_grid
 from g2rpo.memory import OutOfMemory, batch_sizes
 from g2rpo.metrics import MetricsLog, Row, read_metrics
@@ -30,6 +30,7 @@ from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
+SCORES = "scores"  # the scores of every evaluation, prompt by prompt
 
 
 @dataclass
@@ -196,6 +197,7 @@ class Trainer:
         if self.run_dir is not None:
             if self.iteration == 0:
                 save_evaluation(self.run_dir / BASELINE, evaluation)
+            save_scores(self.run_dir / SCORES / f"iteration_{self.iteration:06d}.safetensors", evaluation)
             self._paint(f"iteration_{self.iteration:06d}", [evaluation.images[: self._shown]], [""])
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         return {"kind": "eval", "iteration": self.iteration, **means, "seconds": watch.seconds["evaluation"]}
