@@ -9,6 +9,7 @@ different prompts are independent estimates of the gradient that training follow
 
     signal S = mean over i != j of <g_i, g_j>      share = S / mean |g_i|^2      (unbiased; 1 for equal gradients, 0 for noise)
 
+("0,1,2,3 one at a time" is G2RPO's: the mean over groups that branch off one anchor at these steps, one gradient a prompt.)
 A mean of n groups has squared cosine n rho / (1 + n rho) with the true gradient, rho = share / (1 - share); so 1 / rho groups,
 times what a group costs, are the network evaluations at which signal and noise are equal. Each variant follows a gradient of
 its own (of the expected reward through its noise): the number says how well determined that is, not how far it leads.
@@ -150,20 +151,22 @@ def gradients(
     return totals
 
 
-def sketch_prompt(trainer: Trainer, variants: Mapping[str, Plan], sketch: Sketch, number: int) -> dict[str, Tensor]:
-    """Sketches [V, buckets] of one prompt's gradients, by variant; V is the rewards, each alone."""
+def sketch_prompt(trainer: Trainer, variants: Mapping[str, Sequence[Plan]], sketch: Sketch, number: int) -> dict[str, Tensor]:
+    """Sketches [R, buckets] of one prompt's gradients by variant, for each reward alone. Variants share what noise they can."""
     (prompt,) = trainer.order.batch(number, 1)
-    size = trainer.algorithm.group_size
-    out = {}
-    for name, plan in variants.items():
-        engine = Engine(trainer.policy, trainer.policy.encode([prompt]), trainer.sigmas, batch_size=96)
-        noise = _noise(trainer, number, name)
-        rollouts = engine.rollout([plan], size, trainer.kernel, noise)
-        rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, [prompt], 8, Stopwatch())
-        advantages = group_normalize(rewards[0]).sum(1)  # [R, G]
-        found = gradients(trainer.policy, trainer.kernel, trainer.sigmas, rollouts[0], advantages, prompt)
-        out[name] = torch.stack([sketch(gradient) for gradient in found])
-    return out
+    plans = list(dict.fromkeys(plan for own in variants.values() for plan in own))
+    engine = Engine(trainer.policy, trainer.policy.encode([prompt]), trainer.sigmas, batch_size=96)
+
+    def noise(place: int, *purpose: Any) -> torch.Generator:
+        return generator_for(trainer.config.trainer.seed, "credit", number, *purpose)
+
+    rollouts = engine.rollout(plans, trainer.algorithm.group_size, trainer.kernel, noise)
+    rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, [prompt], 8, Stopwatch())  # [plans, R, 1, G]
+    found = {}
+    for plan, rollout, advantages in zip(plans, rollouts, group_normalize(rewards).sum(2), strict=True):
+        own = gradients(trainer.policy, trainer.kernel, trainer.sigmas, rollout, advantages, prompt)
+        found[plan] = torch.stack([sketch(gradient) for gradient in own])
+    return {name: torch.stack([found[plan] for plan in own]).mean(0) for name, own in variants.items()}
 
 
 def explained(values: NDArray[np.float64]) -> float:
@@ -202,16 +205,16 @@ def policy_dims(trainer: Trainer) -> int:
     return trainer.policy.noise([generator_for("shape")]).ndim - 1
 
 
-def _noise(trainer: Trainer, number: int, variant: str) -> Any:
-    return lambda prompt, *purpose: generator_for(trainer.config.trainer.seed, "credit", number, variant, *purpose)
-
-
-def variants_of(args: argparse.Namespace, num_steps: int) -> dict[str, Plan]:
+def variants_of(args: argparse.Namespace, num_steps: int) -> dict[str, list[Plan]]:
+    """Plans by variant; a variant's gradient is the mean over its plans."""
     steps = range(num_steps - 1) if args.steps is None else args.steps
+    single = {f"step {step}": [window(step, step + 1, num_steps, shared_noise=True)] for step in steps}
+    together = [plan for plans in single.values() for plan in plans]
     return {
-        **{f"step {step}": window(step, step + 1, num_steps, shared_noise=True) for step in steps},
-        **{f"steps 0-{length - 1}": window(0, length, num_steps, shared_noise=True) for length in args.windows},
-        **{f"steps 0-{length - 1}, own noise": window(0, length, num_steps, shared_noise=False) for length in args.own},
+        **single,
+        **({f"{','.join(map(str, steps))} one at a time": together} if len(single) > 1 else {}),
+        **{f"steps 0-{length - 1}": [window(0, length, num_steps, shared_noise=True)] for length in args.windows},
+        **{f"steps 0-{length - 1}, own noise": [window(0, length, num_steps, shared_noise=False)] for length in args.own},
     }
 
 
@@ -231,11 +234,11 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
         if number % 8 == 7:
             print(f"{number + 1} prompts, {time.perf_counter() - began:.0f} s", flush=True)
     rows = []
-    for name, plan in variants.items():
-        cost = count_evaluations([plan], size) + TRAINED_LATENT * count_trained([plan], size)
+    for name, plans in variants.items():
+        cost = count_evaluations(plans, size) + TRAINED_LATENT * count_trained(plans, size)
         stacked = torch.stack(sketches[name]).double()  # [P, R, buckets]
-        mixed = {reward: stacked[:, place] for place, reward in enumerate(rewards)}
-        for reward, vectors in mixed.items():
+        for place, reward in enumerate(rewards):
+            vectors = stacked[:, place]
             signal = signal_of((vectors @ vectors.T).numpy())
             low, high = (cost * signal.groups(signal.share + side * Z * signal.error) for side in (1, -1))
             rows.append(
@@ -243,7 +246,7 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
                     "variant": name,
                     "reward": reward,
                     **asdict(signal),
-                    "evaluations_per_group": cost,
+                    "evaluations_per_prompt": cost,
                     "evaluations_to_equal": cost * signal.groups(),
                     "evaluations_low": low,
                     "evaluations_high": high,
@@ -356,13 +359,13 @@ def main() -> None:
     (draw_explained if args.explained else draw_signal)(path.with_suffix(".png"), rows)
     if not args.explained:
         print(
-            f"{'variant':22} {'reward':11} {'share':>18} {'cosine':>16} {'silent':>6} {'cost':>6} {'evaluations to equal':>26}"
+            f"{'variant':26} {'reward':11} {'share':>18} {'cosine':>16} {'silent':>6} {'cost':>6} {'evaluations to equal':>26}"
         )
         for row in rows:
             ends = f"[{row['evaluations_low']:,.0f}, {row['evaluations_high']:,.0f}]"
             print(
-                f"{row['variant']:22} {row['reward']:11} {row['share']:+9.4f} ± {row['error']:.4f} "
-                f"{row['cosine']:+8.3f} ± {row['cosine_error']:.3f} {row['silent']:6.2f} {row['evaluations_per_group']:6} "
+                f"{row['variant']:26} {row['reward']:11} {row['share']:+9.4f} ± {row['error']:.4f} "
+                f"{row['cosine']:+8.3f} ± {row['cosine_error']:.3f} {row['silent']:6.2f} {row['evaluations_per_prompt']:6} "
                 f"{row['evaluations_to_equal']:10,.0f} {ends}"
             )
     print(path)
