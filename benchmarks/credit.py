@@ -46,7 +46,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.scoring import Stopwatch, decode, score, score_rollouts
 from g2rpo.seeding import generator_for, seed_for
-from g2rpo.statistics import bootstrap_mean
+from g2rpo.statistics import Interval
 from g2rpo.trainer import Trainer
 from g2rpo.types import Kernel, Plan, Policy, Rollout
 
@@ -169,14 +169,23 @@ def sketch_prompt(trainer: Trainer, variants: Mapping[str, Sequence[Plan]], sket
     return {name: torch.stack([found[plan] for plan in own]).mean(0) for name, own in variants.items()}
 
 
-def explained(values: NDArray[np.float64]) -> float:
-    """The share of the variance of values [A, B] that their row explains: one-way ANOVA's unbiased components (Fisher's
-    intraclass correlation), rows being draws of one noise and columns draws of all the rest. NaN if nothing varies."""
-    a, b = values.shape
-    between = b * values.mean(1).var(ddof=1)
-    within = ((values - values.mean(1, keepdims=True)) ** 2).sum() / (a * (b - 1))
-    rows = (between - within) / b
-    return float(rows / (rows + within)) if rows + within > 0 else math.nan
+def explained(values: NDArray[np.float64], resamples: int = 2000) -> Interval:
+    """The share of the variance of values [P, A, B] within a prompt that their row explains.
+
+    Rows are A draws of one noise, columns B draws of all the rest: one-way ANOVA's unbiased variance components, each summed
+    over prompts, with a bootstrap interval over prompts. NaN if nothing varies; a share near 0 may come out negative.
+    """
+    prompts, a, b = values.shape
+    means = values.mean(2)
+    within = ((values - means[:, :, None]) ** 2).sum((1, 2)) / (a * (b - 1))
+    rows = means.var(1, ddof=1) - within / b
+    total = (rows + within).sum()
+    if total == 0:
+        return Interval(math.nan, math.nan, math.nan, prompts)
+    weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), resamples)
+    varied = weights @ (rows + within) > 0  # a resample may hold nothing but prompts of which all pictures score alike
+    low, high = np.quantile((weights @ rows)[varied] / (weights @ (rows + within))[varied], [0.025, 0.975])
+    return Interval(float(rows.sum() / total), float(low), float(high), prompts)
 
 
 def repeat_the_rest(trainer: Trainer, number: int, step: int, noisy: int, draws: int, repeats: int) -> Tensor:
@@ -260,13 +269,13 @@ def measure_explained(trainer: Trainer, args: argparse.Namespace) -> list[dict[s
     noisy = trainer.config.sampling.num_steps - 1
     rows = []
     for step in range(noisy) if args.steps is None else args.steps:
-        shares: dict[str, list[float]] = {name: [] for name in trainer.rewards}
-        for number in range(args.prompts):
-            values = repeat_the_rest(trainer, number, step, noisy, args.draws, args.repeats).double().numpy()
-            for name, own in zip(shares, values, strict=True):
-                shares[name].append(explained(own))
-        print(f"step {step}: {', '.join(f'{name} {np.nanmean(own):.3f}' for name, own in shares.items())}", flush=True)
-        rows += [{"step": step, "reward": name, **asdict(bootstrap_mean(own))} for name, own in shares.items()]
+        prompts = range(args.prompts)
+        values = torch.stack([repeat_the_rest(trainer, number, step, noisy, args.draws, args.repeats) for number in prompts])
+        found = {name: explained(values[:, place].double().numpy()) for place, name in enumerate(trainer.rewards)}
+        print(
+            f"step {step}: {', '.join(f'{name} {own.mean:.3f} [{own.low:.3f}, {own.high:.3f}]' for name, own in found.items())}"
+        )
+        rows += [{"step": step, "reward": name, **asdict(own)} for name, own in found.items()]
     return rows
 
 
@@ -383,8 +392,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--own", type=int, nargs="*", default=[], help="the same, initial noise of each member's own")
     parser.add_argument("--explained", action="store_true", help="measure what one step's noise explains among that of all")
-    parser.add_argument("--draws", type=int, default=6, help="(--explained) draws of the step's noise")
-    parser.add_argument("--repeats", type=int, default=4, help="(--explained) draws of the rest for each")
+    parser.add_argument("--draws", type=int, default=12, help="(--explained) draws of the step's noise")
+    parser.add_argument("--repeats", type=int, default=3, help="(--explained) draws of the rest for each")
     parser.add_argument("--buckets", type=int, default=32768)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
