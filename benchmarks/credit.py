@@ -281,7 +281,7 @@ def measure_explained(trainer: Trainer, args: argparse.Namespace) -> list[dict[s
 
 def draw_signal(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Share and evaluations to equal, by variant, a colour per reward."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     variants, rewards = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "reward"))
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(1.5 + 1.1 * len(variants), 6.5), sharex=True, layout="constrained")
     for place, (reward, colour) in enumerate(zip(rewards, COLOURS, strict=False)):
@@ -303,11 +303,11 @@ def draw_signal(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         below.set_ylim(min(finite) / 2, max(finite) * 4)
     below.set_ylabel("network evaluations until\nsignal equals noise")
     below.set_xticks(range(len(variants)), [name.replace(", ", "\n") for name in variants])
-    _finish(figure, (above, below), path)
+    save_figure(figure, (above, below), path)
 
 
 def draw_explained(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axis = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
     for reward, colour in zip(dict.fromkeys(row["reward"] for row in rows), COLOURS, strict=False):
         own = [row for row in rows if row["reward"] == reward]
@@ -318,10 +318,10 @@ def draw_explained(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.set_xlabel("step whose noise is kept while all other steps' is drawn anew")
     axis.set_ylabel("explained share of\nthe reward's variance")
     axis.legend(fontsize=8)
-    _finish(figure, (axis,), path)
+    save_figure(figure, (axis,), path)
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -330,7 +330,7 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _finish(figure: Any, axes: Sequence[Any], path: Path) -> None:
+def save_figure(figure: Any, axes: Sequence[Any], path: Path) -> None:
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

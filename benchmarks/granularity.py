@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
-from benchmarks.credit import REWARDS, _finish, _pyplot, save
+from benchmarks.credit import REWARDS, save_figure, load_pyplot, save
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.flow import tail
 from g2rpo.pictures import COLOURS
@@ -103,7 +103,7 @@ def main() -> None:
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """A panel per reward, a line per tail."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     rewards, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("reward", "tail"))
     figure, axes = pyplot.subplots(
         1, len(rewards), figsize=(3.6 * len(rewards), 3.4), sharey=True, squeeze=False, layout="constrained"
@@ -118,7 +118,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         axis.set_xlabel("branch step")
     axes[0][0].set_ylabel("rank agreement with granularity 1")
     axes[0][0].legend(fontsize=8)
-    _finish(figure, axes[0], path)
+    save_figure(figure, axes[0], path)
 
 
 def arguments() -> argparse.Namespace:
