@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
-from benchmarks.credit import REWARDS, save_figure, load_pyplot, save
+from benchmarks.credit import REWARDS, load_pyplot, save, save_figure
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.flow import tail
 from g2rpo.pictures import COLOURS
