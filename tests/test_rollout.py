@@ -50,8 +50,9 @@ def test_evaluations_equal_the_closed_form(granularities, expected):
 
 
 def test_groups_of_all_prompts_share_batches():
-    """Three prompts, four members. A window of six steps from noise of their own, then ten steps of tail: 16 calls. Another window,
-    of four steps from a shared latent, costs three calls for its anchor; its other steps ride along in the first one's batches."""
+    """Three prompts, four members. A window of six steps from noise of their own, then ten steps of tail: 16 calls.
+
+    Another window, of four steps from a shared latent, costs three calls for its anchor; the rest rides along."""
     own = Plan(0, 6, (tuple(range(6, 17)),), shared_noise=False)
     engine = make_engine(prompts=3)
     engine.rollout([own], 4, GranularGRPO().kernel(SIGMAS), noise)
