@@ -9,7 +9,14 @@ from g2rpo.config import Config, differences, read_yaml, resolve
 from g2rpo.errors import UserError
 
 CONFIG = "config.yaml"
-MAY_CHANGE = ("trainer.iterations", "trainer.keep_checkpoints", "policy.device", "prompts.cache", "recipe")
+MAY_CHANGE = (
+    "trainer.iterations",
+    "trainer.keep_checkpoints",
+    "trainer.rank_timeout_s",
+    "policy.device",
+    "prompts.cache",
+    "recipe",
+)
 """Keys that a resumed run may set anew; nothing already computed depends on them."""
 
 
