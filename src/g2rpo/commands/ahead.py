@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from g2rpo.commands.progress import counter
+from g2rpo.config import Config
 from g2rpo.embeddings import CachedPolicy
+from g2rpo.prompts import PromptOrder
 from g2rpo.trainer import Trainer
 
 
@@ -37,7 +39,11 @@ def encode_ahead(policy: CachedPolicy, prompts: Sequence[str], console: Console)
 
 def prompts_to_come(trainer: Trainer) -> list[str]:
     """The different prompts of the iterations that are left, and the held-out ones."""
-    config = trainer.config.trainer
-    left = range(trainer.iteration, config.iterations)
-    used = [prompt for iteration in left for prompt in trainer.order.batch(iteration, config.prompts_per_iteration)]
-    return list(dict.fromkeys([*used, *trainer.heldout]))
+    return prompts_of_run(trainer.config, trainer.order, trainer.heldout, first=trainer.iteration)
+
+
+def prompts_of_run(config: Config, order: PromptOrder, heldout: Sequence[str], first: int = 0) -> list[str]:
+    """The different prompts of the iterations from `first` on, and the held-out ones."""
+    left = range(first, config.trainer.iterations)
+    used = [prompt for iteration in left for prompt in order.batch(iteration, config.trainer.prompts_per_iteration)]
+    return list(dict.fromkeys([*used, *heldout]))

@@ -1,0 +1,53 @@
+"""What would fit instead, when a run does not: overrides to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from g2rpo.config import Config
+
+Change = tuple[str, ...]
+"""Overrides that belong together."""
+
+
+def same_result(config: Config) -> Iterator[Change]:
+    """Changes that cost time or disk and leave the run's mathematics alone, from the dearest to the cheapest."""
+    if config.trainer.micro_batch_size > 1:
+        yield ("trainer.micro_batch_size=1",)
+    if config.sampling.batch_size > 8:
+        yield ("sampling.batch_size=8",)
+    if config.sampling.decode_batch_size > 1:
+        yield ("sampling.decode_batch_size=1",)
+    if not config.policy.gradient_checkpointing:
+        yield ("policy.gradient_checkpointing=true",)
+    if config.prompts.cache == "off":
+        yield ("prompts.cache=auto",)
+
+
+def other_method(config: Config) -> Iterator[Change]:
+    """Changes of what is trained or how exactly, the mildest first: nothing, bfloat16, a LoRA, both."""
+    yield ()
+    half = ("policy.dtype=bfloat16",) if config.policy.dtype == "float32" else ()
+    low_rank = ("policy.tuning=lora", "optim.learning_rate=1e-4") if config.policy.tuning == "full" else ()
+    yield from dict.fromkeys(change for change in (half, low_rank, (*half, *low_rank)) if change)
+
+
+def what_fits(config: Config, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
+    """The mildest overrides with which a run fits, none of them to spare; None if there are none.
+
+    `fits` is asked about overrides on top of `config`, a handful of times.
+    """
+    for method in other_method(config):
+        neutral = list(same_result(config))
+        if not fits([*method, *_flat(neutral)]):
+            continue
+        for change in list(neutral):
+            without = [other for other in neutral if other != change]
+            if (without or method) and fits([*method, *_flat(without)]):
+                neutral = without
+        return [*method, *_flat(neutral)]
+    return None
+
+
+def _flat(changes: Sequence[Change]) -> list[str]:
+    return [override for change in changes for override in change]
