@@ -21,6 +21,7 @@ from g2rpo.cost.counting import call_sizes, count, largest_pass
 from g2rpo.cost.flops import forward_flops, training_flops
 from g2rpo.cost.judges import judge
 from g2rpo.cost.plan import make_plan
+from g2rpo.cost.probe import by_probe
 from g2rpo.cost.trace import LiveBytes, working_sets
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
@@ -269,16 +270,16 @@ def test_cudas_norms_need_more_than_the_cpus(deep):
     assert cpu.training < cuda.training < 2 * cpu.training
 
 
-def test_latents_of_a_rollout_are_about_what_was_planned(flux_directory):
-    """Rows of the engine are views of their batches, so a batch lives while one of its rows does: hence the bounds."""
-    c = config(flux_directory, "algorithm.group_size=12", "sampling.batch_size=16")
+@pytest.mark.parametrize("batch_size", [4, 16, 64])
+def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory, batch_size):
+    c = config(flux_directory, "algorithm.group_size=12", f"sampling.batch_size={batch_size}")
     trainer = train(c)
     cond = trainer.policy.encode(PROMPTS[:2])
-    engine = Engine(trainer.policy, cond, trainer.sigmas, 16)
-    call = planned(c).memory.working
+    engine = Engine(trainer.policy, cond, trainer.sigmas, batch_size)
+    working = planned(c).memory.working
     with LiveBytes() as live:
         engine.rollout(trainer.plans, 12, trainer.diffusion, generator_for)
-    assert 0.5 < live.peak / (call["latents"] + call["network call"]) < 1.2
+    assert 0.7 < live.peak / (working["latents"] + working["network call"]) < 1
 
 
 def test_what_fits_keeps_only_what_is_needed(flux_directory):
@@ -292,6 +293,9 @@ def test_what_fits_keeps_only_what_is_needed(flux_directory):
     assert what_fits(c, fits(76)) == ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]
     assert what_fits(c, fits(36)) == ["policy.tuning=lora", "optim.learning_rate=1e-4"]
     assert what_fits(c, fits(1)) is None
+    scored = config(flux_directory, "rewards.hpsv2=1")
+    halved = ["rewards.hpsv2.options.dtype=bfloat16"]
+    assert what_fits(scored, lambda overrides: halved[0] in overrides) == halved
 
 
 # --- operations and time -----------------------------------------------------------------------------------------------
@@ -300,7 +304,7 @@ def test_what_fits_keeps_only_what_is_needed(flux_directory):
 @pytest.mark.parametrize("model", ["flux", "sd3"])
 @pytest.mark.parametrize(("tuning", "checkpointed"), [("lora", False), ("lora", True), ("full", False)])
 def test_the_formula_of_operations_is_torchs_count(deep, model, tuning, checkpointed):
-    """Forward is exact. Backward may skip what no gradient needs (the first layers, the time embedding): a few percent here.
+    """Forward within 2 %; backward skips what no gradient needs (the first layers, the time embedding), up to 6 % here.
 
     The counter knows attention as two products, and their backward as four; flash attention's five are in the default.
     """
@@ -315,7 +319,7 @@ def test_the_formula_of_operations_is_torchs_count(deep, model, tuning, checkpoi
             policy.velocity(*inputs).square().sum().backward()
     assert forward_flops(transformer, shapes) == pytest.approx(forward.get_total_flops() / 3, rel=0.02)
     expected = training_flops(transformer, shapes, checkpointed, attention_backward=2.0)
-    assert expected == pytest.approx(both.get_total_flops() / 3, rel=0.1)
+    assert expected == pytest.approx(both.get_total_flops() / 3, rel=0.07)
 
 
 def test_a_forward_of_flux_takes_37_tflop_at_the_papers_size():
@@ -360,8 +364,6 @@ def test_cards_are_known_by_what_torch_calls_them(told, card):
 
 def test_the_probes_update_is_an_update(flux_directory):
     """Its made-up experience goes through the trainer's own updater."""
-    from g2rpo.cost.seconds import by_probe
-
     c = config(flux_directory)
     trainer = train(c)
     assert isinstance(trainer.updater, Updater)

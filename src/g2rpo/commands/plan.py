@@ -16,7 +16,8 @@ from g2rpo.config import Config
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.plan import SMALL, Answer, Instead, Plan, Target, find_target, make_plan
-from g2rpo.cost.seconds import Seconds, by_probe
+from g2rpo.cost.probe import by_probe
+from g2rpo.cost.seconds import Seconds
 from g2rpo.errors import UserError
 from g2rpo.prompts import PromptOrder
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 from g2rpo.config import Config
 
+LEARNED = ("hpsv2", "clip_score", "pickscore", "image_reward", "aesthetic")
+"""Rewards whose weights may be kept in bfloat16."""
 Change = tuple[str, ...]
 """Overrides that belong together."""
 
@@ -25,11 +28,22 @@ def same_result(config: Config) -> Iterator[Change]:
 
 
 def other_method(config: Config) -> Iterator[Change]:
-    """Changes of what is trained or how exactly, the mildest first: nothing, bfloat16, a LoRA, both."""
-    yield ()
-    half = ("policy.dtype=bfloat16",) if config.policy.dtype == "float32" else ()
+    """Changes of how exactly things are computed or of what is trained, the mildest first; the first changes nothing."""
+    tables = {"rewards": config.rewards, "evaluation.rewards": config.evaluation.rewards}
+    rewards = tuple(
+        f"{table}.{name}.options.dtype=bfloat16"
+        for table, entries in tables.items()
+        for name, entry in entries.items()
+        if entry.kind in LEARNED and entry.options.get("dtype", "float32") == "float32"
+    )
+    network = ("policy.dtype=bfloat16",) if config.policy.dtype == "float32" else ()
     low_rank = ("policy.tuning=lora", "optim.learning_rate=1e-4") if config.policy.tuning == "full" else ()
-    yield from dict.fromkeys(change for change in (half, low_rank, (*half, *low_rank)) if change)
+    seen = set()
+    for parts in product(((), low_rank), ((), network), ((), rewards)):
+        change = tuple(override for part in parts for override in part)
+        if change not in seen:
+            seen.add(change)
+            yield change
 
 
 def what_fits(config: Config, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:

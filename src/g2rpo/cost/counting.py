@@ -59,7 +59,7 @@ def count(config: Config, heldout: int) -> Counts:
     images = prompts * count_images(plans, group)
     per_step = Counter(step for plan in plans for step in range(plan.branch, plan.merge))  # transitions of one prompt
     batches = list(per_step.values()) if algorithm.update_every == "branch" else [per_step.total()]
-    rows = prompts * sum(_rows(plan, step, group) for plan in plans for step in range(plan.branch, plan.merge))
+    rows = prompts * sum(rows_of(plan, step, group) for plan in plans for step in range(plan.branch, plan.merge))
     n = trainer.iterations
     return Counts(
         iterations=n,
@@ -79,7 +79,8 @@ def count(config: Config, heldout: int) -> Counts:
     )
 
 
-def _rows(plan: Plan, step: int, group: int) -> int:
+def rows_of(plan: Plan, step: int, group: int) -> int:
+    """Rows of the training pass for one stochastic step of a group."""
     return 1 if plan.shared_noise and step == plan.branch else group
 
 
@@ -91,7 +92,7 @@ def _times(iterations: int, every: int) -> int:
 def largest_pass(config: Config) -> tuple[int, int]:
     """(network rows before guidance, group members) of the largest training pass."""
     algorithm, plans = config.algorithm, config.algorithm.plans(config.sampling.num_steps)
-    steps = [_rows(plan, step, algorithm.group_size) for plan in plans for step in range(plan.branch, plan.merge)]
+    steps = [rows_of(plan, step, algorithm.group_size) for plan in plans for step in range(plan.branch, plan.merge)]
     items = min(config.trainer.micro_batch_size, config.trainer.prompts_per_iteration * len(steps))
     return items * max(steps), items * algorithm.group_size
 

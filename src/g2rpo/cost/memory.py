@@ -113,11 +113,11 @@ def _optimizer_scratch(policy: Any, cuda: bool) -> int:
 
 
 def _latents(config: Config, shapes: Shapes) -> dict[str, int]:
-    """What a rollout keeps: for every group a branch point with its velocity, the members, and finals of every tail twice
-    (the engine's rows and the stacked ones)."""
+    """What a rollout keeps, at most about: of every group a branch point with its velocity, the members, and four times the
+    finals. They are rows of batches, which live as long as one of their rows does, and are stacked at the end."""
     plans = config.algorithm.plans(config.sampling.num_steps)
     group = config.algorithm.group_size
-    rows = sum(2 + group * (plan.merge - plan.branch) + 2 * group * len(plan.tails) for plan in plans)
+    rows = sum(2 + group * (plan.merge - plan.branch) + 4 * group * len(plan.tails) for plan in plans)
     return {"latents": config.trainer.prompts_per_iteration * rows * shapes.latent_bytes}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from g2rpo.cost.cards import CARDS, Card, card_of, find_card
 from g2rpo.cost.counting import Counts, count
 from g2rpo.cost.judges import Judge, judge
 from g2rpo.cost.memory import Memory, plan_memory
-from g2rpo.cost.seconds import Seconds, on_card
+from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
 from g2rpo.errors import UserError
 
 SMALL = 1_000_000_000
@@ -66,6 +67,10 @@ class Plan:
     judges: dict[str, Judge | None]
     distinct_prompts: int
 
+    @cached_property
+    def work(self) -> Work:
+        return work_of(self.config, self.policy, self.shapes, self.judges, self.distinct_prompts)
+
     @property
     def parameters(self) -> int:
         """Of the model as it is published: adapters not among them."""
@@ -78,8 +83,7 @@ class Plan:
 
     def seconds(self, card: Card, utilisation: float) -> Seconds:
         """The time on a card, by its datasheet."""
-        arguments = (self.config, self.counts, self.policy, self.shapes, self.judges, self.distinct_prompts)
-        return on_card(card, utilisation, *arguments)
+        return on_card(card, utilisation, self.counts, self.work)
 
 
 def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int) -> Plan:
