@@ -15,7 +15,11 @@ def told(capsys, *arguments):
 
 def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
     plan = told(capsys, "flux1-dev-hps", "--device", "h200")
-    assert plan["device"] == "NVIDIA H200" and plan["counts"]["evaluations_per_prompt"] == 1700
+    assert (
+        plan["device"] == "NVIDIA H200"
+        and plan["counts"]["evaluations_per_prompt"] == 1700
+        and plan["counts"]["the_run"]["evaluations"] == 8160000
+    )
     assert plan["parameters"] == 11901408320 == plan["trained_parameters"]
     memory = plan["memory"]
     assert not memory["fits"] and sum(memory["parts"][part] for part in ("trained weights", "gradients", "moments")) > 190e9

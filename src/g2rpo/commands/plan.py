@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -56,14 +57,14 @@ def plan(
     seconds = result.seconds(target.card, utilisation) if target.card else None
     if probe or (probe is None and quick):
         try:
-            seconds = _measured(config, result, device)
+            seconds = _measured(result, device)
         except UserError as error:
             if probe:
                 raise
             notes.append(f"No probe of this machine: {error}")
     cards = {} if seconds else _cards(result if target.cuda else made(config, True), utilisation)
     instead = None if target.holds(result) else _instead(recipe, overrides, config, made, target, utilisation)
-    answer = Answer(recipe, result, target, seconds, cards, instead, [*notes, *_cautions(result)])
+    answer = Answer(recipe, result, target, seconds, cards, instead, [*notes, *_cautions(result, config)])
     if as_json:
         console.print(json.dumps(answer.plain(), indent=1), markup=False, highlight=False, soft_wrap=True)
     else:
@@ -75,13 +76,14 @@ def _instead(
 ) -> Instead | None:
     """What fits in the place of `config`, and what it costs."""
 
-    def changed(extra: Sequence[str]) -> Plan:
+    @cache
+    def changed(*extra: str) -> Plan:
         return made(load_config(recipe, [*overrides, *extra]))
 
-    extra = what_fits(config, lambda extra: target.holds(changed(extra)))
+    extra = what_fits(config, lambda extra: target.holds(changed(*extra)))
     if extra is None:
         return None
-    plan = changed(extra)
+    plan = changed(*extra)
     return Instead(extra, plan.memory.needed, plan.seconds(target.card, utilisation) if target.card else None)
 
 
@@ -106,8 +108,9 @@ def _on_disk(config: Config) -> bool:
     return isinstance(try_to_load_from_cache(path, "model_index.json"), str)
 
 
-def _measured(config: Config, result: Plan, device: str | None) -> Seconds:
+def _measured(result: Plan, device: str | None) -> Seconds:
     """The probe: the run's own trainer, without its cache, so that nothing is left behind."""
+    config = result.config
     policy = config.policy.model_copy(update={"device": device or config.policy.device})
     prompts = config.prompts.model_copy(update={"cache": "off"})
     trainer = build_trainer(config.model_copy(update={"policy": policy, "prompts": prompts}), None)
@@ -122,12 +125,16 @@ def _cards(result: Plan, utilisation: float) -> dict[str, tuple[bool, Seconds]]:
     }
 
 
-def _cautions(result: Plan) -> Iterator[str]:
-    """What the numbers leave out."""
+def _cautions(result: Plan, asked: Config) -> Iterator[str]:
+    """What the numbers leave out, or take for granted."""
     if result.memory.unknown:
         yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
     elsewhere = [name for name, known in result.judges.items() if known and known.device not in ("cpu", "cuda", "cuda:0")]
     if elsewhere:
         yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
-    if result.config.algorithm.kl_weight:
-        yield "The KL term evaluates every training row once more under the untrained model."
+    for name in ("batch_size", "decode_batch_size"):
+        if getattr(asked.sampling, name) == "auto":
+            taken = getattr(result.config.sampling, name)
+            yield f"sampling.{name}=auto is planned as {taken}; the run asks its GPU, and leaves a fifth of it free."
+    if asked.sampling.tails.compile:
+        yield "sampling.tails.compile: what compiled tails save is not in a datasheet; a probe measures it."

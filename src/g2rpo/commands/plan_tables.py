@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from g2rpo.cost.cards import CARDS
-from g2rpo.cost.counting import Counts
+from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.memory import RESERVE, SLACK
-from g2rpo.cost.plan import Answer, Plan, Target, find_target
+from g2rpo.cost.plan import COUNTED, Answer, Plan, Target, find_target
 from g2rpo.cost.seconds import Seconds
 
 
@@ -37,32 +37,34 @@ def show(answer: Answer, console: Console) -> None:
 
 
 def _work_table(plan: Plan) -> Table:
-    counts = plan.counts
+    counts, rows = plan.counts, plan.shapes.rows
+    varying = len(counts.kinds) > 1
     table = Table(title="work", title_justify="left")
-    for column in ("", "an iteration", "the run"):
-        table.add_column(column, justify="left" if not column else "right")
-    prompts = f"{counts.prompts} prompts x {counts.evaluations_per_prompt:,}"
+    for column in ("", "an iteration, on average" if varying else "an iteration", "the run"):
+        table.add_column(column, justify="right" if column else "left")
 
-    def row(name: str, once: int, times: int = counts.iterations) -> None:
-        table.add_row(name, f"{once:,}", f"{once * times:,}")
+    def row(name: str, of: Callable[[Iteration], float]) -> None:
+        table.add_row(name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}")
 
-    row(f"network evaluations of the rollout ({prompts})", counts.evaluations)
-    if plan.shapes.rows > 1:
-        row("  network rows: guidance takes two an evaluation", counts.evaluations * plan.shapes.rows)
-    row("rows of the training pass, forward and backward", counts.training_rows)
-    if counts.reference_rows:
-        row("  and under the untrained model, for the KL term", counts.reference_rows)
-    row("optimizer steps", counts.optimizer_steps)
-    row("pictures decoded", counts.images)
-    for name, scores in counts.scores.items():
-        row(f"pictures scored by {name}", scores)
-    times = counts.times_evaluated
+    evaluations = COUNTED["evaluations"]
+    row(f"network evaluations: {counts.prompts} prompts x {counts.mean(evaluations) / counts.prompts:,.0f}", evaluations)
+    if rows > 1:
+        row("  rows of the network: guidance takes two an evaluation", lambda it: rows * it.evaluations)
+    row("rows of the training pass, forward and backward", COUNTED["training_rows"])
+    if plan.config.algorithm.kl_weight:
+        row("  and under the untrained model, for the KL term", COUNTED["reference_rows"])
+    row("optimizer steps", COUNTED["optimizer_steps"])
+    row("pictures decoded", COUNTED["images"])
+    for name in plan.config.rewards:
+        row(f"pictures scored by {name}", COUNTED["images"])
+    times, judged = counts.times_evaluated, ", ".join([*plan.config.rewards, *plan.config.evaluation.rewards])
     table.add_section()
     table.add_row("", "an evaluation", f"{times} evaluations")
-    steps = f"{counts.heldout} prompts x {counts.heldout_steps}"
-    row(f"network evaluations on held-out prompts ({steps})", counts.heldout_evaluations, times)
-    judged = [*plan.config.rewards, *plan.config.evaluation.rewards]
-    row(f"pictures decoded, and scored by {', '.join(judged)}", counts.heldout, times)
+    for name, once in (
+        (f"network evaluations: {counts.heldout} prompts x {counts.heldout_steps}", counts.heldout_evaluations),
+        (f"pictures decoded, and scored by {judged}", counts.heldout),
+    ):
+        table.add_row(name, f"{once:,}", f"{once * times:,}")
     return table
 
 
@@ -71,18 +73,22 @@ def _memory_table(plan: Plan, target: Target) -> Table:
     table = Table(title="memory", title_justify="left")
     table.add_column("")
     table.add_column("", justify="right")
-    for name, size in memory.parts.items():
-        table.add_row(name, _size(size))
+
+    def section(title: str, sizes: Mapping[str, int]) -> None:
+        table.add_section()
+        table.add_row(f"[italic]{title}[/]")
+        for name, size in sizes.items():
+            if size:
+                table.add_row(f"  {name}", _size(size))
+
+    section("stays, from the first update on", memory.parts)
+    section("comes and goes", memory.working)
+    section("peaks", memory.moments)
     table.add_section()
-    for name, size in memory.working.items():
-        table.add_row(f"{name}, while it lasts", _size(size))
-    table.add_section()
-    worst = max(memory.moments.values())
-    for name, size in memory.moments.items():
-        table.add_row(f"all at once: {name}", _size(size), style="bold" if size == worst else "")
     if target.cuda:
-        assumed = f"with {SLACK:.0%} for the allocator's gaps and {_size(RESERVE)} for the CUDA context (assumed)"
-        table.add_row(f"needed, {assumed}", _size(memory.needed), style="bold")
+        table.add_row(
+            f"needed: the largest, {SLACK:.0%} for gaps and {_size(RESERVE)} for CUDA (assumed)", _size(memory.needed)
+        )
     table.add_row(f"there is, on {target.name}", _size(target.capacity))
     table.add_section()
     table.add_row("the machine's own memory, to load the models", _size(memory.host))

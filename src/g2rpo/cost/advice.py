@@ -17,9 +17,9 @@ def same_result(config: Config) -> Iterator[Change]:
     """Changes that cost time or disk and leave the run's mathematics alone, from the dearest to the cheapest."""
     if config.trainer.micro_batch_size > 1:
         yield ("trainer.micro_batch_size=1",)
-    if config.sampling.batch_size > 8:
+    if config.sampling.batch_size not in ("auto", *range(9)):
         yield ("sampling.batch_size=8",)
-    if config.sampling.decode_batch_size > 1:
+    if config.sampling.decode_batch_size not in ("auto", 1):
         yield ("sampling.decode_batch_size=1",)
     if not config.policy.gradient_checkpointing:
         yield ("policy.gradient_checkpointing=true",)

@@ -6,8 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
 from g2rpo.config import Config
 from g2rpo.cost.blueprint import Blueprint, Shapes, size_of
+from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.judges import Judge
 from g2rpo.cost.trace import working_sets
 
@@ -40,6 +44,7 @@ def plan_memory(
     policy: Any,
     shapes: Shapes,
     judges: dict[str, Judge | None],
+    counts: Counts,
     *,
     cuda: bool,
     distinct_prompts: int,
@@ -57,9 +62,11 @@ def plan_memory(
     always = {**trained["weights"], "VAE": size_of(policy.pipeline.vae), **scoring}
     if config.policy.tuning == "full" and config.algorithm.kl_weight:
         always["base copy for the KL term"] = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
+    if config.sampling.tails.own_network:
+        always["tails' own network"] = _tail_network(config, policy)
     after = {**trained["optimizer"], **({} if parked else {"text encoders": encoders})}
-    work = {**_latents(config, shapes), **_conditioning(config, policy, shapes)}
-    traced = working_sets(blueprint, config, like_cuda=cuda)
+    work = {"latents": _latents(config, counts, shapes), "prompt embeddings": counts.prompts * _row(policy, shapes)}
+    traced = working_sets(blueprint, config, counts, like_cuda=cuda)
     working = {
         **work,
         "network call": traced.velocity,
@@ -112,17 +119,31 @@ def _optimizer_scratch(policy: Any, cuda: bool) -> int:
     return sum(sizes) if cuda else max(sizes)
 
 
-def _latents(config: Config, shapes: Shapes) -> dict[str, int]:
-    """What a rollout keeps, at most about: of every group a branch point with its velocity, the members, and four times the
-    finals. They are rows of batches, which live as long as one of their rows does, and are stacked at the end."""
-    plans = config.algorithm.plans(config.sampling.num_steps)
+def _latents(config: Config, counts: Counts, shapes: Shapes) -> int:
+    """What a rollout keeps: of every group a branch point with its velocity, two latents for every member and stochastic step
+    (where it lands, and what is made of that), and the finals twice, as rows and stacked."""
     group = config.algorithm.group_size
-    rows = sum(2 + group * (plan.merge - plan.branch) + 4 * group * len(plan.tails) for plan in plans)
-    return {"latents": config.trainer.prompts_per_iteration * rows * shapes.latent_bytes}
+
+    def rows(iteration: Iteration) -> list[int]:
+        plans = iteration.plans
+        return [sum(2 + 2 * group * (plan.merge - plan.branch) + 2 * group * len(plan.tails) for plan in plans)]
+
+    return counts.prompts * counts.largest(rows) * shapes.latent_bytes
 
 
-def _conditioning(config: Config, policy: Any, shapes: Shapes) -> dict[str, int]:
-    return {"prompt embeddings": config.trainer.prompts_per_iteration * _row(policy, shapes)}
+def _tail_network(config: Config, policy: Any) -> int:
+    """What `policies.fast.FastNetwork` does not share with the policy: weights in another dtype, or int8 ones."""
+    tails, total = config.sampling.tails, 0
+    kind = torch.bfloat16 if tails.dtype == "bfloat16" else policy.dtype
+    linear = {id(module.weight) for module in policy.pipeline.transformer.modules() if isinstance(module, nn.Linear)}
+    for name, weight in policy.pipeline.transformer.named_parameters():
+        if "lora_" in name:
+            continue
+        if tails.quantize == "int8" and id(weight) in linear:
+            total += weight.numel()
+        elif weight.dtype != kind:
+            total += weight.numel() * kind.itemsize
+    return total
 
 
 def _row(policy: Any, shapes: Shapes) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -14,12 +14,21 @@ from g2rpo import components
 from g2rpo.config import Config
 from g2rpo.cost.blueprint import Shapes, build_on_meta, read_blueprint, shapes_of
 from g2rpo.cost.cards import CARDS, Card, card_of, find_card
-from g2rpo.cost.counting import Counts, count
+from g2rpo.cost.counting import Counts, Iteration, count, settled
 from g2rpo.cost.judges import Judge, judge
 from g2rpo.cost.memory import Memory, plan_memory
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
 from g2rpo.errors import UserError
 
+COUNTED: dict[str, Callable[[Iteration], float]] = {
+    "evaluations": lambda it: it.evaluations,
+    "images": lambda it: it.images,
+    "training_rows": lambda it: it.training_rows,
+    "training_passes": lambda it: len(it.passes),
+    "reference_rows": lambda it: it.reference_rows,
+    "optimizer_steps": lambda it: it.optimizer_steps,
+}
+"""What is counted in an iteration, by name."""
 SMALL = 1_000_000_000
 """Parameters up to which a probe on a CPU is a matter of seconds."""
 
@@ -88,13 +97,15 @@ class Plan:
 
 def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int) -> Plan:
     """The plan of `config` on a CUDA device or a CPU, with `heldout` held-out prompts and so many different ones in all."""
+    config = settled(config, cuda)
+    counts = count(config, heldout)
     blueprint = read_blueprint(config.policy)
     policy = build_on_meta(blueprint, config.policy)
     shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
     judges = {name: judge(entry, "cuda" if cuda else "cpu") for name, entry in table.items()}
-    memory = plan_memory(config, blueprint, policy, shapes, judges, cuda=cuda, distinct_prompts=distinct_prompts)
-    return Plan(config, count(config, heldout), memory, policy, shapes, judges, distinct_prompts)
+    memory = plan_memory(config, blueprint, policy, shapes, judges, counts, cuda=cuda, distinct_prompts=distinct_prompts)
+    return Plan(config, counts, memory, policy, shapes, judges, distinct_prompts)
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,7 @@ class Answer:
 
     def plain(self) -> dict[str, Any]:
         """The same as plain data: bytes and seconds."""
-        plan, shapes = self.plan, self.plan.shapes
+        plan, shapes, counts = self.plan, self.plan.shapes, self.plan.counts
         return {
             "recipe": self.recipe,
             "device": self.target.name,
@@ -133,7 +144,16 @@ class Answer:
             "image_tokens": shapes.image_tokens,
             "text_tokens": shapes.text_tokens,
             "network_rows_per_evaluation": shapes.rows,
-            "counts": {**asdict(plan.counts), "heldout_evaluations": plan.counts.heldout_evaluations},
+            "counts": {
+                "iterations": counts.iterations,
+                "an_iteration": {name: counts.mean(of) for name, of in COUNTED.items()},
+                "the_run": {name: counts.total(of) for name, of in COUNTED.items()},
+                "evaluations_per_prompt": counts.mean(COUNTED["evaluations"]) / counts.prompts,
+                "evaluated": counts.times_evaluated,
+                "evaluations_when_evaluated": counts.heldout_evaluations,
+                "pictures_when_evaluated": counts.heldout,
+                "checkpoints": counts.checkpoints,
+            },
             "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},
             "seconds": asdict(self.seconds) if self.seconds else None,
             "cards": {key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()},

@@ -11,7 +11,7 @@ import torch
 from g2rpo.config import Config
 from g2rpo.cost.blueprint import Shapes
 from g2rpo.cost.cards import Card
-from g2rpo.cost.counting import Counts, call_sizes
+from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.flops import forward_flops, training_flops
 from g2rpo.cost.judges import Judge, count_flops
 
@@ -21,7 +21,7 @@ OPTIMIZER_PASSES = 14
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds by phase of one iteration; of encoding all prompts ahead; of one evaluation; of the run."""
+    """Seconds by phase of one iteration (on average); of encoding all prompts ahead; of one evaluation; of the run."""
 
     iteration: dict[str, float]
     encoding: float
@@ -48,8 +48,8 @@ class Work:
     prompt: float
     score: dict[str, tuple[float, str]]
     """Operations and dtype, by reward that is computed on the device."""
-    calls: tuple[int, ...]
-    """Rows of every network call of a rollout."""
+    tails: str
+    """The dtype in which tails are computed; int8 is taken to be as fast as bfloat16."""
     weights: int
     trained: int
     trained_rewards: tuple[str, ...]
@@ -68,12 +68,17 @@ def work_of(config: Config, policy: Any, shapes: Shapes, judges: Mapping[str, Ju
         picture=count_flops(lambda: policy.decode(torch.empty(1, *shapes.latent, device="meta"))),
         prompt=_encoder_flops(policy, shapes),
         score={name: (known.flops, known.dtype) for name, known in here.items()},
-        calls=tuple(call_sizes(config)),
+        tails=_tails_dtype(config),
         weights=sum(p.nbytes for p in transformer.parameters()),
         trained=sum(p.nbytes for p in policy.trainable_parameters()),
         trained_rewards=tuple(config.rewards),
         ahead=distinct_prompts if config.prompts.cache != "off" else 0,
     )
+
+
+def _tails_dtype(config: Config) -> str:
+    tails = config.sampling.tails
+    return config.policy.dtype if tails.dtype == "policy" and tails.quantize == "none" else "bfloat16"
 
 
 def _encoder_flops(policy: Any, shapes: Shapes) -> float:
@@ -103,15 +108,23 @@ def on_card(card: Card, utilisation: float, counts: Counts, work: Work) -> Secon
         return sum(compute(*work.score[name]) for name in names if name in work.score)
 
     row, picture, reading = compute(work.evaluation), compute(work.picture), move(work.weights)
+    tail_row = compute(work.evaluation, work.tails)
     prompt = 0.0 if work.ahead else compute(work.prompt)
-    passes = max(compute(counts.training_rows * work.training_row), counts.training_passes * 3 * reading)
-    steps = counts.optimizer_steps * OPTIMIZER_PASSES * move(work.trained)
+
+    def rollout(iteration: Iteration) -> float:
+        own = sum(max(rows * tail_row, reading) for rows in iteration.tail_calls)
+        return sum(max(rows * row, reading) for rows in iteration.calls) + own
+
+    def update(iteration: Iteration) -> float:
+        passes = sum(max(rows * compute(work.training_row), 3 * reading) for rows in iteration.passes)
+        return passes + iteration.reference_rows * row + iteration.optimizer_steps * OPTIMIZER_PASSES * move(work.trained)
+
     iteration = {
         **({"encode": counts.prompts * prompt} if prompt else {}),
-        "rollout": sum(max(size * row, reading) for size in work.calls),
-        "decode": counts.images * picture,
-        "rewards": counts.images * scoring(work.trained_rewards),
-        "update": passes + counts.reference_rows * row + steps,
+        "rollout": counts.mean(rollout),
+        "decode": counts.mean(lambda it: it.images) * picture,
+        "rewards": counts.mean(lambda it: it.images) * scoring(work.trained_rewards),
+        "update": counts.mean(update),
     }
     evaluation = counts.heldout_evaluations * row + counts.heldout * (prompt + picture + scoring(work.score))
     rate = f"{card.tflops(work.dtype):g} TFLOP/s in {work.dtype} (datasheet)"

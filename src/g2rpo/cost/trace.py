@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from g2rpo.config import Config, PolicyConfig
 from g2rpo.cost.blueprint import Blueprint, Shapes, build_on_meta, shapes_of
-from g2rpo.cost.counting import largest_pass
-from g2rpo.flow import sde_step
-from g2rpo.rollout.planning import count_images
-from g2rpo.types import Cond
+from g2rpo.cost.counting import Counts
+from g2rpo.flow import sigma_grid
+from g2rpo.memory import batch_sizes
+from g2rpo.types import Cond, Transition
+from g2rpo.update import Experience, Updater, UpdateStats
 
 
 class LiveBytes(TorchDispatchMode):
@@ -68,11 +69,11 @@ class WorkingSets:
     decode: int
 
 
-def working_sets(blueprint: Blueprint, config: Config, *, like_cuda: bool) -> WorkingSets:
+def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool) -> WorkingSets:
     """Traces the largest call of each kind on a shallow copy of the model whose blocks stand for those left out.
 
     Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes norms in float32 under
-    autocast, as CUDA's autocast does and the CPU's does not.
+    autocast, as CUDA's autocast does and the CPU's does not. `config` has settled batch sizes.
     """
     models = {name: part for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
     target, full = models["transformer"]
@@ -80,8 +81,9 @@ def working_sets(blueprint: Blueprint, config: Config, *, like_cuda: bool) -> Wo
     small = replace(blueprint, parts={**models, "transformer": (target, shallow)})
     policy = build_on_meta(small, config.policy)
     shapes = shapes_of(policy, blueprint)
-    rows, members = largest_pass(config)
-    images = _images(config)
+    most = int(config.sampling.batch_size)
+    rows = max(counts.largest(lambda it: it.calls), counts.largest(lambda it: it.tail_calls), min(most, counts.heldout))
+    images = max(counts.largest(lambda it: [it.images]), counts.heldout)
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that no fake tensor will meet
         _materialise(policy)
@@ -89,34 +91,39 @@ def working_sets(blueprint: Blueprint, config: Config, *, like_cuda: bool) -> Wo
         if like_cuda:
             _norms_in_float32(policy)
         with torch.no_grad(), LiveBytes(kept) as velocity, _standing_for(velocity, policy, standing):
-            policy.velocity(*_inputs(shapes, min(config.sampling.batch_size, images), config.policy))
+            policy.velocity(*_inputs(shapes, rows, config.policy))
         with LiveBytes(kept) as training, _standing_for(training, policy, standing):
-            _training_pass(policy, _inputs(shapes, rows, config.policy), members)
+            training_pass(policy, config, shapes, counts.largest(lambda it: it.passes))
         with torch.no_grad(), LiveBytes(kept) as decode:
-            policy.decode(torch.empty(min(config.sampling.decode_batch_size, images), *shapes.latent))
+            policy.decode(torch.empty(min(int(config.sampling.decode_batch_size), images), *shapes.latent))
     return WorkingSets(velocity.peak, training.peak, decode.peak)
 
 
-def _training_pass(policy: Any, inputs: tuple[Tensor, Tensor, Cond], members: int) -> None:
-    """Forward and backward of `update.Updater` for one part: the velocity, its kernel, every member's log-prob."""
-    x, sigma, cond = inputs
-    kernel = sde_step(x, policy.velocity(x, sigma, cond), sigma, sigma / 2, sigma)
-    each = max(1, members // len(x))
-    mean, std = kernel.mean.repeat_interleave(each, 0), kernel.std.repeat_interleave(each, 0)
-    x_next = torch.empty_like(mean)
-    replace(kernel, mean=mean, std=std).log_prob(x_next).sum().backward()
+def training_pass(policy: Any, config: Config, shapes: Shapes, rows: int) -> None:
+    """One pass of the updater over `rows` latents, a whole group for each that a group shares.
+
+    A KL term is left out: it holds no more than the rollout's call does.
+    """
+    algorithm = replace(config.algorithm, kl_weight=0.0)
+    sigmas = sigma_grid(config.sampling.num_steps)
+    (plan, *_) = algorithm.plans(config.sampling.num_steps)
+    members = algorithm.group_size if plan.shared_noise and plan.trains(plan.branch) else 1
+
+    def experience(row: int) -> Experience:
+        x, x_next = torch.zeros(1, *shapes.latent), torch.zeros(members, *shapes.latent)
+        return Experience(row, Transition(plan.branch, x, x_next, x, torch.zeros(members)), torch.zeros(members))
+
+    _, _, cond = _inputs(shapes, rows, config.policy)
+    sizes = batch_sizes(1, 1, rows, torch.device("cpu"), print)
+    updater = Updater(policy, algorithm, None, sigmas, algorithm.kernel(sigmas), sizes, 1.0)  # type: ignore[arg-type]
+    part = [experience(row) for row in range(rows)]
+    (updater._loss(part, cond, on_policy=False, stats=UpdateStats()) / rows).backward()
 
 
 def _inputs(shapes: Shapes, rows: int, config: PolicyConfig) -> tuple[Tensor, Tensor, Cond]:
     dtype = getattr(torch, config.dtype)
     cond = {name: torch.empty(rows, *shape, dtype=dtype) for name, shape in shapes.cond.items()}
     return torch.empty(rows, *shapes.latent), torch.empty(rows), Cond(cond)
-
-
-def _images(config: Config) -> int:
-    """Members whose tails one iteration walks: no batch is larger."""
-    plans = config.algorithm.plans(config.sampling.num_steps)
-    return config.trainer.prompts_per_iteration * count_images(plans, config.algorithm.group_size)
 
 
 def _shallow(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
