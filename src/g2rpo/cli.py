@@ -41,6 +41,25 @@ def train(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.lora_rank=64")] = None,
+    device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
+    utilisation: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="The share of a card's datasheet TFLOP/s that is assumed to be used.")
+    ] = 0.4,
+    probe: Annotated[
+        bool | None, typer.Option("--probe/--no-probe", help="Time a few calls on this machine; default where that is quick.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what a run will do, hold and take, before it is paid for."""
+    from g2rpo.commands.plan import plan as tell
+
+    tell(recipe, overrides or [], device=device, utilisation=utilisation, probe=probe, as_json=as_json, console=console)
+
+
+@app.command()
 def push(
     run: Annotated[Path, typer.Argument(help="A finished run.")],
     repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub.")],
