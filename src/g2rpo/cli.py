@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from g2rpo.errors import UserError
+from g2rpo.errors import Stopped, UserError
 
 app = typer.Typer(
     name="g2rpo",
@@ -36,7 +36,7 @@ def train(
     from g2rpo.commands.train import train as run
 
     directory = run(recipe, overrides or [], run_dir, resume, console)
-    if push_to_hub is not None:
+    if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
 
 
@@ -195,7 +195,8 @@ def build(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 1 for anything else."""
+    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 75 for a run that
+    was asked to end early and can be resumed, 1 for anything else."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for library in ("TRANSFORMERS", "DIFFUSERS"):  # their advice is for programmers; errors still come through
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
@@ -205,6 +206,9 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         Console(stderr=True).print(f"[bold red]g2rpo:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
+    except Stopped as stop:
+        Console(stderr=True).print(f"[bold yellow]g2rpo:[/] {_plain(str(stop))}", highlight=False, soft_wrap=True)
+        sys.exit(stop.exit_code)
 
 
 def _plain(message: str) -> str:

@@ -87,7 +87,7 @@ def build_tail_network(policy: Any, tails: Tails) -> TailNetwork | None:
 
 
 def pick_device(name: str) -> str:
-    """What "auto" means on this machine; any other name is itself."""
+    """What "auto" means on this machine; any other is itself; "cuda" is the GPU of the local rank."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -158,10 +158,13 @@ class TrainerConfig(Group):
 
     iterations: PositiveInt
     prompts_per_iteration: PositiveInt = 1
+    """Of all ranks together."""
     micro_batch_size: PositiveInt = 64
     """Latents of one training pass; gradients accumulate over passes."""
     checkpoint_every: PositiveInt = 50
     keep_checkpoints: PositiveInt = 2
+    rank_timeout_s: PositiveFloat = 1800
+    """How long a rank waits for another before it takes it for lost."""
     seed: int = 42
 
 

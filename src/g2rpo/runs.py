@@ -17,7 +17,14 @@ from g2rpo.errors import UserError
 
 CONFIG = "config.yaml"
 STARTS = "starts.jsonl"
-MAY_CHANGE = ("trainer.iterations", "trainer.keep_checkpoints", "policy.device", "prompts.cache", "recipe")
+MAY_CHANGE = (
+    "trainer.iterations",
+    "trainer.keep_checkpoints",
+    "trainer.rank_timeout_s",
+    "policy.device",
+    "prompts.cache",
+    "recipe",
+)
 """Keys that a resumed run may set anew; nothing already computed depends on them."""
 
 

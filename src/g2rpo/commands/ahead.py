@@ -36,8 +36,7 @@ def encode_ahead(policy: CachedPolicy, prompts: Sequence[str], console: Console)
 
 
 def prompts_to_come(trainer: Trainer) -> list[str]:
-    """The different prompts of the iterations that are left, and the held-out ones."""
-    config = trainer.config.trainer
-    left = range(trainer.iteration, config.iterations)
-    used = [prompt for iteration in left for prompt in trainer.order.batch(iteration, config.prompts_per_iteration)]
-    return list(dict.fromkeys([*used, *trainer.heldout]))
+    """The different prompts that this rank will meet in the iterations that are left, and the held-out ones."""
+    left = range(trainer.iteration, trainer.config.trainer.iterations)
+    used = [prompt for iteration in left for prompt in trainer.prompts_of(iteration)]
+    return list(dict.fromkeys([*used, *trainer.own_heldout()]))
