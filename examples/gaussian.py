@@ -7,6 +7,7 @@ The reward wants pictures of one grey. So the best possible mean is known, and t
 """
 
 import sys
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
@@ -39,14 +40,14 @@ def greyness(images, prompts):
 def pictures(number=200):
     """What the policy draws now: plain sampling, no exploration."""
     engine = Engine(policy, policy.encode(["0"] * number), sigmas)
-    return policy.decode(engine.sample(engine.initial(lambda *key: generator_for("look", *key))))
+    return policy.decode(engine.sample(engine.initial(partial(generator_for, "look"))))
 
 
 before, curve, spread = pictures(), [], []
 prompts = ["0", "0"]  # to this policy a prompt is a number that shifts the mean
 for iteration in range(ITERATIONS):
     engine = Engine(policy, policy.encode(prompts), sigmas)  # anchors, branches, tails
-    rollouts = engine.rollout(algorithm.plans(STEPS), algorithm.group_size, kernel, lambda *key: generator_for(iteration, *key))
+    rollouts = engine.rollout(algorithm.plans(STEPS), algorithm.group_size, kernel, partial(generator_for, iteration))
     rewards = score_rollouts(policy, rollouts, {"grey": greyness}, prompts, 64, Stopwatch())  # [groups, 1, granularities, G]
     advantages = algorithm.advantages(rewards, torch.ones(1))  # [groups, G]
     experience = [
