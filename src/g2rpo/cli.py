@@ -174,6 +174,43 @@ def report(
 
 
 @app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of every run.")] = None,
+    algorithms: Annotated[str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")] = "",
+    cell: Annotated[
+        list[str] | None, typer.Option(help="'NAME: KEY=VALUE ...', a variant of the recipe; may be given often.")
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Of a run: iterations=60, evaluations=100000 or seconds=300.")] = "iterations=60",
+    rates: Annotated[
+        str | None, typer.Option(help="Learning rates to choose from, like 1e-4,2e-4; default the recipe's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
+    pilots: Annotated[int, typer.Option(min=1, help="Runs of each cell at each rate that choose one.")] = 1,
+    steps: Annotated[str | None, typer.Option(help="Step counts to judge at, like 10,20,50; default the recipe's.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    out: Annotated[Path, typer.Option(help="A folder for all runs; a study already begun there is finished.")] = Path("study"),
+) -> None:
+    """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
+    from g2rpo.commands import compare as command
+    from g2rpo.commands.evaluate import step_counts
+
+    command.compare(
+        recipe,
+        overrides or [],
+        command.parse_cells(algorithms, cell or []),
+        command.parse_budget(budget),
+        command.parse_rates(rates) if rates else None,
+        seeds,
+        pilots,
+        step_counts(steps) if steps else None,
+        jobs,
+        out,
+        console,
+    )
+
+
+@app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Show one, with the reason for every value.")] = None,
 ) -> None:

@@ -27,6 +27,7 @@ from g2rpo.evaluation import (
     evaluation_of_all,
     load_evaluation,
     save_evaluation,
+    save_scores,
 )
 from g2rpo.flow import sigma_grid
 from g2rpo.memory import OutOfMemory, batch_sizes
@@ -41,6 +42,7 @@ from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
+SCORES = "scores"  # the scores of every evaluation, prompt by prompt
 
 
 @dataclass
@@ -231,6 +233,7 @@ class Trainer:
         if self.run_dir is not None and self.world.leads:
             if self.iteration == 0:
                 save_evaluation(self.run_dir / BASELINE, evaluation)
+            save_scores(self.run_dir / SCORES / f"iteration_{self.iteration:06d}.safetensors", evaluation)
             self._paint(f"iteration_{self.iteration:06d}", [evaluation.images[: self._shown]], [""])
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self._base()

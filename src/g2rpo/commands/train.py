@@ -42,10 +42,9 @@ def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], Non
     return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", note)
 
 
-def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print, world: World = ALONE) -> Trainer:
-    """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
-    world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
-    components.check_rewards({**config.rewards, **config.evaluation.rewards})  # all that is cheap to check goes first
+def check(config: Config) -> tuple[list[str], list[str]]:
+    """Refuses what can be refused before weights are loaded; returns the prompts to train on and the held-out ones."""
+    components.check_rewards({**config.rewards, **config.evaluation.rewards})
     components.locate_pipeline(config.policy.path, config.policy.pipeline)
     prompts = components.build_prompts(config.prompts.train, "prompts.train")
     heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
@@ -58,6 +57,13 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
         config.algorithm.plans(config.sampling.num_steps)
     except ValueError as error:
         raise UserError(f"algorithm: {error}") from None
+    return prompts, heldout[: config.evaluation.num_prompts]
+
+
+def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print, world: World = ALONE) -> Trainer:
+    """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
+    world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+    prompts, heldout = check(config)
     device = components.pick_device(config.policy.device)
     rewards = components.build_rewards(config.rewards, device)
     judges = components.build_rewards(config.evaluation.rewards, device)
@@ -69,7 +75,7 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
         cached,
         rewards,
         prompts,
-        heldout[: config.evaluation.num_prompts],
+        heldout,
         judges,
         run_dir,
         tail_network=components.build_tail_network(policy, config.sampling.tails),
