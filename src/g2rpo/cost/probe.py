@@ -23,17 +23,22 @@ from g2rpo.update import Experience
 
 Rows = Callable[[int], Tensor]
 """So many initial latents."""
+Clock = Callable[[], float]
 
 
-def by_probe(trainer: Trainer, counts: Counts, distinct_prompts: int, cached: bool) -> Seconds:
+def by_probe(
+    trainer: Trainer, counts: Counts, distinct_prompts: int, cached: bool, clock: Clock = time.perf_counter
+) -> Seconds:
     """Times a few calls of everything that `trainer` does, on its own device, and multiplies.
 
     A network call is timed at the smallest, a middle and the largest size of a run's calls, and interpolated. The trainer is
-    used up: the probe of the update changes its weights. With `cached` prompts are encoded once, ahead.
+    used up: the probe of the update changes its weights. With `cached` prompts are encoded once, ahead. `clock` may be
+    time.process_time, which other processes on the machine do not disturb.
     """
+    timed = partial(_timed, device=trainer.policy.device, clock=clock)
     config, policy, most = trainer.config, trainer.policy, trainer.sizes.rollout
     prompts = trainer.order.batch(0, config.trainer.prompts_per_iteration)
-    encoding = _timed(lambda: policy.encode(prompts[:1]), policy.device)
+    encoding = timed(lambda: policy.encode(prompts[:1]))
     cond = policy.encode(prompts)
     engine = Engine(policy, cond, trainer.sigmas, most)
 
@@ -47,7 +52,7 @@ def by_probe(trainer: Trainer, counts: Counts, distinct_prompts: int, cached: bo
             x, places = rows(size), [i % len(prompts) for i in range(size)]
             steps = [i % (len(trainer.sigmas) - 1) for i in range(size)]
             with torch.no_grad():
-                return _timed(lambda: engine.velocity(x, steps, places, network), policy.device)
+                return timed(lambda: engine.velocity(x, steps, places, network))
 
         chosen = sorted({min(sizes), int(np.median(sizes)), max(sizes)})
         times = [call(size) for size in chosen]
@@ -59,15 +64,15 @@ def by_probe(trainer: Trainer, counts: Counts, distinct_prompts: int, cached: bo
     if trainer.tail_network is not None:
         trainer.tail_network.refresh()
         tail_calls = measured(tail_sizes, trainer.tail_network.velocity)
-    picture, images, asked = _pictures(trainer, cond, prompts, rows)
+    picture, images, asked = _pictures(trainer, cond, prompts, rows, timed)
     score = {
-        name: _timed(partial(reward, images, asked), policy.device) / len(images)
+        name: timed(partial(reward, images, asked)) / len(images)
         for name, reward in {**trainer.rewards, **trainer.judges}.items()
     }
     once = _experience(trainer, rows, counts.largest(lambda it: it.passes))
     passed = sum(item.rows for item in once)
-    update = _timed(lambda: trainer.updater.update(once, cond), policy.device)
-    step = _timed(trainer.optimizer.step, policy.device)  # after an update: without gradients it would do nothing
+    update = timed(lambda: trainer.updater.update(once, cond))
+    step = timed(trainer.optimizer.step)  # after an update: without gradients it would do nothing
     iteration = {
         "encode": 0.0 if cached else encoding * counts.prompts,
         "rollout": counts.mean(lambda it: own_calls(it.calls) + (tail_calls(it.tail_calls) if it.tail_calls else 0.0)),
@@ -81,12 +86,14 @@ def by_probe(trainer: Trainer, counts: Counts, distinct_prompts: int, cached: bo
     return summed(iteration, ahead, evaluation, counts, f"probe of this machine's {policy.device}: a few calls of each kind")
 
 
-def _pictures(trainer: Trainer, cond: Cond, prompts: Sequence[str], rows: Rows) -> tuple[float, Tensor, list[str]]:
+def _pictures(
+    trainer: Trainer, cond: Cond, prompts: Sequence[str], rows: Rows, timed: Callable[..., float]
+) -> tuple[float, Tensor, list[str]]:
     """Seconds to decode a picture, and pictures with their prompts; sampled ones, for a detector takes its time on noise."""
     batch = trainer.sizes.decode
     places = [i % len(prompts) for i in range(batch)]
     latents = Engine(trainer.policy, cond.rows(places), trainer.sigmas, trainer.sizes.rollout).sample(rows(batch))
-    seconds = _timed(lambda: decode(trainer.policy, latents, batch), trainer.policy.device) / batch
+    seconds = timed(lambda: decode(trainer.policy, latents, batch)) / batch
     return seconds, decode(trainer.policy, latents, batch), [prompts[place] for place in places]
 
 
@@ -102,15 +109,15 @@ def _experience(trainer: Trainer, rows: Rows, width: int) -> list[Experience]:
     return made
 
 
-def _timed(run: Callable[[], Any], device: torch.device, at_least: float = 0.4, most: int = 5) -> float:
+def _timed(run: Callable[[], Any], device: torch.device, clock: Clock, at_least: float = 0.4, most: int = 5) -> float:
     """The median of a few runs after one that warms up."""
 
     def once() -> float:
-        began = time.perf_counter()
+        began = clock()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - began
+        return clock() - began
 
     once()
     times = [once()]
