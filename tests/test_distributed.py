@@ -62,7 +62,13 @@ def test_ranks_learn_what_one_process_learns(tmp_path, variant):
 
 def train_flux(world, folder, model):
     options = ("sampling.batch_size=1", "sampling.decode_batch_size=1", "trainer.micro_batch_size=1")
-    small = ("algorithm.group_size=3", "algorithm.branch_steps=[0,1]", "sampling.num_steps=4", "optim.eps=1")
+    small = (
+        "algorithm.group_size=3",
+        "algorithm.branch_steps=[0,1]",
+        "sampling.num_steps=4",
+        "optim.eps=1",
+        "optim.learning_rate=0.5",
+    )
     policy = FluxPolicy.from_pretrained(model, height=32, width=32, max_sequence_length=12, lora_rank=2)
     prompts = ["a red circle", "two blue squares", "a blue circle", "a green star"]
     t = trainer(None, *COMMON, *options, *small, policy=policy, prompts=prompts, world=world)
@@ -70,13 +76,12 @@ def train_flux(world, folder, model):
         t.iterate()
     own = {f"{i:03d}": p.detach() for i, p in enumerate(t.parameters)}
     save_file(own, folder / f"weights_{world.rank}.safetensors")
-    return float(sum(p.abs().sum() for p in t.parameters if p.abs().max() < 0.2))
 
 
 def test_ranks_train_a_flux_lora_as_one_process_does(tmp_path, flux_directory):
     """Network calls of one row each, so that matrix products do not depend on the ranks' batches: again only the order of
-    sums differs, of 8 branch points: 8 x 2^-24 < 1e-6 of the sum of sizes. With eps = 1 Adam's step is lr x m / (sqrt(v) + 1),
-    whose change is at most lr = 0.05 times the gradient's; clipped gradients are below 1."""
+    sums differs, of 8 branch points, by at most 8 x 2^-24 of gradients that are clipped at 1. With eps = 1 Adam's step is
+    lr x m / (sqrt(v) + 1), which changes by at most lr = 0.5 times as much: 2.4e-7."""
     first = None
     for size in (1, 2, 4):
         folder = tmp_path / str(size)
@@ -85,7 +90,7 @@ def test_ranks_train_a_flux_lora_as_one_process_does(tmp_path, flux_directory):
             own = load_file(folder / f"weights_{rank}.safetensors")
             first = first or own
             for name, value in own.items():
-                torch.testing.assert_close(value, first[name], atol=1e-6, rtol=0)
+                torch.testing.assert_close(value, first[name], atol=3e-7, rtol=0)
     policy = FluxPolicy.from_pretrained(flux_directory, height=32, width=32, max_sequence_length=12, lora_rank=2)
     moved = [float((p.detach() - first[f"{i:03d}"]).abs().max()) for i, p in enumerate(policy.trainable_parameters())]
     assert max(moved) > 1e-3

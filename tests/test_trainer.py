@@ -10,6 +10,7 @@ from g2rpo.flow import sigma_grid
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from g2rpo.scoring import RewardFailed
 from tests.runs import brightness, trainer
 
 
@@ -215,7 +216,7 @@ def test_rewards_find_their_rollouts_whatever_the_decoding_batch():
 
 
 def test_a_reward_of_the_wrong_shape_is_named():
-    with pytest.raises(ValueError, match="reward 'bright' should return 64 scores"):
+    with pytest.raises(RewardFailed, match="reward 'bright' should return 64 scores"):
         trainer(None, rewards={"bright": lambda images, prompts: torch.zeros(3)}).iterate()
 
 

@@ -104,7 +104,8 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} stops: {self._last_words() or error}") from error
+            silence = "another rank died without a word, or did not answer within trainer.rank_timeout_s"
+            raise RankLost(f"rank {self.rank} stops: {self._last_words() or silence}") from error
 
     def _last_words(self) -> str:
         try:
