@@ -23,6 +23,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.scoring import RewardFailed
 from tests import ranks
 from tests.commands import g2rpo as command
+from tests.commands import small_files
 from tests.runs import brightness, trainer
 
 LONG = ("trainer.iterations=10", "trainer.checkpoint_every=1", "trainer.prompts_per_iteration=4", "evaluation.every=3")
@@ -124,6 +125,17 @@ def test_a_kill_within_a_checkpoint_loses_at_most_that_checkpoint(tmp_path, unto
     assert checkpoints(tmp_path / "checkpoints")[-1].name == "iteration_000003"
     ranks.run(1, go_on, tmp_path)
     assert same(tmp_path, untouched[1])
+
+
+def test_a_checkpoint_that_finds_no_room_ends_the_run_and_leaves_the_one_before(tmp_path):
+    t = trainer(tmp_path, *LONG)
+    t.iterate()
+    t.save()
+    t.iterate()
+    with small_files(100), pytest.raises(Exception, match="File too large"):
+        t.save()
+    again = trainer(tmp_path, *LONG)
+    assert again.resume() == [] and again.iteration == 1
 
 
 SIGTERM_ONCE = """

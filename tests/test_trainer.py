@@ -64,6 +64,13 @@ def test_the_shift_can_be_the_models_own():
     assert torch.equal(trainer(None).sigmas, sigma_grid(6, 3.0))
 
 
+def test_without_a_run_dir_a_whole_run_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    t = trainer(None)
+    assert [row["iteration"] for row in run(t)] == [0, 1, 2, 2, 3, 4, 4]
+    assert t.finish()["bright"].tuned > 0 and not list(tmp_path.iterdir())
+
+
 def test_updates_per_branch_step_once_for_each():
     calls = []
     t = trainer(None, "algorithm.update_every=branch")

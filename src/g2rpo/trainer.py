@@ -109,10 +109,15 @@ class Trainer:
             self.world,
         )
 
+    @property
+    def writes(self) -> bool:
+        """Whether this trainer keeps the run: one rank does."""
+        return self.run_dir is not None and self.world.leads
+
     def train(self) -> Iterator[Row]:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
         c = self.config
-        with MetricsLog(self._directory(), self.iteration) if self.world.leads else nullcontext() as log:
+        with MetricsLog(self._directory(), self.iteration) if self.writes else nullcontext() as log:
 
             def logged(row: Row) -> Row:
                 if log is not None:
@@ -278,13 +283,13 @@ class Trainer:
             return self.policy.save(self._directory() / folder)
 
     def save(self) -> Path | None:
-        """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None on ranks that do not lead.
+        """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept.
 
         Raises `Stopped` instead if the weights of the ranks have parted.
         """
         if parted := self.world.differing(_fingerprint(self.parameters)):
             raise Stopped(f"iteration {self.iteration}: the weights of ranks {parted} are not rank 0's; nothing was saved")
-        if not self.world.leads:
+        if not self.writes:
             return None
         tensors = {"weights": list(self.parameters)}
         if self.average is not None:
