@@ -41,6 +41,25 @@ def train(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.lora_rank=64")] = None,
+    device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
+    utilisation: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="The share of a card's datasheet TFLOP/s that is assumed to be used.")
+    ] = 0.4,
+    probe: Annotated[
+        bool | None, typer.Option("--probe/--no-probe", help="Time a few calls on this machine; default where that is quick.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what a run will do, hold and take, before it is paid for."""
+    from g2rpo.commands.plan import plan as tell
+
+    tell(recipe, overrides or [], device=device, utilisation=utilisation, probe=probe, as_json=as_json, console=console)
+
+
+@app.command()
 def push(
     run: Annotated[Path, typer.Argument(help="A finished run.")],
     repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub.")],
@@ -141,6 +160,54 @@ def evaluate(
         settings["num_prompts"] = None  # a run's is for its own prompts
     settings |= {key: value for key, value in named.items() if value is not None}
     command.evaluate(settings, overrides or [], out, console)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, finished or not.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,
+) -> None:
+    """Show what runs did: one HTML page that needs nothing else."""
+    from g2rpo.commands.report import report as write
+
+    write(runs, out, console)
+
+
+@app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of every run.")] = None,
+    algorithms: Annotated[str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")] = "",
+    cell: Annotated[
+        list[str] | None, typer.Option(help="'NAME: KEY=VALUE ...', a variant of the recipe; may be given often.")
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Of a run: iterations=60, evaluations=100000 or seconds=300.")] = "iterations=60",
+    rates: Annotated[
+        str | None, typer.Option(help="Learning rates to choose from, like 1e-4,2e-4; default the recipe's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
+    pilots: Annotated[int, typer.Option(min=1, help="Runs of each cell at each rate that choose one.")] = 1,
+    steps: Annotated[str | None, typer.Option(help="Step counts to judge at, like 10,20,50; default the recipe's.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    out: Annotated[Path, typer.Option(help="A folder for all runs; a study already begun there is finished.")] = Path("study"),
+) -> None:
+    """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
+    from g2rpo.commands import compare as command
+    from g2rpo.commands.evaluate import step_counts
+
+    command.compare(
+        recipe,
+        overrides or [],
+        command.parse_cells(algorithms, cell or []),
+        command.parse_budget(budget),
+        command.parse_rates(rates) if rates else None,
+        seeds,
+        pilots,
+        step_counts(steps) if steps else None,
+        jobs,
+        out,
+        console,
+    )
 
 
 @app.command()

@@ -85,6 +85,12 @@ def save_evaluation(path: Path, evaluation: Evaluation) -> None:
     save_file({"images": (evaluation.images * 255).round().to(torch.uint8).contiguous(), **scores}, path)
 
 
+def save_scores(path: Path, evaluation: Evaluation) -> None:
+    """Keeps the scores alone, by reward in one safetensors file (`safetensors.torch.load_file` reads it)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(evaluation.scores, path)
+
+
 def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
     """What `save_evaluation` wrote for these prompts."""
     stored = load_file(path)

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
+from g2rpo.diagnostics import diagnose, group_std
 from g2rpo.distributed import ALONE, World
 from g2rpo.errors import Preempted, Stopped, UserError
 from g2rpo.evaluation import (
@@ -26,6 +27,7 @@ from g2rpo.evaluation import (
     evaluation_of_all,
     load_evaluation,
     save_evaluation,
+    save_scores,
 )
 from g2rpo.flow import sigma_grid
 from g2rpo.memory import OutOfMemory, batch_sizes
@@ -40,6 +42,7 @@ from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
+SCORES = "scores"  # the scores of every evaluation, prompt by prompt
 
 
 @dataclass
@@ -158,6 +161,7 @@ class Trainer:
             own = self.sizes.fit(scored)
         rewards = self.world.gather(own)  # of all ranks: an algorithm may look at the whole batch
         advantages = self.algorithm.advantages(rewards, self.weights)
+        granularities = getattr(self.algorithm, "granularities", range(1, rewards.shape[2] + 1))
         experience = [
             Experience(rollout.prompt, transition, advantage)
             for rollout, advantage in zip(rollouts, self.world.deal(advantages), strict=True)
@@ -172,6 +176,7 @@ class Trainer:
             self.average.update_parameters(self.parameters)
         watch.lap("update")
 
+        branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # on every rank the same ones
         images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
         evaluations, images, halved = self.world.total(evaluations, images, self.sizes.halved)
         self.iteration += 1
@@ -179,6 +184,7 @@ class Trainer:
             "kind": "train",
             "iteration": self.iteration,
             **self._reward_metrics(rewards, advantages),
+            **diagnose(branches, granularities, list(self.rewards), rewards, advantages),
             **stats.summary(self.algorithm.clip_range),
             "learning_rate": rate,
             "evaluations": evaluations,
@@ -236,9 +242,13 @@ class Trainer:
         if self.run_dir is not None and self.world.leads:
             if self.iteration == 0:
                 save_evaluation(self.run_dir / BASELINE, evaluation)
+            save_scores(self.run_dir / SCORES / f"iteration_{self.iteration:06d}.safetensors", evaluation)
             self._paint(f"iteration_{self.iteration:06d}", [evaluation.images[: self._shown]], [""])
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
-        return {"kind": "eval", "iteration": self.iteration, **means, "seconds": watch.seconds["evaluation"]}
+        base = self._base()
+        table = compare(base, evaluation) if base is not None else {}
+        errors = {f"stderr/{name}": row.error for name, row in table.items()}
+        return {"kind": "eval", "iteration": self.iteration, **means, **errors, "seconds": watch.seconds["evaluation"]}
 
     def judge(self) -> Evaluation:
         """Held-out pictures and all their scores, of the (averaged) weights."""
@@ -267,11 +277,14 @@ class Trainer:
     def finish(self) -> dict[str, Comparison]:
         """Base against tuned on the held-out prompts; writes the table, the before/after grid and the curves."""
         tuned = self.judge()
-        base = self._baseline if self._baseline is not None else load_evaluation(self._directory() / BASELINE, self.heldout)
+        base = self._base()
+        if base is None:
+            raise ValueError("this trainer has neither evaluated the base model nor a run_dir that holds its evaluation")
         table = compare(base, tuned)
         if self.run_dir is not None and self.world.leads:
             self._paint("before_after", [base.images[: self._shown], tuned.images[: self._shown]], ["base", "tuned"])
-            results = {"prompts": len(base.prompts), "rewards": {name: asdict(row) for name, row in table.items()}}
+            rewards = {name: asdict(row) for name, row in table.items()}
+            results = {"iteration": self.iteration, "prompts": len(base.prompts), "rewards": rewards}
             (self.run_dir / "results.json").write_text(json.dumps(results, indent=1))
             save_curves(self.run_dir / "curves.png", read_metrics(self.run_dir), list(self.rewards))
         return table
@@ -318,6 +331,12 @@ class Trainer:
             self.average.n_averaged.fill_(state["averaged"])
         return complaints
 
+    def _base(self) -> Evaluation | None:
+        """The base model's evaluation, by this process or by the one that began the run; None if neither kept it."""
+        if self._baseline is None and self.run_dir is not None:
+            self._baseline = load_evaluation(self.run_dir / BASELINE, self.heldout)
+        return self._baseline
+
     def _noise(self, prompt: int, *purpose: Any) -> torch.Generator:
         place = self.world.first(self.config.trainer.prompts_per_iteration) + prompt  # in the iteration, whatever the rank
         return generator_for(self.config.trainer.seed, "rollout", self.iteration, place, *purpose)
@@ -338,7 +357,7 @@ class Trainer:
         return rate
 
     def _reward_metrics(self, rewards: Tensor, advantages: Tensor) -> Row:
-        spread = rewards.std(-1)
+        spread = group_std(rewards)
         row: Row = {}
         for index, name in enumerate(self.rewards):
             values = rewards[:, index]

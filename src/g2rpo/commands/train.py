@@ -29,7 +29,7 @@ from g2rpo.files import digest_of
 from g2rpo.metrics import Row
 from g2rpo.model_card import write_card
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.runs import choose_directory, claim
+from g2rpo.runs import choose_directory, claim, record_start
 from g2rpo.trainer import Trainer
 
 
@@ -39,15 +39,12 @@ def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], Non
         return resolve(read_yaml(Path(recipe)), overrides, recipe, note)
     if Path(recipe).is_dir():
         raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
-    import yaml
-
-    return resolve({"recipe": recipe, **yaml.safe_load(recipes.text(recipe))}, overrides, f"recipe {recipe}", note)
+    return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", note)
 
 
-def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print, world: World = ALONE) -> Trainer:
-    """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
-    world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
-    components.check_rewards({**config.rewards, **config.evaluation.rewards})  # all that is cheap to check goes first
+def check(config: Config) -> tuple[list[str], list[str]]:
+    """Refuses what can be refused before weights are loaded; returns the prompts to train on and the held-out ones."""
+    components.check_rewards({**config.rewards, **config.evaluation.rewards})
     components.locate_pipeline(config.policy.path, config.policy.pipeline)
     prompts = components.build_prompts(config.prompts.train, "prompts.train")
     heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
@@ -60,6 +57,13 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
         config.algorithm.plans(config.sampling.num_steps)
     except ValueError as error:
         raise UserError(f"algorithm: {error}") from None
+    return prompts, heldout[: config.evaluation.num_prompts]
+
+
+def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print, world: World = ALONE) -> Trainer:
+    """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
+    world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+    prompts, heldout = check(config)
     device = components.pick_device(config.policy.device)
     rewards = components.build_rewards(config.rewards, device)
     judges = components.build_rewards(config.evaluation.rewards, device)
@@ -71,7 +75,7 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
         cached,
         rewards,
         prompts,
-        heldout[: config.evaluation.num_prompts],
+        heldout,
         judges,
         run_dir,
         tail_network=components.build_tail_network(policy, config.sampling.tails),
@@ -113,6 +117,8 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
         for complaint in trainer.resume():
             console.print(f"[yellow]{complaint}; falling back to an older one[/]")
         console.print(f"resuming after iteration {trainer.iteration}")
+    if world.leads:
+        record_start(directory, trainer.iteration, trainer.policy.device)
     if isinstance(trainer.policy, CachedPolicy) and trainer.policy.store is not None:
         encode_ahead(trainer.policy, prompts_to_come(trainer), console)  # without room for them all, each when it comes
     began = time.perf_counter()
@@ -132,6 +138,7 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
         ("metrics", directory / "metrics.jsonl"),
     ):
         console.print(f"{what:>13}  {where}", soft_wrap=True, highlight=False)
+    console.print(f"{'report':>13}  g2rpo report {directory}", soft_wrap=True, highlight=False)
     console.print(f"{'draw':>13}  g2rpo sample --run {directory} 'two red circles'", soft_wrap=True, highlight=False)
 
 
