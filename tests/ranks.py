@@ -12,9 +12,14 @@ from pathlib import Path
 from g2rpo.distributed import joined
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg", "tests.runs"]
+SLOW_IMPORTS = (
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "tests.tiny",
 )
+CONTEXT.set_forkserver_preload([*SLOW_IMPORTS, "tests.runs"])
 
 
 def free_port() -> int:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g2rpo.distributed import ALONE, World
-from g2rpo.errors import UserError
+from g2rpo.distributed import ALONE, World, joined
+from g2rpo.errors import RankLost, UserError
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.flux import FluxPolicy
 from tests import ranks
@@ -133,6 +133,18 @@ def test_prompts_that_cannot_be_dealt_evenly_are_refused():
     with pytest.raises(UserError, match=r"=1 cannot be dealt evenly over 4 ranks; 4 can"):
         World(0, 4).share(1, "x")
     assert ALONE.share(7, "x") == 7
+
+
+def test_ranks_that_are_never_started_are_not_waited_for_for_ever(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="WORLD_SIZE=2 asks for several processes, but .*MASTER_PORT"), joined("cpu", 1):
+        pass
+    monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
+    with pytest.raises(RankLost, match="the 2 ranks did not find each other within 1 s"), joined("cpu", 1):
+        pass
+    with pytest.raises(UserError, match="policy.device=cuda:1: with several processes write auto"), joined("cuda:1", 1):
+        pass
 
 
 def part(world, folder):

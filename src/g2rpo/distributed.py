@@ -104,7 +104,8 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} stops: {self._last_words() or error}") from error
+            silence = "another rank died without a word, or did not answer within trainer.rank_timeout_s"
+            raise RankLost(f"rank {self.rank} stops: {self._last_words() or silence}") from error
 
     def _last_words(self) -> str:
         try:
@@ -134,9 +135,14 @@ def joined(device: str, timeout_s: float = 1800) -> Iterator[World]:
     if device not in ("cpu", "cuda"):
         raise UserError(f"policy.device={device}: with several processes write auto, and each takes the GPU of its local rank")
     timeout = timedelta(seconds=timeout_s)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except ValueError as error:
+        raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but {error}") from None
+    except RuntimeError as error:
+        raise RankLost(f"the {os.environ['WORLD_SIZE']} ranks did not find each other within {timeout_s:g} s") from error
     try:
         yield World(rank, size, store)
     except BaseException as error:

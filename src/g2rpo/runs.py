@@ -14,6 +14,7 @@ import torch
 from g2rpo import __version__
 from g2rpo.config import Config, differences, read_yaml, resolve
 from g2rpo.errors import UserError
+from g2rpo.files import write_whole
 
 CONFIG = "config.yaml"
 STARTS = "starts.jsonl"
@@ -21,6 +22,8 @@ MAY_CHANGE = (
     "trainer.iterations",
     "trainer.keep_checkpoints",
     "trainer.rank_timeout_s",
+    "trainer.max_unscored",
+    "trainer.max_skipped",
     "policy.device",
     "prompts.cache",
     "recipe",
@@ -53,7 +56,7 @@ def claim(directory: Path, config: Config) -> None:
     """Makes a chosen directory this run's, by writing config.yaml."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
+        write_whole(directory / CONFIG, config.to_yaml().encode())
     except OSError as error:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from g2rpo.pictures import save_curves, save_grid
 from g2rpo.prompts import PromptOrder
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import TailNetwork
-from g2rpo.scoring import Stopwatch, score_rollouts
+from g2rpo.scoring import RewardFailed, Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
 from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
@@ -74,6 +74,7 @@ class Trainer:
             raise ValueError("sampling.tails asks for a network of its own: pass a tail_network (see policies.fast)")
         self.iteration = 0
         self.stopping = False
+        self.unscored = dict.fromkeys(self.rewards, 0)  # iterations in a row without any score
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self._baseline: Evaluation | None = None
         self._shown = c.evaluation.pictures
@@ -111,10 +112,15 @@ class Trainer:
             self.world,
         )
 
+    @property
+    def writes(self) -> bool:
+        """Whether this trainer keeps the run: one rank does."""
+        return self.run_dir is not None and self.world.leads
+
     def train(self) -> Iterator[Row]:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
         c = self.config
-        with MetricsLog(self._directory(), self.iteration) if self.world.leads else nullcontext() as log:
+        with MetricsLog(self._directory(), self.iteration) if self.writes else nullcontext() as log:
 
             def logged(row: Row) -> Row:
                 if log is not None:
@@ -124,7 +130,8 @@ class Trainer:
             if self.iteration == 0:
                 yield logged(self.evaluate())
             while self.iteration < c.trainer.iterations:
-                yield logged(self.iterate())
+                yield (row := logged(self.iterate()))
+                self._give_up_on(row)
                 last = self.iteration == c.trainer.iterations
                 if last or self.iteration % c.evaluation.every == 0:
                     yield logged(self.evaluate())
@@ -150,7 +157,9 @@ class Trainer:
         def scored() -> Tensor:
             return score_rollouts(self.policy, rollouts, self.rewards, prompts, self.sizes.decode, watch)
 
-        rewards = self.world.gather(self.sizes.fit(scored))  # of all ranks: an algorithm may look at the whole batch
+        with self._naming_the_iteration():
+            own = self.sizes.fit(scored)
+        rewards = self.world.gather(own)  # of all ranks: an algorithm may look at the whole batch
         advantages = self.algorithm.advantages(rewards, self.weights)
         granularities = getattr(self.algorithm, "granularities", range(1, rewards.shape[2] + 1))
         experience = [
@@ -261,7 +270,7 @@ class Trainer:
                 first=self.world.first(len(self.heldout)) if len(own) < len(self.heldout) else 0,
             )
 
-        with self._averaged():
+        with self._averaged(), self._naming_the_iteration():
             evaluation = self.sizes.fit(judged)
         return evaluation_of_all(self.world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
 
@@ -287,13 +296,13 @@ class Trainer:
             return self.policy.save(self._directory() / folder)
 
     def save(self) -> Path | None:
-        """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None on ranks that do not lead.
+        """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept.
 
         Raises `Stopped` instead if the weights of the ranks have parted.
         """
         if parted := self.world.differing(_fingerprint(self.parameters)):
             raise Stopped(f"iteration {self.iteration}: the weights of ranks {parted} are not rank 0's; nothing was saved")
-        if not self.world.leads:
+        if not self.writes:
             return None
         tensors = {"weights": list(self.parameters)}
         if self.average is not None:
@@ -361,6 +370,28 @@ class Trainer:
             "advantage_size": float(advantages.abs().mean()),
             "advantage_clipped": float((advantages.abs() >= self.algorithm.advantage_clip).float().mean()),
         }
+
+    def _give_up_on(self, row: Row) -> None:
+        """Raises `Stopped` when nothing has been learnt for too long; the weights are as the last good update left them."""
+        limits = self.config.trainer
+        for name in self.rewards:
+            self.unscored[name] = self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0
+            if self.unscored[name] >= limits.max_unscored:
+                how_long = f"{self.unscored[name]} iterations in a row (trainer.max_unscored)"
+                raise Stopped(f"iteration {self.iteration}: reward '{name}' gave no score at all in {how_long}")
+        if self.updater.skipped_in_a_row >= limits.max_skipped:
+            self.save()
+            how_long = f"{self.updater.skipped_in_a_row} updates in a row (trainer.max_skipped)"
+            raise Stopped(
+                f"iteration {self.iteration}: the gradient was not finite in {how_long}; the weights before are saved"
+            )
+
+    @contextmanager
+    def _naming_the_iteration(self) -> Iterator[None]:
+        try:
+            yield
+        except RewardFailed as error:
+            raise RewardFailed(f"after iteration {self.iteration}: {error}") from error.__cause__
 
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.average is None else _Swapped(self.parameters, list(self.average.module.parameters()))

@@ -94,6 +94,7 @@ class Updater:
     sizes: BatchSizes
     max_grad_norm: float
     world: World = ALONE
+    skipped_in_a_row: int = 0
 
     def update(self, experience: Sequence[Experience], cond: Cond) -> UpdateStats:
         stats = UpdateStats()
@@ -194,8 +195,10 @@ class Updater:
         if math.isfinite(norm):
             self.optimizer.step()
             stats.grad_norms.append(norm)
+            self.skipped_in_a_row = 0
         else:
             stats.skipped += 1
+            self.skipped_in_a_row += 1
 
 
 def _passes(batch: Sequence[Experience], size: int) -> Iterator[list[Experience]]:
