@@ -70,26 +70,32 @@ def untouched(tmp_path_factory):
 # --- processes that are killed
 
 
-def slowly(world, folder):
-    """`go_on`, but a checkpoint takes its time, so that a kill is likely to fall into it."""
-    sync = g2rpo.checkpoint._sync
-    g2rpo.checkpoint._sync = lambda path: (time.sleep(0.01), sync(path))
+def dies_at(world, folder, moment):
+    """`go_on`, but SIGKILL comes when the run touches its directory for the moment-th time: opens, renames or removes there."""
+    left = moment
+
+    def touched(event, arguments):
+        nonlocal left
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(arguments[0]).startswith(str(folder)):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(touched)
     go_on(world, folder)
 
 
 def test_a_run_killed_at_random_moments_is_the_run_that_was_not(tmp_path, untouched):
-    """SIGKILL after a seeded delay, up to 20 times; in the end not a bit differs."""
+    """Up to 20 kills, each at a random one of the next 30 touches of the disk (a whole run makes 135); not a bit differs."""
     moments, killed = random.Random(0), 0
-    for _ in range(20):
-        (victim,) = ranks.start(1, slowly, tmp_path)
-        victim.join(moments.uniform(0.2, 1.0))
-        victim.kill()
+    while killed < 20:
+        (victim,) = ranks.start(1, dies_at, tmp_path, moments.randint(1, 30))
         victim.join()
-        killed += victim.exitcode == -signal.SIGKILL
-        if (tmp_path / "final.safetensors").exists():
+        if victim.exitcode != -signal.SIGKILL:
             break
+        killed += 1
     assert killed >= 3
-    ranks.run(1, slowly, tmp_path)
+    ranks.run(1, go_on, tmp_path)
     assert same(tmp_path, untouched[1])
     assert not list((tmp_path / "checkpoints").glob(".unfinished*"))
 
