@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import g2rpo.checkpoint
-from g2rpo.checkpoint import checkpoints
+from g2rpo.checkpoint import checkpoints, load_checkpoint
 from g2rpo.commands.train import ended_by_sigterm
 from g2rpo.errors import Stopped
 from g2rpo.metrics import read_metrics
@@ -74,17 +74,21 @@ def slowly(world, folder):
     """`go_on`, but a checkpoint takes its time, so that a kill is likely to fall into it."""
     sync = g2rpo.checkpoint._sync
     g2rpo.checkpoint._sync = lambda path: (time.sleep(0.01), sync(path))
+    (folder / "running").touch()
     go_on(world, folder)
 
 
 def test_a_run_killed_at_random_moments_is_the_run_that_was_not(tmp_path, untouched):
-    """SIGKILL after a seeded delay, up to 20 times; in the end not a bit differs."""
+    """SIGKILL after a seeded delay, up to 20 times (iterations take about 0.1 s); in the end not a bit differs."""
     moments, killed = random.Random(0), 0
     for _ in range(20):
         (victim,) = ranks.start(1, slowly, tmp_path)
-        victim.join(moments.uniform(0.2, 1.0))
+        while not (tmp_path / "running").exists():
+            victim.join(0.01)
+        victim.join(moments.uniform(0.1, 0.4))
         victim.kill()
         victim.join()
+        (tmp_path / "running").unlink()
         killed += victim.exitcode == -signal.SIGKILL
         if (tmp_path / "final.safetensors").exists():
             break
@@ -122,9 +126,10 @@ def test_a_kill_within_a_checkpoint_loses_at_most_that_checkpoint(tmp_path, unto
     (victim,) = ranks.start(1, dies_in_checkpoint, tmp_path, moment)
     victim.join()
     assert victim.exitcode == -signal.SIGKILL
-    assert checkpoints(tmp_path / "checkpoints")[-1].name == "iteration_000003"
+    assert load_checkpoint(checkpoints(tmp_path / "checkpoints")[-1])[0] == 3
     ranks.run(1, go_on, tmp_path)
     assert same(tmp_path, untouched[1])
+    assert not list((tmp_path / "checkpoints").glob(".unfinished*"))
 
 
 def test_a_checkpoint_that_finds_no_room_ends_the_run_and_leaves_the_one_before(tmp_path):
@@ -155,10 +160,15 @@ def brightness(images, prompts):
 
 def test_sigterm_ends_a_run_in_good_order_with_exit_code_75(capsys, tmp_path, tiny_config):
     (tmp_path / "reward.py").write_text(SIGTERM_ONCE)
-    options = ["rewards=", f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:brightness}}}}"]
+    options = [
+        "trainer.checkpoint_every=100",
+        "rewards=",
+        f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:brightness}}}}",
+    ]
     runs = {name: [tiny_config, *options, "--run-dir", tmp_path / name] for name in ("cut", "straight")}
     code, _, err = command(capsys, "train", *runs["cut"])
     assert code == 75 and "stopped after iteration 1" in err and "--resume" in err and "Traceback" not in err
+    assert [path.name for path in checkpoints(tmp_path / "cut" / "checkpoints")] == ["iteration_000001"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert command(capsys, "train", *runs["cut"], "--resume")[0] == 0
     assert command(capsys, "train", *runs["straight"])[0] == 0
