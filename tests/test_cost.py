@@ -245,6 +245,14 @@ def real_peak(run):
     return peak
 
 
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("model", "overrides"),
     [
@@ -256,8 +264,9 @@ def real_peak(run):
     ],
     ids=str,
 )
-def test_traced_activations_are_the_allocators(deep, model, overrides):
-    """A shallow model of fake tensors against the whole model at work. Kernels' own scratch is not seen by the trace."""
+def test_traced_activations_are_the_allocators(deep, one_thread, model, overrides):
+    """A shallow model of fake tensors against the whole model at work. Kernels' own scratch is not seen by the trace; every
+    thread has some, so there is one."""
     c = config(
         deep[model], *overrides, "trainer.prompts_per_iteration=4", "trainer.micro_batch_size=8", "sampling.batch_size=8"
     )
