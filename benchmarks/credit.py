@@ -9,6 +9,7 @@ different prompts are independent estimates of the gradient that training follow
 
     signal S = mean over i != j of <g_i, g_j>      share = S / mean |g_i|^2      (unbiased; 1 for equal gradients, 0 for noise)
 
+("0,1,2,3 one at a time" is G2RPO's: the mean over groups that branch off one anchor at these steps, one gradient a prompt.)
 A mean of n groups has squared cosine n rho / (1 + n rho) with the true gradient, rho = share / (1 - share); so 1 / rho groups,
 times what a group costs, are the network evaluations at which signal and noise are equal. Each variant follows a gradient of
 its own (of the expected reward through its noise): the number says how well determined that is, not how far it leads.
@@ -45,7 +46,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.scoring import Stopwatch, decode, score, score_rollouts
 from g2rpo.seeding import generator_for, seed_for
-from g2rpo.statistics import bootstrap_mean
+from g2rpo.statistics import Interval
 from g2rpo.trainer import Trainer
 from g2rpo.types import Kernel, Plan, Policy, Rollout
 
@@ -150,30 +151,41 @@ def gradients(
     return totals
 
 
-def sketch_prompt(trainer: Trainer, variants: Mapping[str, Plan], sketch: Sketch, number: int) -> dict[str, Tensor]:
-    """Sketches [V, buckets] of one prompt's gradients, by variant; V is the rewards, each alone."""
+def sketch_prompt(trainer: Trainer, variants: Mapping[str, Sequence[Plan]], sketch: Sketch, number: int) -> dict[str, Tensor]:
+    """Sketches [R, buckets] of one prompt's gradients by variant, for each reward alone. Variants share what noise they can."""
     (prompt,) = trainer.order.batch(number, 1)
-    size = trainer.algorithm.group_size
-    out = {}
-    for name, plan in variants.items():
-        engine = Engine(trainer.policy, trainer.policy.encode([prompt]), trainer.sigmas, batch_size=96)
-        noise = _noise(trainer, number, name)
-        rollouts = engine.rollout([plan], size, trainer.kernel, noise)
-        rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, [prompt], 8, Stopwatch())
-        advantages = group_normalize(rewards[0]).sum(1)  # [R, G]
-        found = gradients(trainer.policy, trainer.kernel, trainer.sigmas, rollouts[0], advantages, prompt)
-        out[name] = torch.stack([sketch(gradient) for gradient in found])
-    return out
+    plans = list(dict.fromkeys(plan for own in variants.values() for plan in own))
+    engine = Engine(trainer.policy, trainer.policy.encode([prompt]), trainer.sigmas, batch_size=96)
+
+    def noise(place: int, *purpose: Any) -> torch.Generator:
+        return generator_for(trainer.config.trainer.seed, "credit", number, *purpose)
+
+    rollouts = engine.rollout(plans, trainer.algorithm.group_size, trainer.kernel, noise)
+    rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, [prompt], 8, Stopwatch())  # [plans, R, 1, G]
+    found = {}
+    for plan, rollout, advantages in zip(plans, rollouts, group_normalize(rewards).sum(2), strict=True):
+        own = gradients(trainer.policy, trainer.kernel, trainer.sigmas, rollout, advantages, prompt)
+        found[plan] = torch.stack([sketch(gradient) for gradient in own])
+    return {name: torch.stack([found[plan] for plan in own]).mean(0) for name, own in variants.items()}
 
 
-def explained(values: NDArray[np.float64]) -> float:
-    """The share of the variance of values [A, B] that their row explains: one-way ANOVA's unbiased components (Fisher's
-    intraclass correlation), rows being draws of one noise and columns draws of all the rest. NaN if nothing varies."""
-    a, b = values.shape
-    between = b * values.mean(1).var(ddof=1)
-    within = ((values - values.mean(1, keepdims=True)) ** 2).sum() / (a * (b - 1))
-    rows = (between - within) / b
-    return float(rows / (rows + within)) if rows + within > 0 else math.nan
+def explained(values: NDArray[np.float64], resamples: int = 2000) -> Interval:
+    """The share of the variance of values [P, A, B] within a prompt that their row explains.
+
+    Rows are A draws of one noise, columns B draws of all the rest: one-way ANOVA's unbiased variance components, each summed
+    over prompts, with a bootstrap interval over prompts. NaN if nothing varies; a share near 0 may come out negative.
+    """
+    prompts, a, b = values.shape
+    means = values.mean(2)
+    within = ((values - means[:, :, None]) ** 2).sum((1, 2)) / (a * (b - 1))
+    rows = means.var(1, ddof=1) - within / b
+    total = (rows + within).sum()
+    if total == 0:
+        return Interval(math.nan, math.nan, math.nan, prompts)
+    weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), resamples)
+    varied = weights @ (rows + within) > 0  # a resample may hold nothing but prompts of which all pictures score alike
+    low, high = np.quantile((weights @ rows)[varied] / (weights @ (rows + within))[varied], [0.025, 0.975])
+    return Interval(float(rows.sum() / total), float(low), float(high), prompts)
 
 
 def repeat_the_rest(trainer: Trainer, number: int, step: int, noisy: int, draws: int, repeats: int) -> Tensor:
@@ -202,16 +214,16 @@ def policy_dims(trainer: Trainer) -> int:
     return trainer.policy.noise([generator_for("shape")]).ndim - 1
 
 
-def _noise(trainer: Trainer, number: int, variant: str) -> Any:
-    return lambda prompt, *purpose: generator_for(trainer.config.trainer.seed, "credit", number, variant, *purpose)
-
-
-def variants_of(args: argparse.Namespace, num_steps: int) -> dict[str, Plan]:
+def variants_of(args: argparse.Namespace, num_steps: int) -> dict[str, list[Plan]]:
+    """Plans by variant; a variant's gradient is the mean over its plans."""
     steps = range(num_steps - 1) if args.steps is None else args.steps
+    single = {f"step {step}": [window(step, step + 1, num_steps, shared_noise=True)] for step in steps}
+    together = [plan for plans in single.values() for plan in plans]
     return {
-        **{f"step {step}": window(step, step + 1, num_steps, shared_noise=True) for step in steps},
-        **{f"steps 0-{length - 1}": window(0, length, num_steps, shared_noise=True) for length in args.windows},
-        **{f"steps 0-{length - 1}, own noise": window(0, length, num_steps, shared_noise=False) for length in args.own},
+        **single,
+        **({f"{','.join(map(str, steps))} one at a time": together} if len(single) > 1 else {}),
+        **{f"steps 0-{length - 1}": [window(0, length, num_steps, shared_noise=True)] for length in args.windows},
+        **{f"steps 0-{length - 1}, own noise": [window(0, length, num_steps, shared_noise=False)] for length in args.own},
     }
 
 
@@ -231,11 +243,11 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
         if number % 8 == 7:
             print(f"{number + 1} prompts, {time.perf_counter() - began:.0f} s", flush=True)
     rows = []
-    for name, plan in variants.items():
-        cost = count_evaluations([plan], size) + TRAINED_LATENT * count_trained([plan], size)
+    for name, plans in variants.items():
+        cost = count_evaluations(plans, size) + TRAINED_LATENT * count_trained(plans, size)
         stacked = torch.stack(sketches[name]).double()  # [P, R, buckets]
-        mixed = {reward: stacked[:, place] for place, reward in enumerate(rewards)}
-        for reward, vectors in mixed.items():
+        for place, reward in enumerate(rewards):
+            vectors = stacked[:, place]
             signal = signal_of((vectors @ vectors.T).numpy())
             low, high = (cost * signal.groups(signal.share + side * Z * signal.error) for side in (1, -1))
             rows.append(
@@ -243,7 +255,7 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
                     "variant": name,
                     "reward": reward,
                     **asdict(signal),
-                    "evaluations_per_group": cost,
+                    "evaluations_per_prompt": cost,
                     "evaluations_to_equal": cost * signal.groups(),
                     "evaluations_low": low,
                     "evaluations_high": high,
@@ -257,13 +269,13 @@ def measure_explained(trainer: Trainer, args: argparse.Namespace) -> list[dict[s
     noisy = trainer.config.sampling.num_steps - 1
     rows = []
     for step in range(noisy) if args.steps is None else args.steps:
-        shares: dict[str, list[float]] = {name: [] for name in trainer.rewards}
-        for number in range(args.prompts):
-            values = repeat_the_rest(trainer, number, step, noisy, args.draws, args.repeats).double().numpy()
-            for name, own in zip(shares, values, strict=True):
-                shares[name].append(explained(own))
-        print(f"step {step}: {', '.join(f'{name} {np.nanmean(own):.3f}' for name, own in shares.items())}", flush=True)
-        rows += [{"step": step, "reward": name, **asdict(bootstrap_mean(own))} for name, own in shares.items()]
+        prompts = range(args.prompts)
+        values = torch.stack([repeat_the_rest(trainer, number, step, noisy, args.draws, args.repeats) for number in prompts])
+        found = {name: explained(values[:, place].double().numpy()) for place, name in enumerate(trainer.rewards)}
+        print(
+            f"step {step}: {', '.join(f'{name} {own.mean:.3f} [{own.low:.3f}, {own.high:.3f}]' for name, own in found.items())}"
+        )
+        rows += [{"step": step, "reward": name, **asdict(own)} for name, own in found.items()]
     return rows
 
 
@@ -356,13 +368,13 @@ def main() -> None:
     (draw_explained if args.explained else draw_signal)(path.with_suffix(".png"), rows)
     if not args.explained:
         print(
-            f"{'variant':22} {'reward':11} {'share':>18} {'cosine':>16} {'silent':>6} {'cost':>6} {'evaluations to equal':>26}"
+            f"{'variant':26} {'reward':11} {'share':>18} {'cosine':>16} {'silent':>6} {'cost':>6} {'evaluations to equal':>26}"
         )
         for row in rows:
             ends = f"[{row['evaluations_low']:,.0f}, {row['evaluations_high']:,.0f}]"
             print(
-                f"{row['variant']:22} {row['reward']:11} {row['share']:+9.4f} ± {row['error']:.4f} "
-                f"{row['cosine']:+8.3f} ± {row['cosine_error']:.3f} {row['silent']:6.2f} {row['evaluations_per_group']:6} "
+                f"{row['variant']:26} {row['reward']:11} {row['share']:+9.4f} ± {row['error']:.4f} "
+                f"{row['cosine']:+8.3f} ± {row['cosine_error']:.3f} {row['silent']:6.2f} {row['evaluations_per_prompt']:6} "
                 f"{row['evaluations_to_equal']:10,.0f} {ends}"
             )
     print(path)
@@ -380,8 +392,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--own", type=int, nargs="*", default=[], help="the same, initial noise of each member's own")
     parser.add_argument("--explained", action="store_true", help="measure what one step's noise explains among that of all")
-    parser.add_argument("--draws", type=int, default=6, help="(--explained) draws of the step's noise")
-    parser.add_argument("--repeats", type=int, default=4, help="(--explained) draws of the rest for each")
+    parser.add_argument("--draws", type=int, default=12, help="(--explained) draws of the step's noise")
+    parser.add_argument("--repeats", type=int, default=3, help="(--explained) draws of the rest for each")
     parser.add_argument("--buckets", type=int, default=32768)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

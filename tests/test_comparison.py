@@ -177,14 +177,33 @@ def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, arguments, mess
 def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_config):
     out = tmp_path / "study"
     asked = ["compare", tiny_config, "--cell", "one: algorithm.granularities=[1]", "--rates", "1e-3,1e-2", "--steps", "2,4"]
-    asked += ["--budget", "evaluations=110", "--jobs", "2", "--out", out]
-    plain = ["--cell", "mix: algorithm.name=mixgrpo algorithm.group_size=3", "--seeds", "1"]
-    code, shown, err = g2rpo(capsys, *asked, *plain)
+    asked += ["--budget", "evaluations=110", "--seeds", "1", "--jobs", "2", "--out", out]
+    mix = ["--cell", "mix: algorithm.name=mixgrpo algorithm.group_size=3"]
+    code, shown, err = g2rpo(capsys, *asked)
     assert code == 0, err
-    results = json.loads((out / "results.json").read_text())
     assert (out / "curves.png").is_file() and "edge of the sweep" in (out / "results.md").read_text()
-    assert set(results["spent"]) == {"one", "mix"} and "4 steps: change against the base" in shown
+    assert "4 steps: change against the base" in shown
 
+    done = {path: path.stat().st_mtime_ns for path in out.rglob("pictures.jsonl")}
+    before = (out / "results.json").read_bytes()
+    assert g2rpo(capsys, *asked)[0] == 0  # nothing is left to do
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("pictures.jsonl")} == done
+    assert (out / "results.json").read_bytes() == before
+
+    cut = out / "runs/one/seed_42"  # as if interrupted before the end: it goes on from its checkpoint to the same weights
+    (weights,) = (cut / "adapter").glob("*.safetensors")
+    content = load_file(weights)
+    for path in (cut / "adapter").iterdir():
+        path.unlink()
+    (cut / "adapter").rmdir()
+    code, shown, err = g2rpo(capsys, *asked, *mix)  # and a cell is added
+    assert code == 0, err
+    again = load_file(weights)
+    assert again.keys() == content.keys() and all(torch.equal(again[name], content[name]) for name in again)
+    assert "resuming after iteration" in (out / "runs/one/seed_42.log").read_text()
+
+    results = json.loads((out / "results.json").read_text())
+    assert list(results["spent"]) == ["one", "mix"]
     for cell, spent in results["spent"].items():  # the runs are what the budget and the pilots ask for
         config = read_config(out / "runs" / cell / "seed_42")
         assert config.trainer.iterations == spent["iterations"] == iterations_within(config, 110)
@@ -205,35 +224,16 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     means = [np.nanmean([row["scores"]["scene_accuracy"] for row in rows if row["steps"] == 4]) for rows in (base, tuned)]
     assert line["tuned"]["mean"] == pytest.approx(means[1]) and line["change"]["mean"] == pytest.approx(means[1] - means[0])
 
-    done = {path: path.stat().st_mtime_ns for path in out.rglob("pictures.jsonl")}
-    before = (out / "results.json").read_bytes()
-    assert g2rpo(capsys, *asked, *plain)[0] == 0  # nothing is left to do
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("pictures.jsonl")} == done
-    assert (out / "results.json").read_bytes() == before
-
-    cut = out / "runs/mix/seed_42"  # as if interrupted before the end: it goes on from its checkpoint to the same weights
-    (weights,) = (cut / "adapter").glob("*.safetensors")
-    content = load_file(weights)
-    for path in (cut / "adapter").iterdir():
-        path.unlink()
-    (cut / "adapter").rmdir()
-    code, shown, err = g2rpo(capsys, *asked, *plain[:2], "--seeds", "2")  # and a seed is added
-    assert code == 0, err
-    again = load_file(weights)
-    assert again.keys() == content.keys() and all(torch.equal(again[name], content[name]) for name in again)
-    assert "resuming after iteration" in (out / "runs/mix/seed_42.log").read_text()
-    assert (out / "runs/one/seed_43").is_dir() and not (out / "pilots/one/rate_0.001/seed_1043").exists()
-
-    for other, message in (
-        ([*plain[:2], "--seeds", "1"], "holds a study with 2 seeds"),
-        (["--seeds", "2"], "holds a study with the cells mix too"),
-        ([*plain[:2], "--seeds", "2", "sampling.num_steps=5"], "holds another study"),
-    ):
+    for other, message in (([], "holds a study with the cells mix too"), ([*mix, "sampling.num_steps=5"], "another study")):
         code, _, err = g2rpo(capsys, *asked, *other)
         assert code == 2 and message in " ".join(err.split())
+    study = out / "study.yaml"
+    study.write_text(study.read_text().replace("seeds: 1", "seeds: 2"))
+    code, _, err = g2rpo(capsys, *asked, *mix)
+    assert code == 2 and "holds a study with 2 seeds" in err
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thing").touch()
-    code, _, err = g2rpo(capsys, *asked[:-1], tmp_path / "other", *plain)
+    code, _, err = g2rpo(capsys, *asked[:-1], tmp_path / "other", *mix)
     assert code == 2 and "holds no study" in err
 
 
