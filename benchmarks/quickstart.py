@@ -1,7 +1,7 @@
 """The quickstart over several seeds: base against tuned on held-out prompts, for the README's table.
 
     python -m benchmarks.quickstart                                   # trains on the recipe's rewards
-    python -m benchmarks.quickstart --name learned rewards.scene_accuracy= ...   # the same with overrides
+    python -m benchmarks.quickstart 'algorithm.granularities=[1,2]' --name granular   # the same with overrides
 
 A seed changes everything random: prompts' order, exploration, adapters, and the noise of the evaluation. Runs that are
 finished already are read, not repeated. Writes benchmarks/results/NAME.json.

@@ -248,7 +248,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--granularities", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=96)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--decode-batch-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--options", nargs="*", choices=OPTIONS, default=[], metavar="OPTION", help="fast tails to measure too")

@@ -1,9 +1,11 @@
 """One iteration of G2RPO on FLUX.1-dev's true shape with random weights: seconds by phase and peak memory on this card.
 
     python -m benchmarks.true_size --out benchmarks/results/flux1-dev.json     # one large GPU; 12 B parameters in bfloat16
+    python -m benchmarks.true_size --options "forecast=true" "compile=true"    # fast tails too; compiling takes minutes
     python -m benchmarks.true_size --tiny                                      # a rehearsal on any machine
 
-Random weights cost what trained ones do. The text encoders are left out: training reads cached embeddings.
+Random weights cost what trained ones do. The text encoders are left out: training reads cached embeddings. Tails are exact
+first, then with each of the options, by a trainer of its own that goes on with the weights.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.fast_tails import OPTIONS
+from benchmarks.machine import describe, peak_bytes
+from g2rpo.components import build_tail_network
 from g2rpo.config import Config, resolve
 from g2rpo.embeddings import CachedPolicy
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.planning import count_evaluations
+from g2rpo.rollout.tails import Tails
 from g2rpo.seeding import generator_for
 from g2rpo.trainer import Trainer
 from g2rpo.types import Cond
@@ -86,7 +92,7 @@ def random_pipeline(device: torch.device, dtype: torch.dtype, tiny: bool) -> Any
     )
 
 
-def make_config(args: argparse.Namespace) -> Config:
+def make_config(args: argparse.Namespace, tails: Tails) -> Config:
     size = 64 if args.tiny else args.size
     return resolve(
         {
@@ -94,7 +100,12 @@ def make_config(args: argparse.Namespace) -> Config:
             "algorithm": {"granularities": args.granularities, "group_size": 3 if args.tiny else 12},
             "rewards": {"brightness": 1.0},
             "prompts": {"train": "none"},
-            "sampling": {"num_steps": 16, "batch_size": args.batch_size, "decode_batch_size": args.decode_batch_size},
+            "sampling": {
+                "num_steps": 16,
+                "batch_size": args.batch_size,
+                "decode_batch_size": args.decode_batch_size,
+                "tails": tails,
+            },
             "optim": {"learning_rate": 1e-4},
             "trainer": {"iterations": args.iterations, "prompts_per_iteration": args.prompts, "micro_batch_size": 4},
             "evaluation": {"prompts": "none"},
@@ -104,7 +115,7 @@ def make_config(args: argparse.Namespace) -> Config:
 
 def main() -> None:
     args = arguments()
-    config = make_config(args)
+    config = make_config(args, OPTIONS["exact"])
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     policy = FluxPolicy(
@@ -118,26 +129,35 @@ def main() -> None:
         max_sequence_length=8 if args.tiny else 512,
     )
     names = [f"prompt {i}" for i in range(args.prompts)]
-    trainer = Trainer(config, RandomText(policy, None, warn=print), {"brightness": Brightness()}, names, names)
-    rows = []
-    for _ in range(config.trainer.iterations):
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        row = trainer.iterate()
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+    measured, evaluations = [], {}
+    for option in dict.fromkeys(["exact", *args.options]):
+        tails = OPTIONS[option]
+        config = make_config(args, tails)
+        network = build_tail_network(policy, tails)
+        reward = {"brightness": Brightness()}
+        trainer = Trainer(config, RandomText(policy, None, warn=print), reward, names, names, tail_network=network)
+        evaluations[option] = count_evaluations(trainer.plans(), config.algorithm.group_size, tails)
+        for _ in range(config.trainer.iterations):
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            row = {"tails": option, **trainer.iterate(), "peak_gib": peak_bytes(device) / 2**30}
+            measured.append(row)
+            print(json.dumps(row), flush=True)
     result = {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "torch": torch.__version__,
+        "machine": describe(device),
         "arguments": {key: value for key, value in vars(args).items() if key != "out"},
         "parameters": sum(p.numel() for p in policy.pipeline.transformer.parameters()),
-        "evaluations_per_prompt": count_evaluations(trainer.plans(), config.algorithm.group_size),
-        "iterations": rows,
+        "evaluations_per_prompt": evaluations,
+        "iterations": measured,
     }
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def rows(text: str) -> int | str:
+    """A batch size of the command line."""
+    return text if text == "auto" else int(text)
 
 
 def arguments() -> argparse.Namespace:
@@ -146,8 +166,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=720)
     parser.add_argument("--granularities", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=24)
-    parser.add_argument("--decode-batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=rows, default=24, help='a number, or "auto"')
+    parser.add_argument("--decode-batch-size", type=rows, default=8, help="likewise")
+    parser.add_argument("--options", nargs="*", choices=OPTIONS, default=["forecast=true"], metavar="OPTION")
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()

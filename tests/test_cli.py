@@ -42,7 +42,9 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
     run, again = tmp_path / "run", tmp_path / "again"
     code, out, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run)
     assert code == 0, err
-    assert "before_after.png" in out and "scene_accuracy" in out
+    assert "before_after.png" in out and "scene_accuracy" in out and f"g2rpo report {run}" in out
+    assert g2rpo(capsys, "report", run)[0] == 0 and "a red circle" in (run / "report.html").read_text()
+    assert [json.loads(line)["iteration"] for line in (run / "starts.jsonl").open()] == [0]
     assert g2rpo(capsys, "train", tiny_config, "trainer.iterations=3", "--run-dir", run, "--resume")[0] == 0
     assert g2rpo(capsys, "train", run / "config.yaml", "--run-dir", again)[0] == 0
     one, two = (load_file(where / "adapter" / "pytorch_lora_weights.safetensors") for where in (run, again))

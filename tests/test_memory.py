@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from g2rpo.errors import UserError
-from g2rpo.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, OutOfMemory, batch_sizes, largest_batch
+from g2rpo.evaluation import sample_images
+from g2rpo.flow import sigma_grid
+from g2rpo.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, largest_batch
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.seeding import generator_for
 from tests.runs import trainer
@@ -221,4 +223,10 @@ def test_other_errors_are_nobodys_batch_size():
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
         BatchSizes(4, 4, 4).fit(attempt)
-    assert issubclass(OutOfMemory, Exception) and not issubclass(OutOfMemory, RuntimeError)
+
+
+def test_where_nothing_halves_the_user_hears_what_to_lower():
+    """As in `g2rpo sample` and `g2rpo evaluate`."""
+    policy = Small(rollout=1)
+    with pytest.raises(UserError, match="--batch-size of g2rpo sample"):
+        sample_images(policy, ["0", "0"], sigma_grid(4), seed=0, batch_size=2, decode_batch_size=2)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from g2rpo.errors import UserError
+from g2rpo.errors import Stopped, UserError
 
 app = typer.Typer(
     name="g2rpo",
@@ -36,8 +36,27 @@ def train(
     from g2rpo.commands.train import train as run
 
     directory = run(recipe, overrides or [], run_dir, resume, console)
-    if push_to_hub is not None:
+    if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.lora_rank=64")] = None,
+    device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
+    utilisation: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="The share of a card's datasheet TFLOP/s that is assumed to be used.")
+    ] = 0.4,
+    probe: Annotated[
+        bool | None, typer.Option("--probe/--no-probe", help="Time a few calls on this machine; default where that is quick.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what a run will do, hold and take, before it is paid for."""
+    from g2rpo.commands.plan import plan as tell
+
+    tell(recipe, overrides or [], device=device, utilisation=utilisation, probe=probe, as_json=as_json, console=console)
 
 
 @app.command()
@@ -144,6 +163,17 @@ def evaluate(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, finished or not.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,
+) -> None:
+    """Show what runs did: one HTML page that needs nothing else."""
+    from g2rpo.commands.report import report as write
+
+    write(runs, out, console)
+
+
+@app.command()
 def compare(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of every run.")] = None,
@@ -221,7 +251,8 @@ def build(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 1 for anything else."""
+    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 75 for a run that
+    was asked to end early and can be resumed, 1 for anything else."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for library in ("TRANSFORMERS", "DIFFUSERS"):  # their advice is for programmers; errors still come through
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
@@ -231,6 +262,9 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         Console(stderr=True).print(f"[bold red]g2rpo:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
+    except Stopped as stop:
+        Console(stderr=True).print(f"[bold yellow]g2rpo:[/] {_plain(str(stop))}", highlight=False, soft_wrap=True)
+        sys.exit(stop.exit_code)
 
 
 def _plain(message: str) -> str:

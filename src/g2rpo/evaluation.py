@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from g2rpo.distributed import World
 from g2rpo.rollout.engine import Engine
 from g2rpo.scoring import decode, score
 from g2rpo.seeding import generator_for
@@ -70,6 +71,12 @@ def evaluate(
         policy, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=decode_batch_size, first=first
     )
     return Evaluation(tuple(prompts), images, dict(zip(rewards, score(rewards, images, prompts), strict=True)))
+
+
+def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> Evaluation:
+    """The evaluation of `prompts` whose pieces the ranks have made."""
+    scores = {name: world.gather(values) for name, values in own.scores.items()}
+    return Evaluation(tuple(prompts), world.gather(own.images), scores)
 
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:

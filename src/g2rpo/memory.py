@@ -34,11 +34,11 @@ SAFETY_MARGIN = 0.2
 """The share of a GPU's memory that "auto" leaves free, for optimizer moments that come later and for fragmentation."""
 
 
-class OutOfMemory(Exception):
-    """torch ran out of memory in a call whose rows are bounded by the batch size `kind`."""
+class OutOfMemory(UserError):
+    """torch ran out of memory in a call whose rows are bounded by the batch size `kind`; training halves it and goes on."""
 
     def __init__(self, kind: Kind) -> None:
-        super().__init__(f"out of memory within {SETTINGS[kind]}")
+        super().__init__(f"out of memory: lower {SETTINGS[kind]} (--batch-size of g2rpo sample and g2rpo evaluate)")
         self.kind = kind
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from g2rpo.metrics import Row
 
 INK, PAPER = (40, 40, 46), (255, 255, 255)
-CELL = 128
+CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
+NOTE = "g2rpo-grid"  # the text of the PNG that says what is where
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour-blind readers
 
 
@@ -24,24 +28,50 @@ def to_pil(image: Tensor) -> Image.Image:
 
 
 def save_grid(path: Path, rows: Sequence[Tensor], prompts: Sequence[str], labels: Sequence[str]) -> None:
-    """Writes rows of pictures [N, 3, H, W], one column per prompt with the prompt above it and a label before each row."""
+    """Writes rows of pictures [N, 3, H, W], one column per prompt with the prompt above it and a label before each row.
+
+    The file carries the prompts and its geometry, so that `read_grid` can take it apart again.
+    """
     font = ImageFont.load_default(size=12)
-    height = round(CELL * rows[0].shape[2] / rows[0].shape[3])
+    width = min(max(CELL, rows[0].shape[3]), 2 * CELL)
+    height = round(width * rows[0].shape[2] / rows[0].shape[3])
     left, top, gap = (64 if any(labels) else 8), 46, 8
-    canvas = Image.new("RGB", (left + len(prompts) * (CELL + gap), top + len(rows) * (height + gap)), PAPER)
+    canvas = Image.new("RGB", (left + len(prompts) * (width + gap), top + len(rows) * (height + gap)), PAPER)
     draw = ImageDraw.Draw(canvas)
-    for column, prompt in enumerate(prompts):
-        lines = textwrap.wrap(prompt, 21)
+    boxes = [[(left + c * (width + gap), top + r * (height + gap)) for c in range(len(prompts))] for r in range(len(rows))]
+    for prompt, (x, _) in zip(prompts, boxes[0], strict=True):
+        lines = textwrap.wrap(prompt, width // 6)
         text = "\n".join([*lines[:2], lines[2] + " ..."] if len(lines) > 3 else lines)
-        draw.multiline_text((left + column * (CELL + gap), 3), text, fill=INK, font=font, spacing=1)
-    for number, (images, label) in enumerate(zip(rows, labels, strict=True)):
-        y = top + number * (height + gap)
-        draw.text((8, y + height // 2 - 8), label, fill=INK, font=font)
-        for column, image in enumerate(images):
-            picture = to_pil(image).resize((CELL, height), Image.Resampling.LANCZOS)
-            canvas.paste(picture, (left + column * (CELL + gap), y))
+        draw.multiline_text((x, 3), text, fill=INK, font=font, spacing=1)
+    for images, label, corners in zip(rows, labels, boxes, strict=True):
+        draw.text((8, corners[0][1] + height // 2 - 8), label, fill=INK, font=font)
+        for image, corner in zip(images, corners, strict=True):
+            canvas.paste(to_pil(image).resize((width, height), Image.Resampling.LANCZOS), corner)
+    note = PngInfo()
+    note.add_itxt(NOTE, json.dumps({"prompts": list(prompts), "size": [width, height], "boxes": boxes}, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path)
+    canvas.save(path, pnginfo=note)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid taken apart: rows of one picture per prompt."""
+
+    prompts: list[str]
+    rows: list[list[Image.Image]]
+
+
+def read_grid(path: Path) -> Grid:
+    """What `save_grid` wrote, as it was drawn (so small pictures are enlarged, large ones reduced).
+
+    Raises ValueError for a picture that is no such grid.
+    """
+    with Image.open(path) as canvas:
+        if NOTE not in canvas.info:
+            raise ValueError(f"{path} does not say what it shows")
+        note = json.loads(canvas.info[NOTE])
+        width, height = note["size"]
+        return Grid(note["prompts"], [[canvas.crop((x, y, x + width, y + height)) for x, y in row] for row in note["boxes"]])
 
 
 def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str]) -> None:

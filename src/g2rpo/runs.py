@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import re
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
+from g2rpo import __version__
 from g2rpo.config import Config, differences, read_yaml, resolve
 from g2rpo.errors import UserError
+from g2rpo.files import write_whole
 
 CONFIG = "config.yaml"
-MAY_CHANGE = ("trainer.iterations", "trainer.keep_checkpoints", "policy.device", "prompts.cache", "recipe")
+STARTS = "starts.jsonl"
+MAY_CHANGE = (
+    "trainer.iterations",
+    "trainer.keep_checkpoints",
+    "trainer.rank_timeout_s",
+    "trainer.max_unscored",
+    "trainer.max_skipped",
+    "policy.device",
+    "prompts.cache",
+    "recipe",
+)
 """Keys that a resumed run may set anew; nothing already computed depends on them."""
 
 
@@ -38,9 +56,38 @@ def claim(directory: Path, config: Config) -> None:
     """Makes a chosen directory this run's, by writing config.yaml."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
+        write_whole(directory / CONFIG, config.to_yaml().encode())
     except OSError as error:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
+
+
+def record_start(directory: Path, iteration: int, device: torch.device) -> None:
+    """Appends to starts.jsonl what starts (or resumes, after `iteration` > 0) the run: when, which software, which device."""
+    threads = torch.get_num_threads()
+    cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    start = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "iteration": iteration,
+        "g2rpo": __version__,
+        "commit": source_commit(Path(__file__).resolve().parents[2]),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+    }
+    with (directory / STARTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(start) + "\n")
+
+
+def source_commit(root: Path) -> str | None:
+    """The commit of the checkout at `root`, with "-dirty" if files differ from it; None if it is no checkout (an installed
+    package) or there is no git to ask."""
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def read_config(run_dir: Path) -> Config:

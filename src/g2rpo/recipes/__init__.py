@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from typing import Any
+
+import yaml
 
 from g2rpo.errors import UserError, did_you_mean
 
@@ -17,6 +20,11 @@ def text(name: str) -> str:
     if name not in names():
         raise UserError(f"unknown recipe '{name}'.{did_you_mean(name, names())}")
     return (files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def settings(name: str) -> dict[str, Any]:
+    """A recipe's values, its name among them, as `config.resolve` takes them."""
+    return {"recipe": name, **yaml.safe_load(text(name))}
 
 
 def summary(name: str) -> str:

@@ -1,0 +1,26 @@
+"""`g2rpo report`: a page that shows what runs did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from g2rpo.errors import UserError
+from g2rpo.report.history import read_runs
+from g2rpo.report.page import render
+
+
+def report(directories: Sequence[Path], out: Path | None, console: Console) -> Path:
+    """Writes the page, by default RUN/report.html for one run and ./report.html for several; an older one is replaced."""
+    runs = read_runs(directories)
+    path = out or (runs[0].directory if len(runs) == 1 else Path()) / "report.html"
+    page = render(runs).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(page)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    console.print(f"{path} ({len(page) / 1e6:.1f} MB)", soft_wrap=True, highlight=False)
+    return path

@@ -1,0 +1,69 @@
+"""What the groups of an iteration say about the method itself: where noise made a difference, and whether tails agree.
+
+Pure functions of rewards [N, R, M, G]: N groups, R rewards, M tails (granularities), G members. NaN means "no score".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+
+def group_std(rewards: Tensor) -> Tensor:
+    """Unbiased standard deviation over the last axis, NaN left out; NaN where fewer than two values are valid. Float64."""
+    valid = ~rewards.isnan()
+    values = torch.where(valid, rewards, 0).double()
+    count = valid.sum(-1)
+    mean = values.sum(-1) / count
+    deviation = torch.where(valid, values - mean[..., None], 0)
+    return torch.where(count > 1, deviation.square().sum(-1) / (count - 1), torch.nan).sqrt()
+
+
+def ranks(values: Tensor) -> Tensor:
+    """Ranks from 1 over the last axis; equal values share the mean of theirs. NaN has no rank and takes none. Float64."""
+    one, other = values[..., :, None], values[..., None, :]
+    return torch.where(values.isnan(), torch.nan, (other < one).sum(-1).double() + ((other == one).sum(-1) + 1) / 2)
+
+
+def spearman(a: Tensor, b: Tensor) -> Tensor:
+    """Spearman's rank correlation over the last axis, in [-1, 1]: Pearson's of the ranks, so ties are allowed.
+
+    Members without both values are left out. NaN where fewer than two are left or where either side is constant: a group
+    whose rewards are all equal ranks nothing.
+    """
+    valid = ~(a.isnan() | b.isnan())
+    middle = (valid.sum(-1, keepdim=True) + 1) / 2
+    x, y = (torch.where(valid, ranks(v.masked_fill(~valid, torch.nan)) - middle, 0) for v in (a, b))
+    return (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+
+
+def diagnose(
+    steps: Sequence[int], granularities: Sequence[int], names: Sequence[str], rewards: Tensor, advantages: Tensor
+) -> dict[str, float]:
+    """Means over groups for the log. `steps` [N] names each group's branch step, `granularities` [M] the tails, `names` [R].
+
+    `step/K/spread/NAME`: std of a reward within groups that branch at K, over all tails. `step/K/advantage`: mean |A| there.
+    `step/K/agreement`: Spearman between two tails' rewards of the same members, over all pairs of tails and all rewards.
+    `granularity/M/spread/NAME`, `granularity/M/agreement`: the same by tail, the latter against the finest tail.
+    One tail has nobody to agree with, and no such entries. An entry without a single valid value is NaN.
+    """
+    finest = min(range(len(granularities)), key=lambda m: granularities[m])
+    spread = group_std(rewards)
+    pairs = [spearman(rewards[:, :, a], rewards[:, :, b]) for a, b in combinations(range(len(granularities)), 2)]
+    branch = torch.as_tensor(steps)
+    row: dict[str, float] = {}
+    for step in sorted(set(steps)):
+        here = branch == step
+        row |= {f"step/{step}/spread/{name}": float(spread[here, r].nanmean()) for r, name in enumerate(names)}
+        row[f"step/{step}/advantage"] = float(advantages[here].abs().mean())
+        if pairs:
+            row[f"step/{step}/agreement"] = float(torch.stack(pairs)[:, here].nanmean())
+    for m, granularity in enumerate(granularities):
+        row |= {f"granularity/{granularity}/spread/{name}": float(spread[:, r, m].nanmean()) for r, name in enumerate(names)}
+        if m != finest:
+            agreement = spearman(rewards[:, :, m], rewards[:, :, finest])
+            row[f"granularity/{granularity}/agreement"] = float(agreement.nanmean())
+    return row

@@ -1,0 +1,125 @@
+"""What a run directory tells about its run, finished or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from g2rpo.config import Config
+from g2rpo.errors import UserError
+from g2rpo.metrics import Row, read_metrics
+from g2rpo.runs import STARTS, read_config
+
+
+@dataclass(frozen=True)
+class Change:
+    """One reward on the held-out prompts: the base model, and the tuned one after `iteration`."""
+
+    reward: str
+    trained: bool
+    iteration: int
+    base: float
+    tuned: float
+    error: float
+    """Standard error of the mean paired difference; NaN where it is not known."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, read. `results` is results.json, None until the run has finished once."""
+
+    name: str
+    directory: Path
+    config: Config
+    rows: list[Row]
+    starts: list[dict[str, Any]]
+    results: dict[str, Any] | None
+
+    @cached_property
+    def iterations(self) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == "train"]
+
+    @cached_property
+    def evaluations(self) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == "eval"]
+
+    @property
+    def iteration(self) -> int:
+        """How many iterations are done."""
+        return self.iterations[-1]["iteration"] if self.iterations else 0
+
+    @property
+    def finished(self) -> bool:
+        return self.results is not None and self.results["iteration"] >= self.config.trainer.iterations
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on the iterations and evaluations in the log; a resumed run's lost ones are not in it."""
+        return sum(row["seconds"] for row in self.rows)
+
+    def rewards(self) -> list[str]:
+        """Every reward of the run: the trained ones first."""
+        return [*self.config.rewards, *self.config.evaluation.rewards]
+
+    def series(self, key: str, kind: str = "train") -> tuple[list[float], list[float | None]]:
+        """(iterations, values) of one logged number; a value that was missing is None, a row that never had it is left out."""
+        rows = [row for row in (self.iterations if kind == "train" else self.evaluations) if key in row]
+        return [row["iteration"] for row in rows], [row[key] for row in rows]
+
+    def changes(self) -> list[Change]:
+        """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
+        newest = self.evaluations[-1]["iteration"] if self.evaluations else 0
+        if self.results is not None and self.results["iteration"] >= newest:
+            table, iteration = self.results["rewards"], self.results["iteration"]
+        elif len(self.evaluations) > 1:
+            table, iteration = _paired(self.evaluations[0], self.evaluations[-1], self.rewards()), newest
+        else:
+            return []
+        return [
+            Change(name, name in self.config.rewards, iteration, row["base"], row["tuned"], row["error"])
+            for name, row in table.items()
+        ]
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """The runs in `directories`, each once, under names that tell them apart. UserError for a directory that is no run."""
+    unique = [d for i, d in enumerate(directories) if d.resolve() not in [other.resolve() for other in directories[:i]]]
+    names = [directory.resolve().name for directory in unique]
+    return [
+        _read(directory, name if names.count(name) == 1 else str(directory))
+        for name, directory in zip(names, unique, strict=True)
+    ]
+
+
+def _read(directory: Path, name: str) -> Run:
+    config = read_config(directory)
+    starts, results = directory / STARTS, directory / "results.json"
+    try:
+        rows = read_metrics(directory)
+        started = [json.loads(line) for line in starts.read_text("utf-8").splitlines()] if starts.exists() else []
+        result = json.loads(results.read_text("utf-8")) if results.exists() else None
+    except ValueError as error:
+        raise UserError(f"{directory}: metrics.jsonl, {STARTS} or results.json is damaged: {error}") from None
+    if result is not None and rows:
+        result.setdefault("iteration", rows[-1]["iteration"])  # it did not say before 0.1.0 was released, and was written last
+    return Run(name, directory, config, rows, started, result)
+
+
+def _paired(base: Row, tuned: Row, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    nan = float("nan")
+
+    def value(row: Row, key: str) -> float:
+        return nan if row.get(key) is None else row[key]
+
+    return {
+        name: {
+            "base": value(base, f"reward/{name}"),
+            "tuned": value(tuned, f"reward/{name}"),
+            "error": value(tuned, f"stderr/{name}"),
+        }
+        for name in names
+    }
