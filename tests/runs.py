@@ -32,13 +32,13 @@ def config(*overrides: str) -> Config:
     return resolve(PLAIN, overrides)
 
 
-def trainer(run_dir: Path | None, *overrides: str, policy=None, rewards=None, **more) -> Trainer:
+def trainer(run_dir: Path | None, *overrides: str, policy=None, rewards=None, prompts=PROMPTS, **more) -> Trainer:
     return Trainer(
         config(*overrides),
         policy or GaussianPolicy(),
         rewards or {"bright": brightness},
-        PROMPTS,
-        PROMPTS[:3],
+        prompts,
+        prompts[:3],
         {"dark": darkness},
         run_dir,
         **more,

@@ -49,6 +49,19 @@ def test_evaluations_equal_the_closed_form(granularities, expected):
     assert count_images(plans, 12) == 12 * 8 * len(granularities)
 
 
+def test_groups_of_all_prompts_share_batches():
+    """Three prompts, four members. A window of six steps from noise of their own, then ten steps of tail: 16 calls.
+
+    Another window, of four steps from a shared latent, costs three calls for its anchor; the rest rides along."""
+    own = Plan(0, 6, (tuple(range(6, 17)),), shared_noise=False)
+    engine = make_engine(prompts=3)
+    engine.rollout([own], 4, GranularGRPO().kernel(SIGMAS), noise)
+    assert (engine.calls, engine.evaluations) == (16, 3 * 4 * 16)
+    both = make_engine(prompts=3)
+    both.rollout([own, Plan(2, 6, (tuple(range(6, 17)),))], 4, GranularGRPO().kernel(SIGMAS), noise)
+    assert (both.calls, both.evaluations) == (3 + 16, 3 * 4 * 16 + 3 * (3 + 4 * 13))
+
+
 def plain_rollout(policy, cond, prompt, plan, group_size, kernel):
     """One plan by the book: batch 1, every member walked on its own, every velocity computed anew."""
     row = cond.rows([prompt])

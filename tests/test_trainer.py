@@ -10,6 +10,7 @@ from g2rpo.flow import sigma_grid
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from g2rpo.scoring import RewardFailed
 from tests.runs import brightness, trainer
 
 
@@ -61,6 +62,13 @@ def test_the_shift_can_be_the_models_own():
     """The Gaussian policy is deployed without a shift; the config's default is 3."""
     assert torch.equal(trainer(None, "sampling.shift=model").sigmas, sigma_grid(6, 1.0))
     assert torch.equal(trainer(None).sigmas, sigma_grid(6, 3.0))
+
+
+def test_without_a_run_dir_a_whole_run_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    t = trainer(None)
+    assert [row["iteration"] for row in run(t)] == [0, 1, 2, 2, 3, 4, 4]
+    assert t.finish()["bright"].tuned > 0 and not list(tmp_path.iterdir())
 
 
 def test_updates_per_branch_step_once_for_each():
@@ -215,7 +223,7 @@ def test_rewards_find_their_rollouts_whatever_the_decoding_batch():
 
 
 def test_a_reward_of_the_wrong_shape_is_named():
-    with pytest.raises(ValueError, match="reward 'bright' should return 64 scores"):
+    with pytest.raises(RewardFailed, match="reward 'bright' should return 64 scores"):
         trainer(None, rewards={"bright": lambda images, prompts: torch.zeros(3)}).iterate()
 
 

@@ -36,7 +36,8 @@ def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]]
     root.mkdir(parents=True, exist_ok=True)
     final = root / f"iteration_{iteration:06d}"
     unfinished = root / f".unfinished_{iteration:06d}_{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
+    for left in root.glob(".unfinished_*"):  # by a process that was killed: a run has one writer at a time
+        shutil.rmtree(left)
     unfinished.mkdir()
     for name, values in tensors.items():
         save_file({f"{i:05d}": v.detach().contiguous().cpu() for i, v in enumerate(values)}, unfinished / f"{name}.safetensors")

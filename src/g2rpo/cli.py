@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from g2rpo.errors import UserError
+from g2rpo.errors import Stopped, UserError
 
 app = typer.Typer(
     name="g2rpo",
@@ -36,8 +36,27 @@ def train(
     from g2rpo.commands.train import train as run
 
     directory = run(recipe, overrides or [], run_dir, resume, console)
-    if push_to_hub is not None:
+    if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.lora_rank=64")] = None,
+    device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
+    utilisation: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="The share of a card's datasheet TFLOP/s that is assumed to be used.")
+    ] = 0.4,
+    probe: Annotated[
+        bool | None, typer.Option("--probe/--no-probe", help="Time a few calls on this machine; default where that is quick.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what a run will do, hold and take, before it is paid for."""
+    from g2rpo.commands.plan import plan as tell
+
+    tell(recipe, overrides or [], device=device, utilisation=utilisation, probe=probe, as_json=as_json, console=console)
 
 
 @app.command()
@@ -180,6 +199,43 @@ def demo(
 
 
 @app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of every run.")] = None,
+    algorithms: Annotated[str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")] = "",
+    cell: Annotated[
+        list[str] | None, typer.Option(help="'NAME: KEY=VALUE ...', a variant of the recipe; may be given often.")
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Of a run: iterations=60, evaluations=100000 or seconds=300.")] = "iterations=60",
+    rates: Annotated[
+        str | None, typer.Option(help="Learning rates to choose from, like 1e-4,2e-4; default the recipe's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
+    pilots: Annotated[int, typer.Option(min=1, help="Runs of each cell at each rate that choose one.")] = 1,
+    steps: Annotated[str | None, typer.Option(help="Step counts to judge at, like 10,20,50; default the recipe's.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    out: Annotated[Path, typer.Option(help="A folder for all runs; a study already begun there is finished.")] = Path("study"),
+) -> None:
+    """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
+    from g2rpo.commands import compare as command
+    from g2rpo.commands.evaluate import step_counts
+
+    command.compare(
+        recipe,
+        overrides or [],
+        command.parse_cells(algorithms, cell or []),
+        command.parse_budget(budget),
+        command.parse_rates(rates) if rates else None,
+        seeds,
+        pilots,
+        step_counts(steps) if steps else None,
+        jobs,
+        out,
+        console,
+    )
+
+
+@app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Show one, with the reason for every value.")] = None,
 ) -> None:
@@ -220,7 +276,8 @@ def build(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 1 for anything else."""
+    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 75 for a run that
+    was asked to end early and can be resumed, 1 for anything else."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for library in ("TRANSFORMERS", "DIFFUSERS"):  # their advice is for programmers; errors still come through
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
@@ -230,6 +287,9 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         Console(stderr=True).print(f"[bold red]g2rpo:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
+    except Stopped as stop:
+        Console(stderr=True).print(f"[bold yellow]g2rpo:[/] {_plain(str(stop))}", highlight=False, soft_wrap=True)
+        sys.exit(stop.exit_code)
 
 
 def _plain(message: str) -> str:

@@ -50,31 +50,39 @@ def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = No
     `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
     """
     path, kind = locate_pipeline(config.path, config.pipeline)
+    device = pick_device(config.device)
+    policy, options = policy_options(config, kind, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
+    try:
+        return policy.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise UserError(f"policy.path={config.path}: the pipeline cannot be loaded: {error}") from error
+
+
+def policy_options(
+    config: PolicyConfig, kind: str, *, device: str, seed: int = 0, tuning: str | None = None, keep_base: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    """The policy class for pipelines of class `kind`, and the constructor's arguments that `config` means."""
     policy = _load(POLICIES[kind])
     options = {name: getattr(config, name) for name in ("lora_targets", "negative_prompt", "max_sequence_length")}
     options = {name: value for name, value in options.items() if value is not None}  # None: the policy's default
     for name in options.keys() - inspect.signature(policy).parameters.keys():
         raise UserError(f"policy.{name}: a {kind} has no such option; take it out")
-    try:
-        return policy.from_pretrained(
-            path,
-            dtype=getattr(torch, config.dtype),
-            device=pick_device(config.device),
-            height=config.height,
-            width=config.width,
-            guidance_scale=config.guidance_scale,
-            tuning=tuning or config.tuning,
-            lora_rank=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            gradient_checkpointing=config.gradient_checkpointing,
-            truncate_timesteps=config.truncate_timesteps,
-            vae_tiling=config.vae_tiling,
-            seed=seed,
-            keep_base=keep_base,
-            **options,
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"policy.path={config.path}: the pipeline cannot be loaded: {error}") from error
+    return policy, {
+        "dtype": getattr(torch, config.dtype),
+        "device": device,
+        "height": config.height,
+        "width": config.width,
+        "guidance_scale": config.guidance_scale,
+        "tuning": tuning or config.tuning,
+        "lora_rank": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "truncate_timesteps": config.truncate_timesteps,
+        "vae_tiling": config.vae_tiling,
+        "seed": seed,
+        "keep_base": keep_base,
+        **options,
+    }
 
 
 def build_tail_network(policy: Any, tails: Tails) -> TailNetwork | None:
@@ -87,7 +95,7 @@ def build_tail_network(policy: Any, tails: Tails) -> TailNetwork | None:
 
 
 def pick_device(name: str) -> str:
-    """What "auto" means on this machine; any other name is itself."""
+    """What "auto" means on this machine; any other is itself; "cuda" is the GPU of the local rank."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,12 +120,17 @@ def locate_pipeline(name: str, expected: str | None = None) -> tuple[str, str]:
         raise UserError(f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, or 'testbed'")
     else:
         kind = _hub_class(name)
+    check_pipeline(name, kind, expected)
+    return str(path) if path.is_dir() else name, kind
+
+
+def check_pipeline(name: str, kind: str, expected: str | None) -> None:
+    """Refuses a pipeline class that has no policy, or is not the `expected` one."""
     if kind not in POLICIES:
         raise UserError(f"policy.path={name}: is a {kind}, which has no policy here. Known: {', '.join(POLICIES)}.")
     if expected is not None and kind != expected:
         hint = "take a recipe for it, or set policy.pipeline= and check every value"
         raise UserError(f"policy.path={name}: is a {kind}, but this recipe is for a {expected}; {hint}")
-    return str(path) if path.is_dir() else name, kind
 
 
 def _hub_class(name: str) -> str:

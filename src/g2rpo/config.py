@@ -158,10 +158,17 @@ class TrainerConfig(Group):
 
     iterations: PositiveInt
     prompts_per_iteration: PositiveInt = 1
+    """Of all ranks together."""
     micro_batch_size: PositiveInt = 64
     """Latents of one training pass; gradients accumulate over passes."""
     checkpoint_every: PositiveInt = 50
     keep_checkpoints: PositiveInt = 2
+    rank_timeout_s: PositiveFloat = 1800
+    """How long a rank waits for another before it takes it for lost."""
+    max_unscored: PositiveInt = 5
+    """After so many iterations in a row in which a reward gave no score at all, the run stops."""
+    max_skipped: PositiveInt = 10
+    """After so many updates in a row with a non-finite gradient, none of them applied, the run stops."""
     seed: int = 42
 
 

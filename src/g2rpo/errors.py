@@ -1,4 +1,4 @@
-"""The one exception that means: what the user gave is wrong."""
+"""What ends a command with a message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """Wrong input. The message says what is wrong, where, and what would be right; the command line exits with 2."""
+
+
+class Stopped(Exception):
+    """A run that ended before its time, though nothing that the user gave is wrong; exit code 1. The message says why."""
+
+    exit_code = 1
+
+
+class Preempted(Stopped):
+    """The run was asked to end, and left a checkpoint; exit code 75, which by custom means: try again."""
+
+    exit_code = 75
+
+
+class RankLost(Stopped):
+    """Another rank has died, or did not answer in time."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from g2rpo.distributed import World
 from g2rpo.rollout.engine import Engine
 from g2rpo.scoring import decode, score
 from g2rpo.seeding import generator_for
@@ -72,10 +73,22 @@ def evaluate(
     return Evaluation(tuple(prompts), images, dict(zip(rewards, score(rewards, images, prompts), strict=True)))
 
 
+def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> Evaluation:
+    """The evaluation of `prompts` whose pieces the ranks have made."""
+    scores = {name: world.gather(values) for name, values in own.scores.items()}
+    return Evaluation(tuple(prompts), world.gather(own.images), scores)
+
+
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:
     """Keeps pictures (8 bit) and scores in one safetensors file."""
     scores = {f"score/{name}": values for name, values in evaluation.scores.items()}
     save_file({"images": (evaluation.images * 255).round().to(torch.uint8).contiguous(), **scores}, path)
+
+
+def save_scores(path: Path, evaluation: Evaluation) -> None:
+    """Keeps the scores alone, by reward in one safetensors file (`safetensors.torch.load_file` reads it)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(evaluation.scores, path)
 
 
 def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:

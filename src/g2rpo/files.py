@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
     Raises OSError when the disk is full or refuses; nothing is left behind then.
     """
-    descriptor, unfinished = tempfile.mkstemp(prefix=".unfinished_", dir=path.parent)
+    unfinished = path.with_name(f".unfinished_{uuid.uuid4().hex}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+        unfinished.write_bytes(content)
         os.replace(unfinished, path)
     except BaseException:  # an interrupt too must leave nothing behind
-        os.unlink(unfinished)
+        unfinished.unlink(missing_ok=True)
         raise
 
 

@@ -35,6 +35,8 @@ class JudgingConfig(Group):
     policy: PolicyConfig
     weights: str | None = None
     """A folder of tuned weights; None judges the base model alone."""
+    base: bool = True
+    """Whether the base model is judged beside tuned weights."""
     strength: float = 1.0
     prompts: str
     """A source, as for training."""
@@ -81,13 +83,18 @@ class Judging:
     prompts: Sequence[str]
     directory: Path
 
+    @property
+    def sides(self) -> list[Side]:
+        """Whose pictures are judged."""
+        tuned: list[Side] = ["tuned"] if self.config.weights else []
+        return ["base", *tuned] if self.config.base or not tuned else tuned
+
     def chunks(self) -> list[Chunk]:
         """All work, the base's first: tuned weights may replace the base's for good."""
         c, count = self.config, len(self.prompts)
-        sides: list[Side] = ["base", "tuned"] if c.weights else ["base"]
         return [
             Chunk(side, steps, start, min(start + c.batch_size, count))
-            for side in sides
+            for side in self.sides
             for steps in sorted(set(c.steps))
             for start in range(0, count, c.batch_size)
         ]
@@ -136,7 +143,8 @@ class Judging:
             yield from rows
 
     def results(self) -> list[Row]:
-        """Per step count and reward the means of base and tuned, and of their change prompt by prompt, with intervals."""
+        """Per step count and reward the means of base and tuned (whichever is judged), and of their change prompt by prompt,
+        with intervals."""
         scores: dict[tuple[int, str, str], list[float]] = {}
         for row in self.rows():
             for name, value in row["scores"].items():
@@ -145,11 +153,11 @@ class Judging:
         table = []
         for steps in sorted(set(self.config.steps)):
             for name in self.config.rewards:
-                line: Row = {"steps": steps, "reward": name, "base": self._interval(base := scores[steps, name, "base"])}
-                if self.config.weights:
-                    tuned = scores[steps, name, "tuned"]
-                    line["tuned"] = self._interval(tuned)
-                    line["change"] = self._interval([after - before for before, after in zip(base, tuned, strict=True)])
+                of = {side: scores[steps, name, side] for side in self.sides}
+                line: Row = {"steps": steps, "reward": name, **{side: self._interval(own) for side, own in of.items()}}
+                if len(of) == 2:
+                    pairs = zip(of["base"], of["tuned"], strict=True)
+                    line["change"] = self._interval([after - before for before, after in pairs])
                 table.append(line)
         return table
 

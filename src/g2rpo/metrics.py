@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from g2rpo.files import write_whole
 
 Row = dict[str, Any]
 
@@ -19,7 +22,7 @@ class MetricsLog:
 
         self.path = run_dir / "metrics.jsonl"
         kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
-        self.path.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+        write_whole(self.path, "".join(_line(row) for row in kept).encode())
         self._file = self.path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_iteration or None)
 
@@ -33,6 +36,7 @@ class MetricsLog:
     def write(self, row: Row) -> None:
         self._file.write(_line(row))
         self._file.flush()
+        os.fsync(self._file.fileno())  # a checkpoint that comes later must not outlive the rows before it
         for name, value in row.items():
             if isinstance(value, int | float) and name != "iteration":
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["iteration"])

@@ -14,10 +14,20 @@ import torch
 from g2rpo import __version__
 from g2rpo.config import Config, differences, read_yaml, resolve
 from g2rpo.errors import UserError
+from g2rpo.files import write_whole
 
 CONFIG = "config.yaml"
 STARTS = "starts.jsonl"
-MAY_CHANGE = ("trainer.iterations", "trainer.keep_checkpoints", "policy.device", "prompts.cache", "recipe")
+MAY_CHANGE = (
+    "trainer.iterations",
+    "trainer.keep_checkpoints",
+    "trainer.rank_timeout_s",
+    "trainer.max_unscored",
+    "trainer.max_skipped",
+    "policy.device",
+    "prompts.cache",
+    "recipe",
+)
 """Keys that a resumed run may set anew; nothing already computed depends on them."""
 
 
@@ -46,7 +56,7 @@ def claim(directory: Path, config: Config) -> None:
     """Makes a chosen directory this run's, by writing config.yaml."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
+        write_whole(directory / CONFIG, config.to_yaml().encode())
     except OSError as error:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
 

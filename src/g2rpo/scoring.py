@@ -9,8 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from g2rpo.errors import UserError
 from g2rpo.memory import bounded_by
 from g2rpo.types import Policy, Reward, Rollout
+
+
+class RewardFailed(Exception):
+    """A reward raised an exception, or answered nonsense."""
 
 
 @dataclass
@@ -37,14 +42,23 @@ def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
 
 
 def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Scores [R, N] of images, rewards in their order; refuses a reward that answers in another shape."""
+    """Scores [R, N] of images, rewards in their order; an infinite score is none, NaN.
+
+    Raises `RewardFailed`, which names the reward, from its exception, or for an answer in another shape. Memory that runs out
+    is not the reward's fault and is passed on.
+    """
     rows = []
     for name, reward in rewards.items():
-        values = torch.as_tensor(reward(images, prompts)).detach().float().cpu()
+        try:
+            values = torch.as_tensor(reward(images, prompts)).detach().float().cpu()
+        except (torch.OutOfMemoryError, UserError):
+            raise
+        except Exception as error:
+            raise RewardFailed(f"reward '{name}' failed on {len(images)} pictures: {type(error).__name__}: {error}") from error
         if values.shape != (len(images),):
             shape = list(values.shape)
-            raise ValueError(f"reward '{name}' should return {len(images)} scores, one per image, but returned {shape}")
-        rows.append(values)
+            raise RewardFailed(f"reward '{name}' should return {len(images)} scores, one per image, but returned {shape}")
+        rows.append(values.where(values.isfinite(), torch.nan))
     return torch.stack(rows)
 
 

@@ -34,3 +34,26 @@ def bootstrap_mean(values: ArrayLike, *, resamples: int = 2000, level: float = 0
     means = [valid[random.integers(0, count, count)].mean() for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(valid.mean()), float(low), float(high), count)
+
+
+def bootstrap_crossed(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Interval:
+    """The mean of `values` [S, N], S training seeds by N prompts, and its interval if both were drawn anew.
+
+    Seeds and prompts are resampled independently of one another ("pigeonhole bootstrap", Owen 2007, arXiv 0712.1111, for
+    crossed random effects): what one seed shares over prompts and one prompt over seeds does not average out within either.
+    Its variance is rather too large than too small where S and N are large; with S seeds the variance between them is
+    underestimated by the factor (S - 1) / S, as by any bootstrap, which matters for two or three. With one seed the interval is
+    over prompts alone. NaN values are left out; a resample that holds nothing but NaN is too.
+    """
+    every = np.asarray(values, dtype=np.float64)
+    valid = ~np.isnan(every)
+    count = int(valid.sum())
+    mean = float(every[valid].mean()) if count else float("nan")
+    if count < 2:
+        return Interval(mean, float("nan"), float("nan"), count)
+    random = np.random.default_rng(seed)
+    seeds, prompts = (random.multinomial(size, np.full(size, 1 / size), resamples) for size in every.shape)
+    totals = ((seeds @ np.where(valid, every, 0)) * prompts).sum(1)
+    counts = ((seeds @ valid) * prompts).sum(1)
+    low, high = np.quantile((totals / np.maximum(counts, 1))[counts > 0], [(1 - level) / 2, (1 + level) / 2])
+    return Interval(mean, float(low), float(high), count)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
 from g2rpo.diagnostics import diagnose, group_std
-from g2rpo.evaluation import Comparison, Evaluation, compare, evaluate, load_evaluation, save_evaluation
+from g2rpo.distributed import ALONE, World
+from g2rpo.errors import Preempted, Stopped, UserError
+from g2rpo.evaluation import (
+    Comparison,
+    Evaluation,
+    compare,
+    evaluate,
+    evaluation_of_all,
+    load_evaluation,
+    save_evaluation,
+    save_scores,
+)
 from g2rpo.flow import sigma_grid
 from g2rpo.memory import OutOfMemory, batch_sizes
 from g2rpo.metrics import MetricsLog, Row, read_metrics
@@ -25,12 +36,13 @@ from g2rpo.pictures import save_curves, save_grid
 from g2rpo.prompts import PromptOrder
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import TailNetwork
-from g2rpo.scoring import Stopwatch, score_rollouts
+from g2rpo.scoring import RewardFailed, Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
 from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
+SCORES = "scores"  # the scores of every evaluation, prompt by prompt
 
 
 @dataclass
@@ -39,7 +51,9 @@ class Trainer:
 
     `judges` score held-out pictures but are not trained on. `run_dir=None` keeps nothing, for experiments in a notebook.
     `tail_network` finishes members where `sampling.tails` asks for another network than the policy's. `notify` hears of batch
-    sizes that were found, or halved because memory ran out.
+    sizes that were found, or halved because memory ran out. Every rank of `world` has a trainer of its own, alike but for the
+    prompts that it is dealt; only the leader's writes. After `stopping` is set, on any rank, `train` ends with the iteration at
+    hand.
     """
 
     config: Config
@@ -51,6 +65,7 @@ class Trainer:
     run_dir: Path | None = None
     tail_network: TailNetwork | None = None
     notify: Callable[[str], None] = print
+    world: World = ALONE
     on_evaluations: Callable[[int], None] = lambda rows: None
 
     def __post_init__(self) -> None:
@@ -58,6 +73,9 @@ class Trainer:
         if c.sampling.tails.own_network and self.tail_network is None:
             raise ValueError("sampling.tails asks for a network of its own: pass a tail_network (see policies.fast)")
         self.iteration = 0
+        self.stopping = False
+        self.unscored = dict.fromkeys(self.rewards, 0)  # iterations in a row without any score
+        self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self._baseline: Evaluation | None = None
         self._shown = c.evaluation.pictures
         self.algorithm = c.algorithm
@@ -91,31 +109,42 @@ class Trainer:
             self.kernel,
             self.sizes,
             c.optim.max_grad_norm,
+            self.world,
         )
+
+    @property
+    def writes(self) -> bool:
+        """Whether this trainer keeps the run: one rank does."""
+        return self.run_dir is not None and self.world.leads
 
     def train(self) -> Iterator[Row]:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
         c = self.config
-        with MetricsLog(self._directory(), self.iteration) as log:
+        with MetricsLog(self._directory(), self.iteration) if self.writes else nullcontext() as log:
 
             def logged(row: Row) -> Row:
-                log.write(row)
+                if log is not None:
+                    log.write(row)
                 return row
 
             if self.iteration == 0:
                 yield logged(self.evaluate())
             while self.iteration < c.trainer.iterations:
-                yield logged(self.iterate())
+                yield (row := logged(self.iterate()))
+                self._give_up_on(row)
                 last = self.iteration == c.trainer.iterations
                 if last or self.iteration % c.evaluation.every == 0:
                     yield logged(self.evaluate())
-                if last or self.iteration % c.trainer.checkpoint_every == 0:
+                stop = self.world.total(self.stopping)[0] > 0 and not last
+                if last or stop or self.iteration % c.trainer.checkpoint_every == 0:
                     self.save()
+                if stop:
+                    raise Preempted(f"stopped after iteration {self.iteration}, as asked; --resume continues it")
 
     def iterate(self) -> Row:
         """One iteration, straight down; returns its metrics."""
-        c, watch = self.config, Stopwatch()
-        prompts = self.order.batch(self.iteration, c.trainer.prompts_per_iteration)
+        watch = Stopwatch()
+        prompts = self.prompts_of(self.iteration)
         cond = self.policy.encode(prompts)
         watch.lap("encode")
 
@@ -128,12 +157,14 @@ class Trainer:
         def scored() -> Tensor:
             return score_rollouts(self.policy, rollouts, self.rewards, prompts, self.sizes.decode, watch)
 
-        rewards = self.sizes.fit(scored)
+        with self._naming_the_iteration():
+            own = self.sizes.fit(scored)
+        rewards = self.world.gather(own)  # of all ranks: an algorithm may look at the whole batch
         advantages = self.algorithm.advantages(rewards, self.weights)
         granularities = getattr(self.algorithm, "granularities", range(1, rewards.shape[2] + 1))
         experience = [
             Experience(rollout.prompt, transition, advantage)
-            for rollout, advantage in zip(rollouts, advantages, strict=True)
+            for rollout, advantage in zip(rollouts, self.world.deal(advantages), strict=True)
             for transition in rollout.transitions
         ]
 
@@ -145,20 +176,24 @@ class Trainer:
             self.average.update_parameters(self.parameters)
         watch.lap("update")
 
+        branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # on every rank the same ones
+        images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
+        evaluations, images, halved = self.world.total(evaluations, images, self.sizes.halved)
         self.iteration += 1
         return {
             "kind": "train",
             "iteration": self.iteration,
             **self._reward_metrics(rewards, advantages),
-            **diagnose([r.plan.branch for r in rollouts], granularities, list(self.rewards), rewards, advantages),
+            **diagnose(branches, granularities, list(self.rewards), rewards, advantages),
             **stats.summary(self.algorithm.clip_range),
             "learning_rate": rate,
             "evaluations": evaluations,
-            "images": sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts),
+            "images": images,
             "batch_size": self.sizes.rollout,
             "decode_batch_size": self.sizes.decode,
             "micro_batch_size": self.sizes.micro,
-            "out_of_memory": self.sizes.halved,
+            "out_of_memory": halved,
+            "ranks": self.world.size,
             "seconds": sum(watch.seconds.values()),
             **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
         }
@@ -167,6 +202,14 @@ class Trainer:
         """The plans of an iteration, by default the one at hand."""
         iteration = self.iteration if iteration is None else iteration
         return self.algorithm.plans(self.config.sampling.num_steps, iteration, self.config.trainer.seed)
+
+    def prompts_of(self, iteration: int) -> list[str]:
+        """This rank's prompts of an iteration."""
+        return self.world.deal(self.order.batch(iteration, self.config.trainer.prompts_per_iteration))
+
+    def own_heldout(self) -> Sequence[str]:
+        """The held-out prompts that this rank judges: all of them where there are fewer than ranks."""
+        return self.world.deal(self.heldout) if len(self.heldout) >= self.world.size else self.heldout
 
     def _rollout(self, cond: Cond) -> tuple[list[Rollout], int]:
         """Every plan for every prompt, and the network evaluations that took."""
@@ -196,9 +239,10 @@ class Trainer:
         watch.lap("evaluation")
         if self.iteration == 0:
             self._baseline = evaluation
-        if self.run_dir is not None:
+        if self.run_dir is not None and self.world.leads:
             if self.iteration == 0:
                 save_evaluation(self.run_dir / BASELINE, evaluation)
+            save_scores(self.run_dir / SCORES / f"iteration_{self.iteration:06d}.safetensors", evaluation)
             self._paint(f"iteration_{self.iteration:06d}", [evaluation.images[: self._shown]], [""])
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self._base()
@@ -210,31 +254,34 @@ class Trainer:
         """Held-out pictures and all their scores, of the (averaged) weights."""
         c = self.config
         steps = c.evaluation.num_steps or c.sampling.num_steps
+        own = self.own_heldout()
         if self.sizes.auto:
-            self._find_sizes(self.policy.encode(self.heldout[:1]))
+            self._find_sizes(self.policy.encode(own[:1]))
 
         def judged() -> Evaluation:
             return evaluate(
                 self.policy,
-                self.heldout,
+                own,
                 {**self.rewards, **self.judges},
                 sigma_grid(steps, self.shift),
                 seed=c.trainer.seed,
                 batch_size=self.sizes.rollout,
                 decode_batch_size=self.sizes.decode,
+                first=self.world.first(len(self.heldout)) if len(own) < len(self.heldout) else 0,
             )
 
-        with self._averaged():
-            return self.sizes.fit(judged)
+        with self._averaged(), self._naming_the_iteration():
+            evaluation = self.sizes.fit(judged)
+        return evaluation_of_all(self.world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
 
     def finish(self) -> dict[str, Comparison]:
-        """Base against tuned on the held-out prompts; writes the table, the before/after grid, the curves and the weights."""
+        """Base against tuned on the held-out prompts; writes the table, the before/after grid and the curves."""
+        tuned = self.judge()
         base = self._base()
         if base is None:
             raise ValueError("this trainer has neither evaluated the base model nor a run_dir that holds its evaluation")
-        tuned = self.judge()
         table = compare(base, tuned)
-        if self.run_dir is not None:
+        if self.run_dir is not None and self.world.leads:
             self._paint("before_after", [base.images[: self._shown], tuned.images[: self._shown]], ["base", "tuned"])
             rewards = {name: asdict(row) for name, row in table.items()}
             results = {"iteration": self.iteration, "prompts": len(base.prompts), "rewards": rewards}
@@ -248,8 +295,15 @@ class Trainer:
         with self._averaged():
             return self.policy.save(self._directory() / folder)
 
-    def save(self) -> Path:
-        """Writes a checkpoint from which `resume` continues bit for bit."""
+    def save(self) -> Path | None:
+        """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept.
+
+        Raises `Stopped` instead if the weights of the ranks have parted.
+        """
+        if parted := self.world.differing(_fingerprint(self.parameters)):
+            raise Stopped(f"iteration {self.iteration}: the weights of ranks {parted} are not rank 0's; nothing was saved")
+        if not self.writes:
+            return None
         tensors = {"weights": list(self.parameters)}
         if self.average is not None:
             tensors["average"] = list(self.average.module.parameters())
@@ -265,6 +319,8 @@ class Trainer:
     def resume(self) -> list[str]:
         """Continues from the newest intact checkpoint, if there is one; returns complaints about damaged newer ones."""
         found, complaints = latest_checkpoint(self._directory() / "checkpoints")
+        if self.world.differing(torch.tensor([found[0] if found else 0])):
+            raise UserError(f"ranks see different checkpoints in {self.run_dir}: it must be a folder that all of them share")
         if found is None:
             return complaints
         self.iteration, tensors, state = found
@@ -282,13 +338,14 @@ class Trainer:
         return self._baseline
 
     def _noise(self, prompt: int, *purpose: Any) -> torch.Generator:
-        return generator_for(self.config.trainer.seed, "rollout", self.iteration, prompt, *purpose)
+        place = self.world.first(self.config.trainer.prompts_per_iteration) + prompt  # in the iteration, whatever the rank
+        return generator_for(self.config.trainer.seed, "rollout", self.iteration, place, *purpose)
 
     def _find_sizes(self, cond: Cond) -> None:
         """Settles batch sizes that are left to be found, with the largest that an iteration could use as a bound."""
         if self.sizes.auto:
-            members = self.config.trainer.prompts_per_iteration * len(self.plans()) * self.algorithm.group_size
-            most = max(members, len(self.heldout))
+            members = self.own_prompts * len(self.plans()) * self.algorithm.group_size
+            most = max(members, len(self.own_heldout()))
             self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)
 
     def _learning_rate(self) -> float:
@@ -313,6 +370,28 @@ class Trainer:
             "advantage_size": float(advantages.abs().mean()),
             "advantage_clipped": float((advantages.abs() >= self.algorithm.advantage_clip).float().mean()),
         }
+
+    def _give_up_on(self, row: Row) -> None:
+        """Raises `Stopped` when nothing has been learnt for too long; the weights are as the last good update left them."""
+        limits = self.config.trainer
+        for name in self.rewards:
+            self.unscored[name] = self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0
+            if self.unscored[name] >= limits.max_unscored:
+                how_long = f"{self.unscored[name]} iterations in a row (trainer.max_unscored)"
+                raise Stopped(f"iteration {self.iteration}: reward '{name}' gave no score at all in {how_long}")
+        if self.updater.skipped_in_a_row >= limits.max_skipped:
+            self.save()
+            how_long = f"{self.updater.skipped_in_a_row} updates in a row (trainer.max_skipped)"
+            raise Stopped(
+                f"iteration {self.iteration}: the gradient was not finite in {how_long}; the weights before are saved"
+            )
+
+    @contextmanager
+    def _naming_the_iteration(self) -> Iterator[None]:
+        try:
+            yield
+        except RewardFailed as error:
+            raise RewardFailed(f"after iteration {self.iteration}: {error}") from error.__cause__
 
     def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.average is None else _Swapped(self.parameters, list(self.average.module.parameters()))
@@ -340,6 +419,11 @@ class _Swapped(AbstractContextManager[None]):
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
         _copy(self.own, self.parameters)
+
+
+def _fingerprint(parameters: Iterable[Tensor]) -> Tensor:
+    """A number per float32 parameter that depends on every bit of it; integers, so the order of adding is no matter."""
+    return torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in parameters])
 
 
 def _copy(values: Sequence[Tensor], into: Any) -> None:

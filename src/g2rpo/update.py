@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from g2rpo.distributed import ALONE, World
 from g2rpo.memory import BatchSizes, bounded_by
 from g2rpo.objectives import kernel_kl
 from g2rpo.types import Algorithm, Cond, Kernel, Normal, Policy, Steps, Transition
@@ -55,6 +56,13 @@ class UpdateStats:
         self.log_ratios += passes.log_ratios
         self.drifts += passes.drifts
 
+    def of_all(self, world: World) -> UpdateStats:
+        """What all ranks saw; norms and skips are the same on each of them."""
+        loss = float(world.gather(torch.tensor([self.loss], dtype=torch.float64)).sum())
+        kls = [world.gather(torch.cat(self.kls))] if self.kls else []
+        drifts = world.gather(torch.tensor(self.drifts)).tolist()
+        return replace(self, loss=loss, kls=kls, log_ratios=[world.gather(torch.cat(self.log_ratios))], drifts=drifts)
+
     def summary(self, clip_range: float) -> dict[str, float]:
         log_ratio = torch.cat(self.log_ratios)
         ratio = log_ratio.exp()
@@ -74,7 +82,8 @@ class Updater:
     """Turns experience into optimizer steps: one for all of it, or one for each part, as the algorithm asks.
 
     Passes of at most `sizes.micro` latents accumulate gradients; an update is the same whatever that size is. When memory runs
-    out in a pass, the update's gradients are dropped and it begins again with smaller passes.
+    out in a pass, the update's gradients are dropped and it begins again with smaller passes. Every rank of `world` has as many
+    members as any other; their gradients are added when each has all of its own.
     """
 
     policy: Policy
@@ -84,6 +93,8 @@ class Updater:
     kernel: Kernel
     sizes: BatchSizes
     max_grad_norm: float
+    world: World = ALONE
+    skipped_in_a_row: int = 0
 
     def update(self, experience: Sequence[Experience], cond: Cond) -> UpdateStats:
         stats = UpdateStats()
@@ -91,13 +102,14 @@ class Updater:
         for number, batch in enumerate(batches):
             passes = self.sizes.fit(partial(self._accumulate, batch, cond, on_policy=number == 0))
             stats.add(passes, 1 / len(batches))
+            self.world.add([p.grad for p in self.policy.trainable_parameters() if p.grad is not None])
             self._step(stats)
-        return stats
+        return stats.of_all(self.world)
 
     def _accumulate(self, batch: Sequence[Experience], cond: Cond, on_policy: bool) -> UpdateStats:
         """Leaves the gradients of one update, and nothing else, whatever was there before."""
         stats = UpdateStats()
-        members = sum(len(item.advantages) for item in batch)
+        members = self.world.size * sum(len(item.advantages) for item in batch)
         self.optimizer.zero_grad(set_to_none=True)
         for part in _passes(batch, self.sizes.micro):
             with bounded_by("micro"):
@@ -175,13 +187,18 @@ class Updater:
         return landing(), base, old_mean, (sigma - sigma_next)[rows]
 
     def _step(self, stats: UpdateStats) -> None:
-        """Clips and steps; an update with a non-finite gradient is skipped and counted, never applied."""
+        """Clips and steps; an update with a non-finite gradient is skipped and counted, never applied.
+
+        A sum with one such term is not finite either, so all ranks skip together.
+        """
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.trainable_parameters(), self.max_grad_norm))
         if math.isfinite(norm):
             self.optimizer.step()
             stats.grad_norms.append(norm)
+            self.skipped_in_a_row = 0
         else:
             stats.skipped += 1
+            self.skipped_in_a_row += 1
 
 
 def _passes(batch: Sequence[Experience], size: int) -> Iterator[list[Experience]]:

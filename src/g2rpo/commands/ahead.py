@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from g2rpo.commands.progress import counter
+from g2rpo.config import Config
 from g2rpo.embeddings import CachedPolicy
+from g2rpo.prompts import PromptOrder
 from g2rpo.trainer import Trainer
 
 
@@ -36,8 +38,16 @@ def encode_ahead(policy: CachedPolicy, prompts: Sequence[str], console: Console)
 
 
 def prompts_to_come(trainer: Trainer) -> list[str]:
-    """The different prompts of the iterations that are left, and the held-out ones."""
-    config = trainer.config.trainer
-    left = range(trainer.iteration, config.iterations)
-    used = [prompt for iteration in left for prompt in trainer.order.batch(iteration, config.prompts_per_iteration)]
-    return list(dict.fromkeys([*used, *trainer.heldout]))
+    """The different prompts that this rank will meet in the iterations that are left, and the held-out ones."""
+    left = range(trainer.iteration, trainer.config.trainer.iterations)
+    return _different([trainer.prompts_of(iteration) for iteration in left], trainer.own_heldout())
+
+
+def prompts_of_run(config: Config, order: PromptOrder, heldout: Sequence[str]) -> list[str]:
+    """The different prompts of a whole run, and the held-out ones."""
+    number = config.trainer.prompts_per_iteration
+    return _different([order.batch(iteration, number) for iteration in range(config.trainer.iterations)], heldout)
+
+
+def _different(batches: Sequence[Sequence[str]], heldout: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys([*(prompt for batch in batches for prompt in batch), *heldout]))

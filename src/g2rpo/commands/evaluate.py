@@ -16,7 +16,7 @@ from torch import Tensor
 from g2rpo import components
 from g2rpo.commands.ahead import encode_ahead
 from g2rpo.commands.progress import counter, warn_on
-from g2rpo.config import differences, read_yaml, resolve_as, shift_of
+from g2rpo.config import Config, differences, read_yaml, resolve_as, shift_of
 from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, digest_of, write_whole
 from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
@@ -30,11 +30,14 @@ SHOWN = 8  # pictures in a grid
 
 def run_settings(run: Path) -> dict[str, Any]:
     """The settings of an evaluation that repeats a run's own, with all its rewards."""
-    config = read_config(run)
+    return {**config_settings(read_config(run)), "weights": str(weights_path(run))}
+
+
+def config_settings(config: Config) -> dict[str, Any]:
+    """The same for the base model of a run of `config`."""
     rewards = {**config.rewards, **config.evaluation.rewards}
     return {
         "policy": config.policy.model_dump(mode="json"),
-        "weights": str(weights_path(run)),
         "prompts": config.evaluation.prompts,
         "num_prompts": config.evaluation.num_prompts,
         "cache": config.prompts.cache,
@@ -89,17 +92,17 @@ def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console
 
 def results_table(judging: Judging) -> Table:
     """The results for people."""
-    tuned = judging.config.weights is not None
+    sides = judging.sides
     table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % bootstrap intervals")
-    for column in ("steps", "reward", "base", *(("tuned", "change, same noise") if tuned else ()), "missing"):
+    for column in ("steps", "reward", *sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):
         table.add_column(column, justify="left" if column == "reward" else "right")
     for line in judging.results():
-        cells = [str(line["steps"]), line["reward"], _cell(line["base"])]
-        if tuned:
+        cells = [str(line["steps"]), line["reward"], *(_cell(line[side]) for side in sides)]
+        if len(sides) == 2:
             change = line["change"]
             colour = "green" if change.low > 0 else "red" if change.high < 0 else "white"
-            cells += [_cell(line["tuned"]), f"[{colour}]{_cell(change, '+')}[/]"]
-        scored = line["change" if tuned else "base"].count
+            cells.append(f"[{colour}]{_cell(change, '+')}[/]")
+        scored = list(line.values())[-1].count
         table.add_row(*cells, str(len(judging.prompts) - scored) if scored < len(judging.prompts) else "")
     return table
 
@@ -167,12 +170,11 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
 def _save_grid(judging: Judging, steps: int) -> None:
     """Paints the first prompts, one row a side, into grid_steps_NNN.png."""
     shown = range(min(SHOWN, len(judging.prompts)))
-    sides = dict.fromkeys(chunk.side for chunk in judging.chunks())
     rows = [
         torch.stack([_read_picture(judging.directory / Chunk(side, steps, 0, 1).picture(index)) for index in shown])
-        for side in sides
+        for side in judging.sides
     ]
-    save_grid(judging.directory / f"grid_steps_{steps:03d}.png", rows, list(judging.prompts[: len(shown)]), list(sides))
+    save_grid(judging.directory / f"grid_steps_{steps:03d}.png", rows, list(judging.prompts[: len(shown)]), judging.sides)
 
 
 def _read_picture(path: Path) -> Tensor:

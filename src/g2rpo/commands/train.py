@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -15,9 +21,11 @@ from g2rpo import components, recipes
 from g2rpo.commands.ahead import encode_ahead, prompts_to_come
 from g2rpo.commands.progress import warn_on
 from g2rpo.config import Config, read_yaml, resolve
+from g2rpo.distributed import ALONE, World, joined
 from g2rpo.embeddings import CachedPolicy
 from g2rpo.errors import UserError
 from g2rpo.evaluation import Comparison
+from g2rpo.files import digest_of
 from g2rpo.metrics import Row
 from g2rpo.model_card import write_card
 from g2rpo.rollout.planning import count_evaluations
@@ -34,9 +42,9 @@ def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], Non
     return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", note)
 
 
-def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print) -> Trainer:
-    """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
-    components.check_rewards({**config.rewards, **config.evaluation.rewards})  # all that is cheap to check goes first
+def check(config: Config) -> tuple[list[str], list[str]]:
+    """Refuses what can be refused before weights are loaded; returns the prompts to train on and the held-out ones."""
+    components.check_rewards({**config.rewards, **config.evaluation.rewards})
     components.locate_pipeline(config.policy.path, config.policy.pipeline)
     prompts = components.build_prompts(config.prompts.train, "prompts.train")
     heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
@@ -49,6 +57,13 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
         config.algorithm.plans(config.sampling.num_steps)
     except ValueError as error:
         raise UserError(f"algorithm: {error}") from None
+    return prompts, heldout[: config.evaluation.num_prompts]
+
+
+def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print, world: World = ALONE) -> Trainer:
+    """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
+    world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+    prompts, heldout = check(config)
     device = components.pick_device(config.policy.device)
     rewards = components.build_rewards(config.rewards, device)
     judges = components.build_rewards(config.evaluation.rewards, device)
@@ -60,35 +75,59 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
         cached,
         rewards,
         prompts,
-        heldout[: config.evaluation.num_prompts],
+        heldout,
         judges,
         run_dir,
         tail_network=components.build_tail_network(policy, config.sampling.tails),
         notify=warn,
+        world=world,
     )
 
 
-def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> Path:
-    """Runs a recipe to its end; returns the run directory."""
-    config = load_config(
-        recipe, overrides, lambda message: console.print(message, highlight=False, soft_wrap=True, markup=False)
-    )
-    directory = choose_directory(config, run_dir, resume)
-    console.print(f"[bold]{recipe}[/]: building the policy, {len(config.rewards)} rewards and the prompts ...")
-    trainer = build_trainer(config, directory, warn_on(console))
-    claim(directory, config)  # only now: wrong input leaves nothing behind
+def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> Path | None:
+    """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks that do not lead."""
+    notes: list[str] = []
+    config = load_config(recipe, overrides, notes.append)
+    with joined(components.pick_device(config.policy.device), config.trainer.rank_timeout_s) as world:
+        if not world.leads:
+            console = Console(quiet=True)
+        for note in notes:
+            console.print(note, highlight=False, soft_wrap=True, markup=False)
+        fingerprint = torch.tensor(list(bytes.fromhex(digest_of(config.model_dump(mode="json")))))
+        if parted := world.differing(fingerprint):
+            raise UserError(
+                f"ranks {parted} were started with another config than rank 0; give all the same recipe and overrides"
+            )
+        chosen = str(choose_directory(config, run_dir, resume)) if world.leads else ""
+        directory = Path(world.text_of_leader(chosen))
+        _run(config, directory, resume, world, console)
+        return directory if world.leads else None
+
+
+def _run(config: Config, directory: Path, resume: bool, world: World, console: Console) -> None:
+    """One rank's part."""
+    name = config.recipe or "training"
+    ranks = f" on {world.size} ranks" if world.size > 1 else ""
+    console.print(f"[bold]{name}[/]{ranks}: building the policy, {len(config.rewards)} rewards and the prompts ...")
+    warn = warn_on(console) if world.leads else partial(_warn_from, world.rank)
+    trainer = build_trainer(config, directory, warn, world)
+    if world.leads:
+        claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:
         for complaint in trainer.resume():
             console.print(f"[yellow]{complaint}; falling back to an older one[/]")
         console.print(f"resuming after iteration {trainer.iteration}")
-    record_start(directory, trainer.iteration, trainer.policy.device)
+    if world.leads:
+        record_start(directory, trainer.iteration, trainer.policy.device)
     if isinstance(trainer.policy, CachedPolicy) and trainer.policy.store is not None:
         encode_ahead(trainer.policy, prompts_to_come(trainer), console)  # without room for them all, each when it comes
     began = time.perf_counter()
-    with _progress(console) as progress:
+    with _progress(console) as progress, ended_by_sigterm(trainer):
         watch_training(trainer, progress, console)
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
+    if not world.leads:
+        return
     weights = trainer.export()
     write_card(directory, weights, config, table, len(trainer.heldout))
     console.print(results_table(table, len(trainer.heldout), list(trainer.rewards)))
@@ -101,7 +140,27 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
         console.print(f"{what:>13}  {where}", soft_wrap=True, highlight=False)
     console.print(f"{'report':>13}  g2rpo report {directory}", soft_wrap=True, highlight=False)
     console.print(f"{'draw':>13}  g2rpo sample --run {directory} 'two red circles'", soft_wrap=True, highlight=False)
-    return directory
+
+
+@contextmanager
+def ended_by_sigterm(trainer: Trainer) -> Iterator[None]:
+    """While entered, SIGTERM, with which clusters take machines back, ends the training after the iteration at hand."""
+
+    def asked(number: int, frame: object) -> None:
+        trainer.stopping = True
+
+    if threading.current_thread() is not threading.main_thread():  # others may not set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, asked)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _warn_from(rank: int, message: str) -> None:
+    print(f"rank {rank}: {message}", file=sys.stderr)
 
 
 def watch_training(trainer: Trainer, progress: Progress, console: Console) -> None:
@@ -112,7 +171,7 @@ def watch_training(trainer: Trainer, progress: Progress, console: Console) -> No
     rows = [prompts * count_evaluations(trainer.plans(iteration), size, tails) for iteration in range(total)]
     task = progress.add_task("training", total=sum(rows), iterations=total, iteration=trainer.iteration, reward="")
     progress.update(task, completed=sum(rows[: trainer.iteration]))
-    trainer.on_evaluations = lambda done: progress.advance(task, done)
+    trainer.on_evaluations = lambda done: progress.advance(task, done * trainer.world.size)
     for row in trainer.train():
         shown = _rewards(row)
         if row["kind"] == "train":

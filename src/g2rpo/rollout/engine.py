@@ -57,16 +57,13 @@ class Engine:
     def rollout(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[Rollout]:
         """Every plan for every prompt, ordered by prompt, then plan. Needs sum over plans, prompts of the evaluations that
         `planning.count_evaluations` predicts."""
-        anchors = self.anchors([plan.branch for plan in plans if plan.shared_noise], noise)
-        begun = [
-            self._branch(plan, prompt, group_size, kernel, noise, anchors) for prompt in range(len(self.cond)) for plan in plans
-        ]
+        groups = self._begin(plans, group_size, kernel, noise)
         tails = self.tails.walked_by(plans)
-        jobs = [(tails.tree(plan.tails), prompt, x) for prompt, plan, _, x in begun]
+        jobs = [(tails.tree(group.plan.tails), group.prompt, group.x) for group in groups]
         finals = self._finish(jobs, tails, self.tail_velocity)
         return [
-            Rollout(prompt, plan, transitions, latents)
-            for (prompt, plan, transitions, _), latents in zip(begun, finals, strict=True)
+            Rollout(group.prompt, group.plan, tuple(group.transitions), latents)
+            for group, latents in zip(groups, finals, strict=True)
         ]
 
     @torch.no_grad()
@@ -108,29 +105,50 @@ class Engine:
             x = ode_step(x, v, self.sigmas[step], self.sigmas[step + 1])
         return anchors
 
-    def _branch(
-        self, plan: Plan, prompt: int, group_size: int, kernel: Kernel, noise: Noise, anchors: dict
-    ) -> tuple[int, Plan, tuple[Transition, ...], Tensor]:
-        """The stochastic steps of one plan for one prompt: (prompt, plan, transitions, latents [G, ...] at plan.merge)."""
+    def _begin(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[_Group]:
+        """Every plan for every prompt up to its `merge`; groups take their steps together, so that they share batches."""
+        anchors = self.anchors([plan.branch for plan in plans if plan.shared_noise], noise)
+        groups = [self._start(plan, prompt, group_size, noise, anchors) for prompt in range(len(self.cond)) for plan in plans]
+        own = [group for group in groups if not group.plan.shared_noise]
+        for step in range(max((group.plan.branch for group in own), default=0)):
+            walking = [group for group in own if step < group.plan.branch]
+            self._evaluate(walking, [step] * len(walking))
+            for group in walking:
+                group.move(ode_step(group.x, group.known(), self.sigmas[step], self.sigmas[step + 1]))
+        for group in own:
+            group.x = group.x.to(self.anchor_dtype).float()
+        for ahead in range(max(plan.merge - plan.branch for plan in plans)):
+            stepping = [group for group in groups if group.plan.branch + ahead < group.plan.merge]
+            asking = [group for group in stepping if group.v is None]
+            self._evaluate(asking, [group.plan.branch + ahead for group in asking])
+            for group in stepping:
+                self._stochastic_step(group, group.plan.branch + ahead, group_size, kernel, noise)
+        return groups
+
+    def _start(self, plan: Plan, prompt: int, group_size: int, noise: Noise, anchors: dict) -> _Group:
+        """A group at its branch point where that is shared, else at noise of its own."""
         if plan.shared_noise:
-            x, v = (rows[prompt : prompt + 1] for rows in anchors[plan.branch])
-        else:
-            x = self.policy.noise([noise(prompt, "initial", member) for member in range(group_size)])
-            for step in range(plan.branch):
-                v = self.velocity(x, [step] * len(x), [prompt] * len(x))
-                x = ode_step(x, v, self.sigmas[step], self.sigmas[step + 1])
-            x, v = x.to(self.anchor_dtype).float(), None
-        transitions = []
-        for step in range(plan.branch, plan.merge):
-            if v is None:
-                v = self.velocity(x, [step] * len(x), [prompt] * len(x))
-            landing = kernel(x, v, self.sigmas[step], self.sigmas[step + 1])
-            draw = torch.randn(group_size, *x.shape[1:], generator=noise(prompt, "branch", plan.branch, step))
-            x_next = landing.sample(draw.to(x)).to(self.sample_dtype).float()
-            if plan.trains(step):
-                transitions.append(Transition(step, x, x_next, landing.mean, landing.log_prob(x_next)))
-            x, v = x_next, None
-        return prompt, plan, tuple(transitions), x
+            x, v = anchors[plan.branch]
+            return _Group(prompt, plan, x[prompt : prompt + 1], v[prompt : prompt + 1])
+        return _Group(prompt, plan, self.policy.noise([noise(prompt, "initial", member) for member in range(group_size)]))
+
+    def _evaluate(self, groups: Sequence[_Group], steps: Sequence[int]) -> None:
+        """The velocities of groups, each at a step of its own."""
+        if not groups:
+            return
+        sizes = [len(group.x) for group in groups]
+        at = [step for step, size in zip(steps, sizes, strict=True) for _ in range(size)]
+        prompts = [group.prompt for group, size in zip(groups, sizes, strict=True) for _ in range(size)]
+        for group, v in zip(groups, self.velocity(torch.cat([g.x for g in groups]), at, prompts).split(sizes), strict=True):
+            group.v = v
+
+    def _stochastic_step(self, group: _Group, step: int, group_size: int, kernel: Kernel, noise: Noise) -> None:
+        landing = kernel(group.x, group.known(), self.sigmas[step], self.sigmas[step + 1])
+        draw = torch.randn(group_size, *group.x.shape[1:], generator=noise(group.prompt, "branch", group.plan.branch, step))
+        x_next = landing.sample(draw.to(group.x)).to(self.sample_dtype).float()
+        if group.plan.trains(step):
+            group.transitions.append(Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next)))
+        group.move(x_next)
 
     def _finish(self, jobs: Sequence[tuple[Node, int, Tensor]], tails: Tails, network: Velocity | None) -> list[Tensor]:
         """Walks each job's latents [G, ...] down its tree, for the job's prompt; finals [M, G, ...] per job.
@@ -170,6 +188,24 @@ class Engine:
             before = rows[row]
             past = before.past if before.node.forecast else tails.remember(before.past, x[row], v[row], float(sigma[place]))
             yield _Row(x_next[place], child, before.job, before.member, past)
+
+
+@dataclass
+class _Group:
+    """The members of one plan for one prompt on their way to `merge`; as long as they share a latent, x has one row."""
+
+    prompt: int
+    plan: Plan
+    x: Tensor  # [1 or G, ...]
+    v: Tensor | None = None  # the velocity at x, once it is known
+    transitions: list[Transition] = field(default_factory=list)
+
+    def known(self) -> Tensor:
+        assert self.v is not None
+        return self.v
+
+    def move(self, x: Tensor) -> None:
+        self.x, self.v = x, None
 
 
 @dataclass

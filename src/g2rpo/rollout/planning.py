@@ -24,6 +24,16 @@ def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:
     return group_size * (own_walk + tails.tree(plan.tails).evaluations())
 
 
+def count_trained(plans: Sequence[Plan], group_size: int) -> int:
+    """Latents that a training pass shows to the network for one prompt: one where a group branches from a shared latent."""
+    return sum(
+        1 if step == plan.branch and plan.shared_noise else group_size
+        for plan in plans
+        for step in range(plan.branch, plan.merge)
+        if plan.trains(step)
+    )
+
+
 def count_images(plans: Sequence[Plan], group_size: int) -> int:
     """Images to decode and score for one prompt."""
     return sum(group_size * len(plan.tails) for plan in plans)

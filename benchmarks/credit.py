@@ -1,0 +1,403 @@
+"""Precise credit: how much of a group's policy gradient is signal, with noise at one step and with noise at many.
+
+    python -m benchmarks.credit --prompts 48                     # one stochastic step: which one, and for which reward
+    python -m benchmarks.credit --prompts 16 --windows 4 9 --own 9 --steps 0 --name credit_windows
+    python -m benchmarks.credit --prompts 6 --explained          # how much of the reward the scored noise explains
+
+At the base model a group of one prompt gives one gradient of the surrogate (ratio 1, so that of mean A log p). Groups of
+different prompts are independent estimates of the gradient that training follows; what they agree on is signal:
+
+    signal S = mean over i != j of <g_i, g_j>      share = S / mean |g_i|^2      (unbiased; 1 for equal gradients, 0 for noise)
+
+("0,1,2,3 one at a time" is G2RPO's: the mean over groups that branch off one anchor at these steps, one gradient a prompt.)
+A mean of n groups has squared cosine n rho / (1 + n rho) with the true gradient, rho = share / (1 - share); so 1 / rho groups,
+times what a group costs, are the network evaluations at which signal and noise are equal. Each variant follows a gradient of
+its own (of the expected reward through its noise): the number says how well determined that is, not how far it leads.
+Inner products are those of count sketches (Charikar et al. 2002), all by one hash: with b buckets they err by
+|g| |h| sqrt(2 / b) at most in standard deviation, 0.8 % of squared norms at the default.
+
+Writes benchmarks/results/NAME.json and NAME.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.machine import describe
+from g2rpo.algorithms.grpo import window
+from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.comparison import TRAINED_LATENT
+from g2rpo.flow import ode_step
+from g2rpo.objectives import group_normalize
+from g2rpo.pictures import COLOURS
+from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import count_evaluations, count_trained
+from g2rpo.scoring import Stopwatch, decode, score, score_rollouts
+from g2rpo.seeding import generator_for, seed_for
+from g2rpo.statistics import Interval
+from g2rpo.trainer import Trainer
+from g2rpo.types import Kernel, Plan, Policy, Rollout
+
+REWARDS = [
+    "rewards.scene_accuracy=",
+    "evaluation.rewards={}",
+    "rewards.partial.kind=scene_accuracy",
+    "rewards.partial.options.partial=1.0",
+    "rewards.strict.kind=scene_accuracy",
+    "rewards.clip.kind=scene_clip",
+    "rewards.preference.kind=scene_preference",
+]
+Z = 1.96
+
+
+class Sketch:
+    """A fixed random map of vectors [size] to [buckets] that keeps inner products on average: signed entries, added up."""
+
+    def __init__(self, size: int, buckets: int, seed: int = 0) -> None:
+        generator = generator_for("sketch", seed)
+        self.buckets = buckets
+        self.bucket = torch.randint(buckets, (size,), generator=generator)
+        self.sign = torch.randint(2, (size,), generator=generator).float() * 2 - 1
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        return torch.zeros(self.buckets).index_add_(0, self.bucket, vector.cpu().float() * self.sign)
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What n gradients agree on."""
+
+    share: float
+    """Unbiased estimate of |E g|^2 / E |g|^2; may be negative."""
+    error: float
+    """Its standard error, over prompts."""
+    cosine: float
+    """Mean cosine of one gradient with the sum of all others."""
+    cosine_error: float
+    silent: float
+    """The share of groups whose gradient is 0, because their rewards are all equal. They count as noise-free zeros above."""
+    count: int
+
+    def groups(self, share: float | None = None) -> float:
+        """How many groups make signal and noise equal; infinite where there is no signal."""
+        share = self.share if share is None else share
+        return (1 - share) / share if share > 0 else math.inf
+
+
+def signal_of(gram: NDArray[np.float64]) -> Signal:
+    """The signal in n >= 4 independent gradients with inner products `gram` [n, n].
+
+    The mean of the off-diagonal entries is a U-statistic; its variance is Hoeffding's (1948),
+    4 (n - 2) / (n (n - 1)) zeta_1 + 2 / (n (n - 1)) zeta_2, with unbiased estimates of zeta_1, the covariance of two inner
+    products with one gradient in common, and zeta_2, the variance of one; zeta_1's is cut at 0, which makes
+    the error somewhat too large where there is no signal.
+    """
+    n = len(gram)
+    squares = np.diag(gram)
+    size = squares.mean()
+    if size == 0:
+        return Signal(0.0, 0.0, math.nan, math.nan, 1.0, n)
+    rows = gram.sum(1) - squares
+    pairs = n * (n - 1)
+    mean = rows.sum() / pairs
+    products = ((gram**2).sum(1) - squares**2).sum()
+    squared_mean = (rows.sum() ** 2 - 4 * (rows**2).sum() + 2 * products) / (pairs * (n - 2) * (n - 3))
+    zeta_1 = max(0.0, ((rows**2).sum() - products) / (pairs * (n - 2)) - squared_mean)
+    zeta_2 = max(0.0, products / pairs - squared_mean)
+    error = math.sqrt((4 * (n - 2) * zeta_1 + 2 * zeta_2) / pairs)
+    others = np.maximum(gram.sum() - 2 * gram.sum(1) + squares, 0)  # |sum of the others|^2
+    lengths = np.sqrt(squares * others)
+    cosines = rows[lengths > 0] / lengths[lengths > 0]
+    return Signal(
+        float(mean / size),
+        float(error / size),
+        float(cosines.mean()),
+        float(cosines.std(ddof=1) / math.sqrt(len(cosines))),
+        float((squares == 0).mean()),
+        n,
+    )
+
+
+def gradients(
+    policy: Policy, kernel: Kernel, sigmas: Tensor, rollout: Rollout, advantages: Tensor, prompt: str
+) -> list[Tensor]:
+    """The gradient [parameters] of mean A log p over members and trained steps, for each row of advantages [V, G]."""
+    parameters = policy.trainable_parameters()
+    totals = [torch.zeros(sum(p.numel() for p in parameters)) for _ in advantages]
+    for t in rollout.transitions:
+        cond = policy.encode([prompt]).rows([0] * len(t.x))
+        sigma, sigma_next = (sigmas[t.step + ahead].expand(len(t.x)).to(t.x.device) for ahead in (0, 1))
+        log_prob = kernel(t.x, policy.velocity(t.x, sigma, cond), sigma, sigma_next).log_prob(t.x_next)
+        for total, weights in zip(totals, advantages, strict=True):
+            if not weights.any():
+                continue
+            loss = (weights.to(log_prob) * log_prob).mean() / len(rollout.transitions)
+            parts = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            total += torch.cat(
+                [(torch.zeros_like(p) if part is None else part).flatten() for part, p in zip(parts, parameters, strict=True)]
+            ).cpu()
+    return totals
+
+
+def sketch_prompt(trainer: Trainer, variants: Mapping[str, Sequence[Plan]], sketch: Sketch, number: int) -> dict[str, Tensor]:
+    """Sketches [R, buckets] of one prompt's gradients by variant, for each reward alone. Variants share what noise they can."""
+    (prompt,) = trainer.order.batch(number, 1)
+    plans = list(dict.fromkeys(plan for own in variants.values() for plan in own))
+    engine = Engine(trainer.policy, trainer.policy.encode([prompt]), trainer.sigmas, batch_size=96)
+
+    def noise(place: int, *purpose: Any) -> torch.Generator:
+        return generator_for(trainer.config.trainer.seed, "credit", number, *purpose)
+
+    rollouts = engine.rollout(plans, trainer.algorithm.group_size, trainer.kernel, noise)
+    rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, [prompt], 8, Stopwatch())  # [plans, R, 1, G]
+    found = {}
+    for plan, rollout, advantages in zip(plans, rollouts, group_normalize(rewards).sum(2), strict=True):
+        own = gradients(trainer.policy, trainer.kernel, trainer.sigmas, rollout, advantages, prompt)
+        found[plan] = torch.stack([sketch(gradient) for gradient in own])
+    return {name: torch.stack([found[plan] for plan in own]).mean(0) for name, own in variants.items()}
+
+
+def explained(values: NDArray[np.float64], resamples: int = 2000) -> Interval:
+    """The share of the variance of values [P, A, B] within a prompt that their row explains.
+
+    Rows are A draws of one noise, columns B draws of all the rest: one-way ANOVA's unbiased variance components, each summed
+    over prompts, with a bootstrap interval over prompts. NaN if nothing varies; a share near 0 may come out negative.
+    """
+    prompts, a, b = values.shape
+    means = values.mean(2)
+    within = ((values - means[:, :, None]) ** 2).sum((1, 2)) / (a * (b - 1))
+    rows = means.var(1, ddof=1) - within / b
+    total = (rows + within).sum()
+    if total == 0:
+        return Interval(math.nan, math.nan, math.nan, prompts)
+    weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), resamples)
+    varied = weights @ (rows + within) > 0  # a resample may hold nothing but prompts of which all pictures score alike
+    low, high = np.quantile((weights @ rows)[varied] / (weights @ (rows + within))[varied], [0.025, 0.975])
+    return Interval(float(rows.sum() / total), float(low), float(high), prompts)
+
+
+def repeat_the_rest(trainer: Trainer, number: int, step: int, noisy: int, draws: int, repeats: int) -> Tensor:
+    """Rewards [R, draws, repeats] of one prompt whose steps 0 .. noisy - 1 are stochastic, from one initial noise: the noise
+    of `step` is drawn `draws` times, and that of all other steps anew in each of `repeats`."""
+    (prompt,) = trainer.order.batch(number, 1)
+    policy, sigmas, count = trainer.policy, trainer.sigmas, draws * repeats
+    engine = Engine(policy, policy.encode([prompt]), sigmas, batch_size=96)
+    x = policy.noise([generator_for("explained", number)]).expand(count, -1, *[-1] * (policy_dims(trainer) - 1)).clone()
+    with torch.no_grad():
+        for at in range(len(sigmas) - 1):
+            v = engine.velocity(x, [at] * count, [0] * count)
+            if at >= noisy:
+                x = ode_step(x, v, sigmas[at], sigmas[at + 1])
+                continue
+            generator = generator_for("explained", number, step, at)
+            noise = torch.randn(draws if at == step else count, *x.shape[1:], generator=generator)
+            noise = noise.repeat_interleave(repeats, 0) if at == step else noise
+            x = trainer.kernel(x, v, sigmas[at], sigmas[at + 1]).sample(noise)
+        images = decode(policy, x, 8)
+    return score(trainer.rewards, images, [prompt] * count).unflatten(1, (draws, repeats))
+
+
+def policy_dims(trainer: Trainer) -> int:
+    """How many dimensions a latent has."""
+    return trainer.policy.noise([generator_for("shape")]).ndim - 1
+
+
+def variants_of(args: argparse.Namespace, num_steps: int) -> dict[str, list[Plan]]:
+    """Plans by variant; a variant's gradient is the mean over its plans."""
+    steps = range(num_steps - 1) if args.steps is None else args.steps
+    single = {f"step {step}": [window(step, step + 1, num_steps, shared_noise=True)] for step in steps}
+    together = [plan for plans in single.values() for plan in plans]
+    return {
+        **single,
+        **({f"{','.join(map(str, steps))} one at a time": together} if len(single) > 1 else {}),
+        **{f"steps 0-{length - 1}": [window(0, length, num_steps, shared_noise=True)] for length in args.windows},
+        **{f"steps 0-{length - 1}, own noise": [window(0, length, num_steps, shared_noise=False)] for length in args.own},
+    }
+
+
+def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per variant and reward."""
+    variants, rewards, size = (
+        variants_of(args, trainer.config.sampling.num_steps),
+        list(trainer.rewards),
+        trainer.algorithm.group_size,
+    )
+    sketch = Sketch(sum(p.numel() for p in trainer.parameters), args.buckets)
+    sketches: dict[str, list[Tensor]] = {name: [] for name in variants}
+    began = time.perf_counter()
+    for number in range(args.prompts):
+        for name, found in sketch_prompt(trainer, variants, sketch, number).items():
+            sketches[name].append(found)
+        if number % 8 == 7:
+            print(f"{number + 1} prompts, {time.perf_counter() - began:.0f} s", flush=True)
+    rows = []
+    for name, plans in variants.items():
+        cost = count_evaluations(plans, size) + TRAINED_LATENT * count_trained(plans, size)
+        stacked = torch.stack(sketches[name]).double()  # [P, R, buckets]
+        for place, reward in enumerate(rewards):
+            vectors = stacked[:, place]
+            signal = signal_of((vectors @ vectors.T).numpy())
+            low, high = (cost * signal.groups(signal.share + side * Z * signal.error) for side in (1, -1))
+            rows.append(
+                {
+                    "variant": name,
+                    "reward": reward,
+                    **asdict(signal),
+                    "evaluations_per_prompt": cost,
+                    "evaluations_to_equal": cost * signal.groups(),
+                    "evaluations_low": low,
+                    "evaluations_high": high,
+                }
+            )
+    return rows
+
+
+def measure_explained(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per step and reward: the share of the reward's variance that the step's noise explains among many."""
+    noisy = trainer.config.sampling.num_steps - 1
+    rows = []
+    for step in range(noisy) if args.steps is None else args.steps:
+        prompts = range(args.prompts)
+        values = torch.stack([repeat_the_rest(trainer, number, step, noisy, args.draws, args.repeats) for number in prompts])
+        found = {name: explained(values[:, place].double().numpy()) for place, name in enumerate(trainer.rewards)}
+        print(
+            f"step {step}: {', '.join(f'{name} {own.mean:.3f} [{own.low:.3f}, {own.high:.3f}]' for name, own in found.items())}"
+        )
+        rows += [{"step": step, "reward": name, **asdict(own)} for name, own in found.items()]
+    return rows
+
+
+def draw_signal(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Share and evaluations to equal, by variant, a colour per reward."""
+    pyplot = load_pyplot()
+    variants, rewards = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "reward"))
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(1.5 + 1.1 * len(variants), 6.5), sharex=True, layout="constrained")
+    for place, (reward, colour) in enumerate(zip(rewards, COLOURS, strict=False)):
+        own = [row for row in rows if row["reward"] == reward]
+        x = np.arange(len(own)) + 0.15 * (place - (len(rewards) - 1) / 2)
+        share, error = ([row[key] for row in own] for key in ("share", "error"))
+        above.errorbar(x, share, Z * np.array(error), fmt="o", color=colour, markersize=4, label=reward)
+        for at, row in zip(x, own, strict=True):
+            if math.isfinite(row["evaluations_to_equal"]):
+                top = row["evaluations_high"] if math.isfinite(row["evaluations_high"]) else 1e9
+                below.plot([at, at], [row["evaluations_low"], top], color=colour, linewidth=1)
+                below.plot(at, row["evaluations_to_equal"], "o", color=colour, markersize=4)
+    above.axhline(0, color="#888", linewidth=0.8)
+    above.set_ylabel("signal share of a group's gradient")
+    above.legend(fontsize=8)
+    below.set_yscale("log")
+    finite = [row[key] for row in rows for key in ("evaluations_low", "evaluations_to_equal") if math.isfinite(row[key])]
+    if finite:
+        below.set_ylim(min(finite) / 2, max(finite) * 4)
+    below.set_ylabel("network evaluations until\nsignal equals noise")
+    below.set_xticks(range(len(variants)), [name.replace(", ", "\n") for name in variants])
+    save_figure(figure, (above, below), path)
+
+
+def draw_explained(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    pyplot = load_pyplot()
+    figure, axis = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    for reward, colour in zip(dict.fromkeys(row["reward"] for row in rows), COLOURS, strict=False):
+        own = [row for row in rows if row["reward"] == reward]
+        steps, mean, low, high = ([row[key] for row in own] for key in ("step", "mean", "low", "high"))
+        axis.plot(steps, mean, marker="o", markersize=4, color=colour, label=reward)
+        axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    axis.axhline(0, color="#888", linewidth=0.8)
+    axis.set_xlabel("step whose noise is kept while all other steps' is drawn anew")
+    axis.set_ylabel("explained share of\nthe reward's variance")
+    axis.legend(fontsize=8)
+    save_figure(figure, (axis,), path)
+
+
+def load_pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_figure(figure: Any, axes: Sequence[Any], path: Path) -> None:
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def save(name: str, args: argparse.Namespace, began: float, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """benchmarks/results/NAME.json; infinite numbers are null."""
+    clean = [
+        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        for row in rows
+    ]
+    path = Path("benchmarks/results") / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "arguments": vars(args),
+        "machine": describe(torch.device("cpu")),
+        "seconds": time.perf_counter() - began,
+        "rows": clean,
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    return path
+
+
+def main() -> None:
+    args = arguments()
+    began = time.perf_counter()
+    trainer = build_trainer(
+        load_config(args.recipe, [*REWARDS, f"trainer.seed={seed_for('credit', args.seed) % 2**31}", *args.overrides]), None
+    )
+    name = args.name or ("credit_explained" if args.explained else "credit")
+    rows = (measure_explained if args.explained else measure_signal)(trainer, args)
+    path = save(name, args, began, rows)
+    (draw_explained if args.explained else draw_signal)(path.with_suffix(".png"), rows)
+    if not args.explained:
+        print(
+            f"{'variant':26} {'reward':11} {'share':>18} {'cosine':>16} {'silent':>6} {'cost':>6} {'evaluations to equal':>26}"
+        )
+        for row in rows:
+            ends = f"[{row['evaluations_low']:,.0f}, {row['evaluations_high']:,.0f}]"
+            print(
+                f"{row['variant']:26} {row['reward']:11} {row['share']:+9.4f} ± {row['error']:.4f} "
+                f"{row['cosine']:+8.3f} ± {row['cosine_error']:.3f} {row['silent']:6.2f} {row['evaluations_per_prompt']:6} "
+                f"{row['evaluations_to_equal']:10,.0f} {ends}"
+            )
+    print(path)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--recipe", default="scenes")
+    parser.add_argument("--name", help="of the results; default credit or credit_explained")
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--steps", type=int, nargs="*", help="single stochastic steps; default all but the last")
+    parser.add_argument(
+        "--windows", type=int, nargs="*", default=[], help="numbers of stochastic steps from 0, shared initial noise"
+    )
+    parser.add_argument("--own", type=int, nargs="*", default=[], help="the same, initial noise of each member's own")
+    parser.add_argument("--explained", action="store_true", help="measure what one step's noise explains among that of all")
+    parser.add_argument("--draws", type=int, default=12, help="(--explained) draws of the step's noise")
+    parser.add_argument("--repeats", type=int, default=3, help="(--explained) draws of the rest for each")
+    parser.add_argument("--buckets", type=int, default=32768)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Granularity: do members keep their rank when their tail is walked in other step sizes?
+
+    python -m benchmarks.granularity --prompts 24
+
+For each prompt and branch step a group branches by one stochastic step, and every member is finished by tails of granularity
+1, 2, 3 and by one jump, strided tails with both ends (`flow.tail`). Agreement is Spearman's rank correlation of a reward over
+the group between granularity 1 and each other tail, averaged over prompts, with bootstrap intervals over prompts. Groups in
+which either side gives every member the same reward have no ranks; they are left out and counted as silent.
+
+Writes benchmarks/results/NAME.json and NAME.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import rankdata
+
+from benchmarks.credit import REWARDS, load_pyplot, save, save_figure
+from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.flow import tail
+from g2rpo.pictures import COLOURS
+from g2rpo.rollout.engine import Engine
+from g2rpo.scoring import Stopwatch, score_rollouts
+from g2rpo.seeding import generator_for
+from g2rpo.statistics import bootstrap_mean
+from g2rpo.types import Plan
+
+
+def spearman(a: ArrayLike, b: ArrayLike) -> float:
+    """Spearman's rank correlation of a and b [G], ties at their mean rank; NaN if either is constant or holds a NaN."""
+    x, y = np.asarray(a, float), np.asarray(b, float)
+    if np.isnan(x).any() or np.isnan(y).any() or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return math.nan
+    return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])
+
+
+def tails_of(step: int, num_steps: int) -> dict[str, tuple[int, ...]]:
+    """The tails that finish a member after the stochastic step `step`, the finest first."""
+    start = step + 1
+    return {
+        "1": tail(start, num_steps, 1),
+        **{f"{size} {end}": tail(start, num_steps, size, end) for size in (2, 3) for end in ("closed", "reference")},
+        "one jump": (start, num_steps),
+    }
+
+
+def main() -> None:
+    args = arguments()
+    began = time.perf_counter()
+    trainer = build_trainer(load_config(args.recipe, [*REWARDS, *args.overrides]), None)
+    num_steps, size = trainer.config.sampling.num_steps, trainer.algorithm.group_size
+    steps = range(num_steps - 1) if args.steps is None else args.steps
+    tails = {step: tails_of(step, num_steps) for step in steps}
+    plans = [Plan(step, step + 1, tuple(own.values())) for step, own in tails.items()]
+    agreements: dict[tuple[int, str, str], list[float]] = {}
+    for number in range(args.prompts):
+        prompts = trainer.order.batch(number, 1)
+        engine = Engine(trainer.policy, trainer.policy.encode(prompts), trainer.sigmas, batch_size=96)
+
+        def noise(prompt: int, *purpose: Any, number: int = number) -> Any:
+            return generator_for(args.seed, "granularity", number, *purpose)
+
+        rollouts = engine.rollout(plans, size, trainer.kernel, noise)
+        scored = score_rollouts(trainer.policy, rollouts, trainer.rewards, prompts, 8, Stopwatch()).double().numpy()
+        for (step, own), rewards in zip(tails.items(), scored, strict=True):
+            for reward, values in zip(trainer.rewards, rewards, strict=True):
+                for name, other in list(zip(own, values, strict=True))[1:]:
+                    agreements.setdefault((step, reward, name), []).append(spearman(values[0], other))
+        if number % 4 == 3:
+            print(f"{number + 1} prompts, {time.perf_counter() - began:.0f} s", flush=True)
+    rows = [
+        {
+            "step": step,
+            "reward": reward,
+            "tail": name,
+            "jumps": len(tails[step][name]) - 1,
+            **asdict(bootstrap_mean(values)),
+            "silent": float(np.isnan(values).mean()),
+        }
+        for (step, reward, name), values in agreements.items()
+    ]
+    path = save(args.name, args, began, rows)
+    draw(path.with_suffix(".png"), rows)
+    for reward in trainer.rewards:
+        print(f"\n{reward}: rank agreement with granularity 1, by branch step")
+        for name in dict.fromkeys(row["tail"] for row in rows):
+            own = [row for row in rows if (row["reward"], row["tail"]) == (reward, name)]
+            print(
+                f"{name:12}",
+                "  ".join(f"{row['step']}: {row['mean']:.2f} [{row['low']:.2f}, {row['high']:.2f}]" for row in own),
+            )
+    print(path)
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A panel per reward, a line per tail."""
+    pyplot = load_pyplot()
+    rewards, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("reward", "tail"))
+    figure, axes = pyplot.subplots(
+        1, len(rewards), figsize=(3.6 * len(rewards), 3.4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, reward in zip(axes[0], rewards, strict=True):
+        for name, colour in zip(names, COLOURS, strict=False):
+            own = [row for row in rows if (row["reward"], row["tail"]) == (reward, name)]
+            steps, mean, low, high = ([row[key] for row in own] for key in ("step", "mean", "low", "high"))
+            axis.plot(steps, mean, marker="o", markersize=3, color=colour, label=name)
+            axis.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
+        axis.set_title(reward, fontsize=10)
+        axis.set_xlabel("branch step")
+    axes[0][0].set_ylabel("rank agreement with granularity 1")
+    axes[0][0].legend(fontsize=8)
+    save_figure(figure, axes[0], path)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--recipe", default="scenes")
+    parser.add_argument("--name", default="granularity")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--steps", type=int, nargs="*", help="branch steps; default all but the last")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""`g2rpo compare`: trains a grid of algorithms, learning rates and seeds, as ordinary runs in processes of their own.
+
+Everything is kept below one folder, and what is there already is not done again:
+    study.yaml                            what is compared
+    probes/CELL/                          for a budget in seconds: what a cell's iteration costs
+    pilots/CELL/rate_R/seed_S/            runs that choose a cell's learning rate
+    runs/CELL/seed_S/                     the runs that are compared
+    judged/base/, judged/CELL/seed_S/     evaluations of their weights
+    results.json, results.md, curves.png
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+
+from g2rpo.commands.compare_results import Cell, write_results
+from g2rpo.commands.evaluate import config_settings
+from g2rpo.commands.jobs import Job, Workers, locked
+from g2rpo.commands.train import check, load_config
+from g2rpo.comparison import (
+    PILOT_SEEDS,
+    Study,
+    Unit,
+    best_rate,
+    gain,
+    iterations_within,
+    read_run,
+    seconds_per_evaluation,
+)
+from g2rpo.config import ALGORITHMS, Config, differences, read_yaml, resolve_as
+from g2rpo.errors import UserError, did_you_mean
+from g2rpo.files import write_whole
+from g2rpo.runs import choose_directory, weights_path
+
+STUDY = "study.yaml"
+NOISE = 0  # the seed of the pictures that are judged: one noise for all, so that differences are paired
+PROBE = 3  # iterations; the first warms up
+SWEPT = ("optim.learning_rate", "trainer.seed", "trainer.iterations")
+
+
+def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:
+    """Overrides by cell, from "g2rpo,mixgrpo" and from words like "coarse: algorithm.granularities=[1,2] ..."."""
+    table: dict[str, list[str]] = {}
+    for name in filter(None, (word.strip() for word in algorithms.split(","))):
+        if name not in ALGORITHMS:
+            raise UserError(f"--algorithms: unknown algorithm '{name}'.{did_you_mean(name, ALGORITHMS)}")
+        _add(table, name, [f"algorithm.name={name}"])
+    for cell in cells:
+        name, colon, overrides = cell.partition(":")
+        if not colon or not re.fullmatch(r"[\w.+-]+", name):
+            example = "--cell 'coarse: algorithm.granularities=[1,2]'"
+            raise UserError(f"--cell '{cell}': should be a name (letters, digits, ._+-), a colon and overrides, like {example}")
+        _add(table, name, shlex.split(overrides))
+    if not table:
+        raise UserError("nothing to compare: name --algorithms, or a --cell or two")
+    return table
+
+
+def _add(table: dict[str, list[str]], name: str, overrides: list[str]) -> None:
+    if name in table:
+        raise UserError(f"two cells are named '{name}'; give one another name with --cell 'NAME: ...'")
+    for override in overrides:
+        if (key := override.partition("=")[0]) in SWEPT:
+            raise UserError(f"--cell {name}: {key} belongs to the study (--rates, --seeds, --budget), not to a cell")
+    table[name] = overrides
+
+
+def parse_budget(text: str) -> tuple[Unit, float]:
+    """("evaluations", 1e5) of "evaluations=100000"."""
+    unit, _, amount = text.partition("=")
+    if unit not in get_args(Unit):
+        raise UserError(f"--budget {text}: unknown unit '{unit}'.{did_you_mean(unit, get_args(Unit))}")
+    try:
+        value = float(amount)
+    except ValueError:
+        value = math.nan
+    if not (value > 0 and math.isfinite(value)) or (unit == "iterations" and value != int(value)):
+        raise UserError(f"--budget {text}: should be a positive number, like {unit}=60")
+    return unit, value  # type: ignore[return-value]
+
+
+def parse_rates(text: str) -> list[float]:
+    """[1e-4, 2e-4] of "1e-4,2e-4"."""
+    try:
+        return sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        raise UserError(f"--rates {text}: should be numbers with commas between them, like 1e-4,2e-4,4e-4") from None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The runs of a study in its folder, and how each is made."""
+
+    study: Study
+    out: Path
+
+    def config(self, overrides: Sequence[str]) -> Config:
+        return load_config(self.study.recipe, overrides)
+
+    def training(self, title: str, folder: Path, overrides: Sequence[str]) -> Job | None:
+        """The job that trains, or goes on training, in `folder`; None where that is done. Another run there is refused."""
+        begun = (folder / "config.yaml").is_file()
+        choose_directory(self.config(overrides), folder, resume=begun)
+        if finished(folder):
+            return None
+        resume = ["--resume"] if begun else []
+        arguments = ["train", self.study.recipe, *overrides, "--run-dir", str(folder), *resume]
+        return Job(title, arguments, folder.parent / f"{folder.name}.log")
+
+    def probe(self, cell: str) -> tuple[Path, list[str]]:
+        short = [f"trainer.iterations={PROBE}", "evaluation.num_prompts=1", "evaluation.pictures=1"]
+        return self.out / "probes" / cell, [*self.study.overrides_of(cell), *short]
+
+    def run(self, cell: str, rate: float, seed: int, iterations: int) -> list[str]:
+        """The overrides of one run; every run of a study has as many evaluations as the recipe's own."""
+        overrides = self.study.overrides_of(cell)
+        config = self.config(overrides)
+        looks = max(1, config.trainer.iterations // config.evaluation.every)
+        every = math.ceil(iterations / looks)
+        return [
+            *overrides,
+            f"optim.learning_rate={rate}",
+            f"trainer.seed={seed}",
+            f"trainer.iterations={iterations}",
+            f"evaluation.every={every}",
+            f"trainer.checkpoint_every={min(every, config.trainer.checkpoint_every)}",
+        ]
+
+    def pilots(self, cell: str, iterations: int) -> dict[tuple[float, int], tuple[Path, list[str]]]:
+        """Folder and overrides by rate and seed."""
+        config = self.config(self.study.overrides_of(cell))
+        seeds = range(config.trainer.seed + PILOT_SEEDS, config.trainer.seed + PILOT_SEEDS + self.study.pilots)
+        unseen = f"evaluation.prompts={config.prompts.train}"
+        return {
+            (rate, seed): (
+                self.out / "pilots" / cell / f"rate_{rate:g}" / f"seed_{seed}",
+                [*self.run(cell, rate, seed, iterations), unseen],
+            )
+            for rate in self.study.rates
+            for seed in seeds
+        }
+
+    def runs(self, cell: str, rate: float, iterations: int) -> dict[int, tuple[Path, list[str]]]:
+        """Folder and overrides by seed."""
+        first = self.config(self.study.overrides_of(cell)).trainer.seed
+        return {
+            seed: (self.out / "runs" / cell / f"seed_{seed}", self.run(cell, rate, seed, iterations))
+            for seed in range(first, first + self.study.seeds)
+        }
+
+    def judging(self, title: str, run: Path, folder: Path, *settings: str) -> Job | None:
+        """The job that judges a run's weights; None where that is done."""
+        if (folder / "results.json").is_file():
+            return None
+        steps = ",".join(map(str, self.study.steps))
+        arguments = ["evaluate", "--run", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
+        return Job(title, arguments, folder.parent / f"{folder.name}.log")
+
+
+def finished(run: Path) -> bool:
+    """Whether a training run has come to its end: the card beside its weights is what is written last."""
+    try:
+        return (weights_path(run) / "README.md").is_file()
+    except UserError:
+        return False
+
+
+def compare(
+    recipe: str,
+    overrides: Sequence[str],
+    cells: Mapping[str, Sequence[str]],
+    budget: tuple[Unit, float],
+    rates: Sequence[float] | None,
+    seeds: int,
+    pilots: int,
+    steps: Sequence[int] | None,
+    jobs: int,
+    out: Path,
+    console: Console,
+) -> None:
+    """Runs what is missing of a study in the folder `out`, and writes its results there."""
+    if seeds > PILOT_SEEDS:
+        raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
+    configs = {cell: load_config(recipe, [*overrides, *own], _note(console, cell)) for cell, own in cells.items()}
+    _check(configs)
+    config = next(iter(configs.values()))
+    study = resolve_as(
+        Study,
+        {
+            "recipe": recipe,
+            "overrides": list(overrides),
+            "cells": {name: list(own) for name, own in cells.items()},
+            "unit": budget[0],
+            "budget": budget[1],
+            "rates": list(rates or [config.optim.learning_rate]),
+            "seeds": seeds,
+            "pilots": pilots,
+            "steps": sorted(set(steps or [config.evaluation.num_steps or config.sampling.num_steps])),
+        },
+        source="study",
+    )
+    _check_same(study, out)
+    if study.unit != "seconds":
+        _spend(study, configs, {})  # a budget that is too small is known at once
+    with locked(out) as lock:
+        write_whole(out / STUDY, study.to_yaml().encode())
+        _work(Grid(study, out), configs, Workers(jobs, console, lock), console)
+
+
+def _work(grid: Grid, configs: Mapping[str, Config], workers: Workers, console: Console) -> None:
+    """Probes, pilots, runs, judging, results."""
+    study = grid.study
+    prices: dict[str, float] = {}
+    if study.unit == "seconds":
+        probes = {cell: grid.probe(cell) for cell in study.cells}
+        workers.run(_some(grid.training(f"probe of {cell}", *probe) for cell, probe in probes.items()))
+        prices = {cell: seconds_per_evaluation(grid.config(own), folder) for cell, (folder, own) in probes.items()}
+    iterations = _spend(study, configs, prices)
+
+    gains: dict[str, dict[float, list[float]]] = {cell: {} for cell in study.cells}
+    if len(study.rates) > 1:
+        pilots = {cell: grid.pilots(cell, iterations[cell]) for cell in study.cells}
+        workers.run(
+            _some(
+                grid.training(f"pilot of {cell}, rate {rate:g}, seed {seed}", *pilot)
+                for cell, own in pilots.items()
+                for (rate, seed), pilot in own.items()
+            )
+        )
+        gains = {cell: _gains(grid, configs[cell], own) for cell, own in pilots.items()}
+    chosen = {cell: best_rate(own) if own else study.rates[0] for cell, own in gains.items()}
+
+    runs = {cell: grid.runs(cell, chosen[cell], iterations[cell]) for cell in study.cells}
+    workers.run(
+        _some(
+            grid.training(f"{cell}, rate {chosen[cell]:g}, seed {seed}", *run)
+            for cell, own in runs.items()
+            for seed, run in own.items()
+        )
+    )
+    base = grid.out / "judged" / "base"
+    judged = {cell: {seed: grid.out / "judged" / cell / f"seed_{seed}" for seed in own} for cell, own in runs.items()}
+    some_run, _ = next(iter(next(iter(runs.values())).values()))
+    tuned = (
+        grid.judging(f"judging {cell}, seed {seed}", folder, judged[cell][seed], "base=false")
+        for cell, own in runs.items()
+        for seed, (folder, _) in own.items()
+    )
+    workers.run(_some([grid.judging("judging the base", some_run, base, "weights="), *tuned]))
+
+    cells = {
+        cell: Cell(
+            chosen[cell],
+            gains[cell],
+            [folder for folder, _ in own.values()],
+            [read_run(grid.config(overrides), folder) for folder, overrides in own.values()],
+            list(judged[cell].values()),
+        )
+        for cell, own in runs.items()
+    }
+    trained = sorted({name for config in configs.values() for name in config.rewards})
+    write_results(study, grid.out, cells, base, trained, prices, console)
+
+
+def _check(configs: Mapping[str, Config]) -> None:
+    """Refuses cells that cannot be trained, or that would not be judged alike."""
+    same: dict[str, Any] = {}
+    first = next(iter(configs))
+    for cell, config in configs.items():
+        try:
+            check(config)
+        except UserError as error:
+            raise UserError(f"cell {cell}: {error}") from None
+        judged = config_settings(config)
+        rewards = {name: {**entry, "weight": 1} for name, entry in judged.pop("rewards").items()}
+        shown = ("path", "height", "width", "guidance_scale", "negative_prompt", "max_sequence_length", "dtype")
+        policy = judged.pop("policy")
+        alike = {
+            **{f"policy.{key}": policy[key] for key in shown},
+            **{f"evaluation.{key}": judged[key] for key in ("prompts", "num_prompts")},
+            "sampling.shift": judged["shift"],
+            "rewards and evaluation.rewards": dict(sorted(rewards.items())),
+        }
+        same = same or alike
+        for key, value in alike.items():
+            if value != same[key]:
+                raise UserError(f"cells {first} and {cell} would not be judged alike: {key} is {same[key]!r} and {value!r}")
+
+
+def _check_same(study: Study, out: Path) -> None:
+    """Refuses a folder that holds another study, or anything else; cells and seeds may be added."""
+    path = out / STUDY
+    if not path.is_file():
+        if out.is_file() or (out.is_dir() and any(other.name != ".lock" for other in out.iterdir())):
+            raise UserError(f"{out} is not empty and holds no study (no {STUDY}); name another --out")
+        return
+    other = resolve_as(Study, read_yaml(path), source=str(path))
+    known = {name: own for name, own in study.cells.items() if name in other.cells}
+    changed = differences(study.model_copy(update={"cells": known or study.cells, "seeds": other.seeds}), other)
+    gone = sorted(set(other.cells) - set(study.cells))
+    if gone:
+        raise UserError(f"{out} holds a study with the cells {', '.join(gone)} too; name them, or another --out")
+    if study.seeds < other.seeds:
+        raise UserError(f"{out} holds a study with {other.seeds} seeds; name at least as many, or another --out")
+    if changed:
+        listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
+        raise UserError(f"{out} holds another study:\n{listed}\nName another --out for this one.")
+
+
+def _spend(study: Study, configs: Mapping[str, Config], prices: Mapping[str, float]) -> dict[str, int]:
+    """The iterations that each cell's budget buys; `prices` are seconds per evaluation."""
+    if study.unit == "iterations":
+        return dict.fromkeys(configs, int(study.budget))
+    iterations = {}
+    for cell, config in configs.items():
+        evaluations = study.budget / (prices[cell] if study.unit == "seconds" else 1)
+        try:
+            iterations[cell] = iterations_within(config, evaluations)
+        except UserError as error:
+            raise UserError(f"--budget {study.unit}={study.budget:g}: cell {cell}: {error}") from None
+    return iterations
+
+
+def _gains(grid: Grid, config: Config, pilots: Mapping[tuple[float, int], tuple[Path, list[str]]]) -> dict[float, list[float]]:
+    """The pilots' gains by rate."""
+    weights = {name: entry.weight for name, entry in config.rewards.items()}
+    gains: dict[float, list[float]] = {}
+    for (rate, _), (folder, own) in pilots.items():
+        gains.setdefault(rate, []).append(gain(read_run(grid.config(own), folder), weights))
+    return gains
+
+
+def _some(jobs: Iterable[Job | None]) -> list[Job]:
+    return [job for job in jobs if job is not None]
+
+
+def _note(console: Console, cell: str) -> Callable[[str], None]:
+    return lambda message: console.print(f"{cell}: {message}", highlight=False, soft_wrap=True, markup=False)

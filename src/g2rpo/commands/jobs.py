@@ -1,0 +1,115 @@
+"""`g2rpo` commands as processes: several at a time, none left behind, and one owner of a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from g2rpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A `g2rpo` command in a process of its own; its output goes to `log`."""
+
+    title: str
+    arguments: list[str]
+    log: Path
+
+
+@dataclass
+class Workers:
+    """Runs jobs, `count` at a time, each with its share of the CPU's cores and the GPUs in turn."""
+
+    count: int
+    console: Console
+    lock: int
+    """A file descriptor that jobs inherit: the study stays locked until the last of them has ended."""
+    running: set[subprocess.Popen[bytes]] = field(default_factory=set)
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Does all jobs. After a failed one none is begun; those at work end first, and what they did is kept."""
+        slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(self.count):
+            slots.put(slot)
+        with ThreadPoolExecutor(self.count) as pool:
+            futures = {pool.submit(self._do, job, slots): job for job in jobs}
+            try:
+                for done, future in enumerate(as_completed(futures), 1):
+                    future.result()
+                    self.console.print(f"{done:>4} of {len(jobs)}  {futures[future].title}", highlight=False, soft_wrap=True)
+            except Exception:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+            except BaseException:  # interrupted: whoever waits for the terminal should not wait for a training run
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(self.running):
+                    process.terminate()
+                raise
+
+    def _do(self, job: Job, slots: queue.SimpleQueue[int]) -> None:
+        slot = slots.get()
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with job.log.open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "g2rpo", *job.arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment(slot, self.count)},
+                    pass_fds=(self.lock,),
+                )
+            self.running.add(process)
+            code = process.wait()
+            self.running.discard(process)
+        finally:
+            slots.put(slot)
+        if code:
+            tail = "\n".join(job.log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
+            message = f"{job.title} failed (exit code {code}); its output is in {job.log}:\n{tail}"
+            raise UserError(message) if code == 2 else RuntimeError(message)
+
+
+def environment(slot: int, count: int) -> dict[str, str]:
+    """What worker `slot` of `count` may use: an equal share of the cores, unless OMP_NUM_THREADS says more, and one GPU."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    use = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count)))}
+    if torch.cuda.device_count() > 1:
+        named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        devices = named.split(",")
+        use["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    return use
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[int]:
+    """One study at a time in a folder; a SIGTERM ends the jobs as an interrupt does."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); name another --out") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{out}: another `g2rpo compare`, or a run that it began, is at work there") from None
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        try:
+            yield file.fileno()
+        finally:
+            signal.signal(signal.SIGTERM, before)

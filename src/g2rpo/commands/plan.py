@@ -1,0 +1,140 @@
+"""`g2rpo plan`: what a run will do, hold and take, before anything is paid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from rich.console import Console
+
+from g2rpo import components
+from g2rpo.commands.ahead import prompts_of_run
+from g2rpo.commands.plan_tables import show
+from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.config import Config
+from g2rpo.cost.advice import what_fits
+from g2rpo.cost.cards import CARDS
+from g2rpo.cost.plan import SMALL, Answer, Instead, Plan, Target, find_target, make_plan
+from g2rpo.cost.probe import by_probe
+from g2rpo.cost.seconds import Seconds
+from g2rpo.errors import UserError
+from g2rpo.prompts import PromptOrder
+
+
+def plan(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    device: str | None,
+    utilisation: float,
+    probe: bool | None,
+    as_json: bool,
+    console: Console,
+) -> None:
+    """Prints the plan of `recipe` on `device`, and what would fit where it does not.
+
+    `probe` None measures where that is quick: on this machine, with the model on disk and small enough for its CPU.
+    """
+    config = load_config(recipe, overrides)
+    components.check_rewards({**config.rewards, **config.evaluation.rewards})
+    try:
+        config.algorithm.plans(config.sampling.num_steps)
+    except ValueError as error:
+        raise UserError(f"algorithm: {error}") from None
+    target = find_target(device or config.policy.device)
+    if probe and not target.own:
+        raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")
+    notes: list[str] = []
+    heldout, distinct = _prompts(config, notes)
+
+    def made(config: Config, cuda: bool = target.cuda) -> Plan:
+        return make_plan(config, cuda=cuda, heldout=heldout, distinct_prompts=distinct)
+
+    result = made(config)
+    quick = target.own and target.holds(result) and _on_disk(config) and (target.cuda or result.parameters < SMALL)
+    seconds = result.seconds(target.card, utilisation) if target.card else None
+    if probe or (probe is None and quick):
+        try:
+            seconds = _measured(result, device)
+        except UserError as error:
+            if probe:
+                raise
+            notes.append(f"No probe of this machine: {error}")
+    cards = {} if seconds else _cards(result if target.cuda else made(config, True), utilisation)
+    instead = None if target.holds(result) else _instead(recipe, overrides, config, made, target, utilisation)
+    answer = Answer(recipe, result, target, seconds, cards, instead, [*notes, *_cautions(result, config)])
+    if as_json:
+        console.print(json.dumps(answer.plain(), indent=1), markup=False, highlight=False, soft_wrap=True)
+    else:
+        show(answer, console)
+
+
+def _instead(
+    recipe: str, overrides: Sequence[str], config: Config, made: Callable[[Config], Plan], target: Target, utilisation: float
+) -> Instead | None:
+    """What fits in the place of `config`, and what it costs."""
+
+    @cache
+    def changed(*extra: str) -> Plan:
+        return made(load_config(recipe, [*overrides, *extra]))
+
+    extra = what_fits(config, lambda extra: target.holds(changed(*extra)))
+    if extra is None:
+        return None
+    plan = changed(*extra)
+    return Instead(extra, plan.memory.needed, plan.seconds(target.card, utilisation) if target.card else None)
+
+
+def _prompts(config: Config, notes: list[str]) -> tuple[int, int]:
+    """(held-out prompts, different prompts of the run); where a list is not there yet, what the config says of it."""
+    n = config.trainer.iterations * config.trainer.prompts_per_iteration
+    try:
+        heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")[: config.evaluation.num_prompts]
+        train = components.build_prompts(config.prompts.train, "prompts.train")
+    except UserError as error:
+        notes.append(f"{str(error).split(';')[0]}. As many prompts as the config asks for are assumed, all different.")
+        return config.evaluation.num_prompts, n + config.evaluation.num_prompts
+    return len(heldout), len(prompts_of_run(config, PromptOrder(train, config.trainer.seed), heldout))
+
+
+def _on_disk(config: Config) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    path = config.policy.path
+    if path == "testbed" or Path(path).expanduser().is_dir():
+        return True
+    return isinstance(try_to_load_from_cache(path, "model_index.json"), str)
+
+
+def _measured(result: Plan, device: str | None) -> Seconds:
+    """The probe: the run's own trainer, without its cache, so that nothing is left behind."""
+    config = result.config
+    policy = config.policy.model_copy(update={"device": device or config.policy.device})
+    prompts = config.prompts.model_copy(update={"cache": "off"})
+    trainer = build_trainer(config.model_copy(update={"policy": policy, "prompts": prompts}), None)
+    return by_probe(trainer, result.counts, result.distinct_prompts, cached=config.prompts.cache != "off")
+
+
+def _cards(result: Plan, utilisation: float) -> dict[str, tuple[bool, Seconds]]:
+    """Whether a CUDA plan fits on each known card, and its time there."""
+    return {
+        key: (result.memory.needed <= find_target(key).capacity, result.seconds(card, utilisation))
+        for key, card in CARDS.items()
+    }
+
+
+def _cautions(result: Plan, asked: Config) -> Iterator[str]:
+    """What the numbers leave out, or take for granted."""
+    if result.memory.unknown:
+        yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
+    elsewhere = [name for name, known in result.judges.items() if known and known.device not in ("cpu", "cuda", "cuda:0")]
+    if elsewhere:
+        yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
+    for name in ("batch_size", "decode_batch_size"):
+        if getattr(asked.sampling, name) == "auto":
+            taken = getattr(result.config.sampling, name)
+            yield f"sampling.{name}=auto is planned as {taken}; the run asks its GPU, and leaves a fifth of it free."
+    if asked.sampling.tails.compile:
+        yield "sampling.tails.compile: what compiled tails save is not in a datasheet; a probe measures it."

@@ -1,0 +1,167 @@
+"""A plan for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from g2rpo.cost.cards import CARDS
+from g2rpo.cost.counting import Counts, Iteration
+from g2rpo.cost.memory import RESERVE, SLACK
+from g2rpo.cost.plan import COUNTED, Answer, Plan, Target, find_target
+from g2rpo.cost.seconds import Seconds
+
+
+def show(answer: Answer, console: Console) -> None:
+    """Prints an answer as tables."""
+    plan, target, policy = answer.plan, answer.target, answer.plan.config.policy
+    console.print(
+        f"[bold]{answer.recipe}[/] on {target.name}: a transformer of {_millions(plan.parameters)} parameters, "
+        f"{_millions(plan.trained_parameters)} trained ({policy.tuning}, {policy.dtype}); "
+        f"{policy.width}x{policy.height} pixels, {plan.shapes.image_tokens} image tokens and {plan.shapes.text_tokens} of text",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_work_table(plan))
+    console.print(_memory_table(plan, target))
+    if answer.seconds:
+        console.print(_time_table(answer.seconds, plan.counts))
+    if answer.cards:
+        console.print(_cards_table(answer.cards))
+    _verdict(answer, console)
+    for note in answer.notes:
+        console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
+
+
+def _work_table(plan: Plan) -> Table:
+    counts, rows = plan.counts, plan.shapes.rows
+    varying = len(counts.kinds) > 1
+    table = Table(title="work", title_justify="left")
+    for column in ("", "an iteration, on average" if varying else "an iteration", "the run"):
+        table.add_column(column, justify="right" if column else "left")
+
+    def row(name: str, of: Callable[[Iteration], float]) -> None:
+        table.add_row(name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}")
+
+    evaluations = COUNTED["evaluations"]
+    row(f"network evaluations: {counts.prompts} prompts x {counts.mean(evaluations) / counts.prompts:,.0f}", evaluations)
+    if rows > 1:
+        row("  rows of the network: guidance takes two an evaluation", lambda it: rows * it.evaluations)
+    row("rows of the training pass, forward and backward", COUNTED["training_rows"])
+    if plan.config.algorithm.kl_weight:
+        row("  and under the untrained model, for the KL term", COUNTED["reference_rows"])
+    row("optimizer steps", COUNTED["optimizer_steps"])
+    row("pictures decoded", COUNTED["images"])
+    for name in plan.config.rewards:
+        row(f"pictures scored by {name}", COUNTED["images"])
+    times, judged = counts.times_evaluated, ", ".join([*plan.config.rewards, *plan.config.evaluation.rewards])
+    table.add_section()
+    table.add_row("", "an evaluation", f"{times} evaluations")
+    for name, once in (
+        (f"network evaluations: {counts.heldout} prompts x {counts.heldout_steps}", counts.heldout_evaluations),
+        (f"pictures decoded, and scored by {judged}", counts.heldout),
+    ):
+        table.add_row(name, f"{once:,}", f"{once * times:,}")
+    return table
+
+
+def _memory_table(plan: Plan, target: Target) -> Table:
+    memory = plan.memory
+    table = Table(title="memory", title_justify="left")
+    table.add_column("")
+    table.add_column("", justify="right")
+
+    def section(title: str, sizes: Mapping[str, int]) -> None:
+        table.add_section()
+        table.add_row(f"[italic]{title}[/]")
+        for name, size in sizes.items():
+            if size:
+                table.add_row(f"  {name}", _size(size))
+
+    section("stays, from the first update on", memory.parts)
+    section("comes and goes", memory.working)
+    section("peaks", memory.moments)
+    table.add_section()
+    if target.cuda:
+        table.add_row(
+            f"needed: the largest, {SLACK:.0%} for gaps and {_size(RESERVE)} for CUDA (assumed)", _size(memory.needed)
+        )
+    table.add_row(f"there is, on {target.name}", _size(target.capacity))
+    table.add_section()
+    table.add_row("the machine's own memory, to load the models", _size(memory.host))
+    table.add_row(f"disk: {plan.config.trainer.keep_checkpoints + 1} checkpoints at a time", _size(_disk(plan)))
+    if memory.embeddings:
+        table.add_row(f"disk: embeddings of {plan.distinct_prompts:,} prompts", _size(memory.embeddings))
+    return table
+
+
+def _disk(plan: Plan) -> int:
+    """Checkpoints that are kept, and the next one while it is written."""
+    return plan.memory.checkpoint * (plan.config.trainer.keep_checkpoints + 1)
+
+
+def _time_table(seconds: Seconds, counts: Counts) -> Table:
+    table = Table(title="time", title_justify="left", caption=seconds.basis, caption_justify="left")
+    for column in ("", "an iteration", "the run"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, once in seconds.iteration.items():
+        table.add_row(name, _duration(once), _duration(once * counts.iterations))
+    if seconds.encoding:
+        table.add_row("encoding prompts ahead", "", _duration(seconds.encoding))
+    evaluations = f"{counts.times_evaluated} evaluations, {_duration(seconds.evaluation)} each"
+    table.add_row(evaluations, "", _duration(seconds.evaluation * counts.times_evaluated))
+    table.add_row("together", _duration(sum(seconds.iteration.values())), _duration(seconds.run), style="bold")
+    return table
+
+
+def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
+    caption = "by datasheet; --device NAME tells more"
+    table = Table(title="on cards", title_justify="left", caption=caption, caption_justify="left")
+    for column in ("--device", "fits", "an iteration", "the run"):
+        table.add_column(column, justify="right" if column.startswith(("an", "the")) else "left")
+    for key, (fits, seconds) in cards.items():
+        style = "" if fits else "dim"
+        once = _duration(sum(seconds.iteration.values()))
+        table.add_row(key, "yes" if fits else "no", once, _duration(seconds.run), style=style)
+    return table
+
+
+def _verdict(answer: Answer, console: Console) -> None:
+    plan, target, instead = answer.plan, answer.target, answer.instead
+    need, there = _size(plan.memory.needed), _size(target.capacity)
+    if answer.fits:
+        console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
+        return
+    holding = [key for key in CARDS if find_target(key).holds(plan)]
+    elsewhere = f"; it would on {', '.join(holding)}" if holding else ", and no single card here would hold it"
+    console.print(f"[bold red]It does not fit[/]: {need} of {there}{elsewhere if target.cuda else ''}.", highlight=False)
+    if instead is None:
+        console.print("Nothing that this command knows makes it fit; a smaller model or picture might.")
+        return
+    took = f" and takes {_duration(instead.seconds.run)}" if instead.seconds else ""
+    console.print(f"With this it needs {_size(instead.needed)}{took}:", highlight=False)
+    console.print(f"  {' '.join(instead.overrides)}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _size(size: float) -> str:
+    """3.1 MiB, 44.3 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
+
+
+def _duration(seconds: float) -> str:
+    """1.2 s, 3 min, 5.1 h, 12.3 days."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 20 else f"{seconds:.0f} s"

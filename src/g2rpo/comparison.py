@@ -1,0 +1,227 @@
+"""A study: algorithms (or variants of one) compared under one budget, each with its own best learning rate.
+
+A *cell* is what is compared: a name and the overrides that make it. It is trained once per seed. Its learning rate is chosen
+beforehand, from the same rates for every cell, on *pilots*: runs with seeds of their own, judged on training prompts. So no
+held-out prompt and no seed of the comparison has a say in a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, PositiveInt
+from safetensors.torch import load_file
+
+from g2rpo.config import Config, Group
+from g2rpo.errors import UserError
+from g2rpo.metrics import read_metrics
+from g2rpo.rollout.planning import count_evaluations, count_trained
+from g2rpo.statistics import Interval, bootstrap_crossed
+from g2rpo.trainer import SCORES
+
+Scores = NDArray[np.float64]
+Unit = Literal["iterations", "evaluations", "seconds"]
+TRAINED_LATENT = 3
+"""What one latent of a training pass counts in evaluations: a forward, and a backward that costs two."""
+PILOT_SEEDS = 1000
+"""How far the pilots' seeds lie from the comparison's."""
+
+
+class Study(Group):
+    """What is compared, and for how long."""
+
+    recipe: str
+    overrides: list[str]
+    """Of every cell."""
+    cells: Annotated[dict[str, list[str]], Field(min_length=1)]
+    budget: PositiveFloat
+    unit: Unit
+    """Of the budget of one run."""
+    rates: Annotated[list[PositiveFloat], Field(min_length=1)]
+    seeds: PositiveInt
+    pilots: PositiveInt
+    """Pilot runs of each cell at each rate; none are needed for one rate."""
+    steps: Annotated[list[PositiveInt], Field(min_length=1)]
+    """Step counts at which trained models are judged."""
+
+    def overrides_of(self, cell: str) -> list[str]:
+        return [*self.overrides, *self.cells[cell]]
+
+
+def work(config: Config, iteration: int) -> int:
+    """What an iteration (from 0) asks of the network, in evaluations of one latent.
+
+    A rollout's evaluations, and three for each latent of the training pass; four with a KL term, whose base model looks too.
+    """
+    algorithm = config.algorithm
+    plans = algorithm.plans(config.sampling.num_steps, iteration, config.trainer.seed)
+    passes = TRAINED_LATENT + (algorithm.kl_weight > 0)
+    rollout = count_evaluations(plans, algorithm.group_size, config.sampling.tails)
+    return config.trainer.prompts_per_iteration * (rollout + passes * count_trained(plans, algorithm.group_size))
+
+
+def iterations_within(config: Config, evaluations: float) -> int:
+    """The most iterations whose `work` stays within `evaluations`; a `UserError` if that is none."""
+    iterations, spent = 0, work(config, 0)
+    if spent > evaluations:
+        raise UserError(f"a budget of {evaluations:,.0f} evaluations is below one iteration, which takes {spent:,}")
+    while spent <= evaluations:
+        iterations += 1
+        spent += work(config, iterations)
+    return iterations
+
+
+def seconds_per_evaluation(config: Config, run_dir: Path) -> float:
+    """What `work` costs in time, by a probe: a short run of `config`, whose first iteration (warming up) does not count."""
+    rows = [row for row in read_metrics(run_dir) if row["kind"] == "train" and row["iteration"] > 1]
+    return sum(row["seconds"] for row in rows) / sum(work(config, row["iteration"] - 1) for row in rows)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished training run has to say: after every evaluation the scores [N] by reward, and what was spent by then."""
+
+    iterations: list[int]
+    work: list[int]
+    seconds: list[float]
+    """Of training; evaluations do not count."""
+    scores: list[dict[str, Scores]]
+
+
+def read_run(config: Config, run_dir: Path) -> Run:
+    """The run of `config` in `run_dir`."""
+    iterations, spent, seconds, scores = [], [], [], []
+    evaluations = 0
+    clock = 0.0
+    for row in read_metrics(run_dir):
+        if row["kind"] == "train":
+            evaluations += work(config, row["iteration"] - 1)
+            clock += row["seconds"]
+        else:
+            path = run_dir / SCORES / f"iteration_{row['iteration']:06d}.safetensors"
+            iterations.append(row["iteration"])
+            spent.append(evaluations)
+            seconds.append(clock)
+            scores.append({name: values.double().numpy() for name, values in load_file(path).items()})
+    return Run(iterations, spent, seconds, scores)
+
+
+def gain(run: Run, weights: Mapping[str, float]) -> float:
+    """By how much a run raised the rewards that it was trained on: each one's mean change in units of the base's standard
+    deviation over prompts, weighted as in training, summed. Missing scores are left out; a reward that does not vary counts as
+    it is."""
+    first, last = run.scores[0], run.scores[-1]
+    total = 0.0
+    for name, weight in weights.items():
+        spread = float(np.nanstd(first[name]))
+        total += weight * float(np.nanmean(last[name] - first[name])) / (spread if spread > 0 else 1.0)
+    return total
+
+
+def best_rate(gains: Mapping[float, Sequence[float]]) -> float:
+    """The rate whose pilots gained most on average; the smaller of two equals."""
+    return max(sorted(gains), key=lambda rate: float(np.mean(gains[rate])))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cell after an evaluation: what was spent, on average over seeds, and the change of a reward against the base."""
+
+    iteration: int
+    work: float
+    seconds: float
+    change: Interval
+
+
+def curve(runs: Sequence[Run], reward: str) -> list[Point]:
+    """A reward's way through training, over the seeds' runs and the held-out prompts, which all have in common."""
+    points = []
+    for place, iteration in enumerate(runs[0].iterations):
+        change = np.stack([run.scores[place][reward] - run.scores[0][reward] for run in runs])
+        spent, seconds = (float(np.mean([getattr(run, of)[place] for run in runs])) for of in ("work", "seconds"))
+        points.append(Point(iteration, spent, seconds, bootstrap_crossed(change)))
+    return points
+
+
+@dataclass(frozen=True)
+class Line:
+    """A cell judged by one reward at one step count; scores of all seeds and prompts, from the same noise for all cells."""
+
+    cell: str
+    steps: int
+    reward: str
+    tuned: Interval
+    change: Interval
+    """Against the base."""
+    lead: Interval
+    """Against the first cell, seed by seed and prompt by prompt."""
+
+
+Judged = Mapping[tuple[int, str], Scores]
+"""Scores by (steps, reward): [N] of the base, [S, N] of a cell."""
+
+
+def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Line]:
+    """The table of a study, by step count, reward and cell; the first cell is what the others are measured against."""
+    first = next(iter(cells.values()))
+    return [
+        Line(
+            name,
+            *key,
+            tuned=bootstrap_crossed(judged[key]),
+            change=bootstrap_crossed(judged[key] - base[key]),
+            lead=bootstrap_crossed(judged[key] - first[key]),
+        )
+        for key in base
+        for name, judged in cells.items()
+    ]
+
+
+def judged_scores(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Scores]:
+    """Scores [N] by (steps, reward) from the rows of an evaluation of one side (`judging.Judging.rows`)."""
+    table: dict[tuple[int, str], list[float]] = {}
+    for row in sorted(rows, key=lambda row: (row["steps"], row["index"])):
+        for name, value in row["scores"].items():
+            table.setdefault((row["steps"], name), []).append(np.nan if value is None else value)
+    return {key: np.array(values) for key, values in table.items()}
+
+
+def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:
+    """Draws curves[reward][cell]: a row of panels per reward, against iterations, network evaluations and seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from g2rpo.pictures import COLOURS
+
+    axes_of: dict[str, Callable[[Point], float]] = {
+        "iterations": lambda point: point.iteration,
+        "network evaluations, training included": lambda point: point.work,
+        "seconds of training": lambda point: point.seconds,
+    }
+    figure, axes = pyplot.subplots(
+        len(curves), 3, figsize=(12.6, 2.8 * len(curves)), squeeze=False, layout="constrained", sharey="row"
+    )
+    for row, (reward, cells) in zip(axes, curves.items(), strict=True):
+        for axis, (label, spent) in zip(row, axes_of.items(), strict=True):
+            for number, (cell, points) in enumerate(cells.items()):
+                x, style = [spent(point) for point in points], "-" if number < len(COLOURS) else "--"
+                colour = COLOURS[number % len(COLOURS)]
+                axis.plot(x, [point.change.mean for point in points], style, color=colour, marker="o", markersize=3, label=cell)
+                ends = ([getattr(point.change, end) for point in points] for end in ("low", "high"))
+                axis.fill_between(x, *ends, color=colour, alpha=0.15, linewidth=0)
+            axis.axhline(0, color="#888", linewidth=0.8)
+            axis.set_xlabel(label, fontsize=9)
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+        row[0].set_ylabel("change", fontsize=9)
+        row[0].set_title(f"{reward} ({'trained on' if reward in trained else 'judged only'})", fontsize=10, loc="left")
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

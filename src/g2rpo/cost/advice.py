@@ -1,0 +1,67 @@
+"""What would fit instead, when a run does not: overrides to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+from g2rpo.config import Config
+
+LEARNED = ("hpsv2", "clip_score", "pickscore", "image_reward", "aesthetic")
+"""Rewards whose weights may be kept in bfloat16."""
+Change = tuple[str, ...]
+"""Overrides that belong together."""
+
+
+def same_result(config: Config) -> Iterator[Change]:
+    """Changes that cost time or disk and leave the run's mathematics alone, from the dearest to the cheapest."""
+    if config.trainer.micro_batch_size > 1:
+        yield ("trainer.micro_batch_size=1",)
+    if config.sampling.batch_size not in ("auto", *range(9)):
+        yield ("sampling.batch_size=8",)
+    if config.sampling.decode_batch_size not in ("auto", 1):
+        yield ("sampling.decode_batch_size=1",)
+    if not config.policy.gradient_checkpointing:
+        yield ("policy.gradient_checkpointing=true",)
+    if config.prompts.cache == "off":
+        yield ("prompts.cache=auto",)
+
+
+def other_method(config: Config) -> Iterator[Change]:
+    """Changes of how exactly things are computed or of what is trained, the mildest first; the first changes nothing."""
+    tables = {"rewards": config.rewards, "evaluation.rewards": config.evaluation.rewards}
+    rewards = tuple(
+        f"{table}.{name}.options.dtype=bfloat16"
+        for table, entries in tables.items()
+        for name, entry in entries.items()
+        if entry.kind in LEARNED and entry.options.get("dtype", "float32") == "float32"
+    )
+    network = ("policy.dtype=bfloat16",) if config.policy.dtype == "float32" else ()
+    low_rank = ("policy.tuning=lora", "optim.learning_rate=1e-4") if config.policy.tuning == "full" else ()
+    seen = set()
+    for parts in product(((), low_rank), ((), network), ((), rewards)):
+        change = tuple(override for part in parts for override in part)
+        if change not in seen:
+            seen.add(change)
+            yield change
+
+
+def what_fits(config: Config, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
+    """The mildest overrides with which a run fits, none of them to spare; None if there are none.
+
+    `fits` is asked about overrides on top of `config`, a handful of times.
+    """
+    for method in other_method(config):
+        neutral = list(same_result(config))
+        if not fits([*method, *_flat(neutral)]):
+            continue
+        for change in list(neutral):
+            without = [other for other in neutral if other != change]
+            if (without or method) and fits([*method, *_flat(without)]):
+                neutral = without
+        return [*method, *_flat(neutral)]
+    return None
+
+
+def _flat(changes: Sequence[Change]) -> list[str]:
+    return [override for change in changes for override in change]

@@ -1,0 +1,192 @@
+"""Models without weights: pipelines and the real policies around them on torch's meta device, where tensors have no data.
+
+The policies' own constructors decide what is float32, what is frozen and where adapters sit, so a plan cannot disagree with
+a run about that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from g2rpo import components
+from g2rpo.config import PolicyConfig
+from g2rpo.errors import UserError
+
+Part = tuple[str, dict[str, Any]]
+"""A class, as "library:Name", and its config."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A pipeline's class and its models by name; `clip_tokens` is the length to which the CLIP tokenizers pad."""
+
+    kind: str
+    parts: Mapping[str, Part]
+    clip_tokens: int = 77
+
+
+def read_blueprint(config: PolicyConfig) -> Blueprint:
+    """The blueprint of `config.path`: a known hub id's published one, or what the config.json files of a folder or hub say."""
+    if config.path in PUBLISHED:
+        known = PUBLISHED[config.path]
+        components.check_pipeline(config.path, known.kind, config.pipeline)
+        return known
+    path, kind = components.locate_pipeline(config.path, config.pipeline)
+    index = _read(path, "model_index.json")
+    parts = {
+        name: (f"{entry[0]}:{entry[1]}", _read(path, f"{name}/config.json"))
+        for name, entry in index.items()
+        if isinstance(entry, list) and name.startswith(("transformer", "vae", "text_encoder")) and entry[0] is not None
+    }
+    return Blueprint(kind, parts, _read(path, "tokenizer/tokenizer_config.json").get("model_max_length", 77))
+
+
+def _read(pipeline: str, file: str) -> dict[str, Any]:
+    from huggingface_hub import hf_hub_download
+
+    folder = Path(pipeline)
+    try:
+        local = folder / file if folder.is_dir() else Path(hf_hub_download(pipeline, file))
+        return json.loads(local.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"policy.path={pipeline}: its {file} cannot be read: {error}") from None
+
+
+def on_meta(part: Part) -> nn.Module:
+    """The module of a part, on the meta device."""
+    target, config = part
+    library, _, name = target.partition(":")
+    kind = getattr(importlib.import_module(library), name)
+    with torch.device("meta"):
+        return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
+
+
+def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> Any:
+    """The policy that a run of `config` would build, on the meta device. UserError for a size or option it refuses."""
+    import diffusers
+
+    pipeline_class = getattr(diffusers, blueprint.kind)
+    absent = dict.fromkeys(inspect.signature(pipeline_class).parameters)  # tokenizers, and what a pipeline may lack
+    modules = {name: on_meta(part) for name, part in blueprint.parts.items()}
+    pipeline = pipeline_class(**{**absent, **modules, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()})
+    policy, options = components.policy_options(config, blueprint.kind, device="meta")
+    try:
+        return policy(pipeline, **options)
+    except ValueError as error:
+        raise UserError(f"policy.path={config.path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of what a policy reads and writes: one latent, one prompt's conditioning, tokens, network rows an evaluation."""
+
+    latent: tuple[int, ...]
+    cond: Mapping[str, tuple[int, ...]]
+    image_tokens: int
+    text_tokens: int
+    rows: int
+
+    @property
+    def latent_bytes(self) -> int:
+        """Latents are float32 wherever they are kept."""
+        return 4 * math.prod(self.latent)
+
+
+def shapes_of(policy: Any, blueprint: Blueprint) -> Shapes:
+    """The shapes of a policy on the meta device. SD3's prompts are CLIP's and T5's tokens, one after the other."""
+    config = policy.pipeline.transformer.config
+    latent = tuple(policy.noise([torch.Generator()]).shape[1:])
+    packed = len(latent) == 2
+    image = latent[0] if packed else math.prod(latent[1:]) // config.patch_size**2
+    text = policy.max_sequence_length + (0 if packed else blueprint.clip_tokens)
+    guided = getattr(policy, "guided", False)
+    cond: dict[str, tuple[int, ...]] = {
+        "sequence": (text, config.joint_attention_dim),
+        "pooled": (config.pooled_projection_dim,),
+    }
+    if guided:
+        cond |= {f"negative_{name}": shape for name, shape in cond.items()}
+    return Shapes(latent, cond, image, text, 2 if guided else 1)
+
+
+def size_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, shared ones once."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+_CLIP_L = {
+    "vocab_size": 49408, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "max_position_embeddings": 77, "projection_dim": 768, "hidden_act": "quick_gelu",
+}  # fmt: skip
+_CLIP_G = {
+    **_CLIP_L, "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
+    "projection_dim": 1280, "hidden_act": "gelu",
+}  # fmt: skip
+_T5_XXL = {
+    "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+}  # fmt: skip
+_VAE = {
+    "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32,
+    "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159,
+    "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
+}  # fmt: skip
+_FLUX = {
+    "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24,
+    "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True, "axes_dims_rope": (16, 56, 56),
+}  # fmt: skip
+_SD3 = {
+    "sample_size": 128, "patch_size": 2, "in_channels": 16, "out_channels": 16, "attention_head_dim": 64,
+    "joint_attention_dim": 4096, "pooled_projection_dim": 2048, "qk_norm": "rms_norm",
+}  # fmt: skip
+_SD35_MEDIUM = {
+    **_SD3, "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 384,
+    "dual_attention_layers": tuple(range(13)),
+}  # fmt: skip
+_SD35_LARGE = {
+    **_SD3, "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+}  # fmt: skip
+
+
+def _flux(**changes: Any) -> Blueprint:
+    return Blueprint(
+        "FluxPipeline",
+        {
+            "transformer": ("diffusers:FluxTransformer2DModel", {**_FLUX, **changes}),
+            "text_encoder": ("transformers:CLIPTextModel", _CLIP_L),
+            "text_encoder_2": ("transformers:T5EncoderModel", _T5_XXL),
+            "vae": ("diffusers:AutoencoderKL", _VAE),
+        },
+    )
+
+
+def _sd3(transformer: dict[str, Any]) -> Blueprint:
+    return Blueprint(
+        "StableDiffusion3Pipeline",
+        {
+            "transformer": ("diffusers:SD3Transformer2DModel", transformer),
+            "text_encoder": ("transformers:CLIPTextModelWithProjection", _CLIP_L),
+            "text_encoder_2": ("transformers:CLIPTextModelWithProjection", _CLIP_G),
+            "text_encoder_3": ("transformers:T5EncoderModel", _T5_XXL),
+            "vae": ("diffusers:AutoencoderKL", {**_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}),
+        },
+    )
+
+
+PUBLISHED = {
+    "black-forest-labs/FLUX.1-dev": _flux(),
+    "black-forest-labs/FLUX.1-schnell": _flux(guidance_embeds=False),
+    "stabilityai/stable-diffusion-3.5-medium": _sd3(_SD35_MEDIUM),
+    "stabilityai/stable-diffusion-3.5-large": _sd3(_SD35_LARGE),
+}
+"""The published configs of gated models, as far as sizes depend on them: nothing needs to be downloaded to plan."""

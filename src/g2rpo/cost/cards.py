@@ -1,0 +1,54 @@
+"""Accelerators by their datasheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from g2rpo.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Card:
+    """Memory in GiB; dense TFLOP/s in bfloat16 with float32 sums, and in float32; memory GB/s; what torch calls it."""
+
+    name: str
+    memory_gib: float
+    bfloat16: float
+    float32: float
+    bandwidth: float
+    pattern: str
+
+    def tflops(self, dtype: str) -> float:
+        return self.float32 if dtype == "float32" else self.bfloat16
+
+
+CARDS = {
+    "b200": Card("NVIDIA B200", 180, 2250, 75, 8000, "B200"),
+    "h200": Card("NVIDIA H200", 140, 989, 67, 4800, "H200"),
+    "h100": Card("NVIDIA H100 SXM 80 GB", 79.6, 989, 67, 3350, "H100 80GB HBM3"),
+    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.6, 756, 51, 2000, "H100 PCIe"),
+    "a100": Card("NVIDIA A100 80 GB", 80, 312, 19.5, 2039, "A100.*80GB"),
+    "a100-40": Card("NVIDIA A100 40 GB", 40, 312, 19.5, 1555, "A100.*40GB"),
+    "l40s": Card("NVIDIA L40S", 45, 362, 91.6, 864, "L40S"),
+    "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 48, 364, 91.1, 960, "RTX 6000 Ada"),
+    "a6000": Card("NVIDIA RTX A6000", 48, 155, 38.7, 768, "RTX A6000"),
+    "l4": Card("NVIDIA L4", 22.5, 121, 30.3, 300, "L4$"),
+    "rtx5090": Card("NVIDIA RTX 5090", 32, 209.5, 104.8, 1792, "RTX 5090"),
+    "rtx4090": Card("NVIDIA RTX 4090", 24, 165.2, 82.6, 1008, "RTX 4090"),
+    "rtx3090": Card("NVIDIA RTX 3090", 24, 71, 35.6, 936, "RTX 3090$"),
+}
+"""Public datasheets (dense, not "with sparsity"); memory about as the driver reports it, which is what can be allocated."""
+
+
+def find_card(name: str) -> Card:
+    """The card called `name`; UserError with near matches if there is none."""
+    key = name.lower().replace(" ", "").replace("_", "-")
+    if key not in CARDS:
+        raise UserError(f"--device {name}: unknown device.{did_you_mean(key, [*CARDS, 'cpu', 'cuda'])}")
+    return CARDS[key]
+
+
+def card_of(device_name: str) -> Card | None:
+    """The card that torch calls `device_name`, such as "NVIDIA H100 80GB HBM3"; None if no datasheet is known."""
+    return next((card for card in CARDS.values() if re.search(card.pattern, device_name)), None)

@@ -1,0 +1,159 @@
+"""What a run does, counted: the engine and the updater themselves run, on a policy of three numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from g2rpo.config import Config
+from g2rpo.flow import sigma_grid
+from g2rpo.memory import CPU_ROWS, batch_sizes
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.engine import Engine
+from g2rpo.seeding import generator_for
+from g2rpo.types import Cond, Plan
+from g2rpo.update import Experience, Updater
+
+AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
+"""What a plan takes "auto" to be on a GPU. The run takes more, as long as a fifth of the memory stays free."""
+
+
+def settled(config: Config, cuda: bool) -> Config:
+    """`config` with numbers for batch sizes that are "auto"."""
+    sizes = AUTO_ROWS if cuda else {"batch_size": CPU_ROWS["rollout"], "decode_batch_size": CPU_ROWS["decode"]}
+    found = {name: size for name, size in sizes.items() if getattr(config.sampling, name) == "auto"}
+    return config.model_copy(update={"sampling": config.sampling.model_copy(update=found)})
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration. Rows are evaluations of a velocity; true guidance makes two rows of the network of each."""
+
+    plans: tuple[Plan, ...]
+    calls: tuple[int, ...]
+    """Rows of every call of the policy's network in the rollout."""
+    tail_calls: tuple[int, ...]
+    """Likewise of the tails' own network, where they have one."""
+    passes: tuple[int, ...]
+    """Rows of every training pass, forward and backward."""
+    reference_rows: int
+    """Rows that a KL term evaluates under the untrained model."""
+    optimizer_steps: int
+    images: int
+
+    @property
+    def evaluations(self) -> int:
+        return sum(self.calls) + sum(self.tail_calls)
+
+    @property
+    def training_rows(self) -> int:
+        return sum(self.passes)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The iterations of a run, alike ones together, and its evaluations on held-out prompts and checkpoints."""
+
+    kinds: tuple[tuple[Iteration, int], ...]
+    """Iterations and how many there are of each: where an algorithm's window moves, they differ."""
+    prompts: int
+    heldout: int
+    """Held-out prompts: pictures of one evaluation, scored by every reward and judge."""
+    heldout_steps: int
+    times_evaluated: int
+    checkpoints: int
+
+    @property
+    def iterations(self) -> int:
+        return sum(times for _, times in self.kinds)
+
+    @property
+    def heldout_evaluations(self) -> int:
+        return self.heldout * self.heldout_steps
+
+    def total(self, of: Callable[[Iteration], float]) -> float:
+        """A quantity of iterations, summed over the run."""
+        return sum(times * of(iteration) for iteration, times in self.kinds)
+
+    def mean(self, of: Callable[[Iteration], float]) -> float:
+        """A quantity of iterations, on average over the run."""
+        return self.total(of) / self.iterations
+
+    def largest(self, of: Callable[[Iteration], Sequence[int]]) -> int:
+        """The largest call of a kind; 0 if there is none."""
+        return max((max(of(iteration), default=0) for iteration, _ in self.kinds), default=0)
+
+
+def count(config: Config, heldout: int) -> Counts:
+    """Counts of a run of `config` (with settled batch sizes) with `heldout` held-out prompts.
+
+    Held-out pictures are judged before the first iteration, every `evaluation.every` iterations and after the last; then
+    once more for the before/after table.
+    """
+    trainer = config.trainer
+    kinds = Counter(tuple(plans_of(config, iteration)) for iteration in range(trainer.iterations))
+    return Counts(
+        kinds=tuple((_dry(config, plans), times) for plans, times in kinds.items()),
+        prompts=trainer.prompts_per_iteration,
+        heldout=heldout,
+        heldout_steps=config.evaluation.num_steps or config.sampling.num_steps,
+        times_evaluated=2 + _times(trainer.iterations, config.evaluation.every),
+        checkpoints=_times(trainer.iterations, trainer.checkpoint_every),
+    )
+
+
+def plans_of(config: Config, iteration: int) -> list[Plan]:
+    """The plans of one iteration."""
+    return config.algorithm.plans(config.sampling.num_steps, iteration, config.trainer.seed)
+
+
+def _times(iterations: int, every: int) -> int:
+    """How often something happens that happens every so many iterations, and after the last."""
+    return iterations // every + bool(iterations % every)
+
+
+class _Recorder(GaussianPolicy):
+    """A policy of three numbers that notes who asks for how many velocities."""
+
+    def __init__(self) -> None:
+        super().__init__(size=1)
+        self.calls: dict[str, list[int]] = {"rollout": [], "tails": [], "training": [], "reference": []}
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        kind = "training" if torch.is_grad_enabled() else "reference" if self._in_base else "rollout"
+        self.calls[kind].append(len(x))
+        return super().velocity(x, sigma, cond)
+
+    def tail_velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        self.calls["tails"].append(len(x))
+        return super().velocity(x, sigma, cond)
+
+
+def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
+    """An iteration of the real engine and updater with next to nothing in it."""
+    algorithm, sampling, policy = config.algorithm, config.sampling, _Recorder()
+    sigmas = sigma_grid(sampling.num_steps)
+    kernel = algorithm.kernel(sigmas)
+    cond = policy.encode(["0"] * config.trainer.prompts_per_iteration)
+    tails = policy.tail_velocity if sampling.tails.own_network else None
+    rows = int(sampling.batch_size)
+    engine = Engine(policy, cond, sigmas, rows, tails=sampling.tails, tail_velocity=tails)
+    rollouts = engine.rollout(plans, algorithm.group_size, kernel, generator_for)
+    silent = torch.zeros(algorithm.group_size)
+    experience = [Experience(rollout.prompt, step, silent) for rollout in rollouts for step in rollout.transitions]
+    sizes = batch_sizes(rows, int(sampling.decode_batch_size), config.trainer.micro_batch_size, policy.device, print)
+    optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
+    updates = Updater(policy, algorithm, optimizer, sigmas, kernel, sizes, 1.0).update(experience, cond)
+    return Iteration(
+        plans=tuple(plans),
+        calls=tuple(policy.calls["rollout"]),
+        tail_calls=tuple(policy.calls["tails"]),
+        passes=tuple(policy.calls["training"]),
+        reference_rows=sum(policy.calls["reference"]),
+        optimizer_steps=len(updates.grad_norms) + updates.skipped,
+        images=sum(rollout.finals.shape[:2].numel() for rollout in rollouts),
+    )

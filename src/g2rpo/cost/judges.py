@@ -1,0 +1,122 @@
+"""What reward models weigh and compute, as far as their kind and options tell: built on the meta device, never loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from g2rpo.config import RewardConfig
+from g2rpo.cost.blueprint import size_of
+from g2rpo.rewards.open_clip import VIT_H_14, clip_config
+
+LARGE_14 = {
+    "embed_dim": 768,
+    "vision_cfg": {"image_size": 224, "layers": 24, "width": 1024, "patch_size": 14},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 768, "heads": 12, "layers": 12},
+}
+CLIPS = {
+    "apple/DFN5B-CLIP-ViT-H-14": VIT_H_14,
+    "apple/DFN5B-CLIP-ViT-H-14-384": {**VIT_H_14, "vision_cfg": {**VIT_H_14["vision_cfg"], "image_size": 378}},
+    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": VIT_H_14,
+    "openai/clip-vit-large-patch14": LARGE_14,
+}
+"""Published CLIPs in open_clip's terms."""
+NO_WEIGHTS = ("http", "vlm_judge", "function", "jpeg_size", "brightness", "saturation", "scene_accuracy")
+"""Rewards without a model of their own in this process. What a `function` holds is its author's business."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A reward's weights in bytes, where they are, and floating-point operations for one picture in `dtype`."""
+
+    bytes: int
+    flops: float
+    device: str
+    dtype: str
+
+
+def judge(entry: RewardConfig, device: str) -> Judge | None:
+    """The cost of one reward where models go to `device` unless their options say otherwise; None if it is unknown.
+
+    Pictures only: a prompt's text features are computed once and kept. Preprocessing on the CPU is not counted.
+    """
+    options = {"device": device, "dtype": "float32", **entry.options}
+    if entry.kind in NO_WEIGHTS:
+        return Judge(0, 0.0, "cpu", "float32")
+    if entry.kind.startswith("scene_"):  # the testbed's own, always on the CPU
+        options |= {"device": "cpu", "dtype": "float32"}
+    measured = _measured(entry.kind, options)
+    if measured is None:
+        return None
+    weights, flops = measured
+    width = torch.finfo(getattr(torch, options["dtype"])).bits // 8
+    return Judge(weights * width // 4, flops, options["device"], options["dtype"])
+
+
+def _measured(kind: str, options: dict[str, Any]) -> tuple[int, float] | None:
+    """(bytes in float32, operations for one picture) of a reward model."""
+    with torch.device("meta"):
+        if kind == "image_reward":
+            return _image_reward()
+        config = _clip(kind, options)
+        if config is None:
+            return None
+        from transformers import CLIPModel
+
+        model = CLIPModel(config)
+        pixels = torch.empty(1, 3, *[config.vision_config.image_size] * 2)
+    return size_of(model), count_flops(lambda: model.get_image_features(pixel_values=pixels))
+
+
+def _clip(kind: str, options: dict[str, Any]) -> Any:
+    """The CLIPConfig of a reward, None if its folder or repository is not known."""
+    from transformers import CLIPConfig
+
+    from g2rpo.testbed import assets_dir
+
+    if kind in ("hpsv2", "pickscore"):
+        return clip_config(options.get("model_cfg") or VIT_H_14)
+    if kind.startswith("scene_"):
+        return CLIPConfig.from_pretrained(assets_dir() / kind.removeprefix("scene_"))
+    path = str(options.get("clip", "openai/clip-vit-large-patch14") if kind == "aesthetic" else options.get("path"))
+    if path in CLIPS:
+        return clip_config(CLIPS[path])
+    folder = Path(path).expanduser()
+    if (folder / "open_clip_config.json").is_file():
+        return clip_config(json.loads((folder / "open_clip_config.json").read_text(encoding="utf-8"))["model_cfg"])
+    return CLIPConfig.from_pretrained(folder) if (folder / "config.json").is_file() else None
+
+
+def _image_reward() -> tuple[int, float]:
+    """BLIP's large vision tower and BERT with cross-attention, as published; the small head is left out."""
+    from transformers import BlipTextConfig, BlipVisionConfig
+    from transformers.models.blip.modeling_blip import BlipVisionModel
+    from transformers.models.blip.modeling_blip_text import BlipTextModel
+
+    from g2rpo.rewards.image_reward import MAX_TOKENS
+
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    vision = BlipVisionModel(BlipVisionConfig(**wide, image_size=224, patch_size=16))
+    base = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    text = BlipTextModel(
+        BlipTextConfig(**base, vocab_size=30524, encoder_hidden_size=1024, max_position_embeddings=512, is_decoder=True),
+        add_pooling_layer=False,
+    )
+    pixels, words = torch.empty(1, 3, 224, 224), torch.zeros(1, MAX_TOKENS, dtype=torch.long)
+    flops = count_flops(
+        lambda: text(input_ids=words, encoder_hidden_states=vision(pixel_values=pixels).last_hidden_state, is_decoder=False)
+    )
+    return size_of(vision) + size_of(text), flops
+
+
+def count_flops(run: Callable[[], Any]) -> float:
+    """Floating-point operations of matrix products, convolutions and attention in `run`, by torch's own counter."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        run()
+    return float(counter.get_total_flops())

@@ -1,0 +1,151 @@
+"""What a run holds on its device, by part and by moment, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from g2rpo.config import Config
+from g2rpo.cost.blueprint import Blueprint, Shapes, size_of
+from g2rpo.cost.counting import Counts, Iteration
+from g2rpo.cost.judges import Judge
+from g2rpo.cost.trace import working_sets
+
+RESERVE, SLACK = 2**30, 0.05
+"""Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `parts` is what stays from the first update on, `working` what comes and goes, `moments` the peaks.
+
+    `moments` has the time before the first update too, when the text encoders are there and the optimizer is not. `needed`
+    is the largest of them with the reserve; `host` is what loading passes through the machine's own memory.
+    """
+
+    parts: dict[str, int]
+    working: dict[str, int]
+    moments: dict[str, int]
+    needed: int
+    host: int
+    checkpoint: int
+    embeddings: int
+    unknown: tuple[str, ...]
+    """Rewards whose weights could not be told."""
+
+
+def plan_memory(
+    config: Config,
+    blueprint: Blueprint,
+    policy: Any,
+    shapes: Shapes,
+    judges: dict[str, Judge | None],
+    counts: Counts,
+    *,
+    cuda: bool,
+    distinct_prompts: int,
+) -> Memory:
+    """The memory of a run of `config`, whose policy on the meta device is `policy`."""
+    trained = trained_parts(config, policy)
+    encoders = sum(size_of(getattr(policy.pipeline, name)) for name in blueprint.parts if name.startswith("text_encoder"))
+    parked = cuda and config.prompts.cache != "off"  # on a CPU they stay where they are
+    here = "cuda" if cuda else "cpu"
+    scoring = {
+        f"reward {name}": known.bytes
+        for name, known in judges.items()
+        if known is not None and known.bytes and known.device.removesuffix(":0") == here
+    }
+    always = {**trained["weights"], "VAE": size_of(policy.pipeline.vae), **scoring}
+    if config.policy.tuning == "full" and config.algorithm.kl_weight:
+        always["base copy for the KL term"] = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
+    if config.sampling.tails.own_network:
+        always["tails' own network"] = _tail_network(config, policy)
+    after = {**trained["optimizer"], **({} if parked else {"text encoders": encoders})}
+    work = {"latents": _latents(config, counts, shapes), "prompt embeddings": counts.prompts * _row(policy, shapes)}
+    traced = working_sets(blueprint, config, counts, like_cuda=cuda)
+    working = {
+        **work,
+        "network call": traced.velocity,
+        "decoding": traced.decode,
+        "training pass": traced.training,
+        "optimizer step": _optimizer_scratch(policy, cuda),
+        **({"averaged weights swapped in": trained["weights"]["trained weights"]} if config.optim.ema_decay else {}),
+    }
+    stays = sum(always.values()) + sum(after.values())
+    held = stays + sum(work.values())
+    moments = {
+        "encoding prompts": sum(always.values()) + encoders,
+        "rollout": held + traced.velocity,
+        "decoding": held + traced.decode,
+        "update": held + max(traced.training, working["optimizer step"]),
+        "evaluation": stays + working.get("averaged weights swapped in", 0) + max(traced.velocity, traced.decode),
+    }
+    peak = max(moments.values())
+    return Memory(
+        parts={**always, **after},
+        working=working,
+        moments=moments,
+        needed=math.ceil(peak * (1 + SLACK)) + RESERVE if cuda else peak,
+        host=size_of(policy.pipeline.transformer) + size_of(policy.pipeline.vae) + encoders,
+        checkpoint=trained["weights"]["trained weights"] * (2 if config.optim.ema_decay else 1)
+        + trained["optimizer"]["moments"],
+        embeddings=distinct_prompts * _row(policy, shapes) if config.prompts.cache != "off" else 0,
+        unknown=tuple(name for name, known in judges.items() if known is None),
+    )
+
+
+def trained_parts(config: Config, policy: Any) -> dict[str, dict[str, int]]:
+    """Bytes of the transformer's weights, frozen and trained, and of what the optimizer keeps beside the trained ones.
+
+    Trained weights are float32, and with them gradients (kept from one update to the next), AdamW's two moments and its
+    step counter (4 bytes for every tensor), and the moving average if there is one.
+    """
+    parameters = policy.trainable_parameters()
+    trained = sum(p.nbytes for p in parameters)
+    optimizer = {"gradients": trained, "moments": 2 * trained + 4 * len(parameters)}
+    if config.optim.ema_decay:
+        optimizer["moving average"] = trained
+    frozen = size_of(policy.pipeline.transformer) - trained
+    return {"weights": {"frozen weights": frozen, "trained weights": trained}, "optimizer": optimizer}
+
+
+def _optimizer_scratch(policy: Any, cuda: bool) -> int:
+    """What one AdamW step allocates: on CUDA it works on all tensors at once, and a root of the second moments is made."""
+    sizes = [p.nbytes for p in policy.trainable_parameters()]
+    return sum(sizes) if cuda else max(sizes)
+
+
+def _latents(config: Config, counts: Counts, shapes: Shapes) -> int:
+    """What a rollout keeps: of every group a branch point with its velocity, two latents for every member and stochastic step
+    (where it lands, and what is made of that), and the finals twice, as rows and stacked."""
+    group = config.algorithm.group_size
+
+    def rows(iteration: Iteration) -> list[int]:
+        plans = iteration.plans
+        return [sum(2 + 2 * group * (plan.merge - plan.branch) + 2 * group * len(plan.tails) for plan in plans)]
+
+    return counts.prompts * counts.largest(rows) * shapes.latent_bytes
+
+
+def _tail_network(config: Config, policy: Any) -> int:
+    """What `policies.fast.FastNetwork` does not share with the policy: weights in another dtype, or int8 ones."""
+    tails, total = config.sampling.tails, 0
+    kind = torch.bfloat16 if tails.dtype == "bfloat16" else policy.dtype
+    linear = {id(module.weight) for module in policy.pipeline.transformer.modules() if isinstance(module, nn.Linear)}
+    for name, weight in policy.pipeline.transformer.named_parameters():
+        if "lora_" in name:
+            continue
+        if tails.quantize == "int8" and id(weight) in linear:
+            total += weight.numel()
+        elif weight.dtype != kind:
+            total += weight.numel() * kind.itemsize
+    return total
+
+
+def _row(policy: Any, shapes: Shapes) -> int:
+    """One prompt's embedding, in the encoders' dtype."""
+    return sum(math.prod(shape) for shape in shapes.cond.values()) * policy.dtype.itemsize

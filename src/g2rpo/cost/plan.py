@@ -1,0 +1,162 @@
+"""A plan: what a run of a config will do, hold and take, on one device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from g2rpo import components
+from g2rpo.config import Config
+from g2rpo.cost.blueprint import Shapes, build_on_meta, read_blueprint, shapes_of
+from g2rpo.cost.cards import CARDS, Card, card_of, find_card
+from g2rpo.cost.counting import Counts, Iteration, count, settled
+from g2rpo.cost.judges import Judge, judge
+from g2rpo.cost.memory import Memory, plan_memory
+from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
+from g2rpo.errors import UserError
+
+COUNTED: dict[str, Callable[[Iteration], float]] = {
+    "evaluations": lambda it: it.evaluations,
+    "images": lambda it: it.images,
+    "training_rows": lambda it: it.training_rows,
+    "training_passes": lambda it: len(it.passes),
+    "reference_rows": lambda it: it.reference_rows,
+    "optimizer_steps": lambda it: it.optimizer_steps,
+}
+"""What is counted in an iteration, by name."""
+SMALL = 1_000_000_000
+"""Parameters up to which a probe on a CPU is a matter of seconds."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the run is to happen: this machine's own device, or a card by its datasheet."""
+
+    name: str
+    cuda: bool
+    own: bool
+    capacity: int
+    """Bytes of the device's memory."""
+    card: Card | None
+
+    def holds(self, plan: Plan) -> bool:
+        return plan.memory.needed <= self.capacity
+
+
+def find_target(device: str) -> Target:
+    """The target that `device` names: "auto", "cpu" or "cuda" on this machine, or a card of `cards.CARDS`."""
+    device = components.pick_device(device)
+    if device == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Target("this machine's CPU", False, True, memory, None)
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise UserError(f"--device {device}: torch sees no CUDA device here; name a card instead: {', '.join(CARDS)}")
+        properties = torch.cuda.get_device_properties(torch.device(device))
+        return Target(f"this machine's {properties.name}", True, True, properties.total_memory, card_of(properties.name))
+    card = find_card(device)
+    return Target(card.name, True, False, int(card.memory_gib * 2**30), card)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run of `config` does and holds on a device of the target's kind, and what it takes on any card."""
+
+    config: Config
+    counts: Counts
+    memory: Memory
+    policy: Any
+    """On the meta device."""
+    shapes: Shapes
+    judges: dict[str, Judge | None]
+    distinct_prompts: int
+
+    @cached_property
+    def work(self) -> Work:
+        return work_of(self.config, self.policy, self.shapes, self.judges, self.distinct_prompts)
+
+    @property
+    def parameters(self) -> int:
+        """Of the model as it is published: adapters not among them."""
+        named = self.policy.pipeline.transformer.named_parameters()
+        return sum(p.numel() for name, p in named if "lora_" not in name)
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(p.numel() for p in self.policy.trainable_parameters())
+
+    def seconds(self, card: Card, utilisation: float) -> Seconds:
+        """The time on a card, by its datasheet."""
+        return on_card(card, utilisation, self.counts, self.work)
+
+
+def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int) -> Plan:
+    """The plan of `config` on a CUDA device or a CPU, with `heldout` held-out prompts and so many different ones in all."""
+    config = settled(config, cuda)
+    counts = count(config, heldout)
+    blueprint = read_blueprint(config.policy)
+    policy = build_on_meta(blueprint, config.policy)
+    shapes = shapes_of(policy, blueprint)
+    table = {**config.rewards, **config.evaluation.rewards}
+    judges = {name: judge(entry, "cuda" if cuda else "cpu") for name, entry in table.items()}
+    memory = plan_memory(config, blueprint, policy, shapes, judges, counts, cuda=cuda, distinct_prompts=distinct_prompts)
+    return Plan(config, counts, memory, policy, shapes, judges, distinct_prompts)
+
+
+@dataclass(frozen=True)
+class Instead:
+    """Overrides with which a run fits, the bytes that it needs then, and its time where the device is a card."""
+
+    overrides: list[str]
+    needed: int
+    seconds: Seconds | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that `g2rpo plan` has to say. `cards` tells of every known card where `seconds` tells nothing of the target."""
+
+    recipe: str
+    plan: Plan
+    target: Target
+    seconds: Seconds | None
+    cards: Mapping[str, tuple[bool, Seconds]]
+    instead: Instead | None
+    notes: Sequence[str]
+
+    @property
+    def fits(self) -> bool:
+        return self.target.holds(self.plan)
+
+    def plain(self) -> dict[str, Any]:
+        """The same as plain data: bytes and seconds."""
+        plan, shapes, counts = self.plan, self.plan.shapes, self.plan.counts
+        return {
+            "recipe": self.recipe,
+            "device": self.target.name,
+            "parameters": plan.parameters,
+            "trained_parameters": plan.trained_parameters,
+            "image_tokens": shapes.image_tokens,
+            "text_tokens": shapes.text_tokens,
+            "network_rows_per_evaluation": shapes.rows,
+            "counts": {
+                "iterations": counts.iterations,
+                "an_iteration": {name: counts.mean(of) for name, of in COUNTED.items()},
+                "the_run": {name: counts.total(of) for name, of in COUNTED.items()},
+                "evaluations_per_prompt": counts.mean(COUNTED["evaluations"]) / counts.prompts,
+                "evaluated": counts.times_evaluated,
+                "evaluations_when_evaluated": counts.heldout_evaluations,
+                "pictures_when_evaluated": counts.heldout,
+                "checkpoints": counts.checkpoints,
+            },
+            "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},
+            "seconds": asdict(self.seconds) if self.seconds else None,
+            "cards": {key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()},
+            "instead": asdict(self.instead) if self.instead else None,
+            "notes": list(self.notes),
+        }

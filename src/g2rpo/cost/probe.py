@@ -1,0 +1,126 @@
+"""How long a run takes on this machine: a few calls of everything it does, timed and multiplied."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from g2rpo.cost.counting import Counts
+from g2rpo.cost.seconds import Seconds, summed
+from g2rpo.rollout.engine import Engine, Velocity
+from g2rpo.scoring import decode
+from g2rpo.seeding import generator_for
+from g2rpo.trainer import Trainer
+from g2rpo.types import Cond, Transition
+from g2rpo.update import Experience
+
+Rows = Callable[[int], Tensor]
+"""So many initial latents."""
+Clock = Callable[[], float]
+
+
+def by_probe(
+    trainer: Trainer, counts: Counts, distinct_prompts: int, cached: bool, clock: Clock = time.perf_counter
+) -> Seconds:
+    """Times a few calls of everything that `trainer` does, on its own device, and multiplies.
+
+    A network call is timed at the smallest, a middle and the largest size of a run's calls, and interpolated. The trainer is
+    used up: the probe of the update changes its weights. With `cached` prompts are encoded once, ahead. `clock` may be
+    time.process_time, which other processes on the machine do not disturb.
+    """
+    timed = partial(_timed, device=trainer.policy.device, clock=clock)
+    config, policy, most = trainer.config, trainer.policy, trainer.sizes.rollout
+    prompts = trainer.order.batch(0, config.trainer.prompts_per_iteration)
+    encoding = timed(lambda: policy.encode(prompts[:1]))
+    cond = policy.encode(prompts)
+    engine = Engine(policy, cond, trainer.sigmas, most)
+
+    def rows(count: int) -> Tensor:
+        return policy.noise([generator_for("probe", i) for i in range(count)])
+
+    def measured(sizes: Sequence[int], network: Velocity | None = None) -> Callable[[Sequence[int]], float]:
+        """A function that adds up what calls of so many rows take."""
+
+        def call(size: int) -> float:
+            x, places = rows(size), [i % len(prompts) for i in range(size)]
+            steps = [i % (len(trainer.sigmas) - 1) for i in range(size)]
+            with torch.no_grad():
+                return timed(lambda: engine.velocity(x, steps, places, network))
+
+        chosen = sorted({min(sizes), int(np.median(sizes)), max(sizes)})
+        times = [call(size) for size in chosen]
+        return lambda asked: float(np.interp(asked, chosen, times).sum())
+
+    chunks = [min(most, counts.heldout - start) for start in range(0, counts.heldout, most)]  # calls of an evaluation's step
+    own_calls = measured([*chunks, *(size for iteration, _ in counts.kinds for size in iteration.calls)])
+    tail_sizes, tail_calls = [size for iteration, _ in counts.kinds for size in iteration.tail_calls], own_calls
+    if trainer.tail_network is not None:
+        trainer.tail_network.refresh()
+        tail_calls = measured(tail_sizes, trainer.tail_network.velocity)
+    picture, images, asked = _pictures(trainer, cond, prompts, rows, timed)
+    score = {
+        name: timed(partial(reward, images, asked)) / len(images)
+        for name, reward in {**trainer.rewards, **trainer.judges}.items()
+    }
+    once = _experience(trainer, rows, counts.largest(lambda it: it.passes))
+    passed = sum(item.rows for item in once)
+    update = timed(lambda: trainer.updater.update(once, cond))
+    step = timed(trainer.optimizer.step)  # after an update: without gradients it would do nothing
+    iteration = {
+        "encode": 0.0 if cached else encoding * counts.prompts,
+        "rollout": counts.mean(lambda it: own_calls(it.calls) + (tail_calls(it.tail_calls) if it.tail_calls else 0.0)),
+        "decode": counts.mean(lambda it: it.images) * picture,
+        "rewards": counts.mean(lambda it: it.images) * sum(score[name] for name in config.rewards),
+        "update": counts.mean(lambda it: it.training_rows / passed * (update - step) + it.optimizer_steps * step),
+    }
+    evaluation = counts.heldout_steps * own_calls(chunks)
+    evaluation += counts.heldout * (picture + sum(score.values()) + (0.0 if cached else encoding))
+    ahead = distinct_prompts * encoding if cached else 0.0
+    return summed(iteration, ahead, evaluation, counts, f"probe of this machine's {policy.device}: a few calls of each kind")
+
+
+def _pictures(
+    trainer: Trainer, cond: Cond, prompts: Sequence[str], rows: Rows, timed: Callable[..., float]
+) -> tuple[float, Tensor, list[str]]:
+    """Seconds to decode a picture, and pictures with their prompts; sampled ones, for a detector takes its time on noise."""
+    batch = trainer.sizes.decode
+    places = [i % len(prompts) for i in range(batch)]
+    latents = Engine(trainer.policy, cond.rows(places), trainer.sigmas, trainer.sizes.rollout).sample(rows(batch))
+    seconds = timed(lambda: decode(trainer.policy, latents, batch)) / batch
+    return seconds, decode(trainer.policy, latents, batch), [prompts[place] for place in places]
+
+
+def _experience(trainer: Trainer, rows: Rows, width: int) -> list[Experience]:
+    """Made-up experience for one training pass of about `width` latents, of the plans' own shape."""
+    group, shared = trainer.algorithm.group_size, trainer.plans()[0].shared_noise
+    device = trainer.policy.device
+    made: list[Experience] = []
+    while sum(item.rows for item in made) < width:
+        x, x_next = rows(1 if shared else group), rows(group)
+        step = Transition(trainer.plans()[0].branch, x, x_next, x, torch.zeros(group, device=device))
+        made.append(Experience(len(made) % trainer.config.trainer.prompts_per_iteration, step, torch.ones(group)))
+    return made
+
+
+def _timed(run: Callable[[], Any], device: torch.device, clock: Clock, at_least: float = 0.4, most: int = 5) -> float:
+    """The median of a few runs after one that warms up."""
+
+    def once() -> float:
+        began = clock()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock() - began
+
+    once()
+    times = [once()]
+    while len(times) < most and sum(times) < at_least:
+        times.append(once())
+    return statistics.median(times)

@@ -1,0 +1,132 @@
+"""How long a run takes on a card: operations and bytes against a datasheet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from g2rpo.config import Config
+from g2rpo.cost.blueprint import Shapes
+from g2rpo.cost.cards import Card
+from g2rpo.cost.counting import Counts, Iteration
+from g2rpo.cost.flops import forward_flops, training_flops
+from g2rpo.cost.judges import Judge, count_flops
+
+OPTIMIZER_PASSES = 14
+"""Reads and writes of every trained float32 in clipping and an AdamW step."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds by phase of one iteration (on average); of encoding all prompts ahead; of one evaluation; of the run."""
+
+    iteration: dict[str, float]
+    encoding: float
+    evaluation: float
+    run: float
+    basis: str
+    """Where the numbers come from."""
+
+
+def summed(iteration: dict[str, float], encoding: float, evaluation: float, counts: Counts, basis: str) -> Seconds:
+    """The run's time from that of its pieces."""
+    run = counts.iterations * sum(iteration.values()) + encoding + counts.times_evaluated * evaluation
+    return Seconds(iteration, encoding, evaluation, run, basis)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device has to do: operations of one evaluation, training row, picture, prompt and score; bytes to move."""
+
+    dtype: str
+    evaluation: float
+    training_row: float
+    picture: float
+    prompt: float
+    score: dict[str, tuple[float, str]]
+    """Operations and dtype, by reward that is computed on the device."""
+    tails: str
+    """The dtype in which tails are computed; int8 is taken to be as fast as bfloat16."""
+    weights: int
+    trained: int
+    trained_rewards: tuple[str, ...]
+    ahead: int
+    """Prompts whose embeddings are made before training and kept; 0 if each is made when it comes."""
+
+
+def work_of(config: Config, policy: Any, shapes: Shapes, judges: Mapping[str, Judge | None], distinct_prompts: int) -> Work:
+    """The work of a run of `config`, whose policy on the meta device is `policy`."""
+    transformer = policy.pipeline.transformer
+    here = {name: known for name, known in judges.items() if known is not None and known.device.startswith("cuda")}
+    return Work(
+        dtype=config.policy.dtype,
+        evaluation=forward_flops(transformer, shapes),
+        training_row=training_flops(transformer, shapes, config.policy.gradient_checkpointing),
+        picture=count_flops(lambda: policy.decode(torch.empty(1, *shapes.latent, device="meta"))),
+        prompt=_encoder_flops(policy, shapes),
+        score={name: (known.flops, known.dtype) for name, known in here.items()},
+        tails=_tails_dtype(config),
+        weights=sum(p.nbytes for p in transformer.parameters()),
+        trained=sum(p.nbytes for p in policy.trainable_parameters()),
+        trained_rewards=tuple(config.rewards),
+        ahead=distinct_prompts if config.prompts.cache != "off" else 0,
+    )
+
+
+def _tails_dtype(config: Config) -> str:
+    tails = config.sampling.tails
+    return config.policy.dtype if tails.dtype == "policy" and tails.quantize == "none" else "bfloat16"
+
+
+def _encoder_flops(policy: Any, shapes: Shapes) -> float:
+    """2 * parameters * tokens of every text encoder, for one prompt (with its negative one, where guidance is on)."""
+    total = 0.0
+    for name, module in policy.pipeline.components.items():
+        if name.startswith("text_encoder") and module is not None:
+            limit = getattr(module.config, "max_position_embeddings", policy.max_sequence_length)  # CLIP's; T5 has none
+            total += 2.0 * sum(p.numel() for p in module.parameters()) * limit
+    return total * shapes.rows
+
+
+def on_card(card: Card, utilisation: float, counts: Counts, work: Work) -> Seconds:
+    """Operations / (datasheet rate * utilisation), or bytes / bandwidth where that is longer.
+
+    Every network call reads all weights once; an optimizer step passes `OPTIMIZER_PASSES` times over what is trained. Not
+    counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting) and rewards elsewhere.
+    """
+
+    def compute(flops: float, dtype: str = work.dtype) -> float:
+        return flops / (card.tflops(dtype) * 1e12 * utilisation)
+
+    def move(size: float) -> float:
+        return size / (card.bandwidth * 1e9)
+
+    def scoring(names: Iterable[str]) -> float:
+        return sum(compute(*work.score[name]) for name in names if name in work.score)
+
+    row, picture, reading = compute(work.evaluation), compute(work.picture), move(work.weights)
+    tail_row = compute(work.evaluation, work.tails)
+    prompt = 0.0 if work.ahead else compute(work.prompt)
+
+    def rollout(iteration: Iteration) -> float:
+        own = sum(max(rows * tail_row, reading) for rows in iteration.tail_calls)
+        return sum(max(rows * row, reading) for rows in iteration.calls) + own
+
+    def update(iteration: Iteration) -> float:
+        passes = sum(max(rows * compute(work.training_row), 3 * reading) for rows in iteration.passes)
+        return passes + iteration.reference_rows * row + iteration.optimizer_steps * OPTIMIZER_PASSES * move(work.trained)
+
+    iteration = {
+        **({"encode": counts.prompts * prompt} if prompt else {}),
+        "rollout": counts.mean(rollout),
+        "decode": counts.mean(lambda it: it.images) * picture,
+        "rewards": counts.mean(lambda it: it.images) * scoring(work.trained_rewards),
+        "update": counts.mean(update),
+    }
+    evaluation = counts.heldout_evaluations * row + counts.heldout * (prompt + picture + scoring(work.score))
+    rate = f"{card.tflops(work.dtype):g} TFLOP/s in {work.dtype} (datasheet)"
+    basis = f"{card.name}: {rate}, of which {utilisation:.0%} are assumed to be used"
+    return summed(iteration, compute(work.ahead * work.prompt), evaluation, counts, basis)

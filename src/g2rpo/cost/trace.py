@@ -1,0 +1,216 @@
+"""Activation memory without running anything: the policy's own code on tensors that have shapes and no data.
+
+Every storage that an operation brings to life is counted until it dies, through forward, checkpointing, autocast's weight
+casts and backward. What kernels need inside themselves (workspaces) and the allocator's rounding are not seen.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from g2rpo.config import Config, PolicyConfig
+from g2rpo.cost.blueprint import Blueprint, Shapes, build_on_meta, shapes_of
+from g2rpo.cost.counting import Counts
+from g2rpo.flow import sigma_grid
+from g2rpo.memory import batch_sizes
+from g2rpo.types import Cond, Transition
+from g2rpo.update import Experience, Updater, UpdateStats
+
+
+class LiveBytes(TorchDispatchMode):
+    """While entered, counts the bytes of storages born in it that still live: `now`, and the largest sum so far, `peak`.
+
+    Storages of `existing` tensors are not counted. Works on real and on fake tensors.
+    """
+
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in existing}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._died, storage._cdata).atexit = False
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _died(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+    def multiply(self, keys: Iterable[int], times: int) -> None:
+        """Counts each of these storages that still lives `times` times: it stands for as many."""
+        for key in self.sizes.keys() & set(keys):
+            self.now += self.sizes[key] * (times - 1)
+            self.sizes[key] *= times
+        self.peak = max(self.peak, self.now)
+
+
+@dataclass(frozen=True)
+class WorkingSets:
+    """Peak bytes beyond all that stays: of one rollout call, one training pass, and one decoded batch."""
+
+    velocity: int
+    training: int
+    decode: int
+
+
+def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool) -> WorkingSets:
+    """Traces the largest call of each kind on a shallow copy of the model whose blocks stand for those left out.
+
+    Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes norms in float32 under
+    autocast, as CUDA's autocast does and the CPU's does not. `config` has settled batch sizes.
+    """
+    models = {name: part for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
+    target, full = models["transformer"]
+    shallow, standing = _shallow(blueprint.kind, full)
+    small = replace(blueprint, parts={**models, "transformer": (target, shallow)})
+    policy = build_on_meta(small, config.policy)
+    shapes = shapes_of(policy, blueprint)
+    most = int(config.sampling.batch_size)
+    rows = max(counts.largest(lambda it: it.calls), counts.largest(lambda it: it.tail_calls), min(most, counts.heldout))
+    images = max(counts.largest(lambda it: [it.images]), counts.heldout)
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about kernels that no fake tensor will meet
+        _materialise(policy)
+        kept = list(_tensors(policy))
+        if like_cuda:
+            _norms_in_float32(policy)
+        with torch.no_grad(), LiveBytes(kept) as velocity, _standing_for(velocity, policy, standing):
+            policy.velocity(*_inputs(shapes, rows, config.policy))
+        with LiveBytes(kept) as training, _standing_for(training, policy, standing):
+            training_pass(policy, config, shapes, counts.largest(lambda it: it.passes))
+        with torch.no_grad(), LiveBytes(kept) as decode:
+            policy.decode(torch.empty(min(int(config.sampling.decode_batch_size), images), *shapes.latent))
+    return WorkingSets(velocity.peak, training.peak, decode.peak)
+
+
+def training_pass(policy: Any, config: Config, shapes: Shapes, rows: int) -> None:
+    """One pass of the updater over `rows` latents, a whole group for each that a group shares.
+
+    A KL term is left out: it holds no more than the rollout's call does.
+    """
+    algorithm = replace(config.algorithm, kl_weight=0.0)
+    sigmas = sigma_grid(config.sampling.num_steps)
+    (plan, *_) = algorithm.plans(config.sampling.num_steps)
+    members = algorithm.group_size if plan.shared_noise and plan.trains(plan.branch) else 1
+
+    def experience(row: int) -> Experience:
+        x, x_next = torch.zeros(1, *shapes.latent), torch.zeros(members, *shapes.latent)
+        return Experience(row, Transition(plan.branch, x, x_next, x, torch.zeros(members)), torch.zeros(members))
+
+    _, _, cond = _inputs(shapes, rows, config.policy)
+    sizes = batch_sizes(1, 1, rows, torch.device("cpu"), print)
+    updater = Updater(policy, algorithm, None, sigmas, algorithm.kernel(sigmas), sizes, 1.0)  # type: ignore[arg-type]
+    part = [experience(row) for row in range(rows)]
+    (updater._loss(part, cond, on_policy=False, stats=UpdateStats()) / rows).backward()
+
+
+def _inputs(shapes: Shapes, rows: int, config: PolicyConfig) -> tuple[Tensor, Tensor, Cond]:
+    dtype = getattr(torch, config.dtype)
+    cond = {name: torch.empty(rows, *shape, dtype=dtype) for name, shape in shapes.cond.items()}
+    return torch.empty(rows, *shapes.latent), torch.empty(rows), Cond(cond)
+
+
+def _shallow(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """A transformer's config with two blocks of every kind, and how many blocks each one stands for, in their order.
+
+    Of n alike blocks the first stands for n - 1 and the last for itself: at the peak one block is at work, and what the
+    others have left behind is there.
+    """
+
+    def pair(blocks: int) -> list[int]:
+        return [blocks - 1, 1] if blocks > 1 else [1] * blocks
+
+    if kind == "FluxPipeline":
+        double, single = pair(config["num_layers"]), pair(config["num_single_layers"])
+        return {**config, "num_layers": len(double), "num_single_layers": len(single)}, double + single
+    if kind == "StableDiffusion3Pipeline":
+        last = config["num_layers"] - 1  # gives up the text
+        doubled = set(config.get("dual_attention_layers", ()))
+        dual, plain = pair(len(doubled - {last})), pair(last - len(doubled - {last}))
+        layers = len(dual) + len(plain)
+        with_dual = (*range(len(dual)), *((layers,) if last in doubled else ()))
+        return {**config, "num_layers": layers + 1, "dual_attention_layers": with_dual}, [*dual, *plain, 1]
+    raise NotImplementedError(f"the blocks of a {kind} are unknown to the plan; say in {__name__} which are alike")
+
+
+@contextmanager
+def _standing_for(live: LiveBytes, policy: Any, times: list[int]) -> Iterator[None]:
+    """While entered, what a block leaves behind in its first forward pass counts `times` times."""
+    transformer = policy.pipeline.transformer
+    blocks = [*transformer.transformer_blocks, *getattr(transformer, "single_transformer_blocks", [])]
+    before: dict[nn.Module, set[int]] = {}
+
+    def enter(block: nn.Module, args: Any) -> None:
+        if block not in before:  # a checkpointed block comes again in backward
+            before[block] = set(live.sizes)
+
+    def leave(block: nn.Module, args: Any, out: Any) -> None:
+        handles[block].remove()
+        passed_on = {leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+        born = live.sizes.keys() - before[block]
+        live.multiply(born if torch.is_grad_enabled() else born - passed_on, standing[block])
+
+    standing = dict(zip(blocks, times, strict=True))
+    entering = [block.register_forward_pre_hook(enter) for block in blocks]
+    handles = {block: block.register_forward_hook(leave) for block in blocks}
+    try:
+        yield
+    finally:
+        for handle in (*entering, *handles.values()):
+            handle.remove()
+
+
+def _tensors(policy: Any) -> Iterator[Tensor]:
+    """All that stays while the policy works: weights, buffers, gradients."""
+    for module in (policy.pipeline.transformer, policy.pipeline.vae):
+        for tensor in (*module.parameters(), *module.buffers()):
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+    yield from (value for value in vars(policy).values() if isinstance(value, Tensor))
+
+
+def _materialise(policy: Any) -> None:
+    """Puts fake CPU tensors, with gradients, in the place of a policy's meta tensors. Autocast ignores the meta device."""
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        made = torch.empty(value.shape, dtype=value.dtype)
+        if isinstance(value, nn.Parameter):
+            made = nn.Parameter(made, value.requires_grad)
+            made.grad = torch.empty_like(made) if value.requires_grad else None
+        return made
+
+    tables = [vars(policy)]
+    for module in (policy.pipeline.transformer, policy.pipeline.vae):
+        tables += [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    for table in tables:
+        table.update({name: fake(value) for name, value in table.items()})
+
+
+def _norms_in_float32(policy: Any) -> None:
+    """What CUDA's autocast does to norms (they are on its list of float32 operations) and the CPU's does not."""
+
+    def cast(norm: nn.Module, args: tuple) -> tuple:
+        return tuple(arg.float() for arg in args) if torch.is_autocast_enabled("cpu") else args
+
+    for module in policy.pipeline.transformer.modules():
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm):
+            module.register_forward_pre_hook(cast)

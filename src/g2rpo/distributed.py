@@ -1,0 +1,171 @@
+"""Training on several processes: who this one is, and the few things that the ranks tell each other.
+
+Ranks differ by prompts, so a group never spans two of them. They meet to exchange rewards and metrics (small, on the CPU,
+through gloo) and to add gradients (on their devices). A world of one has nobody to meet: every method is then free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from g2rpo.errors import RankLost, UserError
+
+Items = TypeVar("Items", list[str], Sequence[str], Tensor)
+
+BUCKET = 2**25
+"""Numbers that are added in one message: large enough to be fast, small beside the gradients of a large model."""
+_LAST_WORDS = "g2rpo/last_words"
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among `size` of them. Whatever is given to a method must be given to it on every rank, in one order."""
+
+    rank: int = 0
+    size: int = 1
+    store: Any = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes the run directory and talks to people."""
+        return self.rank == 0
+
+    def share(self, count: int, setting: str) -> int:
+        """What each rank gets of `count`; UserError, naming `setting`, unless all get the same."""
+        if count % self.size:
+            fitting = [number for number in (count - count % self.size, count + self.size - count % self.size) if number]
+            listed = " or ".join(str(number) for number in fitting)
+            raise UserError(f"{setting}={count} cannot be dealt evenly over {self.size} ranks; {listed} can")
+        return count // self.size
+
+    def first(self, count: int) -> int:
+        """The number of this rank's first item where `count` items are dealt."""
+        return self.rank * count // self.size
+
+    def deal(self, items: Items) -> Items:
+        """This rank's items: a piece of the whole, so that the pieces of all ranks, in their order, are the whole again."""
+        return items[self.first(len(items)) : (self.rank + 1) * len(items) // self.size]
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The rows of all ranks in their order, on every rank; `own` [rows, ...] is on the CPU, and rows may differ."""
+        if self.size == 1:
+            return own
+        with self._meeting():
+            counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(counts, torch.tensor([len(own)]))
+            padded = own.new_zeros(int(max(counts)), *own.shape[1:])
+            padded[: len(own)] = own
+            parts = [torch.empty_like(padded) for _ in counts]
+            dist.all_gather(parts, padded)
+        return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+    def total(self, *numbers: int) -> list[int]:
+        """Each number, summed over the ranks."""
+        return self.gather(torch.tensor([numbers])).sum(0).tolist()
+
+    def text_of_leader(self, text: str) -> str:
+        """What rank 0 gave."""
+        mine = torch.tensor(list(text.encode() if self.leads else b""), dtype=torch.uint8)
+        return bytes(self.gather(mine).tolist()).decode()
+
+    def differing(self, numbers: Tensor) -> list[int]:
+        """The ranks whose `numbers` are not rank 0's."""
+        rows = self.gather(numbers[None].cpu())
+        return [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0])]
+
+    @torch.no_grad()
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces each tensor by its sum over the ranks, bit for bit the same on all of them.
+
+        Accelerators wait for a lost peer without a word, so the ranks meet through gloo first, which notices.
+        """
+        if self.size == 1:
+            return
+        self.total(0)
+        with self._meeting():
+            for bucket in _buckets(tensors):
+                flat = torch.cat([tensor.flatten() for tensor in bucket])
+                dist.all_reduce(flat)
+                for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Says why, if a meeting fails: because somebody did not come."""
+        try:
+            yield
+        except RuntimeError as error:
+            silence = "another rank died without a word, or did not answer within trainer.rank_timeout_s"
+            raise RankLost(f"rank {self.rank} stops: {self._last_words() or silence}") from error
+
+    def _last_words(self) -> str:
+        try:
+            return self.store.get(_LAST_WORDS).decode() if self.store.check([_LAST_WORDS]) else ""
+        except RuntimeError:  # the store was rank 0's, and is gone with it
+            return ""
+
+
+ALONE = World()
+
+
+@contextmanager
+def joined(device: str, timeout_s: float = 1800) -> Iterator[World]:
+    """The world that torchrun, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, has put this process in.
+
+    On CUDA the process takes the device of its local rank. An exception that leaves the context is told to the other ranks;
+    one that waits longer than `timeout_s` for the others, or finds one gone, raises `RankLost`.
+    """
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "cuda" and local:
+        if local >= (count := torch.cuda.device_count()):
+            raise UserError(f"local rank {local} has no GPU: this machine has {count}; start at most that many processes on it")
+        torch.cuda.set_device(local)
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield ALONE
+        return
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"policy.device={device}: with several processes write auto, and each takes the GPU of its local rank")
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except ValueError as error:
+        raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but {error}") from None
+    except RuntimeError as error:
+        raise RankLost(f"the {os.environ['WORLD_SIZE']} ranks did not find each other within {timeout_s:g} s") from error
+    try:
+        yield World(rank, size, store)
+    except BaseException as error:
+        if not isinstance(error, RankLost):
+            _say(store, f"rank {rank} stopped with {type(error).__name__}: {error}")
+        raise
+    dist.destroy_process_group()
+
+
+def _say(store: Any, words: str) -> None:
+    """Leaves the first last words for the other ranks."""
+    with suppress(RuntimeError):  # the store may be gone, and with it the rank that could have listened
+        store.compare_set(_LAST_WORDS, "", words)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    room = BUCKET
+    for tensor in tensors:
+        if bucket and tensor.numel() > room:
+            yield bucket
+            bucket, room = [], BUCKET
+        bucket.append(tensor)
+        room -= tensor.numel()
+    if bucket:
+        yield bucket

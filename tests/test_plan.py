@@ -1,0 +1,66 @@
+"""`g2rpo plan` as a person meets it."""
+
+import json
+
+import pytest
+
+from tests.commands import g2rpo
+
+
+def told(capsys, *arguments):
+    code, out, err = g2rpo(capsys, "plan", *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
+    plan = told(capsys, "flux1-dev-hps", "--device", "h200")
+    assert (
+        plan["device"] == "NVIDIA H200"
+        and plan["counts"]["evaluations_per_prompt"] == 1700
+        and plan["counts"]["the_run"]["evaluations"] == 8160000
+    )
+    assert plan["parameters"] == 11901408320 == plan["trained_parameters"]
+    memory = plan["memory"]
+    assert not memory["fits"] and sum(memory["parts"][part] for part in ("trained weights", "gradients", "moments")) > 190e9
+    assert "policy.tuning=lora" in plan["instead"]["overrides"] and plan["instead"]["needed"] <= memory["capacity"]
+    assert "40%" in plan["seconds"]["basis"] and plan["seconds"]["run"] > 86400
+    assert any("prompts/hpdv2_test.txt" in note for note in plan["notes"])
+    changed = told(capsys, "flux1-dev-hps", *plan["instead"]["overrides"], "--device", "h200")
+    assert changed["memory"]["fits"] and changed["memory"]["needed"] == plan["instead"]["needed"]
+
+
+def test_a_small_model_on_disk_is_probed(capsys, tiny_config):
+    plan = told(capsys, tiny_config, "policy.device=cpu")
+    assert plan["memory"]["fits"] and plan["seconds"]["basis"].startswith("probe of this machine")
+    assert plan["cards"] == {}
+    table = g2rpo(capsys, "plan", tiny_config, "policy.device=cpu", "--no-probe")[1]
+    assert "rtx4090" in table and "It fits" in table
+
+
+def test_tables_tell_the_same(capsys):
+    code, out, err = g2rpo(capsys, "plan", "sd35-medium-lora", "--device", "a100", "--utilisation", "0.25")
+    assert code == 0, err
+    text = " ".join(out.split())
+    assert "guidance takes two" in text and "25% are assumed" in text and "It fits" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["flux1-dev-hps", "--device", "h20"], "unknown device. Did you mean 'h200'"),
+        (["flux1-dev-hps", "--device", "toaster"], "unknown device. Known: a100, a100-40"),
+        (["flux1-dev-hps", "--device", "h200", "--probe"], "leave one of them out"),
+        (["flux1-dev-hp"], "unknown recipe 'flux1-dev-hp'. Did you mean 'flux1-dev-hps'"),
+        (["flux1-dev-hps", "policy.height=700"], "multiples of 16"),
+        (["flux1-dev-hps", "algorithm.branch_steps=[15]"], "branch_steps must lie in"),
+        (["flux1-dev-hps", "rewards.hpsv3=1"], "unknown reward 'hpsv3'. Did you mean 'hpsv2'"),
+        (["sd35-medium-lora", "policy.path=black-forest-labs/FLUX.1-dev"], "is a FluxPipeline, but this recipe is for a"),
+        (["scenes", "policy.path=/no/such/model"], "is no directory"),
+        (["scenes", "--utilisation", "2"], ""),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_2(capsys, arguments, message):
+    code, _, err = g2rpo(capsys, "plan", *arguments)
+    assert code == 2 and "Traceback" not in err
+    assert message in " ".join(err.split())
