@@ -1,9 +1,13 @@
 """What the demo computes is what sampling and training compute; and what it shows is that."""
 
+import asyncio
 import dataclasses
 import re
+import shutil
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from g2rpo.cli import main
 from g2rpo.commands.demo import of_model, of_run, open_studio
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import ALGORITHMS, Config, resolve
+from g2rpo.demo.gate import MAX_BODY, Gate
 from g2rpo.demo.studio import MAX_PROMPT, MAX_SEED, draw, learn, plan_labels
 from g2rpo.demo.views import digits, drawing_html, lesson_html, run_html
 from g2rpo.errors import UserError
@@ -107,7 +112,10 @@ def test_a_model_alone_has_no_tuned_side(flux_directory):
         ({"seed": -1}, "the seed"),
         ({"seed": MAX_SEED + 1}, "the seed"),
         ({"seed": float("nan")}, "the seed"),
-        ({"steps": 0}, "steps should be from 1 to 100, got 0"),
+        ({"seed": None}, "the seed"),
+        ({"steps": 0}, "steps should be a whole number from 1 to 100, got 0"),
+        ({"steps": 2.5}, "steps should be a whole number from 1 to 100, got 2.5"),
+        ({"steps": None}, "steps should be a whole number from 1 to 100, got nothing"),
         ({"steps": 101}, "steps"),
         ({"guidance": float("nan")}, "guidance"),
         ({"strength": 2.1}, "strength should be from 0 to 2, got 2.1"),
@@ -119,7 +127,7 @@ def test_settings_out_of_range_are_named(studio, change, message):
 
 
 def test_a_plan_that_is_none_is_named(studio):
-    for plan in (-1, len(studio.plans)):
+    for plan in (-1, len(studio.plans), None):
         with pytest.raises(UserError, match="no such branch"):
             learn(studio, PROMPT, seed=0, plan=plan, tuned=False)
 
@@ -146,6 +154,20 @@ def test_a_lesson_is_the_first_iteration_of_the_run(run, studio):
     assert (tuned.finals - lesson.finals).abs().max() > 0.01
 
 
+def test_a_lesson_may_look_at_other_granularities(studio):
+    own = learn(studio, PROMPT, seed=0, plan=1, tuned=False)
+    assert studio.offered == [1, 2, 3] and own.granularities == (1, 2)
+    other = learn(studio, PROMPT, seed=0, plan=1, tuned=False, granularities=[3, 1])
+    assert other.granularities == (1, 3) and len(other.finals) == 2
+    assert torch.equal(other.noised, own.noised) and (other.finals[0] - own.finals[0]).abs().max() < 1e-5  # g = 1 is itself
+    algorithm = replace(studio.algorithm, granularities=(1, 3))
+    assert other.plan == algorithm.plans(4)[1]
+    assert torch.equal(other.advantages, algorithm.advantages(other.rewards[None], studio.weights)[0])
+    for wrong in ([], [4], [1, 5]):
+        with pytest.raises(UserError, match="choose granularities of 1, 2, 3"):
+            learn(studio, PROMPT, seed=0, plan=1, tuned=False, granularities=wrong)
+
+
 def test_predictions_end_where_the_plain_walk_ends(studio):
     lesson = learn(studio, PROMPT, seed=5, plan=1, tuned=False)
     policy, sigmas = studio.policy, sigma_grid(4, 3.0)
@@ -170,9 +192,20 @@ def test_every_algorithm_has_lessons(flux_directory, prompts, name):
     assert (lesson.predictions is None) == (not lesson.plan.shared_noise)
     assert lesson.noised.shape == (3, 3, 32, 32) and lesson.finals.shape[1:] == (3, 3, 32, 32)
     assert lesson.advantages.shape == (3,) and lesson.advantages.abs().sum() > 0
+    assert lesson.noised_at == max(step for step in range(6) if lesson.plan.trains(step))
     html = lesson_html(lesson)
     assert html.count("<li") == 3 + (6 if lesson.plan.shared_noise else 0)
     assert ("No anchor" in html) == (not lesson.plan.shared_noise)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_plans_by_chance_are_those_of_the_seed(flux_directory, prompts, seed):
+    config = tiny(flux_directory, prompts, "algorithm.name=dancegrpo", "algorithm.group_size=3", "sampling.num_steps=8")
+    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    studio = open_studio(replace(cast, algorithm=config.algorithm, sampling=config.sampling, seed=seed), None, print)
+    assert studio.plans == config.algorithm.plans(8, 0, seed) != config.algorithm.plans(8, 0, seed + 1)
+    lesson = learn(studio, PROMPT, seed=0, plan=0, tuned=False)
+    assert lesson.plan == studio.plans[0] and f"just after step {lesson.noised_at};" in lesson_html(lesson)
 
 
 @pytest.fixture(scope="module")
@@ -264,22 +297,97 @@ def test_the_run_is_its_report_in_a_frame(run):
         (["runs/one", "--model", "testbed"], "name a run, or a pipeline with --model"),
         (["nowhere"], "nowhere is no run directory"),
         (["runs/one", "--rewards", "brightness"], "--rewards is for --model"),
+        (["runs/one", "--guidance", "1"], "--guidance is for --model"),
+        (["--model", "testbed", "--guidance", "-1"], "guidance_scale: input should be greater than or equal to 0"),
+        (["--model", "testbed", "--size", "0"], "height: input should be greater than 0"),
         (["--model", "/no/such"], "/no/such: is no directory"),
         (["--model", "testbed", "--rewards", "brigthness"], "Did you mean 'brightness'?"),
         (["--model", "testbed", "--rewards", "bad.yaml"], "unknown key 'rewards.brightness.wieght'. Did you mean 'weight'?"),
         (["--model", "testbed", "--host", "0.0.0.0"], "without a token"),
         (["--model", "testbed", "--token-env", "NOT_SET"], "is not set"),
-        (["--model", "testbed", "--weights", "/no/such"], "do not fit"),
+        (["--model", "testbed"], "cannot serve on 127.0.0.1:"),
+        (["--model", "testbed", "--weights", "/no/such"], "/no/such: is no folder; name an adapter/ or a transformer/"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.yaml").write_text("brightness: {wieght: 2}")
-    code, _, err = g2rpo(capsys, "demo", *arguments)
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # what is not refused would be served, without end
+        code, _, err = g2rpo(capsys, "demo", *arguments, "--port", taken.getsockname()[1])
     assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
 
 
-def test_without_gradio_the_extra_is_named():
-    code = "import sys; sys.modules['gradio'] = None; from g2rpo.cli import main; main(['demo', '--model', 'testbed'])"
+def test_a_run_without_weights_is_named(capsys, run, tmp_path):
+    (tmp_path / "begun").mkdir()
+    shutil.copy(run / "config.yaml", tmp_path / "begun")
+    code, _, err = g2rpo(capsys, "demo", tmp_path / "begun")
+    assert code == 2 and "has no weights yet" in err
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    with pytest.raises(UserError, match="the weights do not fit testbed"):
+        open_studio(of_model("testbed", None, 3.5, None), tmp_path, print)
+
+
+@pytest.mark.parametrize(("model", "message"), [("testbed", "pip install 'g2rpo[demo]'"), ("/no/such", "is no directory")])
+def test_without_gradio_the_extra_is_named_after_all_other_mistakes(model, message):
+    code = f"import sys; sys.modules['gradio'] = None; from g2rpo.cli import main; main(['demo', '--model', '{model}'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "pip install 'g2rpo[demo]'" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def asked(method="POST", path="/gradio_api/queue/join", *, local=True, **headers):
+    """The status of a request, 200 if it passes."""
+    given = {"host": "127.0.0.1:7860", "content-length": "100", **headers}
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items() if value is not None]
+    sent = []
+
+    async def page(scope, receive, send):
+        sent.append({"status": 200})
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": pairs}
+    asyncio.run(Gate(page, local)(scope, None, send))
+    return sent[0]["status"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"), ("HEAD", "/"), ("GET", "/config"), ("GET", "/config/"), ("GET", "/theme.css"), ("GET", "/assets/a.js"),
+        ("POST", "/login"), ("POST", "/gradio_api/queue/join"), ("GET", "/gradio_api/queue/data"),
+    ],
+)  # fmt: skip
+def test_the_gate_passes_what_the_page_asks(method, path):
+    for host in ("127.0.0.1:7860", "localhost:7860", "[::1]:7860", "localhost"):
+        assert asked(method, path, host=host) == asked(method, path, host=host, origin=f"http://{host}") == 200
+    assert asked(method, path, local=False, host="demo.example", origin="https://demo.example") == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/gradio_api/file=/etc/passwd"), ("GET", "/gradio_api/proxy=https://a.example"), ("GET", "/monitoring"),
+        ("POST", "/gradio_api/upload"), ("POST", "/gradio_api/run/predict"), ("POST", "/gradio_api/process_recording"),
+        ("POST", "/gradio_api/vibe-edit"), ("GET", "/openapi.json"), ("GET", "/gradio_api/queue/join"), ("PUT", "/"),
+        ("GET", "/assets"), ("GET", "/config/more"), ("GET", "/config\n"),
+    ],
+)  # fmt: skip
+def test_the_gate_refuses_all_other_ways_in(method, path):
+    assert asked(method, path) == asked(method, path, local=False) == 404
+
+
+def test_the_gate_bounds_bodies():
+    assert asked(content_length=str(MAX_BODY)) == 200
+    assert asked(content_length=str(MAX_BODY + 1)) == 413
+    assert asked(transfer_encoding="chunked", content_length=None) == asked(content_length="-1") == 411
+
+
+def test_the_gate_refuses_other_sites():
+    for origin in ("http://evil.example", "null", "http://localhost:7860", "http://127.0.0.1:8000"):
+        assert asked(origin=origin) == asked(local=False, origin=origin) == 403
+    for host in ("evil.example:7860", "", "127.0.0.1.evil.example", "192.168.1.2:7860", "localhost.evil.example"):
+        assert asked(host=host) == 421
+    assert asked(local=False, host="evil.example") == 200  # the token decides

@@ -41,6 +41,15 @@ class Cast:
     prompts: str = ""
     """A source of examples."""
 
+    def check(self) -> None:
+        """Refuses what can be seen to be wrong before anything is loaded."""
+        components.locate_pipeline(self.policy.path, self.policy.pipeline)
+        components.check_rewards({**self.rewards, **self.judges})
+        try:
+            self.algorithm.plans(self.sampling.num_steps, 0, self.seed)
+        except ValueError as error:
+            raise UserError(f"algorithm: {error}") from None
+
 
 class _Named(Group):
     rewards: RewardTable
@@ -55,7 +64,7 @@ def of_run(run: Path) -> Cast:
 
 def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, Any] | None) -> Cast:
     """The cast of a pipeline: the testbed comes with the recipe `scenes`, any other with the paper's algorithm."""
-    policy = PolicyConfig(**model_settings(model, size, guidance)["policy"])
+    policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
     table = resolve_as(_Named, {"rewards": rewards or {}}, source="--rewards").rewards
     if model != "testbed":
         return Cast(model, policy, GranularGRPO(), SamplingConfig(num_steps=16, shift="model"), table)
@@ -66,10 +75,6 @@ def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, A
 
 def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None]) -> Studio:
     """Builds what `cast` names, and loads tuned weights."""
-    try:
-        cast.algorithm.plans(cast.sampling.num_steps)
-    except ValueError as error:
-        raise UserError(f"algorithm: {error}") from None
     device = components.pick_device(cast.policy.device)
     rewards, judges = (components.build_rewards(table, device) for table in (cast.rewards, cast.judges))
     policy = components.build_policy(cast.policy, tuning="frozen", keep_base=True)
@@ -89,6 +94,7 @@ def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None]) -
         torch.tensor([entry.weight for entry in cast.rewards.values()]),
         judges,
         tuned,
+        seed=cast.seed,
         **({"explain": _grammar} if cast.policy.path == "testbed" else {}),
     )
 
@@ -104,6 +110,16 @@ def _grammar(prompt: str) -> str:
     return ""
 
 
+def _token(variable: str | None, host: str) -> str | None:
+    """The token to ask for; only this machine may come without one."""
+    token = os.environ.get(variable) if variable is not None else None
+    if variable is not None and not token:
+        raise UserError(f"--token-env {variable}: this environment variable is not set")
+    if not token and not is_loopback(host):
+        raise UserError(f"serving on {host} without a token would let anyone use this machine; name one with --token-env")
+    return token
+
+
 def demo(
     run: Path | None,
     cast: Cast,
@@ -116,11 +132,12 @@ def demo(
     stop: threading.Event | None = None,
 ) -> None:
     """Serves the demo until interrupted, or until `stop` is set."""
-    token = None
-    if token_env is not None and not (token := os.environ.get(token_env)):
-        raise UserError(f"--token-env {token_env}: this environment variable is not set")
-    if not token and not is_loopback(host):
-        raise UserError(f"serving on {host} without a token would let anyone use this machine; name one with --token-env")
+    token = _token(token_env, host)
+    if run is not None:
+        weights = weights or weights_path(run)
+    if weights is not None and not weights.is_dir():
+        raise UserError(f"weights {weights}: is no folder; name an adapter/ or a transformer/ that training wrote")
+    cast.check()
     try:
         from g2rpo.demo import app
     except ModuleNotFoundError as error:
@@ -133,8 +150,6 @@ def demo(
     def say(words: str) -> None:
         console.print(words, highlight=False, soft_wrap=True, markup=False)
 
-    if run is not None:
-        weights = weights or weights_path(run)
     say(f"{cast.title}: building the policy and {len(cast.rewards) + len(cast.judges)} rewards ...")
     studio = open_studio(cast, weights, say)
     examples: list[str] = []
@@ -150,7 +165,6 @@ def demo(
             studio,
             cast.title,
             f"{cast.policy.path}, {tuned} · {title}",
-            cast.seed,
             examples,
             (lambda: run_html(read_runs([run])[0])) if run is not None else None,
         )

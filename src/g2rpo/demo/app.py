@@ -16,13 +16,13 @@ from typing import Any
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
 
 import gradio as gr
+from starlette.middleware import Middleware
 
 from g2rpo.demo import views
+from g2rpo.demo.gate import Gate
 from g2rpo.demo.studio import (
-    MAX_GUIDANCE,
     MAX_PROMPT,
     MAX_SEED,
-    MAX_STEPS,
     MAX_STRENGTH,
     Studio,
     draw,
@@ -30,6 +30,7 @@ from g2rpo.demo.studio import (
     plan_labels,
 )
 from g2rpo.errors import UserError
+from g2rpo.scoring import RewardFailed
 
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 TO_OUTPUT = "() => { if (innerWidth < 640) document.getElementById('%s').scrollIntoView({behavior: 'smooth'}) }"
@@ -44,7 +45,6 @@ class Stage:
     studio: Studio
     title: str
     facts: str
-    seed: int
     examples: Sequence[str] = ()
     report: Callable[[], str] | None = None
     """Makes the run's report, if there is a run."""
@@ -75,18 +75,17 @@ def _draw_tab(stage: Stage, studio: Studio, prompt: str) -> None:
             go = gr.Button("Draw", variant="primary", elem_id="draw")
             _examples(stage, asked)
             with gr.Accordion("Settings", open=False):
-                seed = _seed(stage.seed)
-                steps = gr.Slider(1, MAX_STEPS, studio.sampling.num_steps, step=1, label="Steps")
-                guidance = gr.Slider(0, MAX_GUIDANCE, studio.policy.guidance_scale, step=0.1, label="Guidance")
+                seed = _seed(studio.seed)
+                steps = gr.Slider(1, studio.most_steps, studio.sampling.num_steps, step=1, label="Steps")
+                guidance = gr.Slider(0, studio.most_guidance, studio.policy.guidance_scale, step=0.1, label="Guidance")
                 strength = gr.Slider(
                     0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=studio.tuned == "adapter"
                 )
         with gr.Column(scale=7, min_width=300):
             out = gr.HTML(_empty("Base and tuned, from the same noise, appear here."), elem_id="drawing")
 
-    def answer(prompt: str, seed: float, steps: float, guidance: float, strength: float) -> str:
-        settings = {"seed": int(seed), "steps": int(steps), "guidance": guidance, "strength": strength}
-        return views.drawing_html(draw(studio, prompt, **settings))  # type: ignore[arg-type]
+    def answer(prompt: str, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
+        return views.drawing_html(draw(studio, prompt, seed=seed, steps=steps, guidance=guidance, strength=strength))
 
     asks = gr.on([go.click, asked.submit], _told(answer), [asked, seed, steps, guidance, strength], out, **ONE_AT_A_TIME)
     asks.success(None, js=TO_OUTPUT % "drawing")
@@ -102,21 +101,32 @@ def _learn_tab(stage: Stage, studio: Studio, prompt: str) -> None:
         with gr.Column(scale=6, min_width=300):
             with gr.Row():
                 plan = gr.Dropdown(list(zip(labels, range(len(labels)), strict=True)), value=0, label="Noise enters at")
-                seed = _seed(stage.seed)
+                seed = _seed(studio.seed)
                 side = gr.Radio(sides, value=sides[0], label="Weights", visible=studio.tuned != "nothing")
+                grains = gr.CheckboxGroup(
+                    studio.offered, value=list(studio.granularities), label="Granularities", visible=bool(studio.offered)
+                )
             go = gr.Button("Branch", variant="primary", elem_id="branch")
     out = gr.HTML(
         _empty("One group of the algorithm appears here: the anchor, its branches, their advantages."), elem_id="lesson"
     )
 
-    def answer(prompt: str, plan: int, seed: float, side: str, progress: Any = gr.Progress()) -> str:  # noqa: B008
+    def answer(
+        prompt: str,
+        plan: Any,
+        seed: Any,
+        side: str,
+        grains: list[int],
+        progress: Any = gr.Progress(),  # noqa: B008
+    ) -> str:
         def told(done: int, total: int) -> None:
             progress((done, total), unit="evaluations")
 
-        lesson = learn(studio, prompt, seed=int(seed), plan=plan, tuned=side == sides[1], on_progress=told)
+        tuned, chosen = side == sides[1], grains if studio.offered else None
+        lesson = learn(studio, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=told)
         return views.lesson_html(lesson)
 
-    asks = gr.on([go.click, asked.submit], _told(answer), [asked, plan, seed, side], out, **ONE_AT_A_TIME)
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, plan, seed, side, grains], out, **ONE_AT_A_TIME)
     asks.success(None, js=TO_OUTPUT % "lesson")
 
 
@@ -138,26 +148,29 @@ def _empty(words: str) -> str:
 
 
 def _told(answer: Callable[..., str]) -> Callable[..., str]:
-    """`answer`, with the reader's mistakes as messages in the page."""
+    """`answer`, with the reader's mistakes, and rewards that fail, as messages in the page."""
 
     @functools.wraps(answer)
     def guarded(*arguments: Any, **more: Any) -> str:
         try:
             return answer(*arguments, **more)
-        except UserError as error:
+        except (UserError, RewardFailed) as error:
             raise gr.Error(escape(str(error)), print_exception=False) from error
 
     return guarded
 
 
 def serve(page: gr.Blocks, host: str, port: int, token: str | None) -> str:
-    """Serves the page from a thread of its own and returns its address. OSError where the port is taken."""
+    """Serves the page from a thread of its own and returns its address. OSError where the port is taken.
+
+    Without a `token`, `host` must be a loopback address.
+    """
 
     def allowed(name: str, given: str) -> bool:
         return hmac.compare_digest(given.encode(), (token or "").encode())
 
     _, address, _ = page.launch(
-        server_name=host,
+        server_name=f"[{host}]" if ":" in host else host,
         server_port=port,
         auth=allowed if token else None,
         auth_message="Any name, and the token as the password.",
@@ -167,8 +180,9 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None) -> str:
         ssr_mode=False,
         mcp_server=False,
         enable_monitoring=False,
+        run_history=False,  # it would keep prompts in the browser
         footer_links=[],
-        max_file_size=1,  # Gradio takes uploads whether or not a page asks for any
+        app_kwargs={"middleware": [Middleware(Gate, local=token is None)]},
         theme=gr.themes.Default(primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]),
         css=views.style(),
     )

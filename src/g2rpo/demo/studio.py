@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,12 @@ from g2rpo.types import Algorithm, Plan, Reward
 
 MAX_PROMPT = 500
 """Characters of a prompt."""
-MAX_STEPS, MAX_GUIDANCE, MAX_STRENGTH, MAX_SEED = 100, 20.0, 2.0, 2**31 - 1
+MAX_STEPS, MAX_GUIDANCE, MAX_STRENGTH = 100, 20.0, 2.0
+"""What may be asked for; a model's own steps and guidance always may."""
+MAX_SEED = 2**53 - 1
+"""The largest whole number that a browser tells from its neighbours."""
+GRANULARITIES = (1, 2, 3)
+"""The paper's, to be looked at whatever a run was trained with."""
 
 Tuned = Literal["nothing", "adapter", "all weights"]
 
@@ -35,7 +40,7 @@ class Studio:
 
     `tuned` says what tuned weights the policy has loaded; its `base()` must then be the untrained model. `rewards` are the ones
     the algorithm turns into advantages, with `weights` [R]; `judges` only score. `explain` says in words why a prompt has no
-    score, or nothing.
+    score, or nothing. `plans` are those of the first iteration with `seed`.
     """
 
     policy: Any
@@ -47,10 +52,32 @@ class Studio:
     judges: Mapping[str, Reward]
     tuned: Tuned = "nothing"
     explain: Callable[[str], str] = lambda prompt: ""
+    seed: int = 42
 
     def __post_init__(self) -> None:
         self.shift = shift_of(self.sampling.shift, self.policy)
-        self.plans = self.algorithm.plans(self.sampling.num_steps)
+        self.plans = self.algorithm.plans(self.sampling.num_steps, 0, self.seed)
+        self.most_steps = max(MAX_STEPS, self.sampling.num_steps)
+        self.most_guidance = max(MAX_GUIDANCE, self.policy.guidance_scale)
+
+    @property
+    def granularities(self) -> tuple[int, ...]:
+        """The algorithm's; none if it knows no such thing."""
+        return getattr(self.algorithm, "granularities", ())
+
+    @property
+    def offered(self) -> list[int]:
+        """Granularities that may be looked at."""
+        return sorted({*self.granularities, *GRANULARITIES}) if self.granularities else []
+
+    def with_granularities(self, granularities: Iterable[int] | None) -> Algorithm:
+        """The algorithm with other granularities; `UserError` for none at all, or any that are not `offered`."""
+        if granularities is None:
+            return self.algorithm
+        chosen = tuple(sorted(set(granularities)))
+        if not chosen or not set(chosen) <= set(self.offered):
+            raise UserError(f"choose granularities of {', '.join(map(str, self.offered))}")
+        return replace(self.algorithm, granularities=chosen)  # type: ignore[type-var]
 
     @contextmanager
     def model(self, tuned: bool, guidance: float, strength: float = 1.0) -> Iterator[None]:
@@ -86,12 +113,13 @@ def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float,
     """Draws and scores `prompt`, as `g2rpo sample` draws its first with this seed. `UserError` for settings out of range."""
     prompt = checked(prompt, seed)
     for name, value, low, high in (
-        ("steps", steps, 1, MAX_STEPS),
-        ("guidance", guidance, 0, MAX_GUIDANCE),
+        ("steps", steps, 1, studio.most_steps),
+        ("guidance", guidance, 0, studio.most_guidance),
         ("strength", strength, 0, MAX_STRENGTH),
     ):
-        if not low <= value <= high:
-            raise UserError(f"{name} should be from {low} to {high:g}, got {value:g}")
+        if value is None or not low <= value <= high or (name == "steps" and value != int(value)):
+            got = "nothing" if value is None else f"{value:g}"
+            raise UserError(f"{name} should be {'a whole number ' if name == 'steps' else ''}from {low} to {high:g}, got {got}")
     rewards = {**studio.rewards, **studio.judges}
     sigmas = sigma_grid(steps, studio.shift)
 
@@ -113,7 +141,9 @@ class Lesson:
     predictions: Tensor | None
     """[T, 3, H, W], the image as the anchor predicts it at every step; None if members do not start from one noise."""
     noised: Tensor
-    """[G, 3, H, W], every member just after the last stochastic step, decoded as it is."""
+    """[G, 3, H, W], every member just after `noised_at`, decoded as it is."""
+    noised_at: int
+    """The last stochastic step that is learned from."""
     finals: Tensor
     """[M, G, 3, H, W], every member finished by every tail."""
     names: tuple[str, ...]
@@ -133,17 +163,20 @@ def learn(
     seed: int,
     plan: int,
     tuned: bool,
+    granularities: Iterable[int] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Lesson:
     """Samples, scores and compares one group for `prompt` by plan number `plan` of the algorithm.
 
-    With a run's own seed this is what its first iteration did for its first prompt. Tails are walked as `sampling.tails` says,
-    by the policy's own network. `on_progress` hears of network evaluations done and in all. `UserError` for wrong input.
+    With a run's own seed and granularities (None: the algorithm's) this is what its first iteration did for its first
+    prompt. Tails are walked as `sampling.tails` says, by the policy's own network. `on_progress` hears of network evaluations
+    done and in all. `UserError` for wrong input.
     """
     prompt = checked(prompt, seed)
-    if not 0 <= plan < len(studio.plans):
+    if plan not in range(len(studio.plans)):
         raise UserError(f"there is no such branch: {plan}")
-    s, algorithm, chosen = studio.sampling, studio.algorithm, studio.plans[plan]
+    s, algorithm = studio.sampling, studio.with_granularities(granularities)
+    chosen = algorithm.plans(s.num_steps, 0, studio.seed)[plan]
     sigmas = sigma_grid(s.num_steps, studio.shift)
     total = count_evaluations([chosen], algorithm.group_size, s.tails) + s.num_steps * chosen.shared_noise
 
@@ -178,6 +211,7 @@ def learn(
             sigmas,
             predictions,
             decode(studio.policy, rollout.transitions[-1].x_next, studio.sizes.decode),
+            rollout.transitions[-1].step,
             images.unflatten(0, shape),
             tuple(studio.rewards),
             studio.weights,
@@ -191,14 +225,14 @@ def learn(
         return studio.sizes.fit(sampled)
 
 
-def checked(prompt: str, seed: int) -> str:
+def checked(prompt: str, seed: int | None) -> str:
     """The prompt without white space around it; `UserError` for one that is empty or too long, or a seed that is none."""
     prompt = prompt.strip()
     if not prompt:
         raise UserError("write a prompt first")
     if len(prompt) > MAX_PROMPT:
         raise UserError(f"the prompt has {len(prompt)} characters; {MAX_PROMPT} are allowed")
-    if not (math.isfinite(seed) and seed == int(seed) and 0 <= seed <= MAX_SEED):
+    if seed is None or not (math.isfinite(seed) and seed == int(seed) and 0 <= seed <= MAX_SEED):
         raise UserError(f"the seed should be a whole number from 0 to {MAX_SEED}")
     return prompt
 

@@ -91,7 +91,7 @@ def lesson_html(lesson: Lesson) -> str:
     return environment.get_template("lesson.html").render(
         prompt=lesson.prompt,
         where=plan_labels([lesson.plan])[0],
-        last=lesson.plan.merge - 1,
+        noised_at=lesson.noised_at,
         walk=[
             {
                 "step": step,
