@@ -143,10 +143,25 @@ def test_settings_are_used_and_mistakes_are_told(page):
     strength.press("Enter")
     page.click("#draw")
     page.wait_for_function(f"base => {sources}.every(src => src == base)", arg=base, timeout=MINUTE)
-    write(page, "  ")
-    page.click("#draw")
-    page.get_by_text("write a prompt first").wait_for(timeout=MINUTE)
-    assert page.locator("#drawing img").count() == 2  # what was there stays
+    seed, steps = page.get_by_label("Seed"), page.get_by_role("spinbutton", name="Steps")
+    for field, wrong, right, message in (
+        (page.locator("textarea:visible"), "  ", "three blue stars", "write a prompt first"),
+        (seed, "99999999999999999999", "7", "the seed should be a whole number from 0 to"),
+        (seed, "-5", "7", "the seed should be"),
+        (seed, "1.5", "7", "the seed should be"),
+        (seed, "", "7", "the seed should be"),
+    ):
+        field.fill(wrong)
+        page.click("#draw")
+        page.get_by_text(message).first.wait_for(timeout=MINUTE)
+        assert page.locator("#drawing img").count() == 2  # what was there stays
+        page.locator(".toast-close").first.click()
+        page.get_by_text(message).first.wait_for(state="detached", timeout=MINUTE)
+        field.fill(right)
+    for wrong, said in (("0", "1 steps"), ("1000", "100 steps")):  # the nearest that may be, and the page says so
+        steps.fill(wrong)
+        page.click("#draw")
+        page.get_by_text(f"seed 7 · {said} · guidance 3.5 · strength 0").wait_for(timeout=MINUTE)
 
 
 def test_a_prompt_outside_the_grammar_is_drawn_without_scores(page):
@@ -154,7 +169,7 @@ def test_a_prompt_outside_the_grammar_is_drawn_without_scores(page):
     page.locator("textarea:visible").press("Enter")
     page.get_by_text("expected a colour").wait_for(timeout=MINUTE)
     assert page.locator("#drawing img").count() == 2 and page.get_by_text("no score", exact=True).count() == 8
-    assert page.locator("#drawing .g2-prompt").inner_text() == "a dog <img src=x onerror=alert(1)>"
+    assert page.locator("#drawing .g2-prompt").inner_text().split("\n")[0] == "a dog <img src=x onerror=alert(1)>"
 
 
 def test_how_it_learns_shows_anchor_members_and_advantages(page):
@@ -166,11 +181,15 @@ def test_how_it_learns_shows_anchor_members_and_advantages(page):
     assert page.locator("#lesson .g2-walk img").count() == 4  # steps
     assert page.locator("#lesson .g2-here").inner_text().split()[:2] == ["step", "1"]
     assert page.locator("#lesson .g2-members > li").count() == 3
-    assert page.locator("#lesson .g2-members img").count() == 3 * (1 + 2)  # the noise, and two granularities
+    assert page.locator("#lesson .g2-members img").count() == 3 * (1 + 2)  # the noise, and the run's two granularities
     advantages = page.locator("#lesson dd b").all_inner_texts()
     assert len(advantages) == 3
     values = [float(text.replace("−", "-")) for text in advantages]
     assert values == sorted(values, reverse=True) and sum(values) == pytest.approx(0, abs=0.02)
+    assert fits(page)
+    page.get_by_label("3", exact=True).check()
+    page.click("#branch")
+    page.wait_for_function("() => document.querySelectorAll('#lesson .g2-members img').length == 3 * (1 + 3)", timeout=MINUTE)
     assert fits(page)
     page.get_by_label("after training").check()
     before = page.locator("#lesson .g2-walk img").last.get_attribute("src")
@@ -208,15 +227,20 @@ def test_nothing_is_open_but_the_page(address):
     """No API to call around the page's queue, no upload, no telemetry asked for."""
     config = json.load(urllib.request.urlopen(f"{address}config"))
     assert config["analytics_enabled"] is False
-    assert json.load(urllib.request.urlopen(f"{address}gradio_api/info")) == {"named_endpoints": {}, "unnamed_endpoints": {}}
     (index,) = [each["id"] for each in config["dependencies"] if each["api_name"] == "answer"]
     question = json.dumps({"data": ["a red circle", 1, 2, 3.5, 1], "fn_index": index}).encode()
     file = b'--X\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nsome words\r\n--X--\r\n'
-    for path, body, kind, status in (
-        ("gradio_api/run/predict", question, "application/json", 404),
-        ("gradio_api/upload", file, "multipart/form-data; boundary=X", 413),
+    form = {"Content-Type": "multipart/form-data; boundary=X"}
+    for path, body, headers, status in (
+        ("gradio_api/run/predict", question, {}, 404),
+        ("gradio_api/upload", file, form, 404),
+        ("gradio_api/info", None, {}, 404),
+        (f"gradio_api/file={__file__}", None, {}, 404),
+        ("gradio_api/queue/join", question, {"Origin": "http://evil.example"}, 403),
+        ("config", None, {"Host": "evil.example"}, 421),
+        ("gradio_api/queue/join", b" " * 100_000, {}, 413),
     ):
-        request = urllib.request.Request(f"{address}{path}", body, {"Content-Type": kind})
+        request = urllib.request.Request(f"{address}{path}", body, {"Content-Type": "application/json", **headers})
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request)
         assert refused.value.code == status

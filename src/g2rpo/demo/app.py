@@ -22,7 +22,6 @@ from g2rpo.demo import views
 from g2rpo.demo.gate import Gate
 from g2rpo.demo.studio import (
     MAX_PROMPT,
-    MAX_SEED,
     MAX_STRENGTH,
     Studio,
     draw,
@@ -135,7 +134,7 @@ def _prompt(value: str) -> gr.Textbox:
 
 
 def _seed(value: int) -> gr.Number:
-    return gr.Number(value, label="Seed", precision=0, minimum=0, maximum=MAX_SEED)
+    return gr.Number(value, label="Seed")  # with bounds of its own it would say less than `studio.checked`
 
 
 def _examples(stage: Stage, asked: gr.Textbox) -> None:

@@ -103,6 +103,8 @@ class Drawing:
     """The rewards that were trained on."""
     why: str
     """Why a score is missing, if that is known."""
+    settings: str
+    """What it was drawn with, in words."""
 
     @property
     def prompt(self) -> str:
@@ -111,7 +113,7 @@ class Drawing:
 
 def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float, strength: float = 1.0) -> Drawing:
     """Draws and scores `prompt`, as `g2rpo sample` draws its first with this seed. `UserError` for settings out of range."""
-    prompt = checked(prompt, seed)
+    prompt, seed = checked(prompt, seed)
     for name, value, low, high in (
         ("steps", steps, 1, studio.most_steps),
         ("guidance", guidance, 0, studio.most_guidance),
@@ -120,7 +122,7 @@ def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float,
         if value is None or not low <= value <= high or (name == "steps" and value != int(value)):
             got = "nothing" if value is None else f"{value:g}"
             raise UserError(f"{name} should be {'a whole number ' if name == 'steps' else ''}from {low} to {high:g}, got {got}")
-    rewards = {**studio.rewards, **studio.judges}
+    steps, rewards = int(steps), {**studio.rewards, **studio.judges}
     sigmas = sigma_grid(steps, studio.shift)
 
     def judged(tuned: bool) -> Evaluation:
@@ -128,7 +130,10 @@ def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float,
             return evaluate(studio.policy, [prompt], rewards, sigmas, seed=seed, batch_size=1, decode_batch_size=1)
 
     base, tuned = judged(False), judged(True) if studio.tuned != "nothing" else None
-    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt))
+    settings = f"seed {seed} · {steps} steps · guidance {guidance:g}" + (
+        f" · strength {strength:g}" if studio.tuned == "adapter" else ""
+    )
+    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), settings)
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,7 @@ class Lesson:
     """[G]"""
     granularities: tuple[int, ...]
     why: str
+    settings: str
 
 
 def learn(
@@ -172,7 +178,7 @@ def learn(
     prompt. Tails are walked as `sampling.tails` says, by the policy's own network. `on_progress` hears of network evaluations
     done and in all. `UserError` for wrong input.
     """
-    prompt = checked(prompt, seed)
+    prompt, seed = checked(prompt, seed)
     if plan not in range(len(studio.plans)):
         raise UserError(f"there is no such branch: {plan}")
     s, algorithm = studio.sampling, studio.with_granularities(granularities)
@@ -219,14 +225,15 @@ def learn(
             algorithm.advantages(rewards[None], studio.weights)[0],
             tuple(getattr(algorithm, "granularities", range(1, shape[0] + 1))),
             studio.explain(prompt),
+            f"seed {seed} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
         )
 
     with studio.model(tuned, studio.policy.guidance_scale):
         return studio.sizes.fit(sampled)
 
 
-def checked(prompt: str, seed: int | None) -> str:
-    """The prompt without white space around it; `UserError` for one that is empty or too long, or a seed that is none."""
+def checked(prompt: str, seed: float | None) -> tuple[str, int]:
+    """The prompt without white space around it, and the seed. `UserError` where there is none, or too much of it."""
     prompt = prompt.strip()
     if not prompt:
         raise UserError("write a prompt first")
@@ -234,7 +241,7 @@ def checked(prompt: str, seed: int | None) -> str:
         raise UserError(f"the prompt has {len(prompt)} characters; {MAX_PROMPT} are allowed")
     if seed is None or not (math.isfinite(seed) and seed == int(seed) and 0 <= seed <= MAX_SEED):
         raise UserError(f"the seed should be a whole number from 0 to {MAX_SEED}")
-    return prompt
+    return prompt, int(seed)
 
 
 def plan_labels(plans: Sequence[Plan]) -> list[str]:

@@ -45,6 +45,7 @@ def drawing_html(drawing: Drawing) -> str:
         pictures=[(name, _uri(evaluation.images[0], LARGE), _scores(drawing, name)) for name, evaluation in sides],
         missing=[name for name, values in drawing.base.scores.items() if values.isnan().any()],
         why=drawing.why,
+        settings=drawing.settings,
     )
 
 
@@ -111,6 +112,7 @@ def lesson_html(lesson: Lesson) -> str:
         unscored=[name for r, name in enumerate(lesson.names) if lesson.rewards[r].isnan().all()],
         names=lesson.names,
         why=lesson.why,
+        settings=lesson.settings,
     )
 
 
