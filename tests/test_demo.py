@@ -26,7 +26,7 @@ from g2rpo.evaluation import sample_images
 from g2rpo.flow import sigma_grid
 from g2rpo.report.history import read_runs
 from g2rpo.rollout.engine import Engine
-from g2rpo.scoring import Stopwatch, score_rollouts
+from g2rpo.scoring import Stopwatch
 from g2rpo.seeding import generator_for
 from g2rpo.types import Plan
 from tests.commands import TINY, g2rpo
@@ -136,8 +136,7 @@ def test_a_lesson_is_the_first_iteration_of_the_run(run, studio):
     """The trainer's own noise, latents, scores and advantages; in batches of other shapes, so not to the last bit."""
     trainer = build_trainer(load_config(str(run / "config.yaml"), []), None)
     asked = trainer.order.batch(0, trainer.config.trainer.prompts_per_iteration)
-    rollouts, _ = trainer._rollout(trainer.policy.encode(asked))
-    rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, asked, 8, Stopwatch())
+    rollouts, rewards, _, _ = trainer._sample_and_score(trainer.policy.encode(asked), asked, Stopwatch())
     advantages = trainer.algorithm.advantages(rewards, trainer.weights)
     assert studio.plans == [rollout.plan for rollout in rollouts] and plan_labels(studio.plans) == ["step 0", "step 1"]
     for plan, rollout in enumerate(rollouts):
