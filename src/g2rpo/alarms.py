@@ -190,7 +190,7 @@ def drift_limit(algorithm: Algorithm, kernel: Kernel, sigmas: Tensor, entries: i
 
     Later updates of a rollout take its record for the old log-prob, and half the clip range is all that may be lost to a
     difference that nothing was learnt from. Where a rollout has one update, ratios do not see the drift, and what rounding
-    explains is in order as well: a velocity (of size sqrt 2) that is off by four times the eps of `dtype` moves a step's mean by
+    explains is in order as well: a velocity (of size sqrt 2) off by four times the eps of `dtype` moves a step's mean by
     e of its standard deviations; the noise that was drawn knows nothing of it, so the log-prob moves by
     N(0, e^2 / entries) - e^2 / 2, which for a thousand members stays within 4 e / sqrt(entries) + e^2 / 2. The largest step
     counts, in the units of the kernel's log-prob.

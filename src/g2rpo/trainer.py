@@ -362,7 +362,7 @@ class Trainer:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """Takes the weights of the best evaluation, for `finish` and `export`; checkpoints stay, and `resume` knows nothing of it."""
+        """Takes the weights of the best evaluation, for `finish` and `export`; what `resume` continues from stays."""
         found, _ = latest_checkpoint(self._directory() / BEST)
         if found is None:
             raise ValueError("no evaluation has kept its weights yet")
