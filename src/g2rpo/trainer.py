@@ -373,9 +373,10 @@ class Trainer:
 
     def _keep_best(self) -> None:
         """Keeps the (averaged) weights that were judged best."""
-        if self.writes:
-            with self._averaged():
-                save_checkpoint(self._directory() / BEST, self.iteration, {"weights": list(self.parameters)}, {}, keep=1)
+        with self._averaged():
+            tensors = {"weights": list(self.parameters)}
+            if self.writes:
+                save_checkpoint(self._directory() / BEST, self.iteration, tensors, {}, keep=1)
 
     def _announce(self, new: Sequence[str], row: Row) -> None:
         """Says which alarms are new in a row, and remembers what they ask for."""

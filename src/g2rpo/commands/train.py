@@ -131,14 +131,13 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
     if world.leads:
-        _leave_results(trainer, directory, table, console)
+        _show_results(trainer, trainer.export(), table, directory, console)
     if ended is not None:
         raise ended
 
 
-def _leave_results(trainer: Trainer, directory: Path, table: dict[str, Comparison], console: Console) -> None:
-    """Writes the weights and their card, and shows what came of it."""
-    weights = trainer.export()
+def _show_results(trainer: Trainer, weights: Path, table: dict[str, Comparison], directory: Path, console: Console) -> None:
+    """Writes a card beside the weights, and shows what came of the run."""
     write_card(directory, weights, trainer.config, table, len(trainer.heldout))
     console.print(results_table(table, len(trainer.heldout), list(trainer.rewards)))
     for what, where in (
