@@ -79,7 +79,7 @@ class Trainer:
         self.iteration = 0
         self.stopping = False
         self.rolled_back_from: int | None = None
-        self.actions: set[str] = set()  # of the alarms that are new in this iteration
+        self.endings: set[str] = set()  # "stop" or "rollback", as alarms that are new in this iteration ask
         self.unscored = dict.fromkeys(self.rewards, 0)  # iterations in a row without any score
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self._baseline: Evaluation | None = None
@@ -148,7 +148,7 @@ class Trainer:
                 if last or self.iteration % c.evaluation.every == 0:
                     yield logged(self.evaluate())
                 stop = self.world.total(self.stopping)[0] > 0 and not last
-                if last or stop or self.actions or self.iteration % c.trainer.checkpoint_every == 0:
+                if last or stop or self.endings or self.iteration % c.trainer.checkpoint_every == 0:
                     self.save()
                 self._heed_alarms(last)
                 if stop:
@@ -381,7 +381,7 @@ class Trainer:
     def _announce(self, new: Sequence[str], row: Row) -> None:
         """Says which alarms are new in a row, and remembers what they ask for."""
         for name in new:
-            self.actions.add(self.config.alarms.of(name))
+            self.endings |= {self.config.alarms.of(name)} & {"stop", "rollback"}
             if self.world.leads:
                 self.notify(
                     f"alarm after iteration {row['iteration']}: {name}: {row['alarms'][name]}. What helps: {ADVICE[name]}"
@@ -389,7 +389,7 @@ class Trainer:
 
     def _heed_alarms(self, last: bool) -> None:
         """Ends the run if one of the alarms of this iteration asks for it; a checkpoint is written."""
-        asked, self.actions = self.actions, set()
+        asked, self.endings = self.endings, set()
         if "rollback" in asked:
             self.roll_back()
             best = f"the weights are those of iteration {self.iteration}, the best evaluation"

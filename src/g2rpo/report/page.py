@@ -107,8 +107,8 @@ def state(run: Run) -> str:
     if run.results and run.rolled_back and run.iteration <= run.results["rolled_back_from"]:
         best = f"the weights are those after {run.results['iteration']}, the best evaluation"
         return f"Ended by an alarm after {run.iteration} of {total} iterations: {best}."
-    had_finished = run.results is not None and not run.rolled_back
-    again = f" It had finished after {run.results['iteration']}, and was extended." if run.results and had_finished else ""
+    once = run.results if not run.rolled_back else None
+    again = f" It had finished after {once['iteration']}, and was extended." if once else ""
     return f"Unfinished: {run.iteration} of {total} iterations are logged; the run goes on, or it stopped early.{again}"
 
 
