@@ -141,17 +141,24 @@ def test_a_training_pass_that_sees_another_model_raises_an_alarm(update_every, d
 
 
 def test_masked_groups_are_those_without_two_scores():
-    def one_answers(images, prompts):
-        """The first prompt of an iteration has no scores, the second a single one in each tail of a group."""
-        scores = torch.full((len(images),), torch.nan)
-        other = [i for i, prompt in enumerate(prompts) if prompt != prompts[0]]
-        scores[other] = brightness(images, prompts)[other]
-        return scores
+    """Six pictures at a time are the members of one tail; of those of the first prompt only one has a score, or two."""
 
-    row = trainer(None, rewards={"bright": one_answers}).iterate()
-    assert row["masked_groups"] == 0.5 == row["silent_groups"]
-    both = trainer(None, "rewards.other.kind=brightness", rewards={"bright": one_answers, "other": brightness}).iterate()
-    assert both["masked_groups"] == 0.0  # one reward that answers is enough to learn from
+    def some_answer(count):
+        def reward(images, prompts):
+            assert len(images) == 6 and len(set(prompts)) == 1
+            scores = brightness(images, prompts)
+            first = prompts[0] == t.prompts_of(0)[0]
+            return torch.where(torch.arange(6) < (count if first else 6), scores, torch.nan)
+
+        return reward
+
+    for count, masked in ((0, 0.5), (1, 0.5), (2, 0.0)):
+        t = trainer(None, "sampling.decode_batch_size=6", rewards={"bright": some_answer(count)})
+        row = t.iterate()
+        assert row["masked_groups"] == masked == row["silent_groups"], count
+    both = {"bright": some_answer(1), "other": brightness}
+    t = trainer(None, "sampling.decode_batch_size=6", "rewards.other.kind=brightness", rewards=both)
+    assert t.iterate()["masked_groups"] == 0.0  # one reward that answers is enough to learn from
 
 
 # Falling rewards
@@ -433,6 +440,19 @@ def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_pa
     assert logged(tmp_path / "back") == logged(tmp_path / "told")
 
 
+def test_a_run_that_begins_to_go_back_late_may_have_nothing_to_go_back_to(tmp_path, warned):
+    cut = alarmed(tmp_path)
+    for row in cut.train():
+        if row["iteration"] == 6:
+            break
+    late = alarmed(tmp_path, "alarms.hacking=rollback")
+    late.resume()
+    assert late.iteration == 5 < first_alarm(warned[1])
+    _, stop = rows_of(late)
+    assert not isinstance(stop, RolledBack) and "no weights were kept" in str(stop)
+    assert checkpoints(tmp_path / "checkpoints")[-1].name == f"iteration_{first_alarm(warned[1]):06d}"
+
+
 def test_an_evaluation_with_an_alarm_is_never_the_best():
     watch = Watch(["r"], [], drift_limit=1.0)
     for gain, alarm in ((0.0, False), (0.3, False), (0.9, True), (0.2, False), (0.5, False)):
@@ -494,8 +514,8 @@ def test_the_command_goes_back_writes_the_weights_and_exits_with_1(capsys, tmp_p
     assert "stopped by an alarm after iteration 1; the weights are those of iteration 0" in err
     adapter = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
     assert not any(value.any() for name, value in adapter.items() if "lora_B" in name)  # the base model's
-    code, _, err = g2rpo(capsys, "train", tiny_config, *options, "--run-dir", run, "--resume")
-    assert code == 0, err
+    code, _, err = g2rpo(capsys, "train", tiny_config, *options[:2], "alarms.action=stop", "--run-dir", run, "--resume")
+    assert code == 0, err  # not new, so it ends nothing; and what alarms do may change
     assert [row["iteration"] for row in read_metrics(run)] == [0, 1, 1, 2, 2]
     results = json.loads((run / "results.json").read_text())
     assert results["iteration"] == 2 and "rolled_back_from" not in results

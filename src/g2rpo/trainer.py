@@ -400,7 +400,9 @@ class Trainer:
         """Takes the weights of the best evaluation, for `finish` and `export`; what `resume` continues from stays."""
         found, _ = latest_checkpoint(self._directory() / BEST)
         if found is None:
-            raise ValueError("no evaluation has kept its weights yet")
+            raise Stopped(
+                f"stopped by an alarm after iteration {self.iteration}; no weights were kept to go back to: {BEST} is empty"
+            )
         self.rolled_back_from = self.iteration
         self.iteration, tensors, _ = found
         for kept in (self.parameters, *([] if self.average is None else [self.average.module.parameters()])):
@@ -427,7 +429,7 @@ class Trainer:
         asked, self.endings = self.endings, set()
         if "rollback" in asked:
             self.roll_back()
-            best = f"the weights are those of iteration {self.iteration}, the best evaluation"
+            best = f"the weights are those of iteration {self.iteration}, the best evaluation kept"
             raise RolledBack(
                 f"stopped by an alarm after iteration {self.rolled_back_from}; {best}; --resume goes on without going back"
             )
