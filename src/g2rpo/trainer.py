@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from g2rpo.algorithms.allocation import Allocator
+from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
 from g2rpo.diagnostics import diagnose, group_std
@@ -35,10 +38,11 @@ from g2rpo.metrics import MetricsLog, Row, read_metrics
 from g2rpo.pictures import save_curves, save_grid
 from g2rpo.prompts import PromptOrder
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.scoring import RewardFailed, Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
-from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
+from g2rpo.types import Algorithm, Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
@@ -79,6 +83,9 @@ class Trainer:
         self._baseline: Evaluation | None = None
         self._shown = c.evaluation.pictures
         self.algorithm = c.algorithm
+        self.allocator = None
+        if isinstance(c.algorithm, GranularGRPO) and c.algorithm.granularities == "auto":
+            self.allocator = Allocator(c.algorithm, c.sampling.num_steps, partial(count_evaluations, tails=c.sampling.tails))
         self.shift = shift_of(c.sampling.shift, self.policy)
         self.sigmas = sigma_grid(c.sampling.num_steps, self.shift)
         self.kernel = self.algorithm.kernel(self.sigmas)
@@ -160,8 +167,8 @@ class Trainer:
         with self._naming_the_iteration():
             own = self.sizes.fit(scored)
         rewards = self.world.gather(own)  # of all ranks: an algorithm may look at the whole batch
-        advantages = self.algorithm.advantages(rewards, self.weights)
-        granularities = getattr(self.algorithm, "granularities", range(1, rewards.shape[2] + 1))
+        algorithm = self.allocated()
+        advantages = algorithm.advantages(rewards, self.weights)
         experience = [
             Experience(rollout.prompt, transition, advantage)
             for rollout, advantage in zip(rollouts, self.world.deal(advantages), strict=True)
@@ -177,6 +184,8 @@ class Trainer:
         watch.lap("update")
 
         branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # on every rank the same ones
+        grains = [getattr(algorithm, "granularities_at", lambda step: (1,))(branch) for branch in branches]
+        learnt = self.allocator.observe(self.iteration, branches, rewards, self.weights) if self.allocator else {}
         images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
         evaluations, images, halved = self.world.total(evaluations, images, self.sizes.halved)
         self.iteration += 1
@@ -184,7 +193,8 @@ class Trainer:
             "kind": "train",
             "iteration": self.iteration,
             **self._reward_metrics(rewards, advantages),
-            **diagnose(branches, granularities, list(self.rewards), rewards, advantages),
+            **diagnose(branches, grains, list(self.rewards), rewards, advantages),
+            **learnt,
             **stats.summary(self.algorithm.clip_range),
             "learning_rate": rate,
             "evaluations": evaluations,
@@ -199,9 +209,13 @@ class Trainer:
         }
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
-        """The plans of an iteration, by default the one at hand."""
+        """The plans of an iteration, by default the one at hand, as far as they are known ahead."""
         iteration = self.iteration if iteration is None else iteration
         return self.algorithm.plans(self.config.sampling.num_steps, iteration, self.config.trainer.seed)
+
+    def allocated(self) -> Algorithm:
+        """The algorithm of the iteration at hand: the config's, or what has been made of it so far."""
+        return self.algorithm if self.allocator is None else self.allocator.at(self.iteration)
 
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration."""
@@ -226,7 +240,9 @@ class Trainer:
             on_rows=self.on_evaluations,
         )
         try:
-            rollouts = engine.rollout(self.plans(), self.algorithm.group_size, self.kernel, self._noise)
+            algorithm, seed = self.allocated(), self.config.trainer.seed
+            plans = algorithm.plans(sampling.num_steps, self.iteration, seed)
+            rollouts = engine.rollout(plans, algorithm.group_size, self.kernel, self._noise)
         except OutOfMemory:
             self.on_evaluations(-engine.evaluations)  # they will be done again
             raise
@@ -311,7 +327,11 @@ class Trainer:
             self._directory() / "checkpoints",
             self.iteration,
             tensors,
-            {"optimizer": self.optimizer.state_dict(), "averaged": int(self.average.n_averaged) if self.average else 0},
+            {
+                "optimizer": self.optimizer.state_dict(),
+                "averaged": int(self.average.n_averaged) if self.average else 0,
+                "allocation": self.allocator.state if self.allocator else {},
+            },
             self.config.trainer.keep_checkpoints,
         )
 
@@ -326,6 +346,8 @@ class Trainer:
         self.iteration, tensors, state = found
         _copy(tensors["weights"], self.parameters)
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.allocator is not None:
+            self.allocator.state = state["allocation"]
         if self.average is not None:
             _copy(tensors["average"], self.average.module.parameters())
             self.average.n_averaged.fill_(state["averaged"])
