@@ -103,7 +103,7 @@ class Allocator:
         worths, costs = [], []
         for step in self.algorithm.branch_steps:
             agreements = [1.0, *(cautious(*sums) for sums in self._sums(step)[1:])]
-            worths.append([rho**2 if rho >= floor else 0.0 for rho in agreements])
+            worths.append([rho**2 if rho >= floor else -math.inf for rho in agreements])
             plain = (replace(self.algorithm, granularities=(c,), branch_steps=(step,), branch_rounds=1) for c in candidates)
             costs.append([self._price_of_a_member(algorithm, 0) for algorithm in plain])
         return tuple(candidates[place] for place in best_ratio(worths, costs))
