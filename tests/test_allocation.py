@@ -79,8 +79,8 @@ def test_what_is_saved_goes_into_members():
     assert calibrating.group_size == 12 * 36 // 55
     assert allocator().at(LATER).group_size == 12  # the finest, as asked
     assert knowing([(0.95, 0.6)] * 3, auto=Auto(spend="time")).at(LATER).group_size == 12
-    with pytest.raises(ValueError, match="group_size=2 is too small: calibration would leave a group of 1"):
-        allocator(group_size=2).at(0)
+    with pytest.raises(UserError, match="group_size=2 is too small: calibration would leave groups of 1"):
+        allocator(group_size=2)
 
 
 @pytest.mark.parametrize("tails", [Tails(), Tails(forecast=True)])

@@ -178,7 +178,7 @@ class Trainer:
         watch.lap("update")
 
         branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # on every rank the same ones
-        grains = [getattr(algorithm, "granularities_at", lambda step: (1,))(branch) for branch in branches]
+        grains_at = getattr(algorithm, "granularities_at", lambda step: tuple(range(1, rewards.shape[2] + 1)))
         learnt = self.allocator.observe(self.iteration, branches, rewards, self.weights) if self.allocator else {}
         images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
         evaluations, images, halved = self.world.total(evaluations, images, self.sizes.halved)
@@ -187,7 +187,7 @@ class Trainer:
             "kind": "train",
             "iteration": self.iteration,
             **self._reward_metrics(rewards, advantages),
-            **diagnose(branches, grains, list(self.rewards), rewards, advantages),
+            **diagnose(branches, [grains_at(branch) for branch in branches], list(self.rewards), rewards, advantages),
             **learnt,
             **stats.summary(self.algorithm.clip_range),
             "learning_rate": rate,
@@ -204,7 +204,7 @@ class Trainer:
         }
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
-        """The plans of an iteration, by default the one at hand, as far as they are known ahead."""
+        """The plans of an iteration, by default the one at hand, as they are known ahead (`allocated` may make others)."""
         iteration = self.iteration if iteration is None else iteration
         return self.algorithm.plans(self.config.sampling.num_steps, iteration, self.config.trainer.seed)
 

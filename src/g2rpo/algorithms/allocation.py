@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from g2rpo.diagnostics import ranks
+from g2rpo.errors import UserError
 from g2rpo.objectives import group_normalize, mix_rewards
 from g2rpo.types import Plan
 
@@ -76,6 +77,10 @@ class Allocator:
     evaluations: Callable[[Sequence[Plan], int], int]
     state: dict[str, list[list[float]]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for turn in range(self.algorithm.branch_rounds):
+            self.at(turn)  # refuses groups that are too small to calibrate
+
     def at(self, iteration: int) -> GranularGRPO:
         """The algorithm of an iteration: granularities for each branch step, and what group size they leave."""
         asked, auto = self.algorithm, self.algorithm.auto
@@ -88,7 +93,9 @@ class Allocator:
             budget = asked.group_size * self._price_of_a_member(asked, iteration)
             size = int(budget / self._price_of_a_member(chosen, iteration) + 1e-6)  # for quotients that should be whole
             if size < 2:
-                raise ValueError(f"group_size={asked.group_size} is too small: calibration would leave a group of {size}")
+                raise UserError(
+                    f"algorithm.group_size={asked.group_size} is too small: calibration would leave groups of {size}"
+                )
             chosen = replace(chosen, group_size=size)
         return chosen
 
