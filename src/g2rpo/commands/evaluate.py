@@ -18,7 +18,7 @@ from g2rpo.commands.ahead import encode_ahead
 from g2rpo.commands.progress import counter, warn_on
 from g2rpo.config import Config, differences, read_yaml, resolve_as, shift_of
 from g2rpo.errors import UserError
-from g2rpo.files import FileDigests, digest_of, write_whole
+from g2rpo.files import FileDigests, digest_of, local, write_whole
 from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.pictures import save_grid
 from g2rpo.runs import read_config, weights_path
@@ -116,7 +116,7 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
     """Digests of prompts, tuned weights and model: a name may stand for something else by the time one goes on."""
     contents = {"prompts": digest_of(list(prompts)), "model": components.pipeline_identity(config.policy.path)}
     if config.weights is not None:
-        folder = Path(config.weights).expanduser()
+        folder = local(config.weights)
         if not folder.is_dir():
             raise UserError(f"weights {folder}: is no folder; name an adapter/ or a transformer/ that training wrote")
         contents["weights"] = FileDigests(None).of_folders(folder, [folder])
@@ -148,7 +148,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
         console.print(f"{done} of {len(judging.chunks())} chunks in {out} are finished already", soft_wrap=True)
 
     def use_weights() -> None:
-        weights = Path(config.weights or "").expanduser()
+        weights = local(config.weights or "")
         try:
             policy.load(weights, config.strength)
         except (OSError, ValueError, RuntimeError) as error:

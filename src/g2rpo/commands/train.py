@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -37,7 +38,7 @@ def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], Non
     """The config of a recipe's name or a YAML file, with overrides; `note` hears what an override leaves out."""
     if recipe.endswith((".yaml", ".yml")):
         return resolve(read_yaml(Path(recipe)), overrides, recipe, note)
-    if Path(recipe).is_dir():
+    if os.path.isdir(recipe):
         raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
     return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", note)
 
