@@ -96,10 +96,18 @@ def build_tail_network(policy: Any, tails: Tails) -> TailNetwork | None:
 
 
 def pick_device(name: str) -> str:
-    """What "auto" means on this machine; any other is itself; "cuda" is the GPU of the local rank."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """What "auto" means on this machine; any other is itself; "cuda" is the GPU of the local rank. UserError for one that torch
+    does not know or this machine does not have."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"policy.device={name}: is no device; write auto, cpu, cuda or cuda:1") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(f"policy.device={name}: torch sees {count} CUDA devices here; policy.device=auto takes what there is")
+    return name
 
 
 def locate_pipeline(name: str, expected: str | None = None) -> tuple[str, str]:

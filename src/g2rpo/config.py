@@ -67,7 +67,7 @@ class PolicyConfig(Group):
     """FLUX: the embedded one. SD3: of classifier-free guidance, which costs a second evaluation; up to 1 turns it off."""
     negative_prompt: str | None = None
     """For models with classifier-free guidance."""
-    max_sequence_length: Count | None = None
+    max_sequence_length: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Tokens of the long prompt encoder. None: what the model takes by default (FLUX 512, SD3 256)."""
     tuning: Literal["lora", "full"] = "lora"
     lora_rank: Count = 32
@@ -133,7 +133,7 @@ BatchSize = Count | Literal["auto"]
 class SamplingConfig(Group):
     """The sampler that rollouts and evaluation share."""
 
-    num_steps: Annotated[int, Field(ge=2, le=1000)]
+    num_steps: Annotated[int, Field(ge=2, le=250)]
     shift: Shift = 3.0
     batch_size: BatchSize = 64
     """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a CPU."""

@@ -82,7 +82,7 @@ def is_text(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """The data in `text`; ValueError also where it is nested deeper than Python can follow."""
     try:
         return json.loads(text)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
+from g2rpo.checkpoint import BrokenCheckpoint, latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
 from g2rpo.diagnostics import diagnose, group_std
 from g2rpo.distributed import ALONE, World
@@ -324,11 +324,14 @@ class Trainer:
         if found is None:
             return complaints
         self.iteration, tensors, state = found
-        _copy(tensors["weights"], self.parameters)
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.average is not None:
-            _copy(tensors["average"], self.average.module.parameters())
-            self.average.n_averaged.fill_(state["averaged"])
+        try:
+            _copy(tensors["weights"], self.parameters)
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.average is not None:
+                _copy(tensors["average"], self.average.module.parameters())
+                self.average.n_averaged.fill_(state["averaged"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise BrokenCheckpoint(f"checkpoint of iteration {self.iteration}: does not fit this model ({error})") from error
         return complaints
 
     def _base(self) -> Evaluation | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from g2rpo import components
 from g2rpo.commands.ahead import encode_ahead
-from g2rpo.commands.progress import counter, warn_on
+from g2rpo.commands.progress import counter, say, warn_on
 from g2rpo.config import Config, differences, read_yaml, resolve_as, shift_of
 from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, digest_of, local, write_whole
@@ -87,7 +87,7 @@ def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console
     for steps in sorted(set(config.steps)):
         _save_grid(judging, steps)
     for what, where in (("numbers", results), ("pictures", out / "pictures.jsonl"), ("grids", out / "grid_steps_*.png")):
-        console.print(f"{what:>9}  {where}", highlight=False, soft_wrap=True)
+        say(console, f"{what:>9}  {where}")
 
 
 def results_table(judging: Judging) -> Table:
@@ -145,7 +145,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
     cached = components.cache_embeddings(policy, config.policy, config.cache, warn_on(console))
     done = len(judging.chunks()) - len(missing)
     if done:
-        console.print(f"{done} of {len(judging.chunks())} chunks in {out} are finished already", soft_wrap=True)
+        say(console, f"{done} of {len(judging.chunks())} chunks in {out} are finished already")
 
     def use_weights() -> None:
         weights = local(config.weights or "")
@@ -178,5 +178,8 @@ def _save_grid(judging: Judging, steps: int) -> None:
 
 
 def _read_picture(path: Path) -> Tensor:
-    with Image.open(path) as picture:
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+    except (OSError, SyntaxError) as error:
+        raise UserError(f"{path}: is damaged ({error}); delete it and the same command paints it again") from None

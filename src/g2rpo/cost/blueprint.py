@@ -47,7 +47,10 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
     parts = {
         name: (f"{entry[0]}:{entry[1]}", _read(path, f"{name}/config.json"))
         for name, entry in index.items()
-        if isinstance(entry, list) and len(entry) == 2 and name.startswith(("transformer", "vae", "text_encoder")) and entry[0] is not None
+        if isinstance(entry, list)
+        and len(entry) == 2
+        and name.startswith(("transformer", "vae", "text_encoder"))
+        and entry[0] is not None
     }
     return Blueprint(kind, parts, _read(path, "tokenizer/tokenizer_config.json").get("model_max_length", 77))
 
@@ -68,8 +71,10 @@ def on_meta(part: Part) -> nn.Module:
     target, config = part
     library, _, name = target.partition(":")
     if library not in LIBRARIES:  # to import what a downloaded file names is to run it
-        raise UserError(f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(LIBRARIES)} are loaded")
-    kind = getattr(importlib.import_module(library), name, None)
+        raise UserError(
+            f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(LIBRARIES)} are loaded"
+        )
+    kind: Any = getattr(importlib.import_module(library), name, None)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise UserError(f"policy.path: its model_index.json names {library}'s {name}, which is no model")
     with torch.device("meta"):

@@ -68,9 +68,13 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
     holds something else.
     """
     if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(path)
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged, or no safetensors file ({error})") from None
     try:
         # Mapped where the format allows it, so that several processes on a machine share one copy of the file in memory.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -79,6 +83,8 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
             f"{path} holds more than tensors, and unpickling it could run any code. If you trust its source, load it "
             f"yourself once and save its state dict with safetensors. ({str(error).splitlines()[0]})"
         ) from error
+    except Exception as error:  # torch promises no particular ones for a file that is damaged
+        raise ValueError(f"{path} is damaged, or no torch file ({type(error).__name__}: {error})") from error
     if key is not None and isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
         content = content[key]
     elif key is not None:
