@@ -270,7 +270,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _tell(message: str, style: str) -> None:
     """A message as it is: no markup, and no control characters, which a file's or a server's words could hold."""
-    shown = "".join(
-        character if character.isprintable() or character == "\n" else "\N{REPLACEMENT CHARACTER}" for character in message
-    )
+    shown = "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in message)
     Console(stderr=True).print(Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True)

@@ -52,7 +52,7 @@ def read_metrics(run_dir: Path) -> list[Row]:
     if not path.exists():
         return []
     try:
-        *lines, rest = read_text(path).split("\n")
+        *lines, _ = read_text(path).split("\n")
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     rows = []

@@ -81,7 +81,7 @@ def read_grid(path: Path) -> Grid:
                 raise ValueError("does not hold a picture for every prompt")
             return Grid([str(prompt) for prompt in prompts], [[canvas.crop(box) for box in row] for row in boxes])
     except (ValueError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path} {error}") from None
 
 
 def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str]) -> None:

@@ -68,8 +68,8 @@ for _kind in ("int", "float"):
 def parse_yaml(text: str) -> Any:
     """The plain data (None, bool, int, float, str, list, dict) in `text`. ValueError says what is wrong with it.
 
-    Refused: tags, aliases, keys that appear twice, more than `DEPTH` levels, numbers that are not finite, integers that 64 bits do not hold, characters
-    that files and terminals cannot carry. Dates are words.
+    Refused: tags, aliases, keys that appear twice, more than `DEPTH` levels, numbers that are not finite, integers that 64 bits
+    do not hold, characters that files and terminals cannot carry. Dates are words.
     """
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader that knows less)

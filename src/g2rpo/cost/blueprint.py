@@ -44,13 +44,15 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
         return known
     path, kind = components.locate_pipeline(config.path, config.pipeline)
     index = _read(path, "model_index.json")
-    parts = {
-        name: (f"{entry[0]}:{entry[1]}", _read(path, f"{name}/config.json"))
+    models = {
+        name: entry
         for name, entry in index.items()
-        if isinstance(entry, list)
-        and len(entry) == 2
-        and name.startswith(("transformer", "vae", "text_encoder"))
-        and entry[0] is not None
+        if isinstance(entry, list) and len(entry) == 2 and name.startswith(("transformer", "vae", "text_encoder"))
+    }
+    parts = {
+        name: (f"{library}:{kind}", _read(path, f"{name}/config.json"))
+        for name, (library, kind) in models.items()
+        if library is not None
     }
     return Blueprint(kind, parts, _read(path, "tokenizer/tokenizer_config.json").get("model_max_length", 77))
 
@@ -75,7 +77,7 @@ def on_meta(part: Part) -> nn.Module:
             f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(LIBRARIES)} are loaded"
         )
     kind: Any = getattr(importlib.import_module(library), name, None)
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+    if nn.Module not in getattr(kind, "__mro__", ()):
         raise UserError(f"policy.path: its model_index.json names {library}'s {name}, which is no model")
     with torch.device("meta"):
         return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))

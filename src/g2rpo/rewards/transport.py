@@ -55,9 +55,7 @@ def endpoint(url: str, path: str) -> str:
     if not usable or parts.query or parts.fragment or not url.isprintable() or " " in url:
         raise ValueError(f"an endpoint is an address like http://127.0.0.1:8000, got {shown!r}")
     if "@" in parts.netloc:
-        raise ValueError(
-            f"{shown}: a user or password in an address would be kept in configs and logs; name a token's variable"
-        )
+        raise ValueError(f"{shown}: a password in an address would end in configs and logs; name a token's variable")
     return url.rstrip("/") + path
 
 
