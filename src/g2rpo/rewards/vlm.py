@@ -50,7 +50,11 @@ FORMS = {
 }
 _LOW, _HIGH = 1.0, 5.0
 # "(1-5)", bold marks and a colon may stand before the number; a range ("1-5", "1 to 5") is an instruction, not a score
-_NUMBER = r"[\s*_]*(?:\(\s*1\s*-\s*5\s*\))?[\s*_]*:[\s*_<]*(\d+(?:\.\d+)?)(?![\d.]*\s*(?:-|to)\s*\d)"
+# Every repetition is bounded: an answer of a million blanks would otherwise be tried in a million ways.
+_NUMBER = (
+    r"[\s*_]{0,20}(?:\(\s{0,9}1\s{0,9}-\s{0,9}5\s{0,9}\))?[\s*_]{0,20}:[\s*_<]{0,20}"
+    r"(\d{1,9}(?:\.\d{1,9})?)(?![\d.]{0,20}\s{0,20}(?:-|to)\s{0,20}\d)"
+)
 
 
 def parse_scores(text: str, names: Sequence[str]) -> float:
