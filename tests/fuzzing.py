@@ -6,11 +6,57 @@ from g2rpo import recipes
 from g2rpo.config import ALGORITHMS, resolve
 
 SNIPPETS = (
-    "!!python/object/apply:os.system [false]", "!!binary /w==", "!!int x", "!!set {a}", "!x y", "&a [*a]", "*a", "<<: {a: 1}",
-    "{a: 1, a: 2}", "[" * 3000, "{a: " * 500, "9" * 5000, "0x" + "f" * 5000, "0b_", "2024-13-45", "1:30", "1e400", ".nan", "-.inf",
-    '"\\ud800"', '"\\0"', "\ud800", "\x1b[31m", "[/red]", "[bold", "\u2028", "\x85", "\ufeff", "\t", "%YAML 3.0\n---\n", "---\n", "? [a]\n",
-    "=", "~", "", "''", "[]", "{}", "-1", "0", "1.5", "true", "off", "x" * 5000, "~nobody/x", "/dev/zero", "../../x", "é", "日本", "💥",
-)  # fmt: skip
+    "!!python/object/apply:os.system [false]",
+    "!!binary /w==",
+    "!!int x",
+    "!!set {a}",
+    "!x y",
+    "&a [*a]",
+    "*a",
+    "<<: {a: 1}",
+    "{a: 1, a: 2}",
+    "[" * 3000,
+    "{a: " * 500,
+    "9" * 5000,
+    "0x" + "f" * 5000,
+    "0b_",
+    "2024-13-45",
+    "1:30",
+    "1e400",
+    ".nan",
+    "-.inf",
+    '"\\ud800"',
+    '"\\0"',
+    "\ud800",
+    "\x1b[31m",
+    "[/red]",
+    "[bold",
+    "\u2028",
+    "\x85",
+    "\ufeff",
+    "\t",
+    "%YAML 3.0\n---\n",
+    "---\n",
+    "? [a]\n",
+    "=",
+    "~",
+    "",
+    "''",
+    "[]",
+    "{}",
+    "-1",
+    "0",
+    "1.5",
+    "true",
+    "off",
+    "x" * 5000,
+    "~nobody/x",
+    "/dev/zero",
+    "../../x",
+    "é",
+    "日本",
+    "💥",
+)
 
 CONFIGS = [resolve(recipes.settings(name)) for name in recipes.names()]
 
@@ -29,8 +75,11 @@ numbers = st.integers(-3, 40).map(str) | st.integers().map(str) | st.floats().ma
 values = st.sampled_from(SNIPPETS) | st.sampled_from(KNOWN) | numbers | st.text(max_size=20)
 
 
+PIECES = st.sampled_from(SNIPPETS) | st.text(max_size=8)
+
+
 @st.composite
-def mutated(draw, text, pieces=st.sampled_from(SNIPPETS) | st.text(max_size=8), most=3):
+def mutated(draw, text, pieces=PIECES, most=3):
     """`text` (str or bytes) with a few pieces cut out, put in, doubled or moved."""
     for _ in range(draw(st.integers(0, most))):
         start = draw(st.integers(0, len(text)))

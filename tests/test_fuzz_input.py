@@ -1,4 +1,4 @@
-"""Whatever a config, an override or a prompt file holds: a value that is used as it stands, or one message. Never a traceback."""
+"""Whatever a config, an override or a prompt file holds: a value that is used as it stands, or one message."""
 
 import contextlib
 import io
@@ -84,8 +84,9 @@ def test_any_bytes_are_a_config_or_refused(content):
     said(refusal.value)
 
 
+FINITE = st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False)
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    st.none() | st.booleans() | FINITE | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5).filter(is_text), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The reward protocol with everything that can come over a wire, both ways: a sound answer or a named refusal, in bounded time."""
+"""The reward protocol with all that can come over a wire, both ways: a sound answer or a named refusal."""
 
 import base64
 import contextlib
@@ -29,10 +29,29 @@ REQUEST = (
 )
 ANSWER = b'HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{"scores": [0.5, null]}'
 PIECES = st.sampled_from(
-    [b"\0", b"\r\n", b"\n\n", b": ", b"%s", b"\xff\xfe", b"[" * 2000, b"9" * 5000, b'"\\ud800"', b"NaN", b"1e999", b"-Infinity", b"null",
-     b"Transfer-Encoding: chunked\r\n", b"Content-Length: 999999999999\r\n", b"Content-Length: -1\r\n", b"Host: [\r\n",
-     b"Location: file:///etc/passwd\r\n", b"HTTP/1.1 302 x\r\n", b"\x1b[2J"]
-) | st.binary(max_size=8)  # fmt: skip
+    [
+        b"\0",
+        b"\r\n",
+        b"\n\n",
+        b": ",
+        b"%s",
+        b"\xff\xfe",
+        b"[" * 2000,
+        b"9" * 5000,
+        b'"\\ud800"',
+        b"NaN",
+        b"1e999",
+        b"-Infinity",
+        b"null",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Content-Length: 999999999999\r\n",
+        b"Content-Length: -1\r\n",
+        b"Host: [\r\n",
+        b"Location: file:///etc/passwd\r\n",
+        b"HTTP/1.1 302 x\r\n",
+        b"\x1b[2J",
+    ]
+) | st.binary(max_size=8)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["scores", "images", "choices", "x"]), inner),
@@ -125,7 +144,9 @@ def garbage():
                 while b"\r\n\r\n" not in request:
                     request += connection.recv(65536)
                 head, _, body = request.partition(b"\r\n\r\n")
-                length = next((int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0)
+                length = next(
+                    (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0
+                )
                 while len(body) < length:
                     body += connection.recv(65536)
                 connection.sendall(answers[0])
@@ -165,7 +186,10 @@ def test_any_json_is_scores_or_no_answer(data, count):
         assert isinstance(answer_text(data), str)
 
 
-@given(st.text() | mutated("Alignment Score (1-5): 4\n**Final Score:** 3.5", st.sampled_from(["Final Score:", " " * 50, "1-5", "9" * 50])))
+@given(
+    st.text()
+    | mutated("Alignment Score (1-5): 4\n**Final Score:** 3.5", st.sampled_from(["Final Score:", " " * 50, "1-5", "9" * 50]))
+)
 @example("Final Score" + " " * 200_000 + "x")
 @example("Final Score:" + "1" * 200_000 + "-5")
 def test_any_text_of_a_judge_is_a_score_or_none_at_once(text):
