@@ -242,7 +242,7 @@ def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
     placed = {"device": device} if "device" in inspect.signature(kind).parameters else {}
     try:
         return kind(**{**placed, **entry.options})
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"rewards.{name}: cannot be loaded: {error}{_weights_hint(name, kind, entry.options)}") from error
 
 

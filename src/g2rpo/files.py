@@ -47,7 +47,7 @@ class FileDigests:
         if memo is not None and memo.is_file():
             try:
                 self._known = dict(json.loads(memo.read_text(encoding="utf-8")))
-            except ValueError:
+            except (ValueError, TypeError):
                 self._known = {}  # only a memory of what the files say; they are read again
 
     def of(self, path: Path) -> str:
