@@ -94,6 +94,7 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
+@example({"\x85": ["\x85", "\u2028"]})
 def test_options_come_back_from_a_file_as_they_were(options):
     words = {"rewards": {"r": {"kind": "http", "options": {"x": options}}}}
     config = resolve({**CONFIGS[0].model_dump(mode="json"), **words})

@@ -48,7 +48,11 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        data = self.model_dump(mode="json")
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+        if "\x85" in text:  # a line end in YAML, which PyYAML would write as it is and read as a space
+            text = yaml.safe_dump(data, sort_keys=False)
+        return text
 
 
 G = TypeVar("G", bound=Group)
