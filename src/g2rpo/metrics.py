@@ -44,6 +44,8 @@ class MetricsLog:
         for name, value in row.items():
             if isinstance(value, int | float) and name != "iteration":
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["iteration"])
+        for name, said in row.get("alarms", {}).items():
+            self._board.add_text(f"alarms/{name}", said, row["iteration"])
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
@@ -71,8 +73,11 @@ def _checked(row: Any) -> Row:
     for key in NEEDED[row["kind"]]:
         if not isinstance(row.get(key), int | float) or row[key] < 0 or (row[key] == 0 and key.startswith("seconds")):
             raise ValueError(f"its '{key}' is missing, or no number")
+    alarms = row.get("alarms", {})
+    if not isinstance(alarms, dict) or not all(isinstance(said, str) for said in alarms.values()):
+        raise ValueError("its 'alarms' are no sentences by name")
     for key, value in row.items():
-        if key != "kind" and value is not None and not (isinstance(value, int | float) and abs(value) < 1e300):
+        if key not in ("kind", "alarms") and value is not None and not (isinstance(value, int | float) and abs(value) < 1e300):
             raise ValueError(f"its '{key}' is no number")
     if not isinstance(row["iteration"], int):
         raise ValueError("its 'iteration' is no whole number")
