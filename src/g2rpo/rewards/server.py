@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _authorize(self) -> None:
         token = self.server.token
         given = self.headers.get("Authorization", "")
-        if token is None and not _is_loopback(_host_of(self.headers.get("Host", "localhost"))):
+        if token is None and not is_loopback(_host_of(self.headers.get("Host", "localhost"))):
             # a web page can make its own name mean this machine, and would then be allowed to read the answers
             raise BadRequest(403, "without a token this server answers to loopback addresses only")
         if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
@@ -252,7 +252,7 @@ class RewardServer(ThreadingHTTPServer):
         token: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if not token and not _is_loopback(host):
+        if not token and not is_loopback(host):
             raise ValueError(f"serving on {host} without a token would let anyone use this machine; give a token")
         self.reward, self.token, self.limits = reward, token or None, limits or Limits()
         self.name = type(reward).__name__
@@ -291,7 +291,8 @@ def _host_of(header: str) -> str:
         return ""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server on `host`."""
     if host == "localhost":
         return True
     try:
