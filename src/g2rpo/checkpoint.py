@@ -62,7 +62,11 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path) -> tuple[int, dict[str, list[Tensor]], dict[str, Any]]:
-    """(iteration, tensors, state) as `save_checkpoint` was given them; `BrokenCheckpoint` names the file that is wrong."""
+    """(iteration, tensors, state) as `save_checkpoint` was given them; `BrokenCheckpoint` names the file that is wrong.
+
+    Tensors are read from disk when they are used, so that ranks which need pieces of them do not each hold the whole; what is
+    kept is to be copied.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files, iteration = dict(manifest["files"]), int(manifest["iteration"])
@@ -79,7 +83,7 @@ def load_checkpoint(path: Path) -> tuple[int, dict[str, list[Tensor]], dict[str,
         if name.endswith(".safetensors"):
             stored = load_file(path / name)
             tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
-    return iteration, tensors, torch.load(path / "state.pt", weights_only=True)
+    return iteration, tensors, torch.load(path / "state.pt", weights_only=True, mmap=True)
 
 
 def latest_checkpoint(root: Path) -> tuple[tuple[int, dict[str, list[Tensor]], dict[str, Any]] | None, list[str]]:

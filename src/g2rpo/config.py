@@ -32,6 +32,7 @@ from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.rollout.tails import Tails
+from g2rpo.sharding import ShardingMode
 from g2rpo.types import Policy
 
 Dtype = Literal["float32", "bfloat16"]
@@ -163,6 +164,9 @@ class TrainerConfig(Group):
     """Latents of one training pass; gradients accumulate over passes."""
     checkpoint_every: PositiveInt = 50
     keep_checkpoints: PositiveInt = 2
+    sharding: ShardingMode = "none"
+    """For full fine-tuning on several ranks: "full" divides weights, gradients and moments over them, and every call gathers each
+    layer; "training" does so too, but samples with whole weights in `policy.dtype`: faster, where there is room for them."""
     rank_timeout_s: PositiveFloat = 1800
     """How long a rank waits for another before it takes it for lost."""
     max_unscored: PositiveInt = 5

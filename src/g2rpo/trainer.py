@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.scoring import RewardFailed, Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
+from g2rpo.sharding import Replicated
 from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
@@ -52,8 +53,8 @@ class Trainer:
     `judges` score held-out pictures but are not trained on. `run_dir=None` keeps nothing, for experiments in a notebook.
     `tail_network` finishes members where `sampling.tails` asks for another network than the policy's. `notify` hears of batch
     sizes that were found, or halved because memory ran out. Every rank of `world` has a trainer of its own, alike but for the
-    prompts that it is dealt; only the leader's writes. After `stopping` is set, on any rank, `train` ends with the iteration at
-    hand.
+    prompts that it is dealt; only the leader's writes. `sharding` is the policy's, where its weights are in pieces. After `stopping` is
+    set, on any rank, `train` ends with the iteration at hand.
     """
 
     config: Config
@@ -66,6 +67,7 @@ class Trainer:
     tail_network: TailNetwork | None = None
     notify: Callable[[str], None] = print
     world: World = ALONE
+    sharding: Replicated | None = None
     on_evaluations: Callable[[int], None] = lambda rows: None
 
     def __post_init__(self) -> None:
@@ -75,6 +77,7 @@ class Trainer:
         self.iteration = 0
         self.stopping = False
         self.unscored = dict.fromkeys(self.rewards, 0)  # iterations in a row without any score
+        self.shards = self.sharding or Replicated(self.world)
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self._baseline: Evaluation | None = None
         self._shown = c.evaluation.pictures
@@ -101,6 +104,7 @@ class Trainer:
             self.policy.device,
             self.notify,
         )
+        self.sizes.in_step = self.shards.in_step
         self.updater = Updater(
             self.policy,
             self.algorithm,
@@ -109,7 +113,7 @@ class Trainer:
             self.kernel,
             self.sizes,
             c.optim.max_grad_norm,
-            self.world,
+            self.shards,
         )
 
     @property
@@ -148,10 +152,11 @@ class Trainer:
         cond = self.policy.encode(prompts)
         watch.lap("encode")
 
-        self._find_sizes(cond)
         if self.tail_network is not None:
             self.tail_network.refresh()
-        rollouts, evaluations = self.sizes.fit(lambda: self._rollout(cond))
+        with self.shards.sampling():
+            self._find_sizes(cond)
+            rollouts, evaluations = self.sizes.fit(lambda: self._rollout(cond))
         watch.lap("rollout")
 
         def scored() -> Tensor:
@@ -255,8 +260,6 @@ class Trainer:
         c = self.config
         steps = c.evaluation.num_steps or c.sampling.num_steps
         own = self.own_heldout()
-        if self.sizes.auto:
-            self._find_sizes(self.policy.encode(own[:1]))
 
         def judged() -> Evaluation:
             return evaluate(
@@ -270,7 +273,9 @@ class Trainer:
                 first=self.world.first(len(self.heldout)) if len(own) < len(self.heldout) else 0,
             )
 
-        with self._averaged(), self._naming_the_iteration():
+        with self._averaged(), self._naming_the_iteration(), self.shards.sampling():
+            if self.sizes.auto:
+                self._find_sizes(self.policy.encode(own[:1]))
             evaluation = self.sizes.fit(judged)
         return evaluation_of_all(self.world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
 
@@ -290,30 +295,31 @@ class Trainer:
         return table
 
     def export(self) -> Path:
-        """Writes the (averaged) weights as diffusers reads them, and returns where."""
-        folder = "adapter" if self.config.policy.tuning == "lora" else "transformer"
+        """Writes the (averaged) weights as diffusers reads them, and returns where; for all ranks to call, one writes."""
+        folder = self._directory() / ("adapter" if self.config.policy.tuning == "lora" else "transformer")
         with self._averaged():
-            return self.policy.save(self._directory() / folder)
+            return self.policy.save(folder) if self.world.leads or self.sharding is not None else folder
 
     def save(self) -> Path | None:
         """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept.
 
+        It holds whole tensors, so that any number of ranks can go on from it; the leader's CPU has them all at once.
         Raises `Stopped` instead if the weights of the ranks have parted.
         """
-        if parted := self.world.differing(_fingerprint(self.parameters)):
+        if parted := self.shards.parted(list(self.parameters)):
             raise Stopped(f"iteration {self.iteration}: the weights of ranks {parted} are not rank 0's; nothing was saved")
-        if not self.writes:
+        if self.run_dir is None:
             return None
         tensors = {"weights": list(self.parameters)}
         if self.average is not None:
             tensors["average"] = list(self.average.module.parameters())
-        return save_checkpoint(
-            self._directory() / "checkpoints",
-            self.iteration,
-            tensors,
-            {"optimizer": self.optimizer.state_dict(), "averaged": int(self.average.n_averaged) if self.average else 0},
-            self.config.trainer.keep_checkpoints,
-        )
+        averaged = int(self.average.n_averaged) if self.average else 0
+        tensors = self.shards.gather(tensors)
+        state = self.shards.gather({"optimizer": self.optimizer.state_dict(), "averaged": averaged})
+        if not self.writes:
+            return None
+        kept = self.config.trainer.keep_checkpoints
+        return save_checkpoint(self.run_dir / "checkpoints", self.iteration, tensors, state, kept)
 
     @torch.no_grad()
     def resume(self) -> list[str]:
@@ -324,12 +330,18 @@ class Trainer:
         if found is None:
             return complaints
         self.iteration, tensors, state = found
-        _copy(tensors["weights"], self.parameters)
-        self.optimizer.load_state_dict(state["optimizer"])
+        parameters, optimizer = list(self.parameters), state["optimizer"]
+        self._restore(tensors["weights"], parameters)
+        for place, moments in optimizer["state"].items():
+            optimizer["state"][place] = {name: self.shards.piece(value, parameters[place]) for name, value in moments.items()}
+        self.optimizer.load_state_dict(optimizer)
         if self.average is not None:
-            _copy(tensors["average"], self.average.module.parameters())
+            self._restore(tensors["average"], list(self.average.module.parameters()))
             self.average.n_averaged.fill_(state["averaged"])
         return complaints
+
+    def _restore(self, values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        _copy([self.shards.piece(value, tensor) for value, tensor in zip(values, into, strict=True)], into)
 
     def _base(self) -> Evaluation | None:
         """The base model's evaluation, by this process or by the one that began the run; None if neither kept it."""
@@ -419,11 +431,6 @@ class _Swapped(AbstractContextManager[None]):
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
         _copy(self.own, self.parameters)
-
-
-def _fingerprint(parameters: Iterable[Tensor]) -> Tensor:
-    """A number per float32 parameter that depends on every bit of it; integers, so the order of adding is no matter."""
-    return torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in parameters])
 
 
 def _copy(values: Sequence[Tensor], into: Any) -> None:
