@@ -165,8 +165,8 @@ class TrainerConfig(Group):
     checkpoint_every: PositiveInt = 50
     keep_checkpoints: PositiveInt = 2
     sharding: ShardingMode = "none"
-    """For full fine-tuning on several ranks: "full" divides weights, gradients and moments over them, and every call gathers each
-    layer; "training" does so too, but samples with whole weights in `policy.dtype`: faster, where there is room for them."""
+    """For full fine-tuning on several ranks: "full" divides weights, gradients and moments over them, and each call gathers layer
+    after layer; "training" too, but samples with whole weights in `policy.dtype`: faster, where there is room for them."""
     rank_timeout_s: PositiveFloat = 1800
     """How long a rank waits for another before it takes it for lost."""
     max_unscored: PositiveInt = 5

@@ -53,8 +53,8 @@ class Trainer:
     `judges` score held-out pictures but are not trained on. `run_dir=None` keeps nothing, for experiments in a notebook.
     `tail_network` finishes members where `sampling.tails` asks for another network than the policy's. `notify` hears of batch
     sizes that were found, or halved because memory ran out. Every rank of `world` has a trainer of its own, alike but for the
-    prompts that it is dealt; only the leader's writes. `sharding` is the policy's, where its weights are in pieces. After `stopping` is
-    set, on any rank, `train` ends with the iteration at hand.
+    prompts that it is dealt; only the leader's writes. `sharding` is the policy's, where its weights are in pieces. After
+    `stopping` is set, on any rank, `train` ends with the iteration at hand.
     """
 
     config: Config
@@ -152,10 +152,10 @@ class Trainer:
         cond = self.policy.encode(prompts)
         watch.lap("encode")
 
-        if self.tail_network is not None:
-            self.tail_network.refresh()
         with self.shards.sampling():
             self._find_sizes(cond)
+            if self.tail_network is not None:
+                self.tail_network.refresh()
             rollouts, evaluations = self.sizes.fit(lambda: self._rollout(cond))
         watch.lap("rollout")
 
