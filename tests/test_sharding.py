@@ -4,14 +4,21 @@ import os
 import shutil
 import signal
 from collections import Counter
+from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+from rich.console import Console
 from safetensors.torch import load_file
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g2rpo import components
 from g2rpo.checkpoint import checkpoints
+from g2rpo.commands.train import _run
+from g2rpo.config import resolve
 from g2rpo.distributed import ALONE, World
 from g2rpo.errors import Stopped, UserError
 from g2rpo.metrics import read_metrics
@@ -19,7 +26,7 @@ from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.sd3 import SD3Policy
 from g2rpo.sharding import Sharded
 from tests import ranks
-from tests.runs import config, trainer
+from tests.runs import PLAIN, config, trainer
 
 PROMPTS = ["a red circle", "two blue squares", "a blue circle", "a green star"]
 SMALL = (
@@ -49,18 +56,21 @@ def build(world, folder, model, mode, *overrides, kind=FluxPolicy, **options):
 
 
 def learn(world, folder, model, mode, killed=False):
-    """Begins or resumes a run of two iterations and exports it; `killed` ends rank 1 amidst a call of the second."""
-    t = build(world, folder, model, mode)
+    """`g2rpo train` on one rank; `killed` ends rank 1 amidst a network call of the second iteration."""
+    policy = {"path": model, "height": 32, "width": 32, "max_sequence_length": 12, "tuning": "full"}
+    prompts = {"train": str(Path(model) / "prompts.txt"), "cache": "off"}
+    evaluation = {"prompts": prompts["train"], "num_prompts": 3, "every": 1, "pictures": 1}
+    groups = {"policy": policy, "prompts": prompts, "evaluation": evaluation, "rewards": {"brightness": 1.0}}
+    chosen = resolve(PLAIN | groups, [*SMALL, f"trainer.sharding={mode}"])
     if killed and world.rank == 1:
+        passes = count(1)
 
-        def die(*_):
-            if t.iteration == 1:
+        def die(module, _):
+            if isinstance(module, FluxSingleTransformerBlock) and torch.is_grad_enabled() and next(passes) == 6:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        t.policy.tuning.transformer.single_transformer_blocks[0].register_forward_pre_hook(die)
-    t.resume()
-    list(t.train())
-    t.export()
+        register_module_forward_pre_hook(die)  # an iteration has four passes of two prompts' two branch points
+    _run(chosen, folder, (folder / "config.yaml").exists(), world, Console(quiet=True))
 
 
 def learn_sd3(world, folder, model, mode):
@@ -94,6 +104,7 @@ def agree_in(row, other):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, flux_directory):
     """Finished runs by (ranks, trainer.sharding)."""
+    (flux_directory / "prompts.txt").write_text("\n".join(PROMPTS))
     folders = {}
     for size, mode in RUNS:
         folder = folders[size, mode] = tmp_path_factory.mktemp(f"{size}{mode}")
@@ -126,29 +137,28 @@ def test_sd3_in_pieces_with_a_kl_term_an_average_and_checkpointed_gradients(tmp_
 # --- resuming
 
 
-def test_a_killed_run_resumes_bit_for_bit_and_on_other_numbers_within_rounding(tmp_path, runs, flux_directory):
-    model = str(flux_directory)
-    cut = tmp_path / "cut"
+def test_a_killed_run_resumes_bit_for_bit_and_on_one_rank_within_rounding(tmp_path, runs, flux_directory):
+    model, cut = str(flux_directory), tmp_path / "cut"
     cut.mkdir()
     left = ranks.finish(ranks.start(2, learn, cut, model, "full", True), cut)
     assert left[0]["error"].startswith("RankLost: rank 0 stops: another rank died without a word") and left[1] == {}
     assert [path.name for path in checkpoints(cut / "checkpoints")] == ["iteration_000001"]
     (cut / "0.json").unlink()
-    for size, mode in ((2, "full"), (2, "training"), (4, "full"), (1, "none")):
-        again = shutil.copytree(cut, tmp_path / f"{size}{mode}")
-        ranks.run(size, learn, again, model, mode)
-        agree(exported(again), exported(runs[1, "none"]))
-        if (size, mode) == (2, "full"):
-            straight = exported(runs[2, "full"])
-            assert all(torch.equal(value, straight[name]) for name, value in exported(again).items())
-            assert log(again) == log(runs[2, "full"])
+    shutil.copytree(cut, tmp_path / "alone")
+    ranks.run(2, learn, cut, model, "full")
+    straight = exported(runs[2, "full"])
+    assert all(torch.equal(value, straight[name]) for name, value in exported(cut).items())
+    assert log(cut) == log(runs[2, "full"])
+    ranks.run(1, learn, tmp_path / "alone", model, "none")
+    agree(exported(tmp_path / "alone"), exported(runs[1, "none"]))
 
 
-def test_pieces_go_on_from_whole_weights(tmp_path, runs, flux_directory):
-    again = shutil.copytree(runs[1, "none"], tmp_path / "again")
+@pytest.mark.parametrize(("before", "after"), [((1, "none"), "training"), ((4, "full"), "full")])
+def test_a_run_resumes_on_two_ranks_in_pieces(tmp_path, runs, flux_directory, before, after):
+    again = shutil.copytree(runs[before], tmp_path / "again")
     shutil.rmtree(again / "checkpoints" / "iteration_000002")
     shutil.rmtree(again / "transformer")
-    ranks.run(2, learn, again, str(flux_directory), "training")
+    ranks.run(2, learn, again, str(flux_directory), after)
     agree(exported(again), exported(runs[1, "none"]))
 
 
@@ -223,6 +233,7 @@ def facts(world, folder, model):
         float((velocities["s"] - velocities["a"]).abs().max() / velocities["a"].abs().max()) if world.leads else 0.0,
         float((flat["s"] - flat["a"]).norm() / flat["a"].norm()),
     ]
+    found["halved"] = short_of_memory(world, folder, model, "training")
     return found
 
 
@@ -286,9 +297,8 @@ def short_of_memory(world, folder, model, mode):
     return [t.iterate()["out_of_memory"], t.sizes.rollout]
 
 
-def test_memory_that_runs_out_on_one_rank_halves_its_batch_where_samples_meet_nobody(tmp_path, flux_directory):
-    answers = ranks.run(2, short_of_memory, tmp_path, str(flux_directory), "training")
-    assert answers == [[2, 8], [2, 2]]
+def test_memory_that_runs_out_on_one_rank_halves_its_batch_where_samples_meet_nobody(found):
+    assert [rank["halved"] for rank in found] == [[2, 8], [2, 2]]
 
 
 def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_to_set(tmp_path, flux_directory):
