@@ -242,6 +242,7 @@ def facts(world, folder, model):
         float((flat["s"] - flat["a"]).norm() / flat["a"].norm()),
     ]
     found["positions"] = list(positions)
+    found["decode"] = short_of_memory_when_decoding(world, model)
     found["halved"] = short_of_memory(world, folder, model, "training")
     return found
 
@@ -307,6 +308,25 @@ def short_of_memory(world, folder, model, mode):
 
     t.policy.velocity = small_velocity
     return [t.iterate()["out_of_memory"], t.sizes.rollout]
+
+
+def short_of_memory_when_decoding(world, model):
+    t = build(world, None, model, "full", "sampling.batch_size=2", "sampling.decode_batch_size=2")
+    decode = t.policy.decode
+
+    def small_decode(x):
+        if len(x) > 1:
+            raise torch.OutOfMemoryError("pretended")
+        return decode(x)
+
+    t.policy.decode = small_decode
+    t.judge()
+    return t.sizes.decode
+
+
+def test_a_rank_that_samples_its_heldout_prompts_again_is_waited_for(found):
+    """Rank 1 has two of the three, and its decoder's memory runs out."""
+    assert [rank["decode"] for rank in found] == [2, 1]
 
 
 def test_memory_that_runs_out_on_one_rank_halves_its_batch_where_samples_meet_nobody(found):
