@@ -44,7 +44,7 @@ SMALL = (
     "policy.tuning=full",
 )
 RUNS = ((1, "none"), (2, "full"), (2, "training"), (4, "full"))
-SD3 = ("algorithm.update_every=branch", "optim.ema_decay=0.5", "algorithm.kl_weight=0.5")
+SD3 = ("algorithm.update_every=branch", "optim.ema_decay=0.5", "algorithm.kl_weight=0.5", "sampling.prompts_at_once=1")
 OPTIONS = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "full", "keep_base": False}
 
 
@@ -288,9 +288,9 @@ def test_a_rank_out_of_step_is_an_error_on_all(found):
 
 
 def test_bfloat16_differs_by_its_rounding(found):
-    """Scales of norms are rounded as matrices are; one process rounds matrices alone. What a scale multiplies moves by up to 2^-8,
-    and so does the velocity, itself in bfloat16: one or two units in its last place, 2^-7 each near a power of two. Positions
-    stay in float32: bfloat16 cannot tell the 257th from the 258th."""
+    """Scales of norms are rounded as matrices are; one process rounds matrices alone. What a scale multiplies moves by up to
+    2^-8, and so does the velocity, itself in bfloat16: one or two units in its last place, 2^-7 each near a power of two.
+    Positions stay in float32: bfloat16 cannot tell the 257th from the 258th."""
     for rank in found:
         velocity, gradient = rank["bfloat16"]
         assert velocity <= 2**-6 and gradient < 2**-7

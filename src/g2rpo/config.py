@@ -133,6 +133,9 @@ class SamplingConfig(Group):
     """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a CPU."""
     decode_batch_size: BatchSize = 64
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""
+    prompts_at_once: PositiveInt | None = None
+    """Prompts rolled out together; None: all of an iteration. With fewer, the pictures of those before are decoded and scored
+    meanwhile, by another thread, and fewer latents wait for it."""
     anchor_dtype: Dtype = "float32"
     sample_dtype: Dtype = "float32"
     tails: Tails = Tails()
@@ -165,8 +168,8 @@ class TrainerConfig(Group):
     checkpoint_every: PositiveInt = 50
     keep_checkpoints: PositiveInt = 2
     sharding: ShardingMode = "none"
-    """For full fine-tuning on several ranks: "full" divides weights, gradients and moments over them, and each call gathers layer
-    after layer; "training" too, but samples with whole weights in `policy.dtype`: faster, where there is room for them."""
+    """For full fine-tuning on several ranks: "full" divides weights, gradients and moments over them, and each call gathers
+    layer after layer; "training" too, but samples with whole weights in `policy.dtype`: faster, where there is room."""
     rank_timeout_s: PositiveFloat = 1800
     """How long a rank waits for another before it takes it for lost."""
     max_unscored: PositiveInt = 5

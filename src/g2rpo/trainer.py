@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,18 +153,10 @@ class Trainer:
         cond = self.policy.encode(prompts)
         watch.lap("encode")
 
-        with self.shards.sampling():
-            self._find_sizes(cond)
-            if self.tail_network is not None:
-                self.tail_network.refresh()
-            rollouts, evaluations = self.sizes.fit(lambda: self._rollout(cond))
-        watch.lap("rollout")
-
-        def scored() -> Tensor:
-            return score_rollouts(self.policy, rollouts, self.rewards, prompts, self.sizes.decode, watch)
-
-        with self._naming_the_iteration():
-            own = self.sizes.fit(scored)
+        self._find_sizes(cond)
+        if self.tail_network is not None:
+            self.tail_network.refresh()
+        rollouts, own, evaluations, overlapped = self._sample_and_score(cond, prompts, watch)
         rewards = self.world.gather(own)  # of all ranks: an algorithm may look at the whole batch
         advantages = self.algorithm.advantages(rewards, self.weights)
         granularities = getattr(self.algorithm, "granularities", range(1, rewards.shape[2] + 1))
@@ -200,6 +193,7 @@ class Trainer:
             "out_of_memory": halved,
             "ranks": self.world.size,
             "seconds": sum(watch.seconds.values()),
+            "seconds_overlapped": overlapped,
             **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
         }
 
@@ -216,12 +210,48 @@ class Trainer:
         """The held-out prompts that this rank judges: all of them where there are fewer than ranks."""
         return self.world.deal(self.heldout) if len(self.heldout) >= self.world.size else self.heldout
 
-    def _rollout(self, cond: Cond) -> tuple[list[Rollout], int]:
-        """Every plan for every prompt, and the network evaluations that took."""
+    def _sample_and_score(
+        self, cond: Cond, prompts: Sequence[str], watch: Stopwatch
+    ) -> tuple[list[Rollout], Tensor, int, float]:
+        """Rollouts of all prompts, their rewards, the network evaluations that took, and the seconds of work done meanwhile.
+
+        `sampling.prompts_at_once` prompts are rolled out together; another thread decodes and scores the pictures of those
+        before. The last ones are scored here, after the thread has ended: no reward is asked by two threads at once.
+        """
+        rollouts, evaluations, aside = list[Rollout](), 0, Stopwatch()
+
+        def roll_out(rows: list[int]) -> list[Rollout]:
+            nonlocal evaluations
+            with self.shards.sampling():
+                new, spent = self.sizes.fit(lambda: self._rollout(cond, rows))
+            rollouts.extend(new)
+            evaluations += spent
+            watch.lap("rollout")
+            return new
+
+        def score(new: Sequence[Rollout], watch: Stopwatch) -> Tensor:
+            return self.sizes.fit(lambda: score_rollouts(self.policy, new, self.rewards, prompts, self.sizes.decode, watch))
+
+        def score_aside(new: Sequence[Rollout]) -> Tensor:
+            aside.restart()
+            return score(new, aside)
+
+        *before, last = torch.arange(len(prompts)).split(self.config.sampling.prompts_at_once or len(prompts))
+        with self._naming_the_iteration(), ThreadPoolExecutor(1, "scoring") as thread:
+            futures = [thread.submit(score_aside, roll_out(rows.tolist())) for rows in before]
+            new = roll_out(last.tolist())
+            rewards = [future.result() for future in futures]
+            if before:
+                watch.lap("waiting")
+            rewards.append(score(new, watch))
+        return rollouts, torch.cat(rewards), evaluations, sum(aside.seconds.values())
+
+    def _rollout(self, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
+        """Every plan for the prompts of some rows of `cond`, and the network evaluations that took."""
         sampling, network = self.config.sampling, self.tail_network
         engine = Engine(
             self.policy,
-            cond,
+            cond.rows(rows),
             self.sigmas,
             self.sizes.rollout,
             getattr(torch, sampling.anchor_dtype),
@@ -231,11 +261,16 @@ class Trainer:
             on_rows=self.on_evaluations,
         )
         try:
-            rollouts = engine.rollout(self.plans(), self.algorithm.group_size, self.kernel, self._noise)
+            rollouts = engine.rollout(
+                self.plans(),
+                self.algorithm.group_size,
+                self.kernel,
+                lambda prompt, *purpose: self._noise(rows[prompt], *purpose),
+            )
         except OutOfMemory:
             self.on_evaluations(-engine.evaluations)  # they will be done again
             raise
-        return rollouts, engine.evaluations
+        return [replace(rollout, prompt=rows[rollout.prompt]) for rollout in rollouts], engine.evaluations
 
     def evaluate(self) -> Row:
         """Judges the (averaged) weights on held-out prompts, and paints the first few."""
@@ -260,6 +295,8 @@ class Trainer:
         c = self.config
         steps = c.evaluation.num_steps or c.sampling.num_steps
         own = self.own_heldout()
+        if self.sizes.auto:
+            self._find_sizes(self.policy.encode(own[:1]))
 
         def judged() -> Evaluation:
             return evaluate(
@@ -274,8 +311,6 @@ class Trainer:
             )
 
         with self._averaged(), self._naming_the_iteration(), self.shards.sampling():
-            if self.sizes.auto:
-                self._find_sizes(self.policy.encode(own[:1]))
             evaluation = self.sizes.fit(judged)
         return evaluation_of_all(self.world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
 
@@ -341,7 +376,7 @@ class Trainer:
         return complaints
 
     def _restore(self, values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        _copy([self.shards.piece(value, tensor) for value, tensor in zip(values, into, strict=True)], into)
+        _copy((self.shards.piece(value, tensor) for value, tensor in zip(values, into, strict=True)), into)
 
     def _base(self) -> Evaluation | None:
         """The base model's evaluation, by this process or by the one that began the run; None if neither kept it."""
@@ -358,7 +393,8 @@ class Trainer:
         if self.sizes.auto:
             members = self.own_prompts * len(self.plans()) * self.algorithm.group_size
             most = max(members, len(self.own_heldout()))
-            self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)
+            with self.shards.sampling():
+                self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)
 
     def _learning_rate(self) -> float:
         """The rate of the iteration at hand: linear warm-up, then constant or a cosine to zero at the end."""
@@ -433,6 +469,6 @@ class _Swapped(AbstractContextManager[None]):
         _copy(self.own, self.parameters)
 
 
-def _copy(values: Sequence[Tensor], into: Any) -> None:
+def _copy(values: Iterable[Tensor], into: Any) -> None:
     for value, parameter in zip(values, into, strict=True):
         parameter.copy_(value)
