@@ -40,6 +40,8 @@ class MetricsLog:
         for name, value in row.items():
             if isinstance(value, int | float) and name != "iteration":
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["iteration"])
+        for name, said in row.get("alarms", {}).items():
+            self._board.add_text(f"alarms/{name}", said, row["iteration"])
 
 
 def read_metrics(run_dir: Path) -> list[Row]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from g2rpo import __version__
-from g2rpo.config import Config, differences, read_yaml, resolve
+from g2rpo.config import AlarmsConfig, Config, differences, read_yaml, resolve
 from g2rpo.errors import UserError
 from g2rpo.files import write_whole
 
@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "policy.device",
     "prompts.cache",
     "recipe",
+    *(f"alarms.{name}" for name in AlarmsConfig.model_fields),
 )
 """Keys that a resumed run may set anew; nothing already computed depends on them, and what comes only by rounding."""
 
