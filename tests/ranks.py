@@ -14,6 +14,8 @@ from g2rpo.distributed import joined
 CONTEXT = multiprocessing.get_context("forkserver")
 SLOW_IMPORTS = (
     "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
     "torch.utils.tensorboard",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",

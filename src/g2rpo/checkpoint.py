@@ -63,7 +63,11 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path) -> tuple[int, dict[str, list[Tensor]], dict[str, Any]]:
-    """(iteration, tensors, state) as `save_checkpoint` was given them; `BrokenCheckpoint` names the file that is wrong."""
+    """(iteration, tensors, state) as `save_checkpoint` was given them; `BrokenCheckpoint` names the file that is wrong.
+
+    Tensors are read from disk when they are used, so that ranks which need pieces of them do not each hold the whole; what is
+    kept is to be copied.
+    """
     try:
         manifest = parse_json(read_text(path / MANIFEST))
         files, iteration = dict(manifest["files"]), int(manifest["iteration"])
@@ -83,7 +87,7 @@ def load_checkpoint(path: Path) -> tuple[int, dict[str, list[Tensor]], dict[str,
             if name.endswith(".safetensors"):
                 stored = load_file(path / name)
                 tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
-        return iteration, tensors, torch.load(path / "state.pt", weights_only=True)
+        return iteration, tensors, torch.load(path / "state.pt", weights_only=True, mmap=True)
     except Exception as error:  # neither library promises particular ones
         reason = str(error).splitlines()[0] if str(error) else ""
         raise BrokenCheckpoint(f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})") from error

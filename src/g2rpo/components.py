@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from g2rpo.config import PolicyConfig, RewardConfig
+from g2rpo.config import Config, PolicyConfig, RewardConfig
+from g2rpo.distributed import World
 from g2rpo.embeddings import CachedPolicy, EmbeddingStore, cache_root
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.files import FileDigests, digest_of, local
 from g2rpo.plain import parse_json, read_text
 from g2rpo.prompt_sources import read_prompts
 from g2rpo.rollout.tails import TailNetwork, Tails
+from g2rpo.sharding import Sharded
 from g2rpo.types import Reward
 
 REWARDS = {
@@ -45,16 +47,46 @@ WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip")
 """Options of rewards that name a folder, a file or a hub repository."""
 
 
-def build_policy(config: PolicyConfig, *, seed: int = 0, tuning: str | None = None, keep_base: bool = False) -> Any:
+def build_sharding(config: Config, world: World) -> Sharded | None:
+    """What `trainer.sharding` asks for; UserError where it cannot be had."""
+    asked = f"trainer.sharding={config.trainer.sharding}"
+    if config.trainer.sharding == "none":
+        return None
+    if config.policy.tuning != "full":
+        raise UserError(
+            f"{asked} divides what policy.tuning=full trains; adapters are small, so with lora every rank has it all"
+        )
+    if world.size == 1:
+        raise UserError(f"{asked} divides weights over several processes: start them with torchrun, or take it out")
+    if config.sampling.tails.own_network:
+        raise UserError(
+            f"{asked}: sampling.tails.compile, dtype and quantize copy weights that no rank has whole; take them out"
+        )
+    if config.trainer.sharding == "full" and config.sampling.batch_size == "auto":
+        raise UserError(
+            f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
+        )
+    return Sharded(world, pick_device(config.policy.device), whole_samples=config.trainer.sharding == "training")
+
+
+def build_policy(
+    config: PolicyConfig,
+    *,
+    seed: int = 0,
+    tuning: str | None = None,
+    keep_base: bool = False,
+    sharding: Sharded | None = None,
+) -> Any:
     """The policy that reads the pipeline at `config.path`, chosen by the pipeline's own class name.
 
-    `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
+    `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning;
+    `sharding` divides the trained weights.
     """
     path, kind = locate_pipeline(config.path, config.pipeline)
     device = pick_device(config.device)
     policy, options = policy_options(config, kind, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
     try:
-        return policy.from_pretrained(path, **options)
+        return policy.from_pretrained(path, **options, sharding=sharding)
     except (OSError, ValueError) as error:
         raise UserError(f"policy.path={config.path}: the pipeline cannot be loaded: {error}") from error
 

@@ -33,6 +33,7 @@ from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.plain import DEPTH, parse_yaml, read_text
 from g2rpo.rollout.tails import Tails
+from g2rpo.sharding import ShardingMode
 from g2rpo.types import Policy
 
 Dtype = Literal["float32", "bfloat16"]
@@ -180,6 +181,9 @@ class TrainerConfig(Group):
     """Latents of one training pass; gradients accumulate over passes."""
     checkpoint_every: Count = 50
     keep_checkpoints: Count = 2
+    sharding: ShardingMode = "none"
+    """For full fine-tuning on several ranks: "full" divides weights, gradients and moments over them, and each call gathers
+    layer after layer; "training" too, but samples with whole weights in `policy.dtype`: faster, where there is room."""
     rank_timeout_s: Annotated[float, Field(gt=0, le=10**7)] = 1800
     """How long a rank waits for another before it takes it for lost."""
     max_unscored: Count = 5

@@ -104,8 +104,12 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            silence = "another rank died without a word, or did not answer within trainer.rank_timeout_s"
-            raise RankLost(f"rank {self.rank} stops: {self._last_words() or silence}") from error
+            raise self.lost() from error
+
+    def lost(self) -> RankLost:
+        """What to raise when a meeting fails."""
+        silence = "another rank died without a word, or did not answer within trainer.rank_timeout_s"
+        return RankLost(f"rank {self.rank} stops: {self._last_words() or silence}")
 
     def _last_words(self) -> str:
         try:

@@ -56,6 +56,7 @@ class BatchSizes:
     """Rows of a network call in rollouts, pictures of one decoding, branch points of one training pass.
 
     `auto` names what `find` has yet to measure. `halved` counts how often memory ran out; `notify` hears of every change.
+    `in_step` names sizes that are never halved, because the ranks' calls have to match.
     """
 
     rollout: int
@@ -64,11 +65,13 @@ class BatchSizes:
     notify: Callable[[str], None] = print
     auto: set[Kind] = field(default_factory=set)
     halved: int = 0
+    in_step: frozenset[Kind] = frozenset()
 
     def fit(self, attempt: Callable[[], T]) -> T:
         """The result of `attempt`, which is made again, with half the size that was too large, whenever memory runs out.
 
-        An attempt must leave nothing behind that the next one would find. Raises UserError if one row is too many.
+        An attempt must leave nothing behind that the next one would find. Raises UserError if one row is too many, or if the
+        size is one that ranks keep `in_step`.
         """
         while True:
             try:
@@ -83,6 +86,9 @@ class BatchSizes:
         size = getattr(self, kind)
         if size == 1:
             raise UserError(f"out of memory with {SETTINGS[kind]}=1, the smallest there is: {ADVICE[kind]}")
+        if kind in self.in_step:
+            why = "ranks that gather weights together cannot halve it alone"
+            raise UserError(f"out of memory with {SETTINGS[kind]}={size}: {why}; set a smaller one, and --resume")
         setattr(self, kind, size // 2)
         self.halved += 1
         self.notify(f"out of memory with {SETTINGS[kind]}={size}: going on with {size // 2}; nothing is lost")

@@ -22,6 +22,10 @@ MAY_CHANGE = (
     "trainer.iterations",
     "trainer.keep_checkpoints",
     "trainer.rank_timeout_s",
+    "trainer.micro_batch_size",
+    "trainer.sharding",
+    "sampling.batch_size",
+    "sampling.decode_batch_size",
     "trainer.max_unscored",
     "trainer.max_skipped",
     "policy.device",
@@ -29,7 +33,7 @@ MAY_CHANGE = (
     "recipe",
     *(f"alarms.{name}" for name in AlarmsConfig.model_fields),
 )
-"""Keys that a resumed run may set anew; nothing already computed depends on them."""
+"""Keys that a resumed run may set anew; nothing already computed depends on them, and what comes only by rounding."""
 
 
 def choose_directory(config: Config, run_dir: Path | None, resume: bool) -> Path:

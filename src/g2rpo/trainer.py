@@ -46,6 +46,7 @@ from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.scoring import RewardFailed, Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
+from g2rpo.sharding import Replicated
 from g2rpo.types import Algorithm, Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
@@ -61,8 +62,8 @@ class Trainer:
     `judges` score held-out pictures but are not trained on. `run_dir=None` keeps nothing, for experiments in a notebook.
     `tail_network` finishes members where `sampling.tails` asks for another network than the policy's. `notify` hears of batch
     sizes that were found, or halved because memory ran out. Every rank of `world` has a trainer of its own, alike but for the
-    prompts that it is dealt; only the leader's writes. After `stopping` is set, on any rank, `train` ends with the iteration at
-    hand.
+    prompts that it is dealt; only the leader's writes. `sharding` is the policy's, where its weights are in pieces. After
+    `stopping` is set, on any rank, `train` ends with the iteration at hand.
     """
 
     config: Config
@@ -75,6 +76,7 @@ class Trainer:
     tail_network: TailNetwork | None = None
     notify: Callable[[str], None] = print
     world: World = ALONE
+    sharding: Replicated | None = None
     on_evaluations: Callable[[int], None] = lambda rows: None
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ class Trainer:
         self.rolled_back_from: int | None = None
         self.endings: set[str] = set()  # "stop" or "rollback", as alarms that are new in this iteration ask
         self.unscored = dict.fromkeys(self.rewards, 0)  # iterations in a row without any score
+        self.shards = self.sharding or Replicated(self.world)
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self._baseline: Evaluation | None = None
         self._base_look: dict[str, Tensor] = {}
@@ -121,6 +124,7 @@ class Trainer:
             self.policy.device,
             self.notify,
         )
+        self.sizes.in_step = self.shards.in_step
         self.updater = Updater(
             self.policy,
             self.algorithm,
@@ -129,7 +133,7 @@ class Trainer:
             self.kernel,
             self.sizes,
             c.optim.max_grad_norm,
-            self.world,
+            self.shards,
         )
 
     @property
@@ -247,7 +251,8 @@ class Trainer:
 
         def roll_out(rows: list[int]) -> list[Rollout]:
             nonlocal evaluations
-            new, spent = self.sizes.fit(lambda: self._rollout(cond, rows))
+            with self.shards.sampling():
+                new, spent = self.sizes.fit(lambda: self._rollout(cond, rows))
             rollouts.extend(new)
             evaluations += spent
             watch.lap("rollout")
@@ -320,7 +325,7 @@ class Trainer:
             row |= statistics_row(self._base_look, image_statistics(evaluation.images))
         row["seconds"] = watch.seconds["evaluation"]
         self._announce(self.alarms.see(row, evaluation.scores), row)
-        if self.may_roll_back and self.alarms.best_so_far:
+        if self.may_roll_back and self.world.total(self.alarms.best_so_far)[0]:  # together: pieces are gathered
             self._keep_best()
         return row
 
@@ -344,7 +349,7 @@ class Trainer:
                 first=self.world.first(len(self.heldout)) if len(own) < len(self.heldout) else 0,
             )
 
-        with self._averaged(), self._naming_the_iteration():
+        with self._averaged(), self._naming_the_iteration(), self.shards.sampling():
             evaluation = self.sizes.fit(judged)
         return evaluation_of_all(self.world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
 
@@ -366,34 +371,34 @@ class Trainer:
         return table
 
     def export(self) -> Path:
-        """Writes the (averaged) weights as diffusers reads them, and returns where."""
-        folder = "adapter" if self.config.policy.tuning == "lora" else "transformer"
+        """Writes the (averaged) weights as diffusers reads them, and returns where; for all ranks to call, one writes."""
+        folder = self._directory() / ("adapter" if self.config.policy.tuning == "lora" else "transformer")
         with self._averaged():
-            return self.policy.save(self._directory() / folder)
+            return self.policy.save(folder) if self.world.leads or self.sharding is not None else folder
 
     def save(self) -> Path | None:
         """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept.
 
+        It holds whole tensors, so that any number of ranks can go on from it; the leader's CPU has them all at once.
         Raises `Stopped` instead if the weights of the ranks have parted.
         """
-        if parted := self.world.differing(_fingerprint(self.parameters)):
+        if parted := self.shards.parted(list(self.parameters)):
             raise Stopped(f"iteration {self.iteration}: the weights of ranks {parted} are not rank 0's; nothing was saved")
-        if not self.writes:
+        if self.run_dir is None:
             return None
         tensors = {"weights": list(self.parameters)}
         if self.average is not None:
             tensors["average"] = list(self.average.module.parameters())
-        return save_checkpoint(
-            self._directory() / "checkpoints",
-            self.iteration,
-            tensors,
-            {
-                "optimizer": self.optimizer.state_dict(),
-                "averaged": int(self.average.n_averaged) if self.average else 0,
-                "allocation": self.allocator.state if self.allocator else {},
-            },
-            self.config.trainer.keep_checkpoints,
-        )
+        tensors, optimizer = self.shards.gather(tensors), self.shards.gather(self.optimizer.state_dict())
+        if not self.writes:
+            return None
+        state = {
+            "optimizer": optimizer,
+            "averaged": int(self.average.n_averaged) if self.average else 0,
+            "allocation": self.allocator.state if self.allocator else {},
+        }
+        kept = self.config.trainer.keep_checkpoints
+        return save_checkpoint(self.run_dir / "checkpoints", self.iteration, tensors, state, kept)
 
     @torch.no_grad()
     def resume(self) -> list[str]:
@@ -405,19 +410,29 @@ class Trainer:
             return complaints
         self.iteration, tensors, state = found
         try:
-            _copy(tensors["weights"], self.parameters)
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.allocator is not None:
-                self.allocator.state = state["allocation"]
-            if self.average is not None:
-                _copy(tensors["average"], self.average.module.parameters())
-                self.average.n_averaged.fill_(state["averaged"])
+            self._take(tensors, state)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise BrokenCheckpoint(f"checkpoint of iteration {self.iteration}: does not fit this model ({error})") from error
         self.alarms.rows = [row for row in read_metrics(self._directory()) if row["iteration"] <= self.iteration]
         scores = {row["iteration"]: self._scores_after(row["iteration"]) for row in self.alarms.rows if row["kind"] == "eval"}
         self.alarms.history = {i: load_tensors(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
         return complaints
+
+    def _take(self, tensors: Mapping[str, Sequence[Tensor]], state: Mapping[str, Any]) -> None:
+        """Continues from what a checkpoint holds; of divided weights and moments, each rank takes its piece."""
+        parameters, optimizer = list(self.parameters), state["optimizer"]
+        self._restore(tensors["weights"], parameters)
+        for place, moments in optimizer["state"].items():
+            optimizer["state"][place] = {name: self.shards.piece(value, parameters[place]) for name, value in moments.items()}
+        self.optimizer.load_state_dict(optimizer)
+        if self.allocator is not None:
+            self.allocator.state = state["allocation"]
+        if self.average is not None:
+            self._restore(tensors["average"], list(self.average.module.parameters()))
+            self.average.n_averaged.fill_(state["averaged"])
+
+    def _restore(self, values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        _copy((self.shards.piece(value, tensor) for value, tensor in zip(values, into, strict=True)), into)
 
     @torch.no_grad()
     def roll_back(self) -> None:
@@ -430,12 +445,12 @@ class Trainer:
         self.rolled_back_from = self.iteration
         self.iteration, tensors, _ = found
         for kept in (self.parameters, *([] if self.average is None else [self.average.module.parameters()])):
-            _copy(tensors["weights"], kept)
+            self._restore(tensors["weights"], list(kept))
 
     def _keep_best(self) -> None:
         """Keeps the (averaged) weights that were judged best."""
         with self._averaged():
-            tensors = {"weights": list(self.parameters)}
+            tensors = self.shards.gather({"weights": list(self.parameters)})
             if self.writes:
                 save_checkpoint(self._directory() / BEST, self.iteration, tensors, {}, keep=1)
 
@@ -475,7 +490,8 @@ class Trainer:
         if self.sizes.auto:
             members = self.own_prompts * len(self.plans()) * self.algorithm.group_size
             most = max(members, len(self.own_heldout()))
-            self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)
+            with self.shards.sampling():
+                self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)
 
     def _learning_rate(self) -> float:
         """The rate of the iteration at hand: linear warm-up, then constant or a cosine to zero at the end."""
@@ -554,11 +570,6 @@ class _Swapped(AbstractContextManager[None]):
         _copy(self.own, self.parameters)
 
 
-def _fingerprint(parameters: Iterable[Tensor]) -> Tensor:
-    """A number per float32 parameter that depends on every bit of it; integers, so the order of adding is no matter."""
-    return torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in parameters])
-
-
-def _copy(values: Sequence[Tensor], into: Any) -> None:
+def _copy(values: Iterable[Tensor], into: Any) -> None:
     for value, parameter in zip(values, into, strict=True):
         parameter.copy_(value)

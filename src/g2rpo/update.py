@@ -11,10 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from g2rpo.distributed import ALONE, World
+from g2rpo.distributed import World
 from g2rpo.errors import UserError
 from g2rpo.memory import BatchSizes, bounded_by
 from g2rpo.objectives import kernel_kl
+from g2rpo.sharding import WHOLE, Replicated
 from g2rpo.types import Algorithm, Cond, Kernel, Normal, Policy, Steps, Transition
 
 
@@ -83,8 +84,8 @@ class Updater:
     """Turns experience into optimizer steps: one for all of it, or one for each part, as the algorithm asks.
 
     Passes of at most `sizes.micro` latents accumulate gradients; an update is the same whatever that size is. When memory runs
-    out in a pass, the update's gradients are dropped and it begins again with smaller passes. Every rank of `world` has as many
-    members as any other; their gradients are added when each has all of its own.
+    out in a pass, the update's gradients are dropped and it begins again with smaller passes. Every rank has as many members as
+    any other; `shards` sums their gradients: when each has all of its own or, where weights are in pieces, pass by pass.
     """
 
     policy: Policy
@@ -94,23 +95,24 @@ class Updater:
     kernel: Kernel
     sizes: BatchSizes
     max_grad_norm: float
-    world: World = ALONE
+    shards: Replicated = WHOLE
     skipped_in_a_row: int = 0
 
     def update(self, experience: Sequence[Experience], cond: Cond) -> UpdateStats:
         stats = UpdateStats()
         batches = list(self._batches(experience))
         for number, batch in enumerate(batches):
-            passes = self.sizes.fit(partial(self._accumulate, batch, cond, on_policy=number == 0))
+            with self.shards.training():
+                passes = self.sizes.fit(partial(self._accumulate, batch, cond, on_policy=number == 0))
             stats.add(passes, 1 / len(batches))
-            self.world.add([p.grad for p in self.policy.trainable_parameters() if p.grad is not None])
+            self.shards.reduce(self.policy.trainable_parameters())
             self._step(stats)
-        return stats.of_all(self.world)
+        return stats.of_all(self.shards.world)
 
     def _accumulate(self, batch: Sequence[Experience], cond: Cond, on_policy: bool) -> UpdateStats:
         """Leaves the gradients of one update, and nothing else, whatever was there before."""
         stats = UpdateStats()
-        members = self.world.size * sum(len(item.advantages) for item in batch)
+        members = self.shards.world.size * sum(len(item.advantages) for item in batch)
         self.optimizer.zero_grad(set_to_none=True)
         for part in _passes(batch, self.sizes.micro):
             with bounded_by("micro"):

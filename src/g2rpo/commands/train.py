@@ -66,11 +66,12 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
     """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
     world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
     prompts, heldout = check(config)
+    sharding = components.build_sharding(config, world)
     device = components.pick_device(config.policy.device)
     rewards = components.build_rewards(config.rewards, device)
     judges = components.build_rewards(config.evaluation.rewards, device)
     keep_base = config.algorithm.kl_weight > 0
-    policy = components.build_policy(config.policy, seed=config.trainer.seed, keep_base=keep_base)
+    policy = components.build_policy(config.policy, seed=config.trainer.seed, keep_base=keep_base, sharding=sharding)
     cached = components.cache_embeddings(policy, config.policy, config.prompts.cache, warn)
     return Trainer(
         config,
@@ -83,6 +84,7 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
         tail_network=components.build_tail_network(policy, config.sampling.tails),
         notify=warn,
         world=world,
+        sharding=sharding,
     )
 
 
@@ -132,8 +134,9 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
         ended = error
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
+    weights = trainer.export()
     if world.leads:
-        _show_results(trainer, trainer.export(), table, directory, console)
+        _show_results(trainer, weights, table, directory, console)
     if ended is not None:
         raise ended
 

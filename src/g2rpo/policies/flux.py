@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from g2rpo.policies.pipelines import decode_latents, deployed_shift, load_pipeline, place
 from g2rpo.policies.tuning import Tuning, TuningMode
+from g2rpo.sharding import Sharded
 from g2rpo.types import Cond
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -45,6 +46,7 @@ class FluxPolicy:
         vae_tiling: bool = False,
         gradient_checkpointing: bool = False,
         keep_base: bool = True,
+        sharding: Sharded | None = None,
     ) -> None:
         patch = 2 * pipeline.vae_scale_factor
         if height % patch or width % patch:
@@ -66,6 +68,7 @@ class FluxPolicy:
             dtype=dtype,
             device=self._device,
             keep_base=keep_base,
+            sharding=sharding,
         )
         place(
             pipeline,

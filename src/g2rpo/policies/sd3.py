@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from g2rpo.policies.pipelines import decode_latents, deployed_shift, load_pipeline, place
 from g2rpo.policies.tuning import Tuning, TuningMode
+from g2rpo.sharding import Sharded
 from g2rpo.types import Cond
 
 LORA_TARGETS = tuple(
@@ -50,6 +51,7 @@ class SD3Policy:
         vae_tiling: bool = False,
         gradient_checkpointing: bool = False,
         keep_base: bool = True,
+        sharding: Sharded | None = None,
     ) -> None:
         config, scale = pipeline.transformer.config, pipeline.vae_scale_factor
         patch = config.patch_size * scale
@@ -76,6 +78,7 @@ class SD3Policy:
             dtype=dtype,
             device=self._device,
             keep_base=keep_base,
+            sharding=sharding,
         )
         place(
             pipeline,

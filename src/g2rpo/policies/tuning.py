@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from g2rpo.sharding import Sharded
+
 TuningMode = Literal["lora", "full", "frozen"]
 
 
@@ -20,7 +22,8 @@ class Tuning:
     "lora" freezes the weights in `dtype` and adds float32 adapters of `rank` to the modules named in `targets`; "full" trains
     all weights as float32 masters, computed in `dtype` under autocast; "frozen" trains nothing and is for sampling. Adapters
     start at zero, so the model is unchanged. `keep_base` holds a copy of the weights that "full" or `load` is about to change.
-    `active` is the transformer to call: the trained one, or the untrained one inside `base`.
+    `active` is the transformer to call: the trained one, or the untrained one inside `base`. `sharding` divides what "full"
+    trains over the ranks, and then `save` is for all of them to call.
     """
 
     def __init__(
@@ -35,9 +38,13 @@ class Tuning:
         dtype: torch.dtype,
         device: torch.device,
         keep_base: bool,
+        sharding: Sharded | None = None,
     ) -> None:
         self.transformer = self.active = transformer
         self.mode = mode
+        self._kind = type(transformer)
+        self._sharding = sharding
+        self._divided: dict[str, nn.Parameter] = {}
         self._keep_base = keep_base
         self._frozen: Any = None
         self._changed = mode == "full"
@@ -54,12 +61,21 @@ class Tuning:
             transformer.requires_grad_(False).to(dtype)
         else:
             if keep_base:
-                self._frozen = copy.deepcopy(transformer).requires_grad_(False).to(device, dtype)
-            transformer.requires_grad_(True).float()
+                self._frozen = copy.deepcopy(transformer).requires_grad_(False)
+            transformer.requires_grad_(True)
+            if sharding is None:
+                transformer.float()
+                if keep_base:
+                    self._frozen.to(device, dtype)
+            else:
+                sharding.shard(transformer, dtype)
+                self._divided = self.named()  # a call puts others in their place, as long as it lasts
+                if keep_base:
+                    sharding.shard(self._frozen, dtype, trained=False)
 
     def named(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name."""
-        return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
+        return self._divided or {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
     @contextmanager
     def base(self) -> Iterator[None]:
@@ -102,7 +118,8 @@ class Tuning:
     def save(self, directory: Path, pipeline_class: Any) -> Path:
         """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where."""
         if self.mode == "full":
-            self.transformer.save_pretrained(directory, safe_serialization=True)
+            if (whole := self._whole()) is not None:
+                whole.save_pretrained(directory, safe_serialization=True)
             return directory
         from peft.utils import get_peft_model_state_dict
 
@@ -115,3 +132,15 @@ class Tuning:
             transformer_lora_adapter_metadata=metadata,  # sets have no order: equal runs would write other bytes
         )
         return directory / "pytorch_lora_weights.safetensors"
+
+    def _whole(self) -> Any:
+        """The transformer with whole weights; None on ranks that do not write."""
+        if self._sharding is None:
+            return self.transformer
+        weights = self._sharding.gather(self.transformer.state_dict())
+        if not self._sharding.world.leads:
+            return None
+        with torch.device("meta"):
+            whole = self._kind.from_config(self.transformer.config)
+        whole.load_state_dict(weights, assign=True)
+        return whole

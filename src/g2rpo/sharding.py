@@ -1,0 +1,204 @@
+"""Where the trained weights are: whole on every rank, or in pieces over all of them (FSDP, arXiv 2304.11277).
+
+In pieces, a network call gathers each layer just before it runs and a backward pass leaves each rank the summed gradient of its
+own piece; gradients, moments and averages are never whole. Gathers are meetings of all ranks, and a rank that misses one leaves
+the others waiting for ever. So before every call the ranks say to each other whether they have one (through gloo, which notices
+a lost peer), and whoever has finished sampling keeps the others company until all have.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from g2rpo.distributed import ALONE, World
+from g2rpo.errors import Stopped, UserError
+
+ShardingMode = Literal["none", "training", "full"]
+DONE, SAMPLING, TRAINING = 0, 1, 2
+"""What a rank tells the others: it calls the network no more in this phase, or is about to, and what for."""
+
+
+class Replicated:
+    """Every rank has all weights, and they are the same."""
+
+    in_step: frozenset[Literal["rollout", "decode", "micro"]] = frozenset()
+    """Batch sizes (`memory.Kind`) that no rank may change alone."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """While entered, ranks call the network without gradients, each as often as it likes."""
+        return nullcontext()
+
+    def training(self) -> AbstractContextManager[None]:
+        """While entered, ranks make training passes, all of them as many."""
+        return nullcontext()
+
+    def reduce(self, parameters: Sequence[Tensor]) -> None:
+        """Sums gradients over the ranks."""
+        self.world.add([p.grad for p in parameters if p.grad is not None])
+
+    def parted(self, parameters: Sequence[Tensor]) -> list[int]:
+        """The ranks whose weights are not rank 0's, to the bit."""
+        return self.world.differing(_fingerprint(parameters))
+
+    def gather(self, value: Any) -> Any:
+        """`value`, nested plain data, with whole tensors where it has pieces: on the leader and its CPU, elsewhere None."""
+        return value
+
+    def piece(self, value: Tensor, like: Tensor) -> Tensor:
+        """A copy of this rank's part of a whole tensor, cut as `like` is."""
+        return value.clone()
+
+
+WHOLE = Replicated(ALONE)
+
+
+class Sharded(Replicated):
+    """Every rank has a piece of each weight of the models given to `shard`; on `device`, "cpu" or "cuda".
+
+    With `whole_samples` the weights are gathered once before sampling and kept, in the dtype of the network's calls, until it
+    ends; calls meet nobody then, and a rank whose memory runs out halves its batch by itself. Without, each call gathers each
+    layer once, whatever its number of rows.
+    """
+
+    def __init__(self, world: World, device: str, whole_samples: bool) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        super().__init__(world)
+        self.in_step = frozenset(("micro",) if whole_samples else ("micro", "rollout"))
+        self._whole_samples = whole_samples
+        self._mesh = init_device_mesh(device, (world.size,))
+        self._doing: int | None = None
+        self._parts: list[Any] = []  # of the trained model, in the order in which a call gathers them
+        self._gathered = False  # whether all weights are whole at the moment
+
+    def shard(self, model: Any, dtype: torch.dtype, *, trained: bool = True) -> None:
+        """Divides `model` by the modules of its lists (transformer blocks) and the rest, and moves it to the device, a part
+        at a time. Calls compute with weights in `dtype`; what is trained is kept in float32, and its gradients are summed so.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        # inputs are not cast: a policy casts what it feeds, and positions need their float32
+        precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
+        parts = [*(block for blocks in lists for block in blocks), model]
+        for part in parts:
+            part.to(torch.float32 if trained else dtype)
+            fully_shard(part, mesh=self._mesh, mp_policy=precision, reshard_after_forward=True)
+            part.set_gradient_divide_factor(1.0)  # the loss is divided by the members of all ranks already: sum, not average
+            part.set_force_sum_reduction_for_comms(True)
+        model.register_forward_pre_hook(self._before_call, prepend=True)
+        # blocks return views, and diffusers' models change none of them in place
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+        if trained:
+            self._parts = [model, *parts[:-1]]
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        with self._phase(SAMPLING):
+            if self._whole_samples:
+                with self._all_gathered():
+                    yield
+                return
+            yield
+            while self._meet(DONE):  # some rank has another call: take part in its gathers
+                for part in self._parts:
+                    part.unshard()
+                    part.reshard()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        with self._phase(TRAINING):
+            yield
+            self._meet(DONE)
+
+    def reduce(self, parameters: Sequence[Tensor]) -> None:
+        """Nothing: backward passes have summed them."""
+
+    def parted(self, parameters: Sequence[Tensor]) -> list[int]:
+        """None: no number is on two ranks."""
+        return []
+
+    @torch.no_grad()
+    def gather(self, value: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(value, Mapping):
+            return {key: self.gather(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.gather(item) for item in value]
+        if isinstance(value, DTensor):
+            whole = value.full_tensor()
+            return whole.cpu() if self.world.leads else None
+        return value
+
+    def piece(self, value: Tensor, like: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if not isinstance(like, DTensor) or value.shape != like.shape:
+            return value.clone()
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).clone()
+
+    @contextmanager
+    def _all_gathered(self) -> Iterator[None]:
+        self._meet(SAMPLING)
+        model = self._parts[0]
+        model.set_reshard_after_forward(False)
+        try:
+            for part in self._parts:
+                part.unshard()
+            self._gathered = True
+            yield
+        except torch.OutOfMemoryError:
+            if self._gathered:
+                raise
+            raise UserError("out of memory: no room for all weights at once; trainer.sharding=full needs none") from None
+        finally:
+            self._gathered = False
+            for part in self._parts:
+                part.reshard()
+            model.set_reshard_after_forward(True)
+
+    @contextmanager
+    def _phase(self, doing: int) -> Iterator[None]:
+        self._doing = doing
+        try:
+            yield
+        except RuntimeError as error:  # of a gather: gloo's errors have no class of their own
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise self.world.lost() from error
+            raise
+        finally:
+            self._doing = None
+
+    def _before_call(self, model: nn.Module, _: Any) -> None:
+        """Every call of a divided model begins here."""
+        own = model is self._parts[0]
+        if self._doing is None or (self._doing == SAMPLING and not own):
+            raise RuntimeError(
+                "a divided model is called inside sampling() or training(), and another than the trained one inside training()"
+            )
+        if not self._gathered or not own:
+            self._meet(self._doing)
+
+    def _meet(self, doing: int) -> bool:
+        """Tells the others; returns whether any is about to sample. `Stopped`, on all ranks, rather than a gather that some
+        would wait in for ever."""
+        told = set(self.world.gather(torch.tensor([doing])).tolist())
+        if TRAINING in told and len(told) > 1:
+            raise Stopped("the ranks have fallen out of step: some make another training pass, others do not")
+        return SAMPLING in told
+
+
+def _fingerprint(parameters: Sequence[Tensor]) -> Tensor:
+    """A number per float32 parameter that depends on every bit of it; integers, so the order of adding is no matter."""
+    return torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in parameters])
