@@ -184,6 +184,13 @@ class EvaluationConfig(Group):
     pictures: PositiveInt = 8
 
 
+def _listed(value: Any) -> Any:
+    """Allows `trackers=wandb` for `trackers=[wandb]`."""
+    return [value] if isinstance(value, str) else value
+
+
+Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_listed)]
+
 AnyAlgorithm = GranularGRPO | FlowGRPO | FlowGRPOFast | FlowCPS | GRPOGuard | DanceGRPO | MixGRPO | MixGRPOFlash | TempFlowGRPO
 ALGORITHMS = {kind.name: kind for kind in get_args(AnyAlgorithm)}
 
@@ -205,6 +212,8 @@ class Config(Group):
     optim: OptimConfig
     trainer: TrainerConfig
     evaluation: EvaluationConfig
+    trackers: Trackers = ["tensorboard"]
+    """Where the log is shown while a run goes on; metrics.jsonl is written in any case."""
 
 
 def shift_of(shift: Shift, policy: Policy) -> float:

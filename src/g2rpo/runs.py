@@ -26,6 +26,7 @@ MAY_CHANGE = (
     "trainer.max_skipped",
     "policy.device",
     "prompts.cache",
+    "trackers",
     "recipe",
 )
 """Keys that a resumed run may set anew; nothing already computed depends on them."""

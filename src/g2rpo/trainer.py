@@ -38,6 +38,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.scoring import RewardFailed, Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
+from g2rpo.trackers import Feed, TensorBoard, Tracker
 from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
@@ -51,9 +52,9 @@ class Trainer:
 
     `judges` score held-out pictures but are not trained on. `run_dir=None` keeps nothing, for experiments in a notebook.
     `tail_network` finishes members where `sampling.tails` asks for another network than the policy's. `notify` hears of batch
-    sizes that were found, or halved because memory ran out. Every rank of `world` has a trainer of its own, alike but for the
-    prompts that it is dealt; only the leader's writes. After `stopping` is set, on any rank, `train` ends with the iteration at
-    hand.
+    sizes that were found, or halved because memory ran out, and of `trackers` that fail. Every rank of `world` has a trainer of
+    its own, alike but for the prompts that it is dealt; only the leader's writes. After `stopping` is set, on any rank, `train`
+    ends with the iteration at hand.
     """
 
     config: Config
@@ -67,6 +68,7 @@ class Trainer:
     notify: Callable[[str], None] = print
     world: World = ALONE
     on_evaluations: Callable[[int], None] = lambda rows: None
+    trackers: Sequence[Tracker] = field(default_factory=lambda: [TensorBoard()])
 
     def __post_init__(self) -> None:
         c = self.config
@@ -120,13 +122,7 @@ class Trainer:
     def train(self) -> Iterator[Row]:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
         c = self.config
-        with MetricsLog(self._directory(), self.iteration) if self.writes else nullcontext() as log:
-
-            def logged(row: Row) -> Row:
-                if log is not None:
-                    log.write(row)
-                return row
-
+        with self._log() as logged:
             if self.iteration == 0:
                 yield logged(self.evaluate())
             while self.iteration < c.trainer.iterations:
@@ -242,8 +238,8 @@ class Trainer:
         if self.run_dir is not None and self.world.leads:
             if self.iteration == 0:
                 save_evaluation(self.run_dir / BASELINE, evaluation)
-            save_scores(self.run_dir / SCORES / f"iteration_{self.iteration:06d}.safetensors", evaluation)
-            self._paint(f"iteration_{self.iteration:06d}", [evaluation.images[: self._shown]], [""])
+            save_scores(self.run_dir / SCORES / f"{_named(self.iteration)}.safetensors", evaluation)
+            self._paint(_named(self.iteration), [evaluation.images[: self._shown]], [""])
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self._base()
         table = compare(base, evaluation) if base is not None else {}
@@ -387,6 +383,25 @@ class Trainer:
             )
 
     @contextmanager
+    def _log(self) -> Iterator[Callable[[Row], Row]]:
+        """A function that keeps a row and shows it to the trackers; on ranks that do not write it does nothing."""
+        if not self.writes:
+            yield lambda row: row
+            return
+        directory, config = self._directory(), self.config.model_dump(mode="json")
+        with (
+            MetricsLog(directory, self.iteration) as log,
+            Feed(self.trackers, directory, self.iteration, config, self.notify) as feed,
+        ):
+
+            def logged(row: Row) -> Row:
+                log.write(row)
+                feed.log(row, {"eval/samples": self._picture(_named(row["iteration"]))} if row["kind"] == "eval" else {})
+                return row
+
+            yield logged
+
+    @contextmanager
     def _naming_the_iteration(self) -> Iterator[None]:
         try:
             yield
@@ -397,7 +412,10 @@ class Trainer:
         return nullcontext() if self.average is None else _Swapped(self.parameters, list(self.average.module.parameters()))
 
     def _paint(self, name: str, rows: Sequence[Tensor], labels: Sequence[str]) -> None:
-        save_grid(self._directory() / "samples" / f"{name}.png", rows, list(self.heldout)[: self._shown], labels)
+        save_grid(self._picture(name), rows, list(self.heldout)[: self._shown], labels)
+
+    def _picture(self, name: str) -> Path:
+        return self._directory() / "samples" / f"{name}.png"
 
     def _directory(self) -> Path:
         if self.run_dir is None:
@@ -419,6 +437,10 @@ class _Swapped(AbstractContextManager[None]):
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
         _copy(self.own, self.parameters)
+
+
+def _named(iteration: int) -> str:
+    return f"iteration_{iteration:06d}"
 
 
 def _fingerprint(parameters: Iterable[Tensor]) -> Tensor:

@@ -45,6 +45,7 @@ def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], Non
 def check(config: Config) -> tuple[list[str], list[str]]:
     """Refuses what can be refused before weights are loaded; returns the prompts to train on and the held-out ones."""
     components.check_rewards({**config.rewards, **config.evaluation.rewards})
+    components.check_trackers(config.trackers)
     components.locate_pipeline(config.policy.path, config.policy.pipeline)
     prompts = components.build_prompts(config.prompts.train, "prompts.train")
     heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
@@ -81,6 +82,7 @@ def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], No
         tail_network=components.build_tail_network(policy, config.sampling.tails),
         notify=warn,
         world=world,
+        trackers=components.build_trackers(config.trackers),
     )
 
 
