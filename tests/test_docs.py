@@ -1,0 +1,101 @@
+"""README.md and docs/*.md: their commands work, their code runs, their links lead somewhere."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from g2rpo.cli import main
+from g2rpo.config import ALGORITHMS, Config, _fields
+from tests.pages import PAGES, ROOT, blocks, calls, check, inline, inline_commands, prose
+
+SMALLEST = [
+    "algorithm.group_size=2",
+    "sampling.num_steps=6",
+    "trainer.iterations=1",
+    "trainer.prompts_per_iteration=1",
+    "evaluation.num_prompts=2",
+    "evaluation.pictures=2",
+]
+page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+@page
+def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
+    text = page.read_text(encoding="utf-8")
+    scripts = [block.code for block in blocks(text) if block.language == "bash"]
+    for script in [*scripts, *inline_commands(text)]:
+        found = calls(script, tmp_path)
+        assert found, f"starts nothing: {script}"
+        for call in found:
+            check(call, monkeypatch)
+
+
+@page
+def test_commands_and_code_are_marked_as_what_they_are(page):
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "":
+            lost = re.findall(r"^(?:g2rpo|python|torchrun|pytest) .*|^(?:import|from) \w+.*", block.code, re.MULTILINE)
+            assert not lost, f"in a block without a language: {lost}"
+
+
+@page
+def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
+    """Python blocks in order, in one namespace and folder; commands of marked blocks in between, at the smallest size."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": page.stem}
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python":
+            if (file := re.match("run by (.*)", block.mark)) is not None:
+                assert page.name in (ROOT / file[1]).read_text()
+                continue
+            code = compile(block.code, str(page), "exec")
+            saved_as = re.match(r"# (\w+\.py)\n", block.code)
+            if saved_as:
+                Path(saved_as[1]).write_text(block.code)
+            if not block.mark.startswith("compile only: "):
+                exec(code, names)
+        elif block.mark == "run":
+            assert block.language == "bash"
+            for call in calls(block.code, tmp_path):
+                if call[0] == "g2rpo" and call[1] not in ("plan", "compare"):
+                    run(call[1:])
+
+
+def run(arguments: list[str]) -> None:
+    small = SMALLEST if arguments[0] == "train" else []
+    steps = ["--steps", "2,3"] if "--steps" in arguments else []
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, *small, *steps])
+    assert ended.value.code == 0, arguments
+
+
+@page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
+        path, _, anchor = target.partition("#")
+        if not path.startswith("http"):
+            there = (page.parent / path) if path else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@page
+def test_files_keys_and_functions_that_are_named_exist(page):
+    """Code spans such as `tests/tiny.py`, `policy.lora_rank` (or with =value), `flow.sde_step`."""
+    groups = {name: set(_fields(field.annotation) or {}) for name, field in Config.model_fields.items()}
+    groups["algorithm"] = {key for kind in ALGORITHMS.values() for key in _fields(kind) or {}} | {"name"}
+    for span in inline(page.read_text(encoding="utf-8")):
+        if re.match(r"(src|tests|docs|benchmarks|tools|examples)/[\w./-]+\w$", span):
+            assert (ROOT / span).exists(), span
+        elif found := re.match(r"(\w+)\.(\w+)(=.*)?$", span):
+            group, key = found[1], found[2]
+            if group in groups and groups[group] and key != "py" and key not in groups[group]:
+                assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), f"{span} is neither a key nor a function"
