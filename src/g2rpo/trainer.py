@@ -26,6 +26,7 @@ from g2rpo.evaluation import (
     evaluate,
     evaluation_of_all,
     load_evaluation,
+    sample_images,
     save_evaluation,
     save_scores,
 )
@@ -269,6 +270,13 @@ class Trainer:
         with self._averaged(), self._naming_the_iteration():
             evaluation = self.sizes.fit(judged)
         return evaluation_of_all(self.world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
+
+    def sample(self, prompts: Sequence[str], seed: int = 0) -> Tensor:
+        """Pictures [B, 3, H, W] in [0, 1] of the (averaged) weights, on the CPU; picture i starts from noise (seed, i)."""
+        sigmas = sigma_grid(self.config.evaluation.num_steps or self.config.sampling.num_steps, self.shift)
+        rows, decoded = self.sizes.rollout, self.sizes.decode
+        with self._averaged():
+            return sample_images(self.policy, prompts, sigmas, seed=seed, batch_size=rows, decode_batch_size=decoded)
 
     def finish(self) -> dict[str, Comparison]:
         """Base against tuned on the held-out prompts; writes the table, the before/after grid and the curves."""
