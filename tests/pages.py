@@ -78,7 +78,7 @@ def calls(script: str, folder: Path) -> list[list[str]]:
     for real in ("bash", "head"):
         (tools / real).unlink(missing_ok=True)
         (tools / real).symlink_to(f"/bin/{real}" if real == "bash" else "/usr/bin/head")
-    environment = {"PATH": str(tools), "CALLS": str(record)}
+    environment = {"PATH": str(tools), "CALLS": str(record), "TIMEFORMAT": ""}
     done = subprocess.run(["/bin/bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert not done.stderr, done.stderr
     unit, end = SEPARATORS

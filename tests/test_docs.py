@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from g2rpo import components, recipes
 from g2rpo.cli import main
-from g2rpo.config import ALGORITHMS, Config, _fields
-from tests.pages import PAGES, ROOT, blocks, calls, check, inline, inline_commands, prose
+from g2rpo.config import ALGORITHMS, Config, _fields, resolve
+from tests.pages import BEGINS, PAGES, ROOT, blocks, calls, check, inline, inline_commands, prose
 
+QUICK = ("recipes", "train", "sample", "evaluate", "report")
 SMALLEST = [
     "algorithm.group_size=2",
     "sampling.num_steps=6",
@@ -36,7 +39,11 @@ def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
 def test_commands_and_code_are_marked_as_what_they_are(page):
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language == "":
-            lost = re.findall(r"^(?:g2rpo|python|torchrun|pytest) .*|^(?:import|from) \w+.*", block.code, re.MULTILINE)
+            lost = [
+                line
+                for line in block.code.splitlines()
+                if BEGINS.match(line) or re.match(r"import \w|from [\w.]+ import", line)
+            ]
             assert not lost, f"in a block without a language: {lost}"
 
 
@@ -59,7 +66,7 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
         elif block.mark == "run":
             assert block.language == "bash"
             for call in calls(block.code, tmp_path):
-                if call[0] == "g2rpo" and call[1] not in ("plan", "compare"):
+                if call[0] == "g2rpo" and call[1] in QUICK:
                     run(call[1:])
 
 
@@ -69,6 +76,15 @@ def run(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*arguments, *small, *steps])
     assert ended.value.code == 0, arguments
+
+
+@page
+def test_settings_in_yaml_are_a_config(page):
+    """What a page shows of a config, in the place of the testbed recipe's own."""
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "yaml":
+            config = resolve({**recipes.settings("scenes"), **yaml.safe_load(block.code)}, source=page.name)
+            components.check_rewards(config.rewards)
 
 
 @page
@@ -99,3 +115,17 @@ def test_files_keys_and_functions_that_are_named_exist(page):
             group, key = found[1], found[2]
             if group in groups and groups[group] and key != "py" and key not in groups[group]:
                 assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), f"{span} is neither a key nor a function"
+
+
+def test_the_tree_in_the_readme_is_the_repository():
+    """One line for every file and folder of the package, and for the folders beside it; none for what is not there."""
+    tree = next(
+        block.code for block in blocks((ROOT / "README.md").read_text(encoding="utf-8")) if block.code.startswith("src/g2rpo/")
+    )
+    package, beside = re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE), re.findall(r"^(\w+)/ ", tree, re.MULTILINE)
+    there = [p.name for p in (ROOT / "src" / "g2rpo").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    assert sorted(package) == sorted(name for name in there if not name.startswith("__"))
+    folders = {p.parent.name for p in ROOT.glob("[!._]*/*.*") if p.suffix in (".py", ".md")}
+    assert set(beside) == folders - {"runs", "build", "dist"}
+    lines = [line for line in tree.splitlines() if not line.endswith("/")]
+    assert all(re.match(r" {0,2}[\w./]+ +\S.{5,}", line) for line in lines)
