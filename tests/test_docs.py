@@ -1,6 +1,7 @@
 """README.md and docs/*.md: their commands work, their code runs, their links lead somewhere."""
 
 import importlib
+import pkgutil
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from g2rpo import components, recipes
 from g2rpo.cli import main
 from g2rpo.config import ALGORITHMS, Config, _fields, resolve
 from tests.pages import BEGINS, PAGES, ROOT, blocks, calls, check, inline, inline_commands, prose
+from tests.runs import trainer
 
 QUICK = ("recipes", "train", "sample", "evaluate", "report")
 SMALLEST = [
@@ -129,3 +131,43 @@ def test_the_tree_in_the_readme_is_the_repository():
     assert set(beside) == folders - {"runs", "build", "dist"}
     lines = [line for line in tree.splitlines() if not line.endswith("/")]
     assert all(re.match(r" {0,2}[\w./]+ +\S.{5,}", line) for line in lines)
+
+
+def test_the_page_of_recipes_has_every_one_and_no_other():
+    table = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == recipes.names()
+
+
+def glossary() -> dict[str, dict[str, list[str]]]:
+    """Per kind of row, the names that docs/report.md explains, each with the functions that compute it."""
+    kinds = {}
+    for section in (ROOT / "docs" / "report.md").read_text(encoding="utf-8").split('Rows with `"kind": "')[1:]:
+        entries = {}
+        for names, by in re.findall(r"^\| (`[^|]+`) \|.*\| (`[^|]+`) \|$", section.replace("\\|", "/"), re.MULTILINE):
+            entries |= dict.fromkeys(re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", by))
+        kinds[section.partition('"')[0]] = entries
+    return kinds
+
+
+def test_the_glossary_has_every_name_that_runs_log_and_no_other():
+    """Two runs that log all there is: several granularities, a KL term, and rewards with names of their own."""
+    explained = glossary()
+    assert explained.keys() == {"train", "eval"}
+    logged = {"train": set(), "eval": set()}
+    for overrides in ([], ["algorithm.kl_weight=0.1"]):
+        for row in trainer(None, *overrides, "trainer.iterations=1").train():
+            logged[row["kind"]] |= row.keys() - {"kind", "iteration"}
+    places = {"NAME": r"(bright|dark)", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+"}
+    for kind, entries in explained.items():
+        patterns = [re.compile(re.sub(r"\b(NAME|PHASE|K|M)\b", lambda place: places[place[0]], name)) for name in entries]
+        unexplained = {name for name in logged[kind] if not any(pattern.fullmatch(name) for pattern in patterns)}
+        assert not unexplained, f"not in docs/report.md: {sorted(unexplained)}"
+        gone = [pattern.pattern for pattern in patterns if not any(pattern.fullmatch(name) for name in logged[kind])]
+        assert not gone, f"in docs/report.md, but not logged: {gone}"
+
+
+def test_what_the_glossary_says_computes_a_name_exists():
+    for entries in glossary().values():
+        for function in {name for functions in entries.values() for name in functions}:
+            module = f"{function.partition('.')[0].lower()}." if function[0].isupper() else ""  # Trainer lives in trainer.py
+            assert callable(pkgutil.resolve_name(f"g2rpo.{module}{function}")), function
