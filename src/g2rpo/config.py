@@ -132,6 +132,9 @@ class SamplingConfig(Group):
     """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a CPU."""
     decode_batch_size: BatchSize = 64
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""
+    prompts_at_once: PositiveInt | None = None
+    """Prompts rolled out together; None: all of an iteration. With fewer, the pictures of those before are decoded and scored
+    meanwhile, by another thread, and fewer latents wait for it."""
     anchor_dtype: Dtype = "float32"
     sample_dtype: Dtype = "float32"
     tails: Tails = Tails()

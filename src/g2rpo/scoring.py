@@ -26,6 +26,10 @@ class Stopwatch:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Leaves the time since the last lap out."""
         self._last = self.clock()
 
     def lap(self, phase: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,7 @@ class Trainer:
         self._find_sizes(cond)
         if self.tail_network is not None:
             self.tail_network.refresh()
-        rollouts, evaluations = self.sizes.fit(lambda: self._rollout(cond))
-        watch.lap("rollout")
-
-        def scored() -> Tensor:
-            return score_rollouts(self.policy, rollouts, self.rewards, prompts, self.sizes.decode, watch)
-
-        with self._naming_the_iteration():
-            own = self.sizes.fit(scored)
+        rollouts, own, evaluations, overlapped = self._sample_and_score(cond, prompts, watch)
         rewards = self.world.gather(own)  # of all ranks: an algorithm may look at the whole batch
         advantages = self.algorithm.advantages(rewards, self.weights)
         granularities = getattr(self.algorithm, "granularities", range(1, rewards.shape[2] + 1))
@@ -192,6 +186,7 @@ class Trainer:
             "out_of_memory": halved,
             "ranks": self.world.size,
             "seconds": sum(watch.seconds.values()),
+            "seconds_overlapped": overlapped,
             **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
         }
 
@@ -208,12 +203,47 @@ class Trainer:
         """The held-out prompts that this rank judges: all of them where there are fewer than ranks."""
         return self.world.deal(self.heldout) if len(self.heldout) >= self.world.size else self.heldout
 
-    def _rollout(self, cond: Cond) -> tuple[list[Rollout], int]:
-        """Every plan for every prompt, and the network evaluations that took."""
+    def _sample_and_score(
+        self, cond: Cond, prompts: Sequence[str], watch: Stopwatch
+    ) -> tuple[list[Rollout], Tensor, int, float]:
+        """Rollouts of all prompts, their rewards, the network evaluations that took, and the seconds of work done meanwhile.
+
+        `sampling.prompts_at_once` prompts are rolled out together; another thread decodes and scores the pictures of those
+        before. The last ones are scored here, after the thread has ended: no reward is asked by two threads at once.
+        """
+        rollouts, evaluations, aside = list[Rollout](), 0, Stopwatch()
+
+        def roll_out(rows: list[int]) -> list[Rollout]:
+            nonlocal evaluations
+            new, spent = self.sizes.fit(lambda: self._rollout(cond, rows))
+            rollouts.extend(new)
+            evaluations += spent
+            watch.lap("rollout")
+            return new
+
+        def score(new: Sequence[Rollout], watch: Stopwatch) -> Tensor:
+            return self.sizes.fit(lambda: score_rollouts(self.policy, new, self.rewards, prompts, self.sizes.decode, watch))
+
+        def score_aside(new: Sequence[Rollout]) -> Tensor:
+            aside.restart()
+            return score(new, aside)
+
+        *before, last = torch.arange(len(prompts)).split(self.config.sampling.prompts_at_once or len(prompts))
+        with self._naming_the_iteration(), ThreadPoolExecutor(1, "scoring") as thread:
+            futures = [thread.submit(score_aside, roll_out(rows.tolist())) for rows in before]
+            new = roll_out(last.tolist())
+            rewards = [future.result() for future in futures]
+            if before:
+                watch.lap("waiting")
+            rewards.append(score(new, watch))
+        return rollouts, torch.cat(rewards), evaluations, sum(aside.seconds.values())
+
+    def _rollout(self, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
+        """Every plan for the prompts of some rows of `cond`, and the network evaluations that took."""
         sampling, network = self.config.sampling, self.tail_network
         engine = Engine(
             self.policy,
-            cond,
+            cond.rows(rows),
             self.sigmas,
             self.sizes.rollout,
             getattr(torch, sampling.anchor_dtype),
@@ -223,11 +253,16 @@ class Trainer:
             on_rows=self.on_evaluations,
         )
         try:
-            rollouts = engine.rollout(self.plans(), self.algorithm.group_size, self.kernel, self._noise)
+            rollouts = engine.rollout(
+                self.plans(),
+                self.algorithm.group_size,
+                self.kernel,
+                lambda prompt, *purpose: self._noise(rows[prompt], *purpose),
+            )
         except OutOfMemory:
             self.on_evaluations(-engine.evaluations)  # they will be done again
             raise
-        return rollouts, engine.evaluations
+        return [replace(rollout, prompt=rows[rollout.prompt]) for rollout in rollouts], engine.evaluations
 
     def evaluate(self) -> Row:
         """Judges the (averaged) weights on held-out prompts, and paints the first few."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.distributed import ALONE, World
+from g2rpo.errors import UserError
 from g2rpo.memory import BatchSizes, bounded_by
 from g2rpo.objectives import kernel_kl
 from g2rpo.types import Algorithm, Cond, Kernel, Normal, Policy, Steps, Transition
@@ -193,12 +194,22 @@ class Updater:
         """
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.trainable_parameters(), self.max_grad_norm))
         if math.isfinite(norm):
-            self.optimizer.step()
+            self._move()
             stats.grad_norms.append(norm)
             self.skipped_in_a_row = 0
         else:
             stats.skipped += 1
             self.skipped_in_a_row += 1
+
+    def _move(self) -> None:
+        """The optimizer's step. Where memory runs out, some weights may have moved already: it cannot be made again."""
+        try:
+            self.optimizer.step()
+        except torch.OutOfMemoryError:
+            remedy = "set policy.tuning=lora, or take a device with more memory (`g2rpo plan` tells how much)"
+            raise UserError(
+                f"out of memory in the optimizer step: {remedy}; --resume goes on from the last checkpoint"
+            ) from None
 
 
 def _passes(batch: Sequence[Experience], size: int) -> Iterator[list[Experience]]:

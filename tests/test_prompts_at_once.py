@@ -1,0 +1,95 @@
+"""`sampling.prompts_at_once`: some prompts' pictures are scored while the next are rolled out; nothing else changes."""
+
+import threading
+
+import pytest
+import torch
+
+from g2rpo.errors import UserError
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.scoring import RewardFailed
+from tests.runs import trainer
+from tests.test_memory import Small
+
+THREE = "trainer.prompts_per_iteration=3"
+
+
+def run(*options, iterations=2, **parts):
+    t = trainer(None, THREE, *options, **parts)
+    rows = [t.iterate() for _ in range(iterations)]
+    return t.parameters[0].detach().clone(), rows
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 9])
+def test_parts_do_not_change_a_run(at_once):
+    """Bit for bit on the closed-form policy, whose rows do not depend on their batch."""
+    whole, rows = run()
+    parts, theirs = run(f"sampling.prompts_at_once={at_once}")
+    assert torch.equal(parts, whole)
+    for mine, other in zip(rows, theirs, strict=True):
+        assert {k: v for k, v in mine.items() if "seconds" not in k} == {k: v for k, v in other.items() if "seconds" not in k}
+
+
+def test_scoring_and_the_next_rollout_overlap():
+    """The reward of the first pictures and the network's call for the next prompt each wait for the other to have begun."""
+    scoring, called = threading.Event(), threading.Event()
+    first = []
+
+    class Watching(GaussianPolicy):
+        def velocity(self, x, sigma, cond):
+            prompt = float(cond.tensors["shift"][0])
+            first.append(prompt)
+            if prompt != first[0] and not called.is_set():
+                assert scoring.wait(timeout=60), "nothing is scored meanwhile"
+                called.set()
+            return super().velocity(x, sigma, cond)
+
+    def patient(images, prompts):
+        scoring.set()
+        assert called.wait(timeout=60), "nothing is rolled out meanwhile"
+        return images.flatten(1).mean(1)
+
+    _, (row,) = run("sampling.prompts_at_once=1", iterations=1, policy=Watching(), rewards={"bright": patient})
+    assert called.is_set() and row["seconds_overlapped"] > 0
+    phases = sum(value for key, value in row.items() if key.startswith("seconds/"))
+    assert row["seconds"] == pytest.approx(phases)  # what was done meanwhile is not counted twice
+
+
+@pytest.mark.parametrize(("at_once", "elsewhere"), [("1", 2), ("null", 0)])
+def test_no_two_threads_ask_a_reward_at_once(at_once, elsewhere):
+    busy, threads = threading.Lock(), []
+
+    def alone(images, prompts):
+        assert busy.acquire(blocking=False), "asked twice at a time"
+        threads.append(threading.current_thread() is threading.main_thread())
+        busy.release()
+        return images.flatten(1).mean(1)
+
+    run(f"sampling.prompts_at_once={at_once}", "sampling.decode_batch_size=64", iterations=1, rewards={"bright": alone})
+    assert threads.count(False) == elsewhere and threads[-1]
+
+
+def test_a_reward_that_fails_aside_ends_the_iteration():
+    def broken(images, prompts):
+        raise ValueError("no")
+
+    with pytest.raises(RewardFailed, match="after iteration 0: reward 'bright' failed"):
+        run("sampling.prompts_at_once=1", rewards={"bright": broken})
+
+
+def test_memory_that_runs_out_aside_halves_the_batch():
+    whole, _ = run()
+    parts, rows = run("sampling.prompts_at_once=1", "sampling.decode_batch_size=8", policy=Small(decode=5))
+    assert rows[-1]["out_of_memory"] == 1 and rows[-1]["decode_batch_size"] == 4
+    assert torch.equal(parts, whole)
+
+
+def test_memory_that_runs_out_in_the_optimizer_is_the_users_problem(monkeypatch):
+    t = trainer(None, THREE)
+
+    def hungry():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(t.optimizer, "step", hungry)
+    with pytest.raises(UserError, match="optimizer step: set policy.tuning=lora"):
+        t.iterate()
