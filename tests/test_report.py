@@ -13,9 +13,11 @@ import yaml
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from g2rpo.alarms import ADVICE
 from g2rpo.metrics import read_metrics
 from g2rpo.pictures import read_grid, save_grid
 from g2rpo.recipes import settings
+from g2rpo.report.charts import compact
 from g2rpo.report.history import Change, read_runs
 from g2rpo.report.page import FRAMES, decimals, render, signed, span, verdict
 from g2rpo.runs import claim, record_start, source_commit
@@ -199,7 +201,7 @@ def test_two_runs_share_their_charts(run_dir, other_dir):
         ("second: training batches", 1),
         ("second: held-out", 1),
     ]
-    assert len(page.all("ul", class_="legend")) == 3 and page.words.count("first.") == 1
+    assert len(page.all("ul", class_="legend")) == 4 and page.words.count("first.") == 1
     assert "algorithm.group_size 6 8" in page.words and "algorithm.granularities [1, 2] [1]" in page.words
     assert {line["name"].split(":")[0] for line in charts["Agreement of tails"]["lines"]} == {"first"}  # one tail: no agreement
 
@@ -360,3 +362,50 @@ def test_the_commit_of_a_checkout(tmp_path):
         subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert source_commit(tmp_path) == head[:12]
+
+
+def test_alarms_are_told_and_marked(tmp_path):
+    """A judged reward falls in every toy run (dark is minus bright); a row of training has one of its own."""
+    directory = make_run(tmp_path / "run", "trainer.iterations=6", finish=False)
+    rows = read_metrics(directory)
+    for row in rows:
+        if row["kind"] == "train" and row["iteration"] in (2, 3, 5):
+            row["alarms"] = {"drift": f"seen <{row['iteration']}>"}
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = read_runs([directory])
+    assert [(one.name, one.kind, one.first, one.last, one.said) for one in run.alarms() if one.name == "drift"] == [
+        ("drift", "train", 2, 3, "seen <2>"),
+        ("drift", "train", 5, 5, "seen <5>"),
+    ]
+    (hacking,) = [one for one in run.alarms() if one.name == "hacking"]
+    assert (hacking.first, hacking.last) == (2, 6)
+    page = Page(render([run]))
+    assert f"hacking 2 to 6 {hacking.said} {ADVICE['hacking']}" in page.words
+    assert "drift 2 to 3 seen <2>" in page.words and "drift 5 seen <5>" in page.words
+    charts = {a["aria-label"].split(".")[0]: a["aria-label"] for a in page.all("svg", class_="chart")}
+    assert "Alarm at iteration 2." in charts["dark, judged only"] and "Alarm" not in charts["Gradient norm"]
+    assert len(page.all("path", class_="alarm")) == 3 and len(read_runs([directory])[0].alarms()) == 3  # key, bright, dark
+    quiet = Page(render(read_runs([make_run(tmp_path / "quiet", "alarms.action=off")])))
+    assert "None was raised." in quiet.words and not quiet.all("path", class_="alarm")
+
+
+def test_what_pictures_look_like(run_dir, html):
+    charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in Page(html).all("svg", class_="chart")}
+    evaluations = [row for row in read_metrics(run_dir) if row["kind"] == "eval"]
+    low, high, mean = charts["Brightness"]["lines"]
+    for line, key in ((low, "/low"), (high, "/high"), (mean, "")):
+        assert line["y"] == [compact(row[f"image/brightness{key}"]) for row in evaluations]
+
+
+def test_a_run_that_went_back_says_so(tmp_path):
+    directory = make_run(tmp_path / "run", iterations=3, finish=False)
+    t = trainer(directory, "alarms.action=rollback")
+    t.resume()
+    t._keep_best()
+    t.iteration = 3
+    t.roll_back()
+    table = t.finish()
+    (run,) = read_runs([directory])
+    words = Page(render([run])).words
+    assert "Ended by an alarm after 3 of 4 iterations: the weights are those after 2, the best evaluation." in words
+    assert [(change.iteration, change.tuned) for change in run.changes()] == [(2, row.tuned) for row in table.values()]

@@ -187,6 +187,35 @@ class EvaluationConfig(Group):
     pictures: PositiveInt = 8
 
 
+Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_off)]
+"""What an alarm does: nothing; say so; save and end the run; or end it with the weights of its best evaluation."""
+
+
+class AlarmsConfig(Group):
+    """What a run does that goes wrong; docs/alarms.md says when an alarm is raised."""
+
+    action: Action = "warn"
+    """Of every alarm that has no other below."""
+    drift: Action | None = None
+    """Rollout and training pass disagree about log-probs."""
+    silent: Action | None = None
+    """Most groups teach nothing."""
+    masked: Action | None = None
+    """Groups without scores."""
+    saturated: Action | None = None
+    """Advantages at their clip."""
+    hacking: Action | None = None
+    """A held-out reward falls while a trained one rises."""
+    decline: Action | None = None
+    """A held-out reward falls, and no trained one rises."""
+    pictures: Action | None = None
+    """Pictures leave the base model's range of brightness, contrast, saturation, clipping or detail."""
+
+    def of(self, alarm: str) -> Action:
+        """What `alarm` does."""
+        return getattr(self, alarm) or self.action
+
+
 def _listed(value: Any) -> Any:
     """Allows `trackers=wandb` for `trackers=[wandb]`."""
     return [value] if isinstance(value, str) else value
@@ -215,6 +244,7 @@ class Config(Group):
     optim: OptimConfig
     trainer: TrainerConfig
     evaluation: EvaluationConfig
+    alarms: AlarmsConfig = AlarmsConfig()
     trackers: Trackers = ["tensorboard"]
     """Where the log is shown while a run goes on; metrics.jsonl is written in any case."""
 

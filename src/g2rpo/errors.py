@@ -22,6 +22,10 @@ class Preempted(Stopped):
     exit_code = 75
 
 
+class RolledBack(Stopped):
+    """An alarm ended the run, and the trainer has the weights of its best evaluation."""
+
+
 class RankLost(Stopped):
     """Another rank has died, or did not answer in time."""
 

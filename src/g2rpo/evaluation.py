@@ -91,6 +91,11 @@ def save_scores(path: Path, evaluation: Evaluation) -> None:
     save_file(evaluation.scores, path)
 
 
+def load_scores(path: Path) -> dict[str, Tensor]:
+    """What `save_scores` wrote."""
+    return load_file(path)
+
+
 def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
     """What `save_evaluation` wrote for these prompts."""
     stored = load_file(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from g2rpo import __version__
-from g2rpo.config import Config, differences, read_yaml, resolve
+from g2rpo.config import AlarmsConfig, Config, differences, read_yaml, resolve
 from g2rpo.errors import UserError
 from g2rpo.files import write_whole
 
@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "prompts.cache",
     "trackers",
     "recipe",
+    *(f"alarms.{name}" for name in AlarmsConfig.model_fields),
 )
 """Keys that a resumed run may set anew; nothing already computed depends on them."""
 

@@ -58,6 +58,8 @@ class TensorBoard:
 
         for name, value in scalars(row).items():
             self.board.add_scalar(name, value, row["iteration"])
+        for name, said in row.get("alarms", {}).items():
+            self.board.add_text(f"alarms/{name}", said, row["iteration"])
         for name, path in pictures.items():
             with Image.open(path) as picture:
                 self.board.add_image(name, np.asarray(picture.convert("RGB")), row["iteration"], dataformats="HWC")

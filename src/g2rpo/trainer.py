@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from g2rpo.alarms import ADVICE, judged_gain, watch_of
 from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
 from g2rpo.diagnostics import diagnose, group_std
 from g2rpo.distributed import ALONE, World
-from g2rpo.errors import Preempted, Stopped, UserError
+from g2rpo.errors import Preempted, RolledBack, Stopped, UserError
 from g2rpo.evaluation import (
     Comparison,
     Evaluation,
@@ -27,11 +28,13 @@ from g2rpo.evaluation import (
     evaluate,
     evaluation_of_all,
     load_evaluation,
+    load_scores,
     sample_images,
     save_evaluation,
     save_scores,
 )
 from g2rpo.flow import sigma_grid
+from g2rpo.image_statistics import image_statistics, statistics_row
 from g2rpo.memory import OutOfMemory, batch_sizes
 from g2rpo.metrics import MetricsLog, Row, read_metrics
 from g2rpo.pictures import save_curves, save_grid
@@ -46,6 +49,7 @@ from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
 SCORES = "scores"  # the scores of every evaluation, prompt by prompt
+BEST = "checkpoints/best"  # the weights of the best evaluation, where an alarm may go back to them
 
 
 @dataclass
@@ -78,14 +82,22 @@ class Trainer:
             raise ValueError("sampling.tails asks for a network of its own: pass a tail_network (see policies.fast)")
         self.iteration = 0
         self.stopping = False
+        self.rolled_back_from: int | None = None
+        self.endings: set[str] = set()  # "stop" or "rollback", as alarms that are new in this iteration ask
         self.unscored = dict.fromkeys(self.rewards, 0)  # iterations in a row without any score
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self._baseline: Evaluation | None = None
+        self._base_look: dict[str, Tensor] = {}
         self._shown = c.evaluation.pictures
         self.algorithm = c.algorithm
         self.shift = shift_of(c.sampling.shift, self.policy)
         self.sigmas = sigma_grid(c.sampling.num_steps, self.shift)
         self.kernel = self.algorithm.kernel(self.sigmas)
+        entries = self.policy.noise([generator_for("alarms")]).numel()
+        self.alarms = watch_of(c, self.algorithm, self.kernel, self.sigmas, entries)
+        self.may_roll_back = any(c.alarms.of(name) == "rollback" for name in ADVICE)
+        if self.may_roll_back and self.run_dir is None:
+            raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
         self.order = PromptOrder(self.prompts, c.trainer.seed)
         self.parameters = nn.ParameterList(self.policy.trainable_parameters())
@@ -134,8 +146,9 @@ class Trainer:
                 if last or self.iteration % c.evaluation.every == 0:
                     yield logged(self.evaluate())
                 stop = self.world.total(self.stopping)[0] > 0 and not last
-                if last or stop or self.iteration % c.trainer.checkpoint_every == 0:
+                if last or stop or self.endings or self.iteration % c.trainer.checkpoint_every == 0:
                     self.save()
+                self._heed_alarms(last)
                 if stop:
                     raise Preempted(f"stopped after iteration {self.iteration}, as asked; --resume continues it")
 
@@ -171,7 +184,7 @@ class Trainer:
         images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
         evaluations, images, halved = self.world.total(evaluations, images, self.sizes.halved)
         self.iteration += 1
-        return {
+        row: Row = {
             "kind": "train",
             "iteration": self.iteration,
             **self._reward_metrics(rewards, advantages),
@@ -189,6 +202,8 @@ class Trainer:
             "seconds_overlapped": overlapped,
             **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
         }
+        self._announce(self.alarms.see(row), row)
+        return row
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
         """The plans of an iteration, by default the one at hand."""
@@ -274,13 +289,22 @@ class Trainer:
         if self.run_dir is not None and self.world.leads:
             if self.iteration == 0:
                 save_evaluation(self.run_dir / BASELINE, evaluation)
-            save_scores(self.run_dir / SCORES / f"{_named(self.iteration)}.safetensors", evaluation)
+            save_scores(self._scores_after(self.iteration), evaluation)
             self._paint(_named(self.iteration), [evaluation.images[: self._shown]], [""])
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self._base()
         table = compare(base, evaluation) if base is not None else {}
-        errors = {f"stderr/{name}": row.error for name, row in table.items()}
-        return {"kind": "eval", "iteration": self.iteration, **means, **errors, "seconds": watch.seconds["evaluation"]}
+        errors = {f"stderr/{name}": change.error for name, change in table.items()}
+        row: Row = {"kind": "eval", "iteration": self.iteration, **means, **errors}
+        if base is not None:
+            row["judged_gain"] = judged_gain(base.scores, evaluation.scores, list(self.judges or self.rewards))
+            self._base_look = self._base_look or image_statistics(base.images)
+            row |= statistics_row(self._base_look, image_statistics(evaluation.images))
+        row["seconds"] = watch.seconds["evaluation"]
+        self._announce(self.alarms.see(row, evaluation.scores), row)
+        if self.may_roll_back and self.alarms.best_so_far:
+            self._keep_best()
+        return row
 
     def judge(self) -> Evaluation:
         """Held-out pictures and all their scores, of the (averaged) weights."""
@@ -324,6 +348,8 @@ class Trainer:
             self._paint("before_after", [base.images[: self._shown], tuned.images[: self._shown]], ["base", "tuned"])
             rewards = {name: asdict(row) for name, row in table.items()}
             results = {"iteration": self.iteration, "prompts": len(base.prompts), "rewards": rewards}
+            if self.rolled_back_from is not None:
+                results["rolled_back_from"] = self.rolled_back_from
             (self.run_dir / "results.json").write_text(json.dumps(results, indent=1))
             save_curves(self.run_dir / "curves.png", read_metrics(self.run_dir), list(self.rewards))
         return table
@@ -368,7 +394,51 @@ class Trainer:
         if self.average is not None:
             _copy(tensors["average"], self.average.module.parameters())
             self.average.n_averaged.fill_(state["averaged"])
+        self.alarms.rows = [row for row in read_metrics(self._directory()) if row["iteration"] <= self.iteration]
+        scores = {row["iteration"]: self._scores_after(row["iteration"]) for row in self.alarms.rows if row["kind"] == "eval"}
+        self.alarms.history = {i: load_scores(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
         return complaints
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """Takes the weights of the best evaluation, for `finish` and `export`; what `resume` continues from stays."""
+        found, _ = latest_checkpoint(self._directory() / BEST)
+        if found is None:
+            raise Stopped(
+                f"stopped by an alarm after iteration {self.iteration}; no weights were kept to go back to: {BEST} is empty"
+            )
+        self.rolled_back_from = self.iteration
+        self.iteration, tensors, _ = found
+        for kept in (self.parameters, *([] if self.average is None else [self.average.module.parameters()])):
+            _copy(tensors["weights"], kept)
+
+    def _keep_best(self) -> None:
+        """Keeps the (averaged) weights that were judged best."""
+        with self._averaged():
+            tensors = {"weights": list(self.parameters)}
+            if self.writes:
+                save_checkpoint(self._directory() / BEST, self.iteration, tensors, {}, keep=1)
+
+    def _announce(self, new: Sequence[str], row: Row) -> None:
+        """Says which alarms are new in a row, and remembers what they ask for."""
+        for name in new:
+            self.endings |= {self.config.alarms.of(name)} & {"stop", "rollback"}
+            if self.world.leads:
+                self.notify(
+                    f"alarm after iteration {row['iteration']}: {name}: {row['alarms'][name]}. What helps: {ADVICE[name]}"
+                )
+
+    def _heed_alarms(self, last: bool) -> None:
+        """Ends the run if one of the alarms of this iteration asks for it; a checkpoint is written."""
+        asked, self.endings = self.endings, set()
+        if "rollback" in asked:
+            self.roll_back()
+            best = f"the weights are those of iteration {self.iteration}, the best evaluation kept"
+            raise RolledBack(
+                f"stopped by an alarm after iteration {self.rolled_back_from}; {best}; --resume goes on without going back"
+            )
+        if "stop" in asked and not last:
+            raise Stopped(f"stopped by an alarm after iteration {self.iteration}; --resume goes on in spite of it")
 
     def _base(self) -> Evaluation | None:
         """The base model's evaluation, by this process or by the one that began the run; None if neither kept it."""
@@ -405,6 +475,7 @@ class Trainer:
         return {
             **row,
             "missing_scores": float(rewards.isnan().float().mean()),
+            "masked_groups": float(((~rewards.isnan()).sum(-1) < 2).flatten(1).all(1).float().mean()),
             "silent_groups": float((advantages == 0).all(-1).float().mean()),
             "advantage_size": float(advantages.abs().mean()),
             "advantage_clipped": float((advantages.abs() >= self.algorithm.advantage_clip).float().mean()),
@@ -459,6 +530,9 @@ class Trainer:
 
     def _picture(self, name: str) -> Path:
         return self._directory() / "samples" / f"{name}.png"
+
+    def _scores_after(self, iteration: int) -> Path:
+        return self._directory() / SCORES / f"{_named(iteration)}.safetensors"
 
     def _directory(self) -> Path:
         if self.run_dir is None:

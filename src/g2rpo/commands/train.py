@@ -24,7 +24,7 @@ from g2rpo.commands.progress import warn_on
 from g2rpo.config import Config, read_yaml, resolve
 from g2rpo.distributed import ALONE, World, joined
 from g2rpo.embeddings import CachedPolicy
-from g2rpo.errors import UserError
+from g2rpo.errors import RolledBack, UserError
 from g2rpo.evaluation import Comparison
 from g2rpo.files import digest_of
 from g2rpo.metrics import Row
@@ -144,14 +144,23 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
     if isinstance(trainer.policy, CachedPolicy) and trainer.policy.store is not None:
         encode_ahead(trainer.policy, prompts_to_come(trainer), console)  # without room for them all, each when it comes
     began = time.perf_counter()
-    with _progress(console) as progress, ended_by_sigterm(trainer):
-        watch_training(trainer, progress, console)
+    ended: RolledBack | None = None
+    try:
+        with _progress(console) as progress, ended_by_sigterm(trainer):
+            watch_training(trainer, progress, console)
+    except RolledBack as error:  # what it went back to is judged and written like any result
+        ended = error
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
-    if not world.leads:
-        return
-    weights = trainer.export()
-    write_card(directory, weights, config, table, len(trainer.heldout))
+    if world.leads:
+        _show_results(trainer, trainer.export(), table, directory, console)
+    if ended is not None:
+        raise ended
+
+
+def _show_results(trainer: Trainer, weights: Path, table: dict[str, Comparison], directory: Path, console: Console) -> None:
+    """Writes a card beside the weights, and shows what came of the run."""
+    write_card(directory, weights, trainer.config, table, len(trainer.heldout))
     console.print(results_table(table, len(trainer.heldout), list(trainer.rewards)))
     for what, where in (
         ("before/after", directory / "samples" / "before_after.png"),
@@ -195,7 +204,7 @@ def watch_training(trainer: Trainer, progress: Progress, console: Console) -> No
     progress.update(task, completed=sum(rows[: trainer.iteration]))
     trainer.on_evaluations = lambda done: progress.advance(task, done * trainer.world.size)
     for row in trainer.train():
-        shown = _rewards(row)
+        shown = _rewards(row) + (f"  [red]alarm: {', '.join(row['alarms'])}[/]" if "alarms" in row else "")
         if row["kind"] == "train":
             progress.update(task, reward=shown, iteration=row["iteration"])
         else:

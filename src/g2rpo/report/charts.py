@@ -39,8 +39,18 @@ class Line:
     look: Look = "line"
 
 
-def line_chart(lines: Sequence[Line], *, x_label: str, alt: str, x_ticks: Sequence[float] = ()) -> Markup:
-    """A chart of `lines` over a common x; `alt` says in words what it shows. `x_ticks` replaces the ticks of the x axis."""
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    alt: str,
+    x_ticks: Sequence[float] = (),
+    marks: Sequence[tuple[float, str]] = (),
+) -> Markup:
+    """A chart of `lines` over a common x; `alt` says in words what it shows. `x_ticks` replaces the ticks of the x axis.
+
+    `marks` are upright lines at some x with a word on each; those beside the lines are left out.
+    """
     xs = [x for line in lines for x in line.x]
     ys = [
         y + side * e for line in lines for y, e in zip(line.y, _errors(line), strict=True) if y is not None for side in (-1, 1)
@@ -66,6 +76,11 @@ def line_chart(lines: Sequence[Line], *, x_label: str, alt: str, x_ticks: Sequen
         parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{compact(tick)}</text>')
     middle = (left + WIDTH - RIGHT) / 2
     parts.append(f'<text class="axis" x="{middle:.1f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
+    for x, word in marks:
+        if x_low <= x <= x_high:
+            across, _ = at(x, y_low)
+            title = f"<title>{escape(word)}</title>"
+            parts.append(f'<path class="alarm" d="M{across:.1f},{TOP}V{HEIGHT - BOTTOM}">{title}</path>')
     parts += [_draw(line, at) for line in sorted(lines, key=lambda line: line.look != "faint")]
     parts.append(f'<path class="cursor" d="M0,{TOP}V{HEIGHT - BOTTOM}" visibility="hidden"/>')
     hover = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,17 @@ class Change:
     tuned: float
     error: float
     """Standard error of the mean paired difference; NaN where it is not known."""
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """An alarm, from the first row that had it to the last in a row of its kind; `said` is what the first one says."""
+
+    name: str
+    kind: str
+    first: int
+    last: int
+    said: str
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,26 @@ class Run:
         """Time spent on the iterations and evaluations in the log; a resumed run's lost ones are not in it."""
         return sum(row["seconds"] for row in self.rows)
 
+    @property
+    def rolled_back(self) -> bool:
+        """Whether results.json is about the best evaluation, to which an alarm took the run back."""
+        return self.results is not None and "rolled_back_from" in self.results
+
+    def alarms(self) -> list[Occurrence]:
+        """Every alarm, in the order in which they were raised."""
+        found: list[Occurrence] = []
+        for rows in (self.iterations, self.evaluations):
+            standing: dict[str, Occurrence] = {}
+            for row in rows:
+                new = {
+                    name: Occurrence(name, row["kind"], row["iteration"], row["iteration"], said)
+                    for name, said in row.get("alarms", {}).items()
+                }
+                found += [one for name, one in standing.items() if name not in new]
+                standing = {name: replace(standing.get(name, one), last=one.last) for name, one in new.items()}
+            found += standing.values()
+        return sorted(found, key=lambda one: one.first)
+
     def rewards(self) -> list[str]:
         """Every reward of the run: the trained ones first."""
         return [*self.config.rewards, *self.config.evaluation.rewards]
@@ -73,7 +104,7 @@ class Run:
     def changes(self) -> list[Change]:
         """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
         newest = self.evaluations[-1]["iteration"] if self.evaluations else 0
-        if self.results is not None and self.results["iteration"] >= newest:
+        if self.results is not None and self.results.get("rolled_back_from", self.results["iteration"]) >= newest:
             table, iteration = self.results["rewards"], self.results["iteration"]
         elif len(self.evaluations) > 1:
             table, iteration = _paired(self.evaluations[0], self.evaluations[-1], self.rewards()), newest

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from g2rpo import __version__, recipes
+from g2rpo.alarms import ADVICE
 from g2rpo.config import differences, resolve
 from g2rpo.metrics import Row
 from g2rpo.pictures import Grid, read_grid
@@ -45,9 +46,22 @@ HEALTH = (
     ("advantage_clipped", "Clipped advantages", "share at the advantage clip"),
     ("silent_groups", "Silent groups", "share of groups that teach nothing: all advantages 0"),
     ("missing_scores", "Missing scores", "share of scores that are NaN"),
+    ("masked_groups", "Masked groups", "share of groups without two scores to compare"),
     ("log_prob_drift", "Log-prob drift", "training pass against rollout; rounding, or something is wrong"),
     ("skipped_updates", "Skipped updates", "with a gradient that was not finite"),
 )
+
+
+ALARMED = {"log_prob_drift": "drift", "silent_groups": "silent", "masked_groups": "masked", "advantage_clipped": "saturated"}
+"""The alarm that looks at a number of the update."""
+ALARM_SAMPLE = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
+LOOKS = {
+    "brightness": "mean luma",
+    "contrast": "standard deviation of luma within a picture; blank: 0",
+    "saturation": "largest minus smallest channel of a pixel",
+    "clipped": "share of values that are 0 or 1",
+    "detail": "luma of a pixel against its neighbours; noise is high",
+}
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -62,11 +76,13 @@ def render(runs: Sequence[Run]) -> str:
         runs=runs,
         several=len(runs) > 1,
         keys=[key_sample(style) for style in range(len(runs))],
-        samples={look: key_sample(0, look) for look in ("marked", "faint", "pale")},
+        samples={look: key_sample(0, look) for look in ("marked", "faint", "pale")} | {"alarm": ALARM_SAMPLE},
         states=[state(run) for run in runs],
         facts=table_of(facts, runs),
         results=results(runs),
+        alarms=alarms(runs),
         pictures=pictures(runs),
+        looks=look_charts(runs),
         rewards=reward_charts(runs),
         steps=step_charts(runs),
         granularities=granularity_table(runs),
@@ -88,7 +104,11 @@ def state(run: Run) -> str:
         return f"Finished: {total} iterations."
     if not run.rows:
         return f"Unfinished: nothing is logged yet of {total} iterations."
-    again = f" It had finished after {run.results['iteration']}, and was extended." if run.results else ""
+    if run.results and run.rolled_back and run.iteration <= run.results["rolled_back_from"]:
+        best = f"the weights are those after {run.results['iteration']}, the best evaluation"
+        return f"Ended by an alarm after {run.iteration} of {total} iterations: {best}."
+    once = run.results if not run.rolled_back else None
+    again = f" It had finished after {once['iteration']}, and was extended." if once else ""
     return f"Unfinished: {run.iteration} of {total} iterations are logged; the run goes on, or it stopped early.{again}"
 
 
@@ -173,6 +193,47 @@ def verdict(change: Change) -> str:
     return "higher" if difference > 0 else "lower"
 
 
+def alarms(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Every alarm of every run: when, what was seen, and what helps."""
+    return [
+        {
+            "name": one.name,
+            "style": style,
+            "run": run.name,
+            "when": str(one.first) if one.first == one.last else f"{one.first} to {one.last}",
+            "said": one.said,
+            "advice": ADVICE[one.name],
+        }
+        for style, run in enumerate(runs)
+        for one in run.alarms()
+    ]
+
+
+def _marks(runs: Sequence[Run], *names: str) -> list[tuple[float, str]]:
+    """Where alarms of these names were raised."""
+    return [
+        (one.first, f"{_label(runs, run, 'alarm')}: {one.name}, {one.said}")
+        for run in runs
+        for one in run.alarms()
+        if one.name in names
+    ]
+
+
+def look_charts(runs: Sequence[Run]) -> list[Chart]:
+    """A chart for each statistic of the held-out pictures, with the base's range (5 to 95 % of its pictures) behind it."""
+    charts = []
+    for name, note in LOOKS.items():
+        lines = []
+        for style, run in enumerate(runs):
+            lines += [
+                Line(_label(runs, run, f"base's {end}"), *run.series(f"image/{name}/{end}", "eval"), style, look="faint")
+                for end in ("low", "high")
+            ]
+            lines.append(Line(_label(runs, run, "mean"), *run.series(f"image/{name}", "eval"), style, look="marked"))
+        charts += _chart(name.capitalize(), note, lines, "iteration", marks=_marks(runs, "pictures"))
+    return charts
+
+
 def reward_charts(runs: Sequence[Run]) -> list[Chart]:
     """A chart per reward: held-out evaluations with the interval of their change, and training batches behind them."""
     charts = []
@@ -187,7 +248,7 @@ def reward_charts(runs: Sequence[Run]) -> list[Chart]:
             error = [Z * (errors.get(i) or 0.0) for i in x]
             lines.append(Line(_label(runs, run, "held-out"), x, y, style, error, "marked"))
         tag = "trained on" if name in trained else "judged only"
-        charts += _chart(name, "", lines, "iteration", tag=tag)
+        charts += _chart(name, "", lines, "iteration", tag=tag, marks=_marks(runs, "hacking", "decline"))
     return charts
 
 
@@ -257,7 +318,7 @@ def health(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
         if len(seen) == 1:
             constants.append(f"{title} {compact(seen[0])}")
         elif seen:
-            charts += _chart(title, note, lines, "iteration")
+            charts += _chart(title, note, lines, "iteration", marks=_marks(runs, ALARMED.get(key, "")))
     return charts, constants
 
 
@@ -368,14 +429,22 @@ def _data_uri(picture: Image.Image, size: int) -> str:
 
 
 def _chart(
-    title: str, note: str, lines: Sequence[Line], x_label: str, *, ticks: Sequence[float] = (), tag: str = ""
+    title: str,
+    note: str,
+    lines: Sequence[Line],
+    x_label: str,
+    *,
+    ticks: Sequence[float] = (),
+    tag: str = "",
+    marks: Sequence[tuple[float, str]] = (),
 ) -> list[Chart]:
     """The chart, or nothing where no line has a point."""
     known = [line for line in lines if any(y is not None for y in line.y)]
     if not known:
         return []
     alt = f"{title}{f', {tag}' if tag else ''}. " + " ".join(_ends(line, x_label) for line in known)
-    return [Chart(title, note, line_chart(known, x_label=x_label, alt=alt, x_ticks=ticks), tag)]
+    alt += "".join(f" Alarm at {x_label} {compact(x)}." for x, _ in marks)
+    return [Chart(title, note, line_chart(known, x_label=x_label, alt=alt, x_ticks=ticks, marks=marks), tag)]
 
 
 def _ends(line: Line, x_label: str) -> str:

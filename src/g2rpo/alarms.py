@@ -1,0 +1,233 @@
+"""Alarms: what is wrong with a run, told from what it has logged. docs/alarms.md has the table.
+
+Each alarm is a function of the log (rows, and the held-out scores of every evaluation), so a resumed run raises the same ones,
+and so do all ranks. A row's alarms are `{name: what was seen and the limit}`. An alarm is *new* in a row unless the row of the
+same kind before it had it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from g2rpo.config import Config
+from g2rpo.image_statistics import TAIL
+from g2rpo.metrics import Row
+from g2rpo.types import Algorithm, Kernel, Steps
+
+Scores = Mapping[str, Tensor]
+"""The held-out scores [N] of one evaluation by reward; NaN is none."""
+
+WINDOW = 10
+"""Shares of groups are averaged over so many iterations."""
+SILENT, MASKED = 0.5, 0.1
+SATURATED = math.erfc(math.sqrt(0.5))
+"""The share of a normal distribution beyond one standard deviation, .317."""
+LEVEL = 0.05
+"""Of false alarms by falling rewards: the chance of one in a whole run that changes nothing, however often it is judged."""
+CROWD, CROWD_LEVEL = 0.25, 1e-4
+
+ADVICE = {
+    "drift": "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range",
+    "silent": "groups whose members all score alike teach nothing: a finer reward, harder or easier prompts, more noise (eta)",
+    "masked": "a reward does not answer: look at its server's or judge's log",
+    "saturated": "advantages are mostly signs: raise algorithm.advantage_clip, or lower the weights of the rewards",
+    "hacking": "the reward is being gamed: train on the fallen reward too, lower the learning rate, add algorithm.kl_weight",
+    "decline": "the model is getting worse: lower the learning rate, or stop earlier",
+    "pictures": "look at samples/ for blank, noisy or oversaturated ones; lower the learning rate, add algorithm.kl_weight",
+}
+
+
+@dataclass
+class Watch:
+    """Raises the alarms of one run, whose log is `rows` and `history`: the scores of every evaluation by its iteration."""
+
+    trained: Sequence[str]
+    judged: Sequence[str]
+    drift_limit: float
+    off: frozenset[str] = frozenset()
+    rows: list[Row] = field(default_factory=list)
+    history: dict[int, Scores] = field(default_factory=dict)
+
+    def see(self, row: Row, scores: Scores | None = None) -> list[str]:
+        """Takes in a row, with an evaluation's `scores`; puts `alarms` into it if there are any, and returns the new ones."""
+        before = next((other for other in reversed(self.rows) if other["kind"] == row["kind"]), {})
+        self.rows.append(row)
+        if scores is None:
+            raised = training_alarms([other for other in self.rows if other["kind"] == "train"][-WINDOW:], self.drift_limit)
+        else:
+            self.history[row["iteration"]] = scores
+            raised = fallen_rewards(self.history, self.trained) | picture_alarms(row, len(next(iter(scores.values()))))
+        raised = {name: said for name, said in raised.items() if name not in self.off}
+        if raised:
+            row["alarms"] = raised
+        return [name for name in raised if name not in before.get("alarms", {})]
+
+    @property
+    def best_so_far(self) -> bool:
+        """Whether the newest evaluation raised no alarm and its `judged_gain` is above that of all others that raised none."""
+        gains = [_number(row, "judged_gain") for row in self.rows if row["kind"] == "eval" and "alarms" not in row]
+        return "alarms" not in self.rows[-1] and not any(gain >= gains[-1] for gain in gains[:-1])
+
+
+def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
+    """By how much held-out scores are above the base's: the change of each reward in `names`, on average over prompts, in units
+    of the base's std over prompts (as it is where that is 0), averaged over rewards. NaN where one has no scores."""
+    gains = []
+    for name in names:
+        change, _, _ = paired(base[name], tuned[name])
+        before = base[name].double()
+        spread = float(before[~before.isnan()].std(correction=0))
+        gains.append(change / spread if spread > 0 else change)
+    return sum(gains) / len(gains)
+
+
+def training_alarms(rows: Sequence[Row], drift_limit: float) -> dict[str, str]:
+    """The alarms of the last of these training rows; shares wait for `WINDOW` of them."""
+    raised = {}
+    drift = _number(rows[-1], "log_prob_drift")
+    if "log_prob_drift" in rows[-1] and not drift <= drift_limit:
+        raised["drift"] = (
+            f"log-probs differ by up to {drift:.2g} from the rollout's before the first update, limit {drift_limit:.2g}"
+        )
+    if len(rows) < WINDOW:
+        return raised
+    for name, key, limit, what in (
+        ("masked", "masked_groups", MASKED, "of the groups have no two scores to compare"),
+        ("silent", "silent_groups", SILENT, "of the groups teach nothing (all advantages 0)"),
+        ("saturated", "advantage_clipped", SATURATED, "of the advantages are at the clip"),
+    ):
+        share = sum(_number(row, key) for row in rows) / len(rows)
+        if share > limit:
+            raised[name] = f"{share:.0%} {what} in the last {len(rows)} iterations, limit {limit:.0%}"
+    return raised
+
+
+def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dict[str, str]:
+    """Whether a held-out reward is below what it was at an earlier evaluation: "hacking" if a trained reward has risen since
+    then, "decline" if none has.
+
+    One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the base's is 0) asks each of R
+    rewards about t earlier evaluations, each at level a / (R t . t (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ...
+    = 1, a run whose rewards do not change raises a false alarm with probability a (`LEVEL`) at most, however long it is. A
+    rise needs the plain level a: it counts only together with a fall.
+    """
+    *earlier, (_, now) = history.items()
+    looks = len(earlier)
+    if looks == 0:
+        return {}
+    level = LEVEL / (len(now) * looks * looks * (looks + 1))
+    said: dict[str, list[str]] = {}
+    for name in now:
+        chance, iteration = min((chance_of_fall(before[name], now[name]), iteration) for iteration, before in earlier)
+        if chance < level:
+            since = history[iteration]
+            risen = [other for other in trained if chance_of_fall(now[other], since[other]) < LEVEL]
+            change, error, _ = paired(since[name], now[name])
+            rose = f" while {' and '.join(risen)} rose" if risen else ""
+            said.setdefault("hacking" if risen else "decline", []).append(
+                f"{name} {change:+.3g} ± {error:.2g} since iteration {iteration}{rose} (p {chance:.1g}, limit {level:.1g})"
+            )
+    return {alarm: "; ".join(parts) for alarm, parts in said.items()}
+
+
+def paired(before: Tensor, after: Tensor) -> tuple[float, float, int]:
+    """(mean, standard error, count) of the differences after - before [N] of prompts that have both scores, in float64."""
+    difference = after.double() - before.double()
+    difference = difference[~difference.isnan()]
+    count = len(difference)
+    error = float(difference.std()) / math.sqrt(count) if count > 1 else math.nan
+    return float(difference.mean()), error, count
+
+
+def chance_of_fall(before: Tensor, after: Tensor) -> float:
+    """How likely scores [N] that do not change on average fall so much: Student's t, one-sided, paired. 1 for fewer than two.
+
+    Where all differences are the same number the t-test is silent; a fall then has the sign test's 2^-N.
+    """
+    from scipy.stats import t
+
+    change, error, count = paired(before, after)
+    if count < 2:
+        return 1.0
+    if error == 0:
+        return 0.5**count if change < 0 else 1.0
+    return float(t.cdf(change / error, count - 1))
+
+
+def picture_alarms(row: Row, count: int) -> dict[str, str]:
+    """Whether `count` held-out pictures have left the base's range in a statistic: more than `crowd` of them at one side."""
+    said = []
+    for key in row:
+        name, _, side = key.removeprefix("image/").partition("/")
+        if side in ("below", "above") and row[key] * count >= crowd(count) - 0.5:
+            low, high, mean = (row[f"image/{name}{end}"] for end in ("/low", "/high", ""))
+            said.append(f"{name} {mean:.3g}, {row[key]:.0%} of the pictures {side} the base's {low:.3g} to {high:.3g}")
+    return {"pictures": "; ".join(said)} if said else {}
+
+
+def crowd(count: int) -> float:
+    """How many of `count` pictures beyond one end of the base's range are an alarm: a quarter, and so many that other noise
+    would bring them with a chance below 1e-4; infinite where that cannot be told from `count`.
+
+    b pictures of the base lie beyond its end. If base and tuned pictures were drawn from one distribution, then which of the
+    outermost b + x of both are the base's would be a draw without replacement: P(at most b) is hypergeometric.
+    """
+    from scipy.stats import hypergeom
+
+    beyond = math.ceil(TAIL * count)
+    fitting = range(math.ceil(CROWD * count), count + 1)
+    return next((x for x in fitting if hypergeom.cdf(beyond, 2 * count, count, x + beyond) < CROWD_LEVEL), math.inf)
+
+
+def drift_limit(
+    algorithm: Algorithm, kernel: Kernel, sigmas: Tensor, steps: Iterable[int], entries: int, dtype: torch.dtype
+) -> float:
+    """The largest difference of a log-prob between rollout and training pass that is in order, for the stochastic `steps` of
+    latents that have `entries` numbers.
+
+    Later updates of a rollout take its record for the old log-prob, and half the clip range is all that may be lost to a
+    difference that nothing was learnt from. Where a rollout has one update, ratios do not see the drift, and what rounding
+    explains is in order as well: a velocity (of size sqrt 2) off by two eps of `dtype` moves a step's mean by
+    e of its standard deviations; the noise that was drawn knows nothing of it, so the log-prob moves by
+    N(0, e^2 / entries) - e^2 / 2, which for a thousand members stays within 4 e / sqrt(entries) + e^2 / 2. The largest step
+    counts, in the units of the kernel's log-prob.
+    """
+    one, nothing = torch.ones(1, 1), torch.zeros(1)
+    allowed, unit = 0.0, 0.0
+    for step in steps:
+        sigma, sigma_next = sigmas[step], sigmas[step + 1]
+        still, moved = (kernel(0 * one, velocity * one, sigma, sigma_next) for velocity in (0, 1))
+        std = still.std.reshape(1)
+        e = 2 * torch.finfo(dtype).eps * math.sqrt(2) * float((moved.mean - still.mean).abs()) / float(std)
+        scale = 2 * float(still.log_prob(still.mean) - still.log_prob(still.mean + std))  # 1, or 2 std^2 without the constants
+        allowed = max(allowed, scale * (4 * e / math.sqrt(entries) + e**2 / 2))
+        off_by_one = Steps(torch.ones(1), nothing, nothing, nothing, std, (sigma - sigma_next).reshape(1))
+        unit = max(unit, float(algorithm.log_ratio(off_by_one)))
+    half = algorithm.clip_range / 2 / unit
+    every = algorithm.update_every
+    once = every == "rollout" or (isinstance(every, int) and every >= algorithm.group_size)
+    return max(half, allowed) if once else half
+
+
+def watch_of(config: Config, algorithm: Algorithm, kernel: Kernel, sigmas: Tensor, entries: int) -> Watch:
+    """The watch over a run of `config`."""
+    dtypes = (config.policy.dtype, config.sampling.anchor_dtype, config.sampling.sample_dtype)
+    coarsest = max((getattr(torch, dtype) for dtype in dtypes), key=lambda dtype: torch.finfo(dtype).eps)
+    off = frozenset(name for name in ADVICE if config.alarms.of(name) == "off")
+    plans = (
+        plan for i in range(config.trainer.iterations) for plan in algorithm.plans(len(sigmas) - 1, i, config.trainer.seed)
+    )
+    steps = {step for plan in plans for step in range(plan.branch, plan.merge) if plan.trains(step)}
+    limit = drift_limit(algorithm, kernel, sigmas, sorted(steps), entries, coarsest)
+    return Watch(list(config.rewards), list(config.evaluation.rewards), limit, off)
+
+
+def _number(row: Row, key: str) -> float:
+    """A logged number; NaN where it is missing (null) or the row is older than the number."""
+    value = row.get(key)
+    return math.nan if value is None else float(value)

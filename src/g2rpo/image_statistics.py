@@ -1,0 +1,50 @@
+"""What pictures look like in a few numbers: how a model that leaves the pictures it began with is noticed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from g2rpo.metrics import Row
+
+TAIL = 0.05
+"""The base's range of a statistic leaves out this share of its pictures at either end."""
+MARGIN = 0.01
+"""A picture is only outside where it is so far beyond the range: two or three of 255 grey levels."""
+
+
+def image_statistics(images: Tensor) -> dict[str, Tensor]:
+    """Statistics [N] of pictures [N, 3, H, W] in [0, 1], as they are stored (8 bit); each is in [0, 1], float64.
+
+    With the luma Y = .299 R + .587 G + .114 B (ITU-R BT.601): `brightness` is its mean; `contrast` its std over pixels, 0 for
+    a blank picture and at most 1/2; `saturation` the mean over pixels of the largest minus the smallest channel; `clipped` the
+    share of channel values that are 0 or 1; `detail` the mean over inner pixels of |Y - mean of its four neighbours|, 1 for a
+    chessboard of pixels and 0 for a ramp, or where no pixel is an inner one.
+    """
+    rows = [_statistics(image) for image in images]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _statistics(image: Tensor) -> dict[str, Tensor]:
+    pixels = (image.cpu() * 255).round().double() / 255
+    luma = (pixels * pixels.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0)
+    around = (luma[:-2, 1:-1] + luma[2:, 1:-1] + luma[1:-1, :-2] + luma[1:-1, 2:]) / 4
+    return {
+        "brightness": luma.mean(),
+        "contrast": luma.std(correction=0),
+        "saturation": (pixels.amax(0) - pixels.amin(0)).mean(),
+        "clipped": ((pixels == 0) | (pixels == 1)).double().mean(),
+        "detail": (luma[1:-1, 1:-1] - around).abs().mean() if around.numel() else luma.new_zeros(()),
+    }
+
+
+def statistics_row(base: dict[str, Tensor], own: dict[str, Tensor]) -> Row:
+    """For the log: by statistic its mean, the base's range, and the shares of pictures below and above that range."""
+    row: Row = {}
+    for name, values in own.items():
+        low, high = (float(edge) for edge in torch.quantile(base[name], base[name].new_tensor([TAIL, 1 - TAIL])))
+        row[f"image/{name}"] = float(values.mean())
+        row |= {f"image/{name}/low": low, f"image/{name}/high": high}
+        row[f"image/{name}/below"] = float((values < low - MARGIN).double().mean())
+        row[f"image/{name}/above"] = float((values > high + MARGIN).double().mean())
+    return row
