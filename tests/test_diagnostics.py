@@ -62,7 +62,7 @@ def test_diagnose_by_hand():
         ]
     )
     advantages = torch.tensor([[1.0, -1.0], [2.0, -2.0], [0.5, 0.0]])
-    row = diagnose([0, 0, 3], [2, 1], ["r"], rewards, advantages)
+    row = diagnose([0, 0, 3], [[2, 1]] * 3, ["r"], rewards, advantages)
     root = math.sqrt(2)
     expected = {
         "step/0/spread/r": 1.5 * root,
@@ -80,7 +80,7 @@ def test_diagnose_by_hand():
 
 def test_agreement_of_three_tails_is_over_pairs_and_against_the_finest():
     up, down = [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]
-    row = diagnose([5], [1, 2, 3], ["r"], torch.tensor([[[up, up, down]]]), torch.ones(1, 3))
+    row = diagnose([5], [[1, 2, 3]], ["r"], torch.tensor([[[up, up, down]]]), torch.ones(1, 3))
     assert row["step/5/agreement"] == pytest.approx((1 - 1 - 1) / 3)
     assert (row["granularity/2/agreement"], row["granularity/3/agreement"]) == (pytest.approx(1), pytest.approx(-1))
     assert "granularity/1/agreement" not in row

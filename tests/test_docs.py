@@ -150,11 +150,11 @@ def glossary() -> dict[str, dict[str, list[str]]]:
 
 
 def test_the_glossary_has_every_name_that_runs_log_and_no_other():
-    """Two runs that log all there is: several granularities, overlapped scoring, a KL term."""
+    """Three runs that log all there is: overlapped scoring, a KL term, granularities that are chosen."""
     explained = glossary()
     assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}
-    for overrides in (["sampling.prompts_at_once=1"], ["algorithm.kl_weight=0.1"]):
+    for overrides in (["sampling.prompts_at_once=1"], ["algorithm.kl_weight=0.1"], ["algorithm.granularities=auto"]):
         for row in trainer(None, *overrides, "trainer.iterations=1").train():
             logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
     places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+"}

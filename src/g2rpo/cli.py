@@ -102,11 +102,13 @@ def sample(
     """Draw pictures with a run's model, or any pipeline."""
     from g2rpo.commands.evaluate import model_settings
     from g2rpo.commands.sample import sample as draw
-    from g2rpo.config import PolicyConfig
+    from g2rpo.config import PolicyConfig, resolve_as
     from g2rpo.prompt_sources import read_prompts
 
     asked = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
-    policy = PolicyConfig(**model_settings(model, size, guidance)["policy"]) if model is not None else None
+    policy = None
+    if model is not None:
+        policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
     draw(
         asked,
         run=run,
@@ -171,6 +173,32 @@ def report(
     from g2rpo.commands.report import report as write
 
     write(runs, out, console)
+
+
+@app.command()
+def demo(
+    run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
+    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, or 'testbed'.")] = None,
+    weights: Annotated[Path | None, typer.Option("--weights", "--adapter", help="An adapter/ or a transformer/.")] = None,
+    rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="With --model: guidance scale, default 3.5.")] = None,
+    size: Annotated[int | None, typer.Option(help="With --model: height and width in pixels.")] = None,
+    host: Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
+    token_env: Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")] = None,
+) -> None:
+    """Show a model and the method at work, in the browser."""
+    from g2rpo.commands import demo as command
+    from g2rpo.commands.evaluate import named_rewards
+
+    if (run is None) == (model is None):
+        raise UserError("name a run, or a pipeline with --model")
+    for option, value in (("--rewards", rewards), ("--guidance", guidance), ("--size", size)):
+        if run is not None and value is not None:
+            raise UserError(f"{option} is for --model; a run has its own")
+    table = named_rewards(rewards) if rewards is not None else None
+    cast = command.of_run(run) if run else command.of_model(str(model), size, 3.5 if guidance is None else guidance, table)
+    command.demo(run, cast, weights, host=host, port=port, token_env=token_env, console=console)
 
 
 @app.command()

@@ -53,16 +53,19 @@ class Study(Group):
         return [*self.overrides, *self.cells[cell]]
 
 
-def work(config: Config, iteration: int) -> int:
+def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
     """What an iteration (from 0) asks of the network, in evaluations of one latent.
 
     A rollout's evaluations, and three for each latent of the training pass; four with a KL term, whose base model looks too.
+    `evaluations` are the rollout's, where they are known; ahead of it an algorithm may only promise not to take more.
     """
     algorithm = config.algorithm
     plans = algorithm.plans(config.sampling.num_steps, iteration, config.trainer.seed)
     passes = TRAINED_LATENT + (algorithm.kl_weight > 0)
-    rollout = count_evaluations(plans, algorithm.group_size, config.sampling.tails)
-    return config.trainer.prompts_per_iteration * (rollout + passes * count_trained(plans, algorithm.group_size))
+    prompts = config.trainer.prompts_per_iteration
+    if evaluations is None:
+        evaluations = prompts * count_evaluations(plans, algorithm.group_size, config.sampling.tails)
+    return evaluations + prompts * passes * count_trained(plans, algorithm.group_size)
 
 
 def iterations_within(config: Config, evaluations: float) -> int:
@@ -100,7 +103,7 @@ def read_run(config: Config, run_dir: Path) -> Run:
     clock = 0.0
     for row in read_metrics(run_dir):
         if row["kind"] == "train":
-            evaluations += work(config, row["iteration"] - 1)
+            evaluations += work(config, row["iteration"] - 1, row["evaluations"])
             clock += row["seconds"]
         else:
             path = run_dir / SCORES / f"iteration_{row['iteration']:06d}.safetensors"

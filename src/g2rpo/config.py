@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import (
@@ -373,7 +373,8 @@ def _fields(kind: Any) -> dict[str, Any] | None:
     if kind == AnyAlgorithm:
         return {name: hint for each in ALGORITHMS.values() for name, hint in (_fields(each) or {}).items()}
     if dataclasses.is_dataclass(kind):
-        return {field.name: field.type for field in dataclasses.fields(kind)}
+        hints = get_type_hints(kind)
+        return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     return None
 
 
@@ -401,7 +402,7 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
 
 def _is_member(part: int | str) -> bool:
     """Whether a part of pydantic's location names the member of a union that was tried, and no key."""
-    return part in (*ALGORITHMS, "int", "constrained-float") or str(part).startswith("literal[")
+    return part in (*ALGORITHMS, "int", "constrained-float") or str(part).startswith(("literal[", "tuple["))
 
 
 def _complaints(error: ValidationError, source: str) -> Iterator[str]:

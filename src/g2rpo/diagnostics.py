@@ -41,18 +41,18 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
 
 
 def diagnose(
-    steps: Sequence[int], granularities: Sequence[int], names: Sequence[str], rewards: Tensor, advantages: Tensor
+    steps: Sequence[int], granularities: Sequence[Sequence[int]], names: Sequence[str], rewards: Tensor, advantages: Tensor
 ) -> dict[str, float]:
-    """Means over groups for the log. `steps` [N] names each group's branch step, `granularities` [M] the tails, `names` [R].
+    """Means over groups for the log. `steps` [N] names each group's branch step, `granularities` [N, M] its tails, `names` [R].
 
     `step/K/spread/NAME`: std of a reward within groups that branch at K, over all tails. `step/K/advantage`: mean |A| there.
     `step/K/agreement`: Spearman between two tails' rewards of the same members, over all pairs of tails and all rewards.
-    `granularity/M/spread/NAME`, `granularity/M/agreement`: the same by tail, the latter against the finest tail.
+    `granularity/M/spread/NAME`, `granularity/M/agreement`: the same by tail, the latter against the group's finest tail.
     One tail has nobody to agree with, and no such entries. An entry without a single valid value is NaN.
     """
-    finest = min(range(len(granularities)), key=lambda m: granularities[m])
+    grain = torch.as_tensor(granularities)
     spread = group_std(rewards)
-    pairs = [spearman(rewards[:, :, a], rewards[:, :, b]) for a, b in combinations(range(len(granularities)), 2)]
+    pairs = [spearman(rewards[:, :, a], rewards[:, :, b]) for a, b in combinations(range(grain.shape[1]), 2)]
     branch = torch.as_tensor(steps)
     row: dict[str, float] = {}
     for step in sorted(set(steps)):
@@ -61,9 +61,16 @@ def diagnose(
         row[f"step/{step}/advantage"] = float(advantages[here].abs().mean())
         if pairs:
             row[f"step/{step}/agreement"] = float(torch.stack(pairs)[:, here].nanmean())
-    for m, granularity in enumerate(granularities):
-        row |= {f"granularity/{granularity}/spread/{name}": float(spread[:, r, m].nanmean()) for r, name in enumerate(names)}
-        if m != finest:
-            agreement = spearman(rewards[:, :, m], rewards[:, :, finest])
-            row[f"granularity/{granularity}/agreement"] = float(agreement.nanmean())
+    finest = grain.argmin(1)
+    fine = rewards[torch.arange(len(rewards)), :, finest]
+    agreement = torch.stack([spearman(rewards[:, :, m], fine) for m in range(grain.shape[1])], -1)
+    for granularity in sorted(set(grain.flatten().tolist())):
+        groups, tails = (grain == granularity).nonzero(as_tuple=True)
+        row |= {
+            f"granularity/{granularity}/spread/{name}": float(spread[groups, r, tails].nanmean())
+            for r, name in enumerate(names)
+        }
+        coarse = tails != finest[groups]
+        if coarse.any():
+            row[f"granularity/{granularity}/agreement"] = float(agreement[groups[coarse], :, tails[coarse]].nanmean())
     return row

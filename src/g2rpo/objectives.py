@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -40,18 +41,26 @@ def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False)
 RewardMix = Literal["advantages", "rewards", "gdpo"]
 
 
-def mix_rewards(rewards: Tensor, weights: Tensor, mix: RewardMix = "advantages", batch_std: bool = False) -> Tensor:
+def mix_rewards(
+    rewards: Tensor,
+    weights: Tensor,
+    mix: RewardMix = "advantages",
+    batch_std: bool = False,
+    grains: Sequence[float] | None = None,
+) -> Tensor:
     """Advantages [N, G] of N groups from rewards [N, R, M, G] of R reward models at M granularities, and weights [R].
 
     "advantages" normalises every reward at every granularity in its group and sums (G2RPO, Eq. 11; DanceGRPO for several
     rewards). "rewards" adds the weighted rewards first and normalises once, so their scales matter. "gdpo" normalises the
     sum of advantages once more over the whole batch (GDPO, arXiv 2601.05242, Eq. 4-6). NaN entries are masked out.
-    `batch_std`: see `group_normalize`.
+    `grains` [M] weigh the granularities' advantages; None: all count alike. `batch_std`: see `group_normalize`.
     """
     per_reward = weights[:, None, None]
     if mix == "rewards":
-        return group_normalize((per_reward * rewards).sum(-3), batch_std=batch_std).sum(-2)
-    summed = (per_reward * group_normalize(rewards, batch_std=batch_std)).sum((-3, -2))
+        by_grain = group_normalize((per_reward * rewards).sum(-3), batch_std=batch_std)
+    else:
+        by_grain = (per_reward * group_normalize(rewards, batch_std=batch_std)).sum(-3)
+    summed = (by_grain if grains is None else torch.tensor(grains)[:, None] * by_grain).sum(-2)
     if mix == "gdpo":
         return group_normalize(summed.flatten()).reshape(summed.shape)
     return summed

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from g2rpo.alarms import ADVICE, judged_gain, watch_of
+from g2rpo.algorithms.allocation import Allocator
+from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
 from g2rpo.diagnostics import diagnose, group_std
@@ -40,11 +43,12 @@ from g2rpo.metrics import MetricsLog, Row, read_metrics
 from g2rpo.pictures import save_curves, save_grid
 from g2rpo.prompts import PromptOrder
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.scoring import RewardFailed, Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
 from g2rpo.trackers import Feed, TensorBoard, Tracker
-from g2rpo.types import Cond, Plan, Policy, Reward, Rollout
+from g2rpo.types import Algorithm, Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
@@ -90,6 +94,9 @@ class Trainer:
         self._base_look: dict[str, Tensor] = {}
         self._shown = c.evaluation.pictures
         self.algorithm = c.algorithm
+        self.allocator = None
+        if isinstance(c.algorithm, GranularGRPO) and c.algorithm.granularities == "auto":
+            self.allocator = Allocator(c.algorithm, c.sampling.num_steps, partial(count_evaluations, tails=c.sampling.tails))
         self.shift = shift_of(c.sampling.shift, self.policy)
         self.sigmas = sigma_grid(c.sampling.num_steps, self.shift)
         self.kernel = self.algorithm.kernel(self.sigmas)
@@ -164,8 +171,8 @@ class Trainer:
             self.tail_network.refresh()
         rollouts, own, evaluations, overlapped = self._sample_and_score(cond, prompts, watch)
         rewards = self.world.gather(own)  # of all ranks: an algorithm may look at the whole batch
-        advantages = self.algorithm.advantages(rewards, self.weights)
-        granularities = getattr(self.algorithm, "granularities", range(1, rewards.shape[2] + 1))
+        algorithm = self.allocated()
+        advantages = algorithm.advantages(rewards, self.weights)
         experience = [
             Experience(rollout.prompt, transition, advantage)
             for rollout, advantage in zip(rollouts, self.world.deal(advantages), strict=True)
@@ -181,6 +188,8 @@ class Trainer:
         watch.lap("update")
 
         branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # on every rank the same ones
+        grains_at = getattr(algorithm, "granularities_at", lambda step: tuple(range(1, rewards.shape[2] + 1)))
+        learnt = self.allocator.observe(self.iteration, branches, rewards, self.weights) if self.allocator else {}
         images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
         evaluations, images, halved = self.world.total(evaluations, images, self.sizes.halved)
         self.iteration += 1
@@ -188,7 +197,8 @@ class Trainer:
             "kind": "train",
             "iteration": self.iteration,
             **self._reward_metrics(rewards, advantages),
-            **diagnose(branches, granularities, list(self.rewards), rewards, advantages),
+            **diagnose(branches, [grains_at(branch) for branch in branches], list(self.rewards), rewards, advantages),
+            **learnt,
             **stats.summary(self.algorithm.clip_range),
             "learning_rate": rate,
             "evaluations": evaluations,
@@ -206,9 +216,13 @@ class Trainer:
         return row
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
-        """The plans of an iteration, by default the one at hand."""
+        """The plans of an iteration, by default the one at hand, as they are known ahead (`allocated` may make others)."""
         iteration = self.iteration if iteration is None else iteration
         return self.algorithm.plans(self.config.sampling.num_steps, iteration, self.config.trainer.seed)
+
+    def allocated(self) -> Algorithm:
+        """The algorithm of the iteration at hand: the config's, or what has been made of it so far."""
+        return self.algorithm if self.allocator is None else self.allocator.at(self.iteration)
 
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration."""
@@ -268,9 +282,10 @@ class Trainer:
             on_rows=self.on_evaluations,
         )
         try:
+            algorithm = self.allocated()
             rollouts = engine.rollout(
-                self.plans(),
-                self.algorithm.group_size,
+                algorithm.plans(sampling.num_steps, self.iteration, self.config.trainer.seed),
+                algorithm.group_size,
                 self.kernel,
                 lambda prompt, *purpose: self._noise(rows[prompt], *purpose),
             )
@@ -376,7 +391,11 @@ class Trainer:
             self._directory() / "checkpoints",
             self.iteration,
             tensors,
-            {"optimizer": self.optimizer.state_dict(), "averaged": int(self.average.n_averaged) if self.average else 0},
+            {
+                "optimizer": self.optimizer.state_dict(),
+                "averaged": int(self.average.n_averaged) if self.average else 0,
+                "allocation": self.allocator.state if self.allocator else {},
+            },
             self.config.trainer.keep_checkpoints,
         )
 
@@ -391,6 +410,8 @@ class Trainer:
         self.iteration, tensors, state = found
         _copy(tensors["weights"], self.parameters)
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.allocator is not None:
+            self.allocator.state = state["allocation"]
         if self.average is not None:
             _copy(tensors["average"], self.average.module.parameters())
             self.average.n_averaged.fill_(state["averaged"])

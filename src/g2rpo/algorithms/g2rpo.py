@@ -17,11 +17,12 @@ good however coarsely the rest is drawn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
+from g2rpo.algorithms.allocation import Auto
 from g2rpo.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.types import Kernel, Plan, Steps
@@ -34,12 +35,20 @@ class GranularGRPO:
     `tail` names how a strided tail ends (`flow.tail`). `update_every` is "rollout" for the paper's objective, one averaged
     update of all branch steps (Eq. 12), or "branch" for the published scripts' update after every branch step. `reward_mix`
     says how several rewards become one advantage (`objectives.mix_rewards`).
+
+    Not the paper's: a granularity may be a list with one for each branch step; `granularities="auto"` chooses one for each step
+    as the run goes (`allocation`), for no more evaluations than the finest candidate takes with `group_size` members, which
+    is what `plans` gives. `granularity_weights` weigh the granularities' advantages. `branch_rounds` deals the branch steps
+    into so many rounds (of every n-th step) that iterations take in turn.
     """
 
     name: Literal["g2rpo"] = "g2rpo"
     group_size: int = 12
     branch_steps: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
-    granularities: tuple[int, ...] = (1, 2, 3)
+    granularities: tuple[int | tuple[int, ...], ...] | Literal["auto"] = (1, 2, 3)
+    granularity_weights: tuple[float, ...] | None = None
+    auto: Auto = field(default_factory=Auto)
+    branch_rounds: int = 1
     eta: float = 0.7
     clip_range: float = 1e-4
     advantage_clip: float = 5.0
@@ -49,6 +58,8 @@ class GranularGRPO:
     update_every: Literal["rollout", "branch"] = "rollout"
 
     def __post_init__(self) -> None:
+        grains = self.auto.candidates if self.granularities == "auto" else self.granularities
+        each = [own if isinstance(own, tuple) else (own,) * len(self.branch_steps) for own in grains]
         for wrong, message in (
             (
                 self.group_size < 2,
@@ -57,8 +68,24 @@ class GranularGRPO:
             (not self.branch_steps, "branch_steps is empty: noise must enter somewhere"),
             (len(set(self.branch_steps)) < len(self.branch_steps), f"branch_steps repeats a step: {self.branch_steps}"),
             (any(step < 0 for step in self.branch_steps), f"branch_steps must be >= 0, got {self.branch_steps}"),
-            (not self.granularities, "granularities is empty: [1] finishes every sample with the full sampler"),
-            (any(g < 1 for g in self.granularities), f"granularities must be >= 1, got {self.granularities}"),
+            (not grains, "granularities is empty: [1] finishes every sample with the full sampler"),
+            (any(g < 1 for own in each for g in own), f"granularities must be >= 1, got {self.granularities}"),
+            (
+                any(len(own) != len(self.branch_steps) for own in each),
+                f"a granularity that is a list must have one for each branch step, got {self.granularities}",
+            ),
+            (
+                self.granularities == "auto" and self.granularity_weights is not None,
+                "granularities=auto finishes a member once: granularity_weights have nothing to weigh",
+            ),
+            (
+                self.granularity_weights is not None and len(self.granularity_weights) != len(self.granularities),
+                f"granularity_weights must be one for each granularity, got {self.granularity_weights}",
+            ),
+            (
+                not 1 <= self.branch_rounds <= len(self.branch_steps),
+                f"branch_rounds must be between 1 and the number of branch steps, got {self.branch_rounds}",
+            ),
             (not self.eta > 0, f"eta must be positive (without noise there is nothing to learn from), got {self.eta}"),
             (not self.clip_range > 0, f"clip_range must be positive, got {self.clip_range}"),
             (not self.kl_weight >= 0, f"kl_weight must not be negative, got {self.kl_weight}"),
@@ -75,17 +102,21 @@ class GranularGRPO:
             wrong = f"branch_steps must lie in 0..{num_steps - 2} for num_steps={num_steps}, got {self.branch_steps}"
             raise ValueError(f"{wrong}: a tail needs a step")
         return [
-            Plan(
-                branch=step,
-                merge=step + 1,
-                tails=tuple(tail(step + 1, num_steps, granularity, self.tail) for granularity in self.granularities),
-            )
-            for step in self.branch_steps
+            Plan(step, step + 1, tuple(tail(step + 1, num_steps, grain, self.tail) for grain in self.granularities_at(step)))
+            for step in self.branch_steps[iteration % self.branch_rounds :: self.branch_rounds]
         ]
+
+    def granularities_at(self, step: int) -> tuple[int, ...]:
+        """Those that finish what branches at `step`."""
+        if self.granularities == "auto":
+            return self.auto.candidates[:1]
+        place = self.branch_steps.index(step)
+        return tuple(own[place] if isinstance(own, tuple) else own for own in self.granularities)
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """A = clamp(sum over granularities and rewards of the group-normalised rewards) (Eq. 8, 11)."""
-        return mix_rewards(rewards, weights, self.reward_mix).clamp(-self.advantage_clip, self.advantage_clip)
+        mixed = mix_rewards(rewards, weights, self.reward_mix, grains=self.granularity_weights)
+        return mixed.clamp(-self.advantage_clip, self.advantage_clip)
 
     def log_ratio(self, steps: Steps) -> Tensor:
         return steps.log_prob - steps.old_log_prob

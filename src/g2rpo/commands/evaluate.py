@@ -52,7 +52,8 @@ def config_settings(config: Config) -> dict[str, Any]:
 def model_settings(model: str, size: int | None, guidance: float) -> dict[str, Any]:
     """The settings that a pipeline alone suggests."""
     side, length = (64, 16) if model == "testbed" else (1024, None)
-    policy = {"path": model, "height": size or side, "width": size or side, "guidance_scale": guidance}
+    pixels = side if size is None else size
+    policy = {"path": model, "height": pixels, "width": pixels, "guidance_scale": guidance}
     return {"policy": {**policy, "max_sequence_length": length}}
 
 

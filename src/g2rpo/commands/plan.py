@@ -136,5 +136,7 @@ def _cautions(result: Plan, asked: Config) -> Iterator[str]:
         if getattr(asked.sampling, name) == "auto":
             taken = getattr(result.config.sampling, name)
             yield f"sampling.{name}=auto is planned as {taken}; the run asks its GPU, and leaves a fifth of it free."
+    if getattr(asked.algorithm, "granularities", None) == "auto":
+        yield "algorithm.granularities=auto is planned as its finest candidate: no more evaluations, but maybe more pictures."
     if asked.sampling.tails.compile:
         yield "sampling.tails.compile: what compiled tails save is not in a datasheet; a probe measures it."

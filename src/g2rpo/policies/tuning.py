@@ -19,7 +19,7 @@ class Tuning:
 
     "lora" freezes the weights in `dtype` and adds float32 adapters of `rank` to the modules named in `targets`; "full" trains
     all weights as float32 masters, computed in `dtype` under autocast; "frozen" trains nothing and is for sampling. Adapters
-    start at zero, so the model is unchanged. `keep_base` holds a copy of the weights that "full" is about to change.
+    start at zero, so the model is unchanged. `keep_base` holds a copy of the weights that "full" or `load` is about to change.
     `active` is the transformer to call: the trained one, or the untrained one inside `base`.
     """
 
@@ -38,7 +38,9 @@ class Tuning:
     ) -> None:
         self.transformer = self.active = transformer
         self.mode = mode
+        self._keep_base = keep_base
         self._frozen: Any = None
+        self._changed = mode == "full"
         if mode == "lora":
             from peft import LoraConfig
 
@@ -62,7 +64,7 @@ class Tuning:
     @contextmanager
     def base(self) -> Iterator[None]:
         """While entered, `active` is the untrained transformer."""
-        if self.mode == "full":
+        if self._changed:
             if self._frozen is None:
                 raise RuntimeError("the base model was not kept: build the policy with keep_base=True")
             self.active = self._frozen
@@ -86,9 +88,16 @@ class Tuning:
             pipeline.set_adapters("tuned", strength)
         elif (path / "config.json").is_file():
             weights = type(self.transformer).from_pretrained(path, use_safetensors=True).state_dict()
+            if self._keep_base and self._frozen is None:
+                self._frozen = copy.deepcopy(self.transformer)
+            self._changed = True
             self.transformer.load_state_dict(weights)
         else:
             raise FileNotFoundError(f"{path}: holds neither pytorch_lora_weights.safetensors nor a transformer's config.json")
+
+    def scale(self, strength: float) -> None:
+        """Sets how much the adapter that `load` put to work counts; 0 is the base model."""
+        self.transformer.set_adapters("tuned", strength)
 
     def save(self, directory: Path, pipeline_class: Any) -> Path:
         """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where."""

@@ -415,12 +415,11 @@ def _read_frames(run: Run) -> tuple[dict[int, Grid], str]:
 
 def _cards(grids: Sequence[Grid], size: int) -> list[dict[str, Any]]:
     prompts = grids[0].prompts[:PICTURES] if grids else []
-    return [
-        {"prompt": prompt, "uris": [_data_uri(grid.rows[0][i], size) for grid in grids]} for i, prompt in enumerate(prompts)
-    ]
+    return [{"prompt": prompt, "uris": [data_uri(grid.rows[0][i], size) for grid in grids]} for i, prompt in enumerate(prompts)]
 
 
-def _data_uri(picture: Image.Image, size: int) -> str:
+def data_uri(picture: Image.Image, size: int) -> str:
+    """The picture within a page, reduced to at most `size` pixels a side."""
     reduced = picture.convert("RGB")
     reduced.thumbnail((size, size), Image.Resampling.LANCZOS)
     out = io.BytesIO()

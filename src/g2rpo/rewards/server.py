@@ -219,7 +219,7 @@ class RewardServer(ThreadingHTTPServer):
         token: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if not token and not _is_loopback(host):
+        if not token and not is_loopback(host):
             raise ValueError(f"serving on {host} without a token would let anyone use this machine; give a token")
         self.reward, self.token, self.limits = reward, token or None, limits or Limits()
         self.name = type(reward).__name__
@@ -236,7 +236,8 @@ class RewardServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server on `host`."""
     if host == "localhost":
         return True
     try:

@@ -91,7 +91,8 @@ class Engine:
             self.on_rows(len(rows))
         return torch.cat(chunks)
 
-    def _anchors(self, branch_steps: Sequence[int], noise: Noise) -> dict[int, tuple[Tensor, Tensor]]:
+    @torch.no_grad()
+    def anchors(self, branch_steps: Sequence[int], noise: Noise) -> dict[int, tuple[Tensor, Tensor]]:
         """(x, velocity), each with one row per prompt, at every branch step of the shared ODE walk."""
         if not branch_steps:
             return {}
@@ -106,7 +107,7 @@ class Engine:
 
     def _begin(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[_Group]:
         """Every plan for every prompt up to its `merge`; groups take their steps together, so that they share batches."""
-        anchors = self._anchors([plan.branch for plan in plans if plan.shared_noise], noise)
+        anchors = self.anchors([plan.branch for plan in plans if plan.shared_noise], noise)
         groups = [self._start(plan, prompt, group_size, noise, anchors) for prompt in range(len(self.cond)) for plan in plans]
         own = [group for group in groups if not group.plan.shared_noise]
         for step in range(max((group.plan.branch for group in own), default=0)):

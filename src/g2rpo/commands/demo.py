@@ -1,0 +1,181 @@
+"""`g2rpo demo`: a run's model, or any pipeline, in the browser."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from g2rpo import components, recipes
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.commands.evaluate import model_settings
+from g2rpo.config import Group, PolicyConfig, RewardTable, SamplingConfig, resolve, resolve_as
+from g2rpo.demo.studio import Studio, Tuned
+from g2rpo.errors import UserError
+from g2rpo.memory import batch_sizes
+from g2rpo.model_card import PAPERS
+from g2rpo.rewards.server import is_loopback
+from g2rpo.runs import read_config, weights_path
+from g2rpo.types import Algorithm
+
+EXAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What a demo is made of, by name: a run's config, or what a pipeline alone suggests."""
+
+    title: str
+    policy: PolicyConfig
+    algorithm: Algorithm
+    sampling: SamplingConfig
+    rewards: RewardTable
+    judges: RewardTable = field(default_factory=dict)
+    seed: int = 42
+    prompts: str = ""
+    """A source of examples."""
+
+    def check(self) -> None:
+        """Refuses what can be seen to be wrong before anything is loaded."""
+        components.locate_pipeline(self.policy.path, self.policy.pipeline)
+        components.check_rewards({**self.rewards, **self.judges})
+        try:
+            self.algorithm.plans(self.sampling.num_steps, 0, self.seed)
+        except ValueError as error:
+            raise UserError(f"algorithm: {error}") from None
+
+
+class _Named(Group):
+    rewards: RewardTable
+
+
+def of_run(run: Path) -> Cast:
+    """The cast of a run."""
+    c = read_config(run)
+    judges = c.evaluation.rewards
+    return Cast(run.resolve().name, c.policy, c.algorithm, c.sampling, c.rewards, judges, c.trainer.seed, c.evaluation.prompts)
+
+
+def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, Any] | None) -> Cast:
+    """The cast of a pipeline: the testbed comes with the recipe `scenes`, any other with the paper's algorithm."""
+    policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
+    table = resolve_as(_Named, {"rewards": rewards or {}}, source="--rewards").rewards
+    if model != "testbed":
+        return Cast(model, policy, GranularGRPO(), SamplingConfig(num_steps=16, shift="model"), table)
+    c = resolve(recipes.settings("scenes"), source="recipe scenes")
+    trained, judges = (table, {}) if table else (c.rewards, c.evaluation.rewards)
+    return Cast("The testbed", policy, c.algorithm, c.sampling, trained, judges, c.trainer.seed, c.evaluation.prompts)
+
+
+def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None]) -> Studio:
+    """Builds what `cast` names, and loads tuned weights."""
+    device = components.pick_device(cast.policy.device)
+    rewards, judges = (components.build_rewards(table, device) for table in (cast.rewards, cast.judges))
+    policy = components.build_policy(cast.policy, tuning="frozen", keep_base=True)
+    tuned: Tuned = "nothing"
+    if weights is not None:
+        try:
+            policy.load(weights)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{weights}: the weights do not fit {cast.policy.path}: {error}") from error
+        tuned = "adapter" if getattr(policy.tuning.transformer, "peft_config", None) else "all weights"
+    return Studio(
+        policy,
+        cast.algorithm,
+        cast.sampling,
+        batch_sizes(cast.sampling.batch_size, cast.sampling.decode_batch_size, 1, policy.device, warn),
+        rewards,
+        torch.tensor([entry.weight for entry in cast.rewards.values()]),
+        judges,
+        tuned,
+        seed=cast.seed,
+        **({"explain": _grammar} if cast.policy.path == "testbed" else {}),
+    )
+
+
+def _grammar(prompt: str) -> str:
+    """Why the testbed's rewards have no score for a prompt; nothing if they do."""
+    from g2rpo.testbed.grammar import parse
+
+    try:
+        parse(prompt)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _token(variable: str | None, host: str) -> str | None:
+    """The token to ask for; only this machine may come without one."""
+    token = os.environ.get(variable) if variable is not None else None
+    if variable is not None and not token:
+        raise UserError(f"--token-env {variable}: this environment variable is not set")
+    if not token and not is_loopback(host):
+        raise UserError(f"serving on {host} without a token would let anyone use this machine; name one with --token-env")
+    return token
+
+
+def demo(
+    run: Path | None,
+    cast: Cast,
+    weights: Path | None,
+    *,
+    host: str,
+    port: int,
+    token_env: str | None,
+    console: Console,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serves the demo until interrupted, or until `stop` is set."""
+    token = _token(token_env, host)
+    if run is not None:
+        weights = weights or weights_path(run)
+    if weights is not None and not weights.is_dir():
+        raise UserError(f"weights {weights}: is no folder; name an adapter/ or a transformer/ that training wrote")
+    cast.check()
+    try:
+        from g2rpo.demo import app
+    except ModuleNotFoundError as error:
+        if error.name != "gradio":
+            raise
+        raise UserError("the demo needs Gradio: pip install 'g2rpo[demo]'") from None
+    from g2rpo.demo.views import run_html
+    from g2rpo.report.history import read_runs
+
+    def say(words: str) -> None:
+        console.print(words, highlight=False, soft_wrap=True, markup=False)
+
+    say(f"{cast.title}: building the policy and {len(cast.rewards) + len(cast.judges)} rewards ...")
+    studio = open_studio(cast, weights, say)
+    examples: list[str] = []
+    if cast.prompts:
+        try:
+            examples = components.build_prompts(cast.prompts, "evaluation.prompts")[:EXAMPLES]
+        except UserError as error:
+            say(f"no examples: {error}")
+    title, _ = PAPERS[cast.algorithm.name]  # type: ignore[attr-defined]
+    tuned = {"nothing": "untrained", "adapter": "tuned by an adapter", "all weights": "all weights tuned"}[studio.tuned]
+    page = app.build(
+        app.Stage(
+            studio,
+            cast.title,
+            f"{cast.policy.path}, {tuned} · {title}",
+            examples,
+            (lambda: run_html(read_runs([run])[0])) if run is not None else None,
+        )
+    )
+    try:
+        address = app.serve(page, host, port, token)
+    except OSError as error:
+        raise UserError(f"cannot serve on {host}:{port}: {error}") from error
+    say(f"{address} (ends with Ctrl-C)")
+    try:
+        (stop or threading.Event()).wait()
+    except KeyboardInterrupt:
+        say("stopped")
+    page.close(verbose=False)

@@ -1,0 +1,188 @@
+"""The demo's page: Gradio's controls around the pictures of `views`. Nothing is computed here.
+
+Importing this module imports Gradio. No telemetry, no fonts or scripts from elsewhere, one question at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
+
+import gradio as gr
+from starlette.middleware import Middleware
+
+from g2rpo.demo import views
+from g2rpo.demo.gate import Gate
+from g2rpo.demo.studio import (
+    MAX_PROMPT,
+    MAX_STRENGTH,
+    Studio,
+    draw,
+    learn,
+    plan_labels,
+)
+from g2rpo.errors import UserError
+from g2rpo.scoring import RewardFailed
+
+ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+TO_OUTPUT = "() => { if (innerWidth < 640) document.getElementById('%s').scrollIntoView({behavior: 'smooth'}) }"
+WAITING = 16  # questions in the queue; more are refused
+SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the page is about: a studio, and words for it."""
+
+    studio: Studio
+    title: str
+    facts: str
+    examples: Sequence[str] = ()
+    report: Callable[[], str] | None = None
+    """Makes the run's report, if there is a run."""
+
+
+def build(stage: Stage) -> gr.Blocks:
+    """The page, not yet served."""
+    studio = stage.studio
+    prompt = stage.examples[0] if stage.examples else ""
+    with gr.Blocks(title=f"{stage.title} · g2rpo demo", analytics_enabled=False) as page:
+        gr.HTML(f'<div class="g2"><h1>{escape(stage.title)}</h1><p class="g2-facts">{escape(stage.facts)}</p></div>')
+        with gr.Tab("Draw"):
+            _draw_tab(stage, studio, prompt)
+        with gr.Tab("How it learns"):
+            _learn_tab(stage, studio, prompt)
+        if stage.report is not None:
+            with gr.Tab("The run") as tab:
+                shown = gr.HTML(_empty("Reading the run …"))
+            tab.select(_told(stage.report), None, shown, **ONE_AT_A_TIME)
+    page.queue(max_size=WAITING, api_open=False)
+    return page
+
+
+def _draw_tab(stage: Stage, studio: Studio, prompt: str) -> None:
+    with gr.Row():
+        with gr.Column(scale=4, min_width=300):
+            asked = _prompt(prompt)
+            go = gr.Button("Draw", variant="primary", elem_id="draw")
+            _examples(stage, asked)
+            with gr.Accordion("Settings", open=False):
+                seed = _seed(studio.seed)
+                steps = gr.Slider(1, studio.most_steps, studio.sampling.num_steps, step=1, label="Steps")
+                guidance = gr.Slider(0, studio.most_guidance, studio.policy.guidance_scale, step=0.1, label="Guidance")
+                strength = gr.Slider(
+                    0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=studio.tuned == "adapter"
+                )
+        with gr.Column(scale=7, min_width=300):
+            out = gr.HTML(_empty("Base and tuned, from the same noise, appear here."), elem_id="drawing")
+
+    def answer(prompt: str, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
+        return views.drawing_html(draw(studio, prompt, seed=seed, steps=steps, guidance=guidance, strength=strength))
+
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, seed, steps, guidance, strength], out, **ONE_AT_A_TIME)
+    asks.success(None, js=TO_OUTPUT % "drawing")
+
+
+def _learn_tab(stage: Stage, studio: Studio, prompt: str) -> None:
+    labels = plan_labels(studio.plans)
+    sides = ["base model", "after training"]
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=4, min_width=300):
+            asked = _prompt(prompt)
+            _examples(stage, asked)
+        with gr.Column(scale=6, min_width=300):
+            with gr.Row():
+                plan = gr.Dropdown(list(zip(labels, range(len(labels)), strict=True)), value=0, label="Noise enters at")
+                seed = _seed(studio.seed)
+                side = gr.Radio(sides, value=sides[0], label="Weights", visible=studio.tuned != "nothing")
+                grains = gr.CheckboxGroup(
+                    studio.offered, value=list(studio.granularities), label="Granularities", visible=bool(studio.offered)
+                )
+            go = gr.Button("Branch", variant="primary", elem_id="branch")
+    out = gr.HTML(
+        _empty("One group of the algorithm appears here: the anchor, its branches, their advantages."), elem_id="lesson"
+    )
+
+    def answer(
+        prompt: str,
+        plan: Any,
+        seed: Any,
+        side: str,
+        grains: list[int],
+        progress: Any = gr.Progress(),  # noqa: B008
+    ) -> str:
+        def told(done: int, total: int) -> None:
+            progress((done, total), unit="evaluations")
+
+        tuned, chosen = side == sides[1], grains if studio.offered else None
+        lesson = learn(studio, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=told)
+        return views.lesson_html(lesson)
+
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, plan, seed, side, grains], out, **ONE_AT_A_TIME)
+    asks.success(None, js=TO_OUTPUT % "lesson")
+
+
+def _prompt(value: str) -> gr.Textbox:
+    return gr.Textbox(value, label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT)
+
+
+def _seed(value: int) -> gr.Number:
+    return gr.Number(value, label="Seed")  # with bounds of its own it would say less than `studio.checked`
+
+
+def _examples(stage: Stage, asked: gr.Textbox) -> None:
+    if stage.examples:
+        gr.Examples([[example] for example in stage.examples], asked, label="Held-out prompts", api_visibility="private")
+
+
+def _empty(words: str) -> str:
+    return f'<div class="g2"><p class="g2-empty">{escape(words)}</p></div>'
+
+
+def _told(answer: Callable[..., str]) -> Callable[..., str]:
+    """`answer`, with the reader's mistakes, and rewards that fail, as messages in the page."""
+
+    @functools.wraps(answer)
+    def guarded(*arguments: Any, **more: Any) -> str:
+        try:
+            return answer(*arguments, **more)
+        except (UserError, RewardFailed) as error:
+            raise gr.Error(escape(str(error)), print_exception=False) from error
+
+    return guarded
+
+
+def serve(page: gr.Blocks, host: str, port: int, token: str | None) -> str:
+    """Serves the page from a thread of its own and returns its address. OSError where the port is taken.
+
+    Without a `token`, `host` must be a loopback address.
+    """
+
+    def allowed(name: str, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), (token or "").encode())
+
+    _, address, _ = page.launch(
+        server_name=f"[{host}]" if ":" in host else host,
+        server_port=port,
+        auth=allowed if token else None,
+        auth_message="Any name, and the token as the password.",
+        share=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        ssr_mode=False,
+        mcp_server=False,
+        enable_monitoring=False,
+        run_history=False,  # it would keep prompts in the browser
+        footer_links=[],
+        app_kwargs={"middleware": [Middleware(Gate, local=token is None)]},
+        theme=gr.themes.Default(primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]),
+        css=views.style(),
+    )
+    return address

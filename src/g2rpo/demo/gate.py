@@ -1,0 +1,67 @@
+"""What may come in: the page's own requests, from this page, with small bodies. Plain ASGI; knows no Gradio.
+
+Gradio answers far more than a page with three buttons needs: uploads, proxies, files by name, bodies of any size, other
+sites' scripts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from g2rpo.rewards.server import is_loopback
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_BODY = 2**16
+"""Bytes of a question: a prompt and some numbers."""
+
+READ = re.compile(
+    r"/|/(config|theme\.css|favicon\.ico|logout)|/(assets|static)/.+"
+    r"|/gradio_api/(queue/data|startup-events|heartbeat/[^/]+)"
+)
+WRITE = re.compile(r"/login|/gradio_api/(queue/join|cancel|reset)")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Passes to `app` what the page asks for, and refuses the rest with a status and a sentence.
+
+    `local` serves this machine alone: a request must then be addressed to it by a loopback name, or another site could call
+    its own name ours (DNS rebinding).
+    """
+
+    app: Callable[[Scope, Receive, Send], Awaitable[None]]
+    local: bool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = self.refusal(scope) if scope["type"] == "http" else None
+        if refused is None:
+            await self.app(scope, receive, send)
+            return
+        status, words = refused
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": words.encode()})
+
+    def refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Why a request may not pass, if it may not."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin, length = headers.get("host", ""), headers.get("origin"), headers.get("content-length", "0")
+        known = {"GET": READ, "HEAD": READ, "POST": WRITE}.get(scope["method"])
+        if self.local and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+            return 421, "without a token, only this machine's own names (localhost, 127.0.0.1) are served"
+        if origin is not None and urlsplit(origin).netloc != host:
+            return 403, "other sites may not ask"
+        if known is None or not known.fullmatch(scope["path"].rstrip("/") or "/"):
+            return 404, "there is nothing but the page"
+        if "transfer-encoding" in headers or not length.isdecimal():
+            return 411, "a Content-Length is needed"
+        if int(length) > MAX_BODY:
+            return 413, f"at most {MAX_BODY} bytes"
+        return None

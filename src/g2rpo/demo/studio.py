@@ -1,0 +1,249 @@
+"""What the demo computes: pictures before and after training, and one group of the method at work. Knows no Gradio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from g2rpo.config import SamplingConfig, shift_of
+from g2rpo.errors import UserError
+from g2rpo.evaluation import Evaluation, evaluate
+from g2rpo.flow import ode_step, sigma_grid
+from g2rpo.memory import BatchSizes
+from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import count_evaluations
+from g2rpo.scoring import decode, score
+from g2rpo.seeding import generator_for
+from g2rpo.types import Algorithm, Plan, Reward
+
+MAX_PROMPT = 500
+"""Characters of a prompt."""
+MAX_STEPS, MAX_GUIDANCE, MAX_STRENGTH = 100, 20.0, 2.0
+"""What may be asked for; a model's own steps and guidance always may."""
+MAX_SEED = 2**53 - 1
+"""The largest whole number that a browser tells from its neighbours."""
+GRANULARITIES = (1, 2, 3)
+"""The paper's, to be looked at whatever a run was trained with."""
+
+Tuned = Literal["nothing", "adapter", "all weights"]
+
+
+@dataclass
+class Studio:
+    """A model with its rewards and its algorithm, open for questions one at a time.
+
+    `tuned` says what tuned weights the policy has loaded; its `base()` must then be the untrained model. `rewards` are the ones
+    the algorithm turns into advantages, with `weights` [R]; `judges` only score. `explain` says in words why a prompt has no
+    score, or nothing. `plans` are those of the first iteration with `seed`.
+    """
+
+    policy: Any
+    algorithm: Algorithm
+    sampling: SamplingConfig
+    sizes: BatchSizes
+    rewards: Mapping[str, Reward]
+    weights: Tensor
+    judges: Mapping[str, Reward]
+    tuned: Tuned = "nothing"
+    explain: Callable[[str], str] = lambda prompt: ""
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        self.shift = shift_of(self.sampling.shift, self.policy)
+        self.plans = self.algorithm.plans(self.sampling.num_steps, 0, self.seed)
+        self.most_steps = max(MAX_STEPS, self.sampling.num_steps)
+        self.most_guidance = max(MAX_GUIDANCE, self.policy.guidance_scale)
+
+    @property
+    def granularities(self) -> tuple[int, ...]:
+        """The algorithm's; none if it knows no such thing."""
+        return getattr(self.algorithm, "granularities", ())
+
+    @property
+    def offered(self) -> list[int]:
+        """Granularities that may be looked at."""
+        return sorted({*self.granularities, *GRANULARITIES}) if self.granularities else []
+
+    def with_granularities(self, granularities: Iterable[int] | None) -> Algorithm:
+        """The algorithm with other granularities; `UserError` for none at all, or any that are not `offered`."""
+        if granularities is None:
+            return self.algorithm
+        chosen = tuple(sorted(set(granularities)))
+        if not chosen or not set(chosen) <= set(self.offered):
+            raise UserError(f"choose granularities of {', '.join(map(str, self.offered))}")
+        return replace(self.algorithm, granularities=chosen)  # type: ignore[type-var]
+
+    @contextmanager
+    def model(self, tuned: bool, guidance: float, strength: float = 1.0) -> Iterator[None]:
+        """While entered, the policy is the tuned or the base model, with this guidance and strength of its adapter."""
+        before = self.policy.guidance_scale
+        self.policy.guidance_scale = guidance
+        if self.tuned == "adapter":
+            self.policy.tuning.scale(strength)
+        try:
+            with nullcontext() if tuned else self.policy.base():
+                yield
+        finally:
+            self.policy.guidance_scale = before
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One prompt as the base model draws it and, from the same noise, the tuned one; both scored by every reward."""
+
+    base: Evaluation
+    tuned: Evaluation | None
+    trained: tuple[str, ...]
+    """The rewards that were trained on."""
+    why: str
+    """Why a score is missing, if that is known."""
+    settings: str
+    """What it was drawn with, in words."""
+
+    @property
+    def prompt(self) -> str:
+        return self.base.prompts[0]
+
+
+def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float, strength: float = 1.0) -> Drawing:
+    """Draws and scores `prompt`, as `g2rpo sample` draws its first with this seed. `UserError` for settings out of range."""
+    prompt, seed = checked(prompt, seed)
+    for name, value, low, high in (
+        ("steps", steps, 1, studio.most_steps),
+        ("guidance", guidance, 0, studio.most_guidance),
+        ("strength", strength, 0, MAX_STRENGTH),
+    ):
+        if value is None or not low <= value <= high or (name == "steps" and value != int(value)):
+            got = "nothing" if value is None else f"{value:g}"
+            raise UserError(f"{name} should be {'a whole number ' if name == 'steps' else ''}from {low} to {high:g}, got {got}")
+    steps, rewards = int(steps), {**studio.rewards, **studio.judges}
+    sigmas = sigma_grid(steps, studio.shift)
+
+    def judged(tuned: bool) -> Evaluation:
+        with studio.model(tuned, guidance, strength):
+            return evaluate(studio.policy, [prompt], rewards, sigmas, seed=seed, batch_size=1, decode_batch_size=1)
+
+    base, tuned = judged(False), judged(True) if studio.tuned != "nothing" else None
+    settings = f"seed {seed} · {steps} steps · guidance {guidance:g}" + (
+        f" · strength {strength:g}" if studio.tuned == "adapter" else ""
+    )
+    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), settings)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One group of one prompt: what an iteration of training does for every prompt and plan."""
+
+    prompt: str
+    plan: Plan
+    sigmas: Tensor
+    predictions: Tensor | None
+    """[T, 3, H, W], the image as the anchor predicts it at every step; None if members do not start from one noise."""
+    noised: Tensor
+    """[G, 3, H, W], every member just after `noised_at`, decoded as it is."""
+    noised_at: int
+    """The last stochastic step that is learned from."""
+    finals: Tensor
+    """[M, G, 3, H, W], every member finished by every tail."""
+    names: tuple[str, ...]
+    weights: Tensor
+    rewards: Tensor
+    """[R, M, G]; NaN where a picture has no score."""
+    advantages: Tensor
+    """[G]"""
+    granularities: tuple[int, ...]
+    why: str
+    settings: str
+
+
+def learn(
+    studio: Studio,
+    prompt: str,
+    *,
+    seed: int,
+    plan: int,
+    tuned: bool,
+    granularities: Iterable[int] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Lesson:
+    """Samples, scores and compares one group for `prompt` by plan number `plan` of the algorithm.
+
+    With a run's own seed and granularities (None: the algorithm's) this is what its first iteration did for its first
+    prompt. Tails are walked as `sampling.tails` says, by the policy's own network. `on_progress` hears of network evaluations
+    done and in all. `UserError` for wrong input.
+    """
+    prompt, seed = checked(prompt, seed)
+    if plan not in range(len(studio.plans)):
+        raise UserError(f"there is no such branch: {plan}")
+    s, algorithm = studio.sampling, studio.with_granularities(granularities)
+    chosen = algorithm.plans(s.num_steps, 0, studio.seed)[plan]
+    sigmas = sigma_grid(s.num_steps, studio.shift)
+    total = count_evaluations([chosen], algorithm.group_size, s.tails) + s.num_steps * chosen.shared_noise
+
+    def noise(row: int, *purpose: int | str) -> torch.Generator:
+        return generator_for(seed, "rollout", 0, row, *purpose)  # the trainer's key
+
+    def sampled() -> Lesson:
+        done = 0
+
+        def more(rows: int) -> None:
+            nonlocal done
+            done += rows
+            on_progress(done, total)
+
+        dtypes = getattr(torch, s.anchor_dtype), getattr(torch, s.sample_dtype)
+        cond = studio.policy.encode([prompt])
+        engine = Engine(studio.policy, cond, sigmas, studio.sizes.rollout, *dtypes, tails=s.tails, on_rows=more)
+        (rollout,) = engine.rollout([chosen], algorithm.group_size, algorithm.kernel(sigmas), noise)
+        predictions = None
+        if chosen.shared_noise:
+            anchors = engine.anchors(range(s.num_steps), noise)
+            walk = [ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors.items()]
+            predictions = decode(studio.policy, torch.cat(walk), studio.sizes.decode)
+        shape = rollout.finals.shape[:2]
+        images = decode(studio.policy, rollout.finals.flatten(0, 1), studio.sizes.decode)
+        rewards = torch.zeros(0, *shape)
+        if studio.rewards:
+            rewards = score(studio.rewards, images, [prompt] * len(images)).unflatten(1, shape)
+        return Lesson(
+            prompt,
+            chosen,
+            sigmas,
+            predictions,
+            decode(studio.policy, rollout.transitions[-1].x_next, studio.sizes.decode),
+            rollout.transitions[-1].step,
+            images.unflatten(0, shape),
+            tuple(studio.rewards),
+            studio.weights,
+            rewards,
+            algorithm.advantages(rewards[None], studio.weights)[0],
+            tuple(getattr(algorithm, "granularities", range(1, shape[0] + 1))),
+            studio.explain(prompt),
+            f"seed {seed} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
+        )
+
+    with studio.model(tuned, studio.policy.guidance_scale):
+        return studio.sizes.fit(sampled)
+
+
+def checked(prompt: str, seed: float | None) -> tuple[str, int]:
+    """The prompt without white space around it, and the seed. `UserError` where there is none, or too much of it."""
+    prompt = prompt.strip()
+    if not prompt:
+        raise UserError("write a prompt first")
+    if len(prompt) > MAX_PROMPT:
+        raise UserError(f"the prompt has {len(prompt)} characters; {MAX_PROMPT} are allowed")
+    if seed is None or not (math.isfinite(seed) and seed == int(seed) and 0 <= seed <= MAX_SEED):
+        raise UserError(f"the seed should be a whole number from 0 to {MAX_SEED}")
+    return prompt, int(seed)
+
+
+def plan_labels(plans: Sequence[Plan]) -> list[str]:
+    """Where each plan's noise enters, for people."""
+    return [f"step {p.branch}" if p.merge == p.branch + 1 else f"steps {p.branch} to {p.merge - 1}" for p in plans]

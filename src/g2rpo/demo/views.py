@@ -1,0 +1,146 @@
+"""The demo's pictures and numbers as HTML: pure functions, every word of the reader's escaped by the templates."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from torch import Tensor
+
+from g2rpo.demo.studio import Drawing, Lesson, plan_labels
+from g2rpo.diagnostics import group_std
+from g2rpo.pictures import to_pil
+from g2rpo.report.history import Run
+from g2rpo.report.page import data_uri, fixed, render, signed
+
+LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page
+
+FRAME = """
+const page = this.contentDocument;
+new ResizeObserver(() => { this.style.height = page.documentElement.offsetHeight + "px" }).observe(page.documentElement);
+page.addEventListener("click", event => {
+  const link = event.target.closest("a[href^='#']");
+  if (link) { event.preventDefault(); page.querySelector(link.getAttribute("href")).scrollIntoView(); }
+});
+"""
+"""The frame is as high as its page, and a link within the page stays there: its address would be the demo's."""
+
+environment = Environment(
+    loader=PackageLoader("g2rpo.demo"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+
+
+def style() -> str:
+    """The style sheet of everything here."""
+    return environment.loader.get_source(environment, "style.css")[0]  # type: ignore[union-attr]
+
+
+def drawing_html(drawing: Drawing) -> str:
+    """Base and tuned side by side, the scores under each, and their difference."""
+    sides = [("base", drawing.base), *([("tuned", drawing.tuned)] if drawing.tuned is not None else [])]
+    return environment.get_template("drawing.html").render(
+        prompt=drawing.prompt,
+        pictures=[(name, _uri(evaluation.images[0], LARGE), _scores(drawing, name)) for name, evaluation in sides],
+        missing=[name for name, values in drawing.base.scores.items() if values.isnan().any()],
+        why=drawing.why,
+        settings=drawing.settings,
+    )
+
+
+def _scores(drawing: Drawing, side: str) -> list[dict[str, Any]]:
+    """Rows for one picture: the score of every reward and, for the tuned one, what has changed."""
+    rows = []
+    for name, values in drawing.base.scores.items():
+        before = float(values)
+        value = before if side == "base" or drawing.tuned is None else float(drawing.tuned.scores[name])
+        places, change = digits(before, value), value - before
+        rows.append(
+            {
+                "reward": name,
+                "use": "trained on" if name in drawing.trained else "judged only",
+                "score": fixed(value, places) if math.isfinite(value) else "no score",
+                "change": signed(change, places) if side == "tuned" and math.isfinite(change) else "",
+                "way": "up" if change > 0 else "down" if change < 0 else "same",
+            }
+        )
+    return rows
+
+
+def lesson_html(lesson: Lesson) -> str:
+    """The anchor, the members with their scores and advantages from best to worst, and the group's own numbers."""
+    sigmas = lesson.sigmas.tolist()
+    order = lesson.advantages.argsort(descending=True, stable=True).tolist()
+    best, worst = float(lesson.advantages.max()), float(lesson.advantages.min())
+    largest, silent = max(best, -worst, 1e-9), best == worst
+    members = [
+        {
+            "number": member + 1,
+            "mark": "" if silent else {best: "best", worst: "worst"}.get(float(lesson.advantages[member]), ""),
+            "noised": _uri(lesson.noised[member], SMALL),
+            "finals": [(g, _uri(finals[member], SMALL)) for g, finals in zip(lesson.granularities, lesson.finals, strict=True)],
+            "scores": [
+                (name, [_score(value) for value in lesson.rewards[r, :, member]]) for r, name in enumerate(lesson.names)
+            ],
+            "advantage": signed(float(lesson.advantages[member]), 2) if lesson.advantages[member] else "0",
+            "width": round(50 * float(lesson.advantages[member].abs()) / largest, 1),
+            "way": "up" if lesson.advantages[member] > 0 else "down" if lesson.advantages[member] < 0 else "same",
+        }
+        for member in order
+    ]
+    return environment.get_template("lesson.html").render(
+        prompt=lesson.prompt,
+        where=plan_labels([lesson.plan])[0],
+        noised_at=lesson.noised_at,
+        walk=[
+            {
+                "step": step,
+                "sigma": f"{sigmas[step]:.2f}",
+                "uri": _uri(picture, SMALL),
+                "noise": lesson.plan.branch <= step < lesson.plan.merge,
+            }
+            for step, picture in enumerate(lesson.predictions)
+        ]
+        if lesson.predictions is not None
+        else [],
+        steps=len(sigmas) - 1,
+        members=members,
+        tails=[(g, len(steps) - 1) for g, steps in zip(lesson.granularities, lesson.plan.tails, strict=True)],
+        table=_spreads(lesson),
+        silent=silent,
+        unscored=[name for r, name in enumerate(lesson.names) if lesson.rewards[r].isnan().all()],
+        names=lesson.names,
+        why=lesson.why,
+        settings=lesson.settings,
+    )
+
+
+def _spreads(lesson: Lesson) -> list[tuple[str, ...]]:
+    """(reward, weight, granularity, mean, standard deviation over the group)."""
+    means, spreads = lesson.rewards.nanmean(-1), group_std(lesson.rewards)
+    return [
+        (name, f"{float(lesson.weights[r]):g}", str(g), _score(means[r, m]), _score(spreads[r, m]))
+        for r, name in enumerate(lesson.names)
+        for m, g in enumerate(lesson.granularities)
+    ]
+
+
+def run_html(run: Run) -> str:
+    """The page of `g2rpo report` about the run as it stands now, in a frame of its own."""
+    title, page = escape(f"Report of {run.name}"), escape(render([run]))
+    return f'<iframe class="g2-report" title="{title}" onload="{escape(FRAME)}" srcdoc="{page}"></iframe>'
+
+
+def digits(*values: float) -> int:
+    """Decimals that leave about three figures to the larger of some scores."""
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    return 3 if largest < 10 else 2 if largest < 1000 else 0
+
+
+def _score(value: Tensor) -> str:
+    return fixed(float(value), digits(float(value))) if value.isfinite() else "no score"
+
+
+def _uri(image: Tensor, size: int) -> str:
+    return data_uri(to_pil(image), size)

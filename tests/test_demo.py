@@ -1,0 +1,393 @@
+"""What the demo computes is what sampling and training compute; and what it shows is that."""
+
+import asyncio
+import dataclasses
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from g2rpo import components
+from g2rpo.cli import main
+from g2rpo.commands.demo import of_model, of_run, open_studio
+from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.config import ALGORITHMS, Config, resolve
+from g2rpo.demo.gate import MAX_BODY, Gate
+from g2rpo.demo.studio import MAX_PROMPT, MAX_SEED, draw, learn, plan_labels
+from g2rpo.demo.views import digits, drawing_html, lesson_html, run_html
+from g2rpo.errors import UserError
+from g2rpo.evaluation import sample_images
+from g2rpo.flow import sigma_grid
+from g2rpo.report.history import read_runs
+from g2rpo.rollout.engine import Engine
+from g2rpo.scoring import Stopwatch
+from g2rpo.seeding import generator_for
+from g2rpo.types import Plan
+from tests.commands import TINY, g2rpo
+
+PROMPT = "a red circle"
+
+
+def tiny(flux_directory, prompts, *overrides) -> Config:
+    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
+    data = {**TINY, "rewards": {"brightness": 1}, "policy": policy, "prompts": {"train": str(prompts), "cache": "off"}}
+    evaluation = {**TINY["evaluation"], "prompts": str(prompts), "rewards": {"scene_accuracy": 1}}
+    return resolve({**data, "evaluation": evaluation}, overrides)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("a red circle\ntwo blue squares\n")
+    return path
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def run(request, tmp_path_factory, flux_directory, prompts):
+    """A finished run of the tiny FLUX, trained hard enough to draw something else."""
+    directory = tmp_path_factory.mktemp("runs") / request.param
+    config = directory.with_suffix(".yaml")
+    overrides = [f"policy.tuning={request.param}", "optim.learning_rate=0.05"]
+    config.write_text(yaml.safe_dump(tiny(flux_directory, prompts, *overrides).model_dump(mode="json")))
+    with pytest.raises(SystemExit) as stop:
+        main(["train", str(config), "--run-dir", str(directory)])
+    assert not stop.value.code
+    return directory
+
+
+@pytest.fixture(scope="module")
+def studio(run):
+    return open_studio(of_run(run), run / ("adapter" if run.name == "lora" else "transformer"), print)
+
+
+def pictures(policy_config, weights, *, seed=3, steps=4, guidance=3.5, strength=1.0):
+    """As `g2rpo sample` draws."""
+    policy = components.build_policy(policy_config.model_copy(update={"guidance_scale": guidance}), tuning="frozen")
+    if weights is not None:
+        policy.load(weights, strength)
+    return sample_images(policy, [PROMPT], sigma_grid(steps, 3.0), seed=seed, batch_size=1, decode_batch_size=1)
+
+
+def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, studio):
+    weights = run / ("adapter" if run.name == "lora" else "transformer")
+    for settings in ({}, {"guidance": 1.0}, {"steps": 2, "seed": 4}, *([{"strength": 0.5}] if run.name == "lora" else [])):
+        drawing = draw(studio, f"  {PROMPT}\n", **{"seed": 3, "steps": 4, "guidance": 3.5, **settings})
+        base = {name: value for name, value in settings.items() if name != "strength"}
+        expected = pictures(of_run(run).policy, None, **base), pictures(of_run(run).policy, weights, **settings)
+        for evaluation, images in zip((drawing.base, drawing.tuned), expected, strict=True):
+            assert torch.equal(evaluation.images, images)
+            for name, reward in {**studio.rewards, **studio.judges}.items():
+                assert torch.equal(evaluation.scores[name], reward(images, [PROMPT]))
+        assert (drawing.base.images - drawing.tuned.images).abs().max() > 0.01
+        assert drawing.trained == ("brightness",) and drawing.prompt == PROMPT
+        assert studio.policy.guidance_scale == 3.5  # as before
+    assert studio.tuned == {"lora": "adapter", "full": "all weights"}[run.name]
+
+
+def test_an_adapter_without_strength_is_the_base_model(run, studio):
+    if studio.tuned == "adapter":
+        drawing = draw(studio, PROMPT, seed=3, steps=4, guidance=3.5, strength=0)
+        assert torch.equal(drawing.base.images, drawing.tuned.images)
+
+
+def test_a_model_alone_has_no_tuned_side(flux_directory):
+    studio = open_studio(of_model(str(flux_directory), 32, 3.5, {"brightness": {}}), None, print)
+    drawing = draw(studio, PROMPT, seed=0, steps=2, guidance=3.5)
+    assert drawing.tuned is None and list(drawing.base.scores) == ["brightness"]
+    html = drawing_html(drawing)
+    assert html.count("<img") == 1 and "After training" not in html and "▲" not in html
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": " \n"}, "write a prompt"),
+        ({"prompt": "a" * (MAX_PROMPT + 1)}, f"{MAX_PROMPT + 1} characters; {MAX_PROMPT} are allowed"),
+        ({"seed": -1}, "the seed"),
+        ({"seed": MAX_SEED + 1}, "the seed"),
+        ({"seed": float("nan")}, "the seed"),
+        ({"seed": None}, "the seed"),
+        ({"steps": 0}, "steps should be a whole number from 1 to 100, got 0"),
+        ({"steps": 2.5}, "steps should be a whole number from 1 to 100, got 2.5"),
+        ({"steps": None}, "steps should be a whole number from 1 to 100, got nothing"),
+        ({"steps": 101}, "steps"),
+        ({"guidance": float("nan")}, "guidance"),
+        ({"strength": 2.1}, "strength should be from 0 to 2, got 2.1"),
+    ],
+)
+def test_settings_out_of_range_are_named(studio, change, message):
+    with pytest.raises(UserError, match=message):
+        draw(studio, **{"prompt": PROMPT, "seed": 0, "steps": 2, "guidance": 3.5, **change})
+
+
+def test_a_plan_that_is_none_is_named(studio):
+    for plan in (-1, len(studio.plans), None):
+        with pytest.raises(UserError, match="no such branch"):
+            learn(studio, PROMPT, seed=0, plan=plan, tuned=False)
+
+
+def test_a_lesson_is_the_first_iteration_of_the_run(run, studio):
+    """The trainer's own noise, latents, scores and advantages; in batches of other shapes, so not to the last bit."""
+    trainer = build_trainer(load_config(str(run / "config.yaml"), []), None)
+    asked = trainer.order.batch(0, trainer.config.trainer.prompts_per_iteration)
+    rollouts, rewards, _, _ = trainer._sample_and_score(trainer.policy.encode(asked), asked, Stopwatch())
+    advantages = trainer.algorithm.advantages(rewards, trainer.weights)
+    assert studio.plans == [rollout.plan for rollout in rollouts] and plan_labels(studio.plans) == ["step 0", "step 1"]
+    for plan, rollout in enumerate(rollouts):
+        heard: list[tuple[int, ...]] = []
+        more = {"seed": trainer.config.trainer.seed, "plan": plan}
+        lesson = learn(studio, asked[0], **more, tuned=False, on_progress=lambda *both, to=heard: to.append(both))
+        finals = trainer.policy.decode(rollout.finals.flatten(0, 1)).unflatten(0, rollout.finals.shape[:2])
+        noised = trainer.policy.decode(rollout.transitions[-1].x_next)
+        assert (lesson.finals - finals).abs().max() < 1e-4 and (lesson.noised - noised).abs().max() < 1e-4
+        assert torch.allclose(lesson.rewards, rewards[plan], atol=1e-4, equal_nan=True)
+        assert torch.allclose(lesson.advantages, advantages[plan], atol=1e-3)
+        assert heard[-1][0] == heard[-1][1]  # what was announced is what was needed
+    tuned = learn(studio, asked[0], **more, tuned=True)
+    assert (tuned.finals - lesson.finals).abs().max() > 0.01
+
+
+def test_a_lesson_may_look_at_other_granularities(studio):
+    own = learn(studio, PROMPT, seed=0, plan=1, tuned=False)
+    assert studio.offered == [1, 2, 3] and own.granularities == (1, 2)
+    other = learn(studio, PROMPT, seed=0, plan=1, tuned=False, granularities=[3, 1])
+    assert other.granularities == (1, 3) and len(other.finals) == 2
+    assert torch.equal(other.noised, own.noised) and (other.finals[0] - own.finals[0]).abs().max() < 1e-5  # g = 1 is itself
+    algorithm = replace(studio.algorithm, granularities=(1, 3))
+    assert other.plan == algorithm.plans(4)[1]
+    assert torch.equal(other.advantages, algorithm.advantages(other.rewards[None], studio.weights)[0])
+    for wrong in ([], [4], [1, 5]):
+        with pytest.raises(UserError, match="choose granularities of 1, 2, 3"):
+            learn(studio, PROMPT, seed=0, plan=1, tuned=False, granularities=wrong)
+
+
+def test_predictions_end_where_the_plain_walk_ends(studio):
+    lesson = learn(studio, PROMPT, seed=5, plan=1, tuned=False)
+    policy, sigmas = studio.policy, sigma_grid(4, 3.0)
+    with studio.model(False, 3.5), torch.no_grad():
+        cond = policy.encode([PROMPT])
+        x = policy.noise([generator_for(5, "rollout", 0, 0, "initial")])
+        final = policy.decode(Engine(policy, cond, sigmas).sample(x))
+        first = policy.decode(x - policy.velocity(x, sigmas[:1], cond))
+    assert lesson.predictions.shape == (4, 3, 32, 32)
+    assert (lesson.predictions[-1:] - final).abs().max() < 1e-5
+    assert (lesson.predictions[:1] - first).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_every_algorithm_has_lessons(flux_directory, prompts, name):
+    config = tiny(flux_directory, prompts, f"algorithm.name={name}", "algorithm.group_size=3", "sampling.num_steps=6")
+    assert config.algorithm.name == name
+    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    cast = type(cast)(name, cast.policy, config.algorithm, config.sampling, cast.rewards)
+    studio = open_studio(cast, None, print)
+    lesson = learn(studio, PROMPT, seed=0, plan=len(studio.plans) - 1, tuned=False)
+    assert (lesson.predictions is None) == (not lesson.plan.shared_noise)
+    assert lesson.noised.shape == (3, 3, 32, 32) and lesson.finals.shape[1:] == (3, 3, 32, 32)
+    assert lesson.advantages.shape == (3,) and lesson.advantages.abs().sum() > 0
+    steps = range(lesson.plan.branch, lesson.plan.merge)
+    assert lesson.noised_at == max(step for step in steps if lesson.plan.trains(step))
+    html = lesson_html(lesson)
+    assert html.count("<li") == 3 + (6 if lesson.plan.shared_noise else 0)
+    assert ("No anchor" in html) == (not lesson.plan.shared_noise)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_plans_by_chance_are_those_of_the_seed(flux_directory, prompts, seed):
+    config = tiny(flux_directory, prompts, "algorithm.name=dancegrpo", "algorithm.group_size=3", "sampling.num_steps=8")
+    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    studio = open_studio(replace(cast, algorithm=config.algorithm, sampling=config.sampling, seed=seed), None, print)
+    assert studio.plans == config.algorithm.plans(8, 0, seed) != config.algorithm.plans(8, 0, seed + 1)
+    lesson = learn(studio, PROMPT, seed=0, plan=0, tuned=False)
+    assert lesson.plan == studio.plans[0] and f"just after step {lesson.noised_at};" in lesson_html(lesson)
+
+
+@pytest.fixture(scope="module")
+def testbed():
+    return open_studio(of_model("testbed", None, 3.5, None), None, print)
+
+
+def test_the_testbed_alone_is_scored_by_its_own_rewards(testbed):
+    drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
+    assert list(drawing.base.scores) == ["scene_accuracy", "scene_correct", "scene_clip", "scene_preference"]
+    assert all(values.isfinite().all() for values in drawing.base.scores.values()) and drawing.why == ""
+    assert "no score" not in drawing_html(drawing).lower()
+
+
+def test_a_prompt_without_a_score_says_so_and_why(testbed):
+    drawing = draw(testbed, "a <i>dog</i>", seed=1, steps=2, guidance=3.5)
+    html = drawing_html(drawing)
+    assert html.count('<b class="g2-soft">no score</b>') == 4 and "expected a colour" in html
+    assert "a &lt;i&gt;dog" in html and "<i>dog" not in html  # what people type stays text
+    lesson = learn(testbed, "a <i>dog</i>", seed=1, plan=0, tuned=False)
+    assert lesson.rewards.isnan().all() and (lesson.advantages == 0).all()
+    html = lesson_html(lesson)
+    assert "<b>No score</b> by scene_accuracy" in html and "all advantages are 0" in html and "<i>dog" not in html
+    assert "best" not in re.findall(r"<header>.*?</header>", html)[0]
+
+
+def lesson_of(testbed, rewards):
+    """A lesson with other scores: [1, 1, 12] or [1, 2, 12]."""
+    lesson = learn(testbed, "two blue squares", seed=1, plan=0, tuned=False)
+    finals = lesson.finals.expand(rewards.shape[1], -1, -1, -1, -1)
+    tails = tuple((1, *range(g + 1, 11)) for g in range(1, rewards.shape[1] + 1))
+    return dataclasses.replace(
+        lesson,
+        plan=Plan(0, 1, tails),
+        granularities=tuple(range(1, rewards.shape[1] + 1)),
+        finals=finals,
+        rewards=rewards,
+        advantages=testbed.algorithm.advantages(rewards[None], testbed.weights)[0],
+    )
+
+
+def test_members_are_ranked_and_the_ends_are_marked(testbed):
+    rewards = torch.arange(12.0).roll(3).expand(1, 2, 12).clone()  # member 4 has 0, member 3 has 11
+    html = lesson_html(lesson_of(testbed, rewards))
+    cards = re.findall(r'<li class="(?:g2-(\w+))?">\n<header><span>member (\d+)', html)
+    assert [int(number) for _, number in cards] == [3, 2, 1, 12, 11, 10, 9, 8, 7, 6, 5, 4]
+    assert [mark for mark, _ in cards] == ["best", *[""] * 10, "worst"]
+    advantages = [float(a.replace("−", "-")) for a in re.findall(r"<dt>advantage</dt><dd[^>]*><b>([^<]*)", html)]
+    expected = 2 * (torch.arange(11.0, -1, -1) - 5.5) / torch.arange(12.0).std()
+    assert advantages == [pytest.approx(float(a), abs=0.005) for a in expected]
+    widths = [float(w) for w in re.findall(r"width:([\d.]+)%", html)]
+    assert widths[0] == widths[-1] == 50 and widths[5] == pytest.approx(50 * 0.5 / 5.5, abs=0.05)
+    assert "g = 1: 9 steps, g = 2: 8 steps" in html.replace("&nbsp;", " ") and "0.000 · 0.000" in html
+
+
+def test_ties_share_their_mark_and_a_silent_group_has_none(testbed):
+    html = lesson_html(lesson_of(testbed, torch.tensor([[[1.0] * 5 + [0.0] * 7]])))
+    assert html.count("▲ best") == 5 and html.count("▼ worst") == 7
+    html = lesson_html(lesson_of(testbed, torch.ones(1, 1, 12)))
+    assert "best</b>" not in html and "A silent group" in html and html.count("<b>0</b>") == 12
+
+
+def test_changes_are_signed_and_as_exact_as_their_scores(studio):
+    drawing = draw(studio, PROMPT, seed=3, steps=2, guidance=3.5)
+
+    def scored(evaluation, one, other):
+        scores = {"brightness": torch.tensor([one]), "scene_accuracy": torch.tensor([other])}
+        return dataclasses.replace(evaluation, scores=scores)
+
+    drawing = dataclasses.replace(
+        drawing, base=scored(drawing.base, 0.5, 73.65), tuned=scored(drawing.tuned, 0.25, float("nan"))
+    )
+    html = " ".join(re.sub(r"<[^>]*>", " ", drawing_html(drawing)).split())
+    assert "brightness trained on 0.500 scene_accuracy judged only 73.65 After training" in html
+    assert "brightness trained on 0.250 ▼ −0.250 scene_accuracy judged only no score" in html
+    assert [digits(0.1234), digits(73.65), digits(2000.0), digits(float("nan"))] == [3, 2, 0, 3]
+
+
+def test_the_run_is_its_report_in_a_frame(run):
+    html = run_html(read_runs([run])[0])
+    page = re.fullmatch(r'<iframe [^>]*srcdoc="([^"]*)"></iframe>', html)
+    assert page and "&lt;!doctype html&gt;" in page[1] and "scene_accuracy" in page[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a run, or a pipeline with --model"),
+        (["runs/one", "--model", "testbed"], "name a run, or a pipeline with --model"),
+        (["nowhere"], "nowhere is no run directory"),
+        (["runs/one", "--rewards", "brightness"], "--rewards is for --model"),
+        (["runs/one", "--guidance", "1"], "--guidance is for --model"),
+        (["--model", "testbed", "--guidance", "-1"], "guidance_scale: input should be greater than or equal to 0"),
+        (["--model", "testbed", "--size", "0"], "height: input should be greater than 0"),
+        (["--model", "/no/such"], "/no/such: is no directory"),
+        (["--model", "testbed", "--rewards", "brigthness"], "Did you mean 'brightness'?"),
+        (["--model", "testbed", "--rewards", "bad.yaml"], "unknown key 'rewards.brightness.wieght'. Did you mean 'weight'?"),
+        (["--model", "testbed", "--host", "0.0.0.0"], "without a token"),
+        (["--model", "testbed", "--token-env", "NOT_SET"], "is not set"),
+        (["--model", "testbed"], "cannot serve on 127.0.0.1:"),
+        (["--model", "testbed", "--weights", "/no/such"], "/no/such: is no folder; name an adapter/ or a transformer/"),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("brightness: {wieght: 2}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # what is not refused would be served, without end
+        code, _, err = g2rpo(capsys, "demo", *arguments, "--port", taken.getsockname()[1])
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
+
+
+def test_a_run_without_weights_is_named(capsys, run, tmp_path):
+    (tmp_path / "begun").mkdir()
+    shutil.copy(run / "config.yaml", tmp_path / "begun")
+    code, _, err = g2rpo(capsys, "demo", tmp_path / "begun")
+    assert code == 2 and "has no weights yet" in err
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    with pytest.raises(UserError, match="the weights do not fit testbed"):
+        open_studio(of_model("testbed", None, 3.5, None), tmp_path, print)
+
+
+@pytest.mark.parametrize(("model", "message"), [("testbed", "pip install 'g2rpo[demo]'"), ("/no/such", "is no directory")])
+def test_without_gradio_the_extra_is_named_after_all_other_mistakes(model, message):
+    code = f"import sys; sys.modules['gradio'] = None; from g2rpo.cli import main; main(['demo', '--model', '{model}'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def asked(method="POST", path="/gradio_api/queue/join", *, local=True, **headers):
+    """The status of a request, 200 if it passes."""
+    given = {"host": "127.0.0.1:7860", "content-length": "100", **headers}
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items() if value is not None]
+    sent = []
+
+    async def page(scope, receive, send):
+        sent.append({"status": 200})
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": pairs}
+    asyncio.run(Gate(page, local)(scope, None, send))
+    return sent[0]["status"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"), ("HEAD", "/"), ("GET", "/config"), ("GET", "/config/"), ("GET", "/theme.css"), ("GET", "/assets/a.js"),
+        ("POST", "/login"), ("POST", "/gradio_api/queue/join"), ("GET", "/gradio_api/queue/data"),
+    ],
+)  # fmt: skip
+def test_the_gate_passes_what_the_page_asks(method, path):
+    for host in ("127.0.0.1:7860", "localhost:7860", "[::1]:7860", "localhost"):
+        assert asked(method, path, host=host) == asked(method, path, host=host, origin=f"http://{host}") == 200
+    assert asked(method, path, local=False, host="demo.example", origin="https://demo.example") == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/gradio_api/file=/etc/passwd"), ("GET", "/gradio_api/proxy=https://a.example"), ("GET", "/monitoring"),
+        ("POST", "/gradio_api/upload"), ("POST", "/gradio_api/run/predict"), ("POST", "/gradio_api/process_recording"),
+        ("POST", "/gradio_api/vibe-edit"), ("GET", "/openapi.json"), ("GET", "/gradio_api/queue/join"), ("PUT", "/"),
+        ("GET", "/assets"), ("GET", "/config/more"), ("GET", "/config\n"),
+    ],
+)  # fmt: skip
+def test_the_gate_refuses_all_other_ways_in(method, path):
+    assert asked(method, path) == asked(method, path, local=False) == 404
+
+
+def test_the_gate_bounds_bodies():
+    assert asked(content_length=str(MAX_BODY)) == 200
+    assert asked(content_length=str(MAX_BODY + 1)) == 413
+    assert asked(transfer_encoding="chunked", content_length=None) == asked(content_length="-1") == 411
+
+
+def test_the_gate_refuses_other_sites():
+    for origin in ("http://evil.example", "null", "http://localhost:7860", "http://127.0.0.1:8000"):
+        assert asked(origin=origin) == asked(local=False, origin=origin) == 403
+    for host in ("evil.example:7860", "", "127.0.0.1.evil.example", "192.168.1.2:7860", "localhost.evil.example"):
+        assert asked(host=host) == 421
+    assert asked(local=False, host="evil.example") == 200  # the token decides

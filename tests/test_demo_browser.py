@@ -1,0 +1,267 @@
+"""The demo as a person meets it: the real command, in a real Chromium."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from g2rpo.cli import main
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NEEDED = bool(os.environ.get("G2RPO_NEEDS_CHROMIUM"))  # set by .ci/run
+pytestmark = pytest.mark.skipif(CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)")
+
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+SHORT = [
+    "policy.tuning=lora", "optim.learning_rate=0.01", "sampling.num_steps=4", "algorithm.group_size=3",
+    "algorithm.branch_steps=[1]", "algorithm.granularities=[1,2]", "trainer.iterations=2",
+    "evaluation.every=1", "evaluation.num_prompts=2",
+]  # fmt: skip
+PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+MINUTE = 60_000
+
+
+@contextmanager
+def served(*arguments, **environment):
+    """The address of `g2rpo demo`, run until the end of the block and then interrupted."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "g2rpo", "demo", *map(str, arguments), "--port", str(port)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    ) as process:
+        try:
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if line.startswith("http"):
+                    break
+            assert said and said[-1].startswith(f"http://127.0.0.1:{port}/"), (said, process.stderr.read())
+            yield said[-1].split()[0]
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0 and out == "stopped\n" and "Traceback" not in err, (out, err)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "short"
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "scenes", *SHORT, "--run-dir", str(directory)])
+    assert not stop.value.code
+    return directory
+
+
+@pytest.fixture(scope="module")
+def address(run):
+    with served(run) as where:
+        yield where
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM, "G2RPO_NEEDS_CHROMIUM is set, and there is no Chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=[PHONE, DESKTOP], ids=["phone", "desktop"])
+def page(request, browser, address):
+    """The demo, just opened. In the end: nothing was asked of any other host, and the console holds no error."""
+    context = browser.new_context(viewport=request.param)
+    page = context.new_page()
+    asked, errors = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(address)
+    page.wait_for_selector("#draw", timeout=MINUTE)
+    yield page
+    assert asked and all(url.startswith((address, "data:", "blob:", "about:")) for url in asked)
+    assert errors == []
+    context.close()
+
+
+def fits(page):
+    """Whether nothing is wider than the window."""
+    return page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def write(page, prompt):
+    page.locator("textarea:visible").fill(prompt)
+
+
+def test_draw_two_pictures_with_their_scores(page):
+    write(page, "two red circles")
+    page.click("#draw")
+    page.wait_for_selector("#drawing img", timeout=MINUTE)
+    assert page.locator("#drawing h3").all_inner_texts() == ["Base model", "After training"]
+    base, tuned = page.locator("#drawing img").all()
+    assert base.get_attribute("src") != tuned.get_attribute("src")
+    assert all(picture.evaluate("it => it.naturalWidth") == 64 for picture in (base, tuned))
+    tops = page.evaluate("[...document.querySelectorAll('#drawing img')].map(it => it.getBoundingClientRect().top)")
+    assert tops[0] == tops[1]  # side by side, on a phone too
+    names = [text.split()[0] for text in page.locator("#drawing .g2-name").all_inner_texts()]
+    assert names == 2 * ["scene_accuracy", "scene_correct", "scene_clip", "scene_preference"]
+    scores = [float(text) for text in page.locator("#drawing .g2-scores b").all_inner_texts()]
+    changes = page.locator("#drawing .g2-change").all_inner_texts()
+    assert len(scores) == 8 and len(changes) == 4
+    for before, after, change in zip(scores[:4], scores[4:], changes, strict=True):
+        told = float(change.split()[-1].replace("−", "-"))
+        assert told == pytest.approx(after - before, abs=0.011)  # each of the three is rounded to two decimals or more
+    assert fits(page)
+
+
+def test_settings_are_used_and_mistakes_are_told(page):
+    sources = "[...document.querySelectorAll('#drawing img')].map(it => it.src)"
+    write(page, "three blue stars")
+    page.click("#draw")
+    page.wait_for_selector("#drawing img", timeout=MINUTE)
+    base, tuned = page.evaluate(sources)
+    assert base != tuned
+    page.get_by_role("button", name="Settings").click()
+    strength = page.get_by_role("spinbutton", name="Strength of the adapter")
+    strength.fill("0")
+    strength.press("Enter")
+    page.click("#draw")
+    page.wait_for_function(f"base => {sources}.every(src => src == base)", arg=base, timeout=MINUTE)
+    seed, steps = page.get_by_label("Seed"), page.get_by_role("spinbutton", name="Steps")
+    for field, wrong, right, message in (
+        (page.locator("textarea:visible"), "  ", "three blue stars", "write a prompt first"),
+        (seed, "99999999999999999999", "7", "the seed should be a whole number from 0 to"),
+        (seed, "-5", "7", "the seed should be"),
+        (seed, "1.5", "7", "the seed should be"),
+        (seed, "", "7", "the seed should be"),
+    ):
+        field.fill(wrong)
+        page.click("#draw")
+        page.get_by_text(message).first.wait_for(timeout=MINUTE)
+        assert page.locator("#drawing img").count() == 2  # what was there stays
+        page.locator(".toast-close").first.click()
+        page.get_by_text(message).first.wait_for(state="detached", timeout=MINUTE)
+        field.fill(right)
+    for wrong, said in (("0", "1 steps"), ("1000", "100 steps")):  # the nearest that may be, and the page says so
+        steps.fill(wrong)
+        page.click("#draw")
+        page.get_by_text(f"seed 7 · {said} · guidance 3.5 · strength 0").wait_for(timeout=MINUTE)
+
+
+def test_a_prompt_outside_the_grammar_is_drawn_without_scores(page):
+    write(page, "a dog <img src=x onerror=alert(1)>")
+    page.locator("textarea:visible").press("Enter")
+    page.get_by_text("expected a colour").wait_for(timeout=MINUTE)
+    assert page.locator("#drawing img").count() == 2 and page.get_by_text("no score", exact=True).count() == 8
+    assert page.locator("#drawing .g2-prompt").inner_text().split("\n")[0] == "a dog <img src=x onerror=alert(1)>"
+
+
+def test_how_it_learns_shows_anchor_members_and_advantages(page):
+    page.get_by_role("tab", name="How it learns").click()
+    page.wait_for_selector("#branch", timeout=MINUTE)
+    write(page, "two red circles left of a blue star")
+    page.click("#branch")
+    page.wait_for_selector("#lesson img", timeout=MINUTE)
+    assert page.locator("#lesson .g2-walk img").count() == 4  # steps
+    assert page.locator("#lesson .g2-here").inner_text().split()[:2] == ["step", "1"]
+    assert page.locator("#lesson .g2-members > li").count() == 3
+    assert page.locator("#lesson .g2-members img").count() == 3 * (1 + 2)  # the noise, and the run's two granularities
+    advantages = page.locator("#lesson dd b").all_inner_texts()
+    assert len(advantages) == 3
+    values = [float(text.replace("−", "-")) for text in advantages]
+    assert values == sorted(values, reverse=True) and sum(values) == pytest.approx(0, abs=0.02)
+    assert fits(page)
+    page.get_by_label("3", exact=True).check()
+    page.click("#branch")
+    page.wait_for_function("() => document.querySelectorAll('#lesson .g2-members img').length == 3 * (1 + 3)", timeout=MINUTE)
+    assert fits(page)
+    page.get_by_label("after training").check()
+    before = page.locator("#lesson .g2-walk img").last.get_attribute("src")
+    page.click("#branch")
+    page.wait_for_function("before => [...document.querySelectorAll('#lesson .g2-walk img')].at(-1)?.src != before", arg=before)
+
+
+def test_the_run_is_shown(page, run):
+    page.get_by_role("tab", name="The run").click()
+    frame = page.frame_locator("iframe.g2-report")
+    frame.get_by_role("heading", name=run.name).wait_for(timeout=MINUTE)
+    assert frame.locator("svg.chart").count() > 4 and frame.locator(".pictures img").count() >= 4
+    frame.get_by_role("link", name="Cost").click()
+    page.wait_for_function("scrollY > 500", timeout=MINUTE)  # the frame is as long as its page, and stays
+    assert frame.get_by_role("heading", name=run.name).count() == 1
+    assert fits(page)
+
+
+def test_it_follows_light_and_dark(browser, address):
+    def brightness(scheme):
+        context = browser.new_context(color_scheme=scheme)
+        page = context.new_page()
+        page.goto(address)
+        page.wait_for_selector("#draw", timeout=MINUTE)
+        red, green, blue = page.evaluate(
+            "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
+        )
+        context.close()
+        return (red + green + blue) / 3
+
+    assert brightness("light") > 200 > 60 > brightness("dark")
+
+
+def test_nothing_is_open_but_the_page(address):
+    """No API to call around the page's queue, no upload, no telemetry asked for."""
+    config = json.load(urllib.request.urlopen(f"{address}config"))
+    assert config["analytics_enabled"] is False
+    (index,) = [each["id"] for each in config["dependencies"] if each["api_name"] == "answer"]
+    question = json.dumps({"data": ["a red circle", 1, 2, 3.5, 1], "fn_index": index}).encode()
+    file = b'--X\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nsome words\r\n--X--\r\n'
+    form = {"Content-Type": "multipart/form-data; boundary=X"}
+    for path, body, headers, status in (
+        ("gradio_api/run/predict", question, {}, 404),
+        ("gradio_api/upload", file, form, 404),
+        ("gradio_api/info", None, {}, 404),
+        (f"gradio_api/file={__file__}", None, {}, 404),
+        ("gradio_api/queue/join", question, {"Origin": "http://evil.example"}, 403),
+        ("config", None, {"Host": "evil.example"}, 421),
+        ("gradio_api/queue/join", b" " * 100_000, {}, 413),
+    ):
+        request = urllib.request.Request(f"{address}{path}", body, {"Content-Type": "application/json", **headers})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request)
+        assert refused.value.code == status
+
+
+def test_a_token_is_asked_for(browser):
+    with served("--model", "testbed", "--token-env", "DEMO_TOKEN", DEMO_TOKEN="tell no one") as address:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{address}config")
+        assert refused.value.code == 401
+        page = browser.new_page()
+        page.goto(address)
+        for word in ("guess", "tell no one"):
+            page.get_by_label("username").fill("me", timeout=MINUTE)
+            page.get_by_label("password").fill(word)
+            page.get_by_role("button", name="Login").click()
+            if word == "guess":
+                page.get_by_text("Incorrect Credentials").wait_for(timeout=MINUTE)
+        page.wait_for_selector("#draw", timeout=MINUTE)
+        assert page.get_by_role("tab", name="The run").count() == 0  # there is none
+        page.click("#draw")
+        page.wait_for_selector("#drawing img", timeout=MINUTE)
+        assert page.locator("#drawing img").count() == 1
+        page.close()
