@@ -4,6 +4,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The suite tries the same examples every time. `--hypothesis-profile=long` tries new ones, many of them (docs/security.md).
+_QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+settings.register_profile("suite", max_examples=50, derandomize=True, deadline=None, suppress_health_check=_QUIET)
+settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=_QUIET, print_blob=True)
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)

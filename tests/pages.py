@@ -97,6 +97,8 @@ def check(call: list[str], monkeypatch) -> None:
             check(["python", "-m", options.training_script, *options.training_script_args], monkeypatch)
         case "python", ["-m", "g2rpo", *rest]:
             check_g2rpo(rest)
+        case "python", ["-m", "pytest", *rest]:
+            check_pytest(rest)
         case "python", ["-m", module, *rest]:
             if module.startswith("tools."):  # they need libraries that the tests do without
                 assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
@@ -111,7 +113,7 @@ def check(call: list[str], monkeypatch) -> None:
         case "pip", ["install", *packages]:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             assert set(re.findall(r"g2rpo\[(.+?)\]", " ".join(packages))) <= extras.keys()
-        case ("tensorboard", ["--logdir", _]) | ("hf", ["download", *_]):
+        case ("tensorboard", ["--logdir", _]) | ("hf", ["download" | "auth", *_]):
             pass
         case _:
             raise AssertionError(f"no check for {call}")
@@ -170,9 +172,10 @@ def check_module(name: str, arguments: list[str], monkeypatch) -> None:
 
 
 def check_pytest(arguments: list[str]) -> None:
-    """The file exists, and has a test that -k chooses."""
-    file, *rest = arguments
-    text = (ROOT / file).read_text()
-    if rest:
-        option, word = rest
-        assert option == "-k" and re.search(rf"^def test_\w*{word}", text, re.MULTILINE), f"{file} has no test_*{word}*"
+    """The files exist, and one of them has a test that -k chooses."""
+    files = [argument for argument in arguments if argument.startswith("tests/")]
+    text = "".join((ROOT / file).read_text() for file in files)
+    assert files, arguments
+    if "-k" in arguments:
+        word = arguments[arguments.index("-k") + 1]
+        assert re.search(rf"^def test_\w*{word}", text, re.MULTILINE), f"no test_*{word}* in {files}"

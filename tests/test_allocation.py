@@ -84,9 +84,8 @@ def test_what_is_saved_goes_into_members():
 
 
 @pytest.mark.parametrize("tails", [Tails(), Tails(forecast=True)])
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_no_iteration_spends_more_than_is_planned_ahead(tails, rounds):
-    own = knowing([(0.9, 0.6), (0.95, 0.8), (0.97, 0.9)], tails=tails, branch_rounds=rounds)
+def test_no_iteration_spends_more_than_is_planned_ahead(tails):
+    own = knowing([(0.9, 0.6), (0.95, 0.8), (0.97, 0.9)], tails=tails)
     for iteration in range(30):
         used = own.at(iteration)
         planned, spent = (
@@ -96,10 +95,9 @@ def test_no_iteration_spends_more_than_is_planned_ahead(tails, rounds):
         assert planned - own._price_of_a_member(used, iteration) < spent <= planned
 
 
-def test_every_branch_step_calibrates_in_its_turn():
-    own = allocator(branch_rounds=3, auto=Auto(calibrate_every=5))
-    steps = [[plan.branch for plan in own.at(i).plans(16, i) if len(plan.tails) > 1] for i in range(24)]
-    assert steps == [[0], [3], [6]] * FIRST + [[]] * 6 + [[0], [3], [6]] + [[]] * 6
+def test_calibration_comes_first_and_again():
+    own = allocator(auto=Auto(calibrate_every=5))
+    assert [i for i in range(12) if own.calibrates(i)] == [*range(FIRST), 5, 10]
 
 
 def test_agreement_is_the_rank_correlation_within_groups():
@@ -214,12 +212,6 @@ def test_a_granularity_may_differ_by_branch_step():
     assert algorithm.plans(16) == [plan for one in each for plan in one.plans(16)]
 
 
-def test_rounds_take_turns():
-    algorithm = GranularGRPO(branch_steps=(0, 1, 2, 3, 4), branch_rounds=2)
-    steps = [[plan.branch for plan in algorithm.plans(16, iteration)] for iteration in range(4)]
-    assert steps == [[0, 2, 4], [1, 3]] * 2
-
-
 @pytest.mark.parametrize("mix", ["advantages", "rewards"])
 def test_granularities_can_be_weighed(mix):
     rewards = torch.rand(3, 2, 2, 6, generator=torch.Generator().manual_seed(0))
@@ -237,7 +229,6 @@ def test_granularities_can_be_weighed(mix):
         ({"granularities": ((0,) * 8,)}, "must be >= 1"),
         ({"granularities": (1, 2), "granularity_weights": (1.0,)}, "one for each granularity"),
         ({"granularities": "auto", "granularity_weights": (1.0,)}, "nothing to weigh"),
-        ({"branch_rounds": 9}, "between 1 and the number of branch steps"),
     ],
 )
 def test_what_makes_no_sense_is_refused(fields, message):

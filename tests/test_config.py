@@ -113,10 +113,10 @@ def test_a_missing_value_is_named():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: [1", "is no YAML file"),
+        (b"a: [1", "is no YAML"),
         (b"- 1", "holds list"),
-        (b"\xff\xfe\x00", "is no YAML file"),
-        (b"!!python/object:os.system {}", "no YAML"),
+        (b"\xff\xfe\x00", "is not UTF-8"),
+        (b"!!python/object:os.system {}", "has a tag"),
     ],
 )
 def test_unreadable_configs_are_refused(tmp_path, content, message):

@@ -315,6 +315,14 @@ def test_a_reward_that_breaks_is_named_with_the_iteration_and_the_checkpoint_is_
     list(again.train())
 
 
+def test_groups_whose_members_all_score_alike_teach_nothing():
+    t = trainer(None, "optim.weight_decay=0", rewards={"bright": lambda images, prompts: torch.full((len(images),), 0.1)})
+    before = t.policy.mean.detach().clone()
+    row = t.iterate()
+    assert row["silent_groups"] == 1 and row["loss"] == 0 and row["skipped_updates"] == 0
+    assert torch.equal(t.policy.mean, before)
+
+
 def test_infinite_scores_are_no_scores():
     def infinite(images, prompts):
         scores = brightness(images, prompts)

@@ -180,8 +180,9 @@ def test_markup_from_users_is_text(tmp_path):
     text = (directory / "metrics.jsonl").read_text()
     (directory / "metrics.jsonl").write_text(text.replace("bright", "<i>bright"))
     text = (directory / "config.yaml").read_text()
-    (directory / "config.yaml").write_text(
-        text.replace("  bright:", "  <i>bright:").replace("path: none", f"path: {json.dumps(bad)}")
+    (directory / "config.yaml").write_text(text.replace("path: none", f"path: {json.dumps(bad)}"))
+    (directory / "results.json").write_text(
+        json.dumps({"iteration": 9, "rewards": {"<i>bright": {"base": 1.0, "tuned": 2.0, "error": 0.1}}})
     )
     html = render(read_runs([directory]))
     page = Page(html)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo.errors import UserError
+from g2rpo.plain import parse_json, read_text
 
 MANIFEST = "manifest.json"
 
@@ -34,7 +35,7 @@ def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]]
     an optimizer's state dict, stored by torch.save and read back with weights_only=True.
     """
     root.mkdir(parents=True, exist_ok=True)
-    final = root / f"iteration_{iteration:06d}"
+    final = root / _name(iteration)
     unfinished = root / f".unfinished_{iteration:06d}_{os.getpid()}"
     for left in root.glob(".unfinished_*"):  # by a process that was killed: a run has one writer at a time
         shutil.rmtree(left)
@@ -64,9 +65,11 @@ def checkpoints(root: Path) -> list[Path]:
 def load_checkpoint(path: Path) -> tuple[int, dict[str, list[Tensor]], dict[str, Any]]:
     """(iteration, tensors, state) as `save_checkpoint` was given them; `BrokenCheckpoint` names the file that is wrong."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = parse_json(read_text(path / MANIFEST))
         files, iteration = dict(manifest["files"]), int(manifest["iteration"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if path.name != _name(iteration) or not {"state.pt", "weights.safetensors"} <= files.keys():
+            raise ValueError("it is another checkpoint's")
+    except (ValueError, KeyError, TypeError) as error:
         raise BrokenCheckpoint(f"checkpoint {path}: its {MANIFEST} is missing or damaged ({error})") from None
     for name, digest in files.items():
         file = path / name
@@ -75,11 +78,15 @@ def load_checkpoint(path: Path) -> tuple[int, dict[str, list[Tensor]], dict[str,
         if _digest(file) != digest:
             raise BrokenCheckpoint(f"checkpoint {path}: {name} is truncated or changed ({file.stat().st_size} bytes)")
     tensors = {}
-    for name in files:
-        if name.endswith(".safetensors"):
-            stored = load_file(path / name)
-            tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
-    return iteration, tensors, torch.load(path / "state.pt", weights_only=True)
+    try:  # the digests agree, so this is not the disk: someone wrote it so
+        for name in files:
+            if name.endswith(".safetensors"):
+                stored = load_file(path / name)
+                tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
+        return iteration, tensors, torch.load(path / "state.pt", weights_only=True)
+    except Exception as error:  # neither library promises particular ones
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise BrokenCheckpoint(f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})") from error
 
 
 def latest_checkpoint(root: Path) -> tuple[tuple[int, dict[str, list[Tensor]], dict[str, Any]] | None, list[str]]:
@@ -96,6 +103,10 @@ def latest_checkpoint(root: Path) -> tuple[tuple[int, dict[str, list[Tensor]], d
     if complaints:
         raise BrokenCheckpoint("\n".join([*complaints, "No intact checkpoint is left; start anew in another --run-dir."]))
     return None, complaints
+
+
+def _name(iteration: int) -> str:
+    return f"iteration_{iteration:06d}"
 
 
 def _digest(path: Path) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from g2rpo.errors import Stopped, UserError
 
@@ -275,7 +276,7 @@ def build(
     """Rebuild the tiny FLUX and its rewards from nothing (about an hour on two cores)."""
     from g2rpo.testbed.build import build as run
 
-    run(out, seed=seed, quick=quick, log=lambda line: console.print(line, highlight=False, soft_wrap=True))
+    run(out, seed=seed, quick=quick, log=lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -288,12 +289,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except UserError as error:
-        Console(stderr=True).print(f"[bold red]g2rpo:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        _tell(str(error), "bold red")
         sys.exit(2)
     except Stopped as stop:
-        Console(stderr=True).print(f"[bold yellow]g2rpo:[/] {_plain(str(stop))}", highlight=False, soft_wrap=True)
+        _tell(str(stop), "bold yellow")
         sys.exit(stop.exit_code)
 
 
-def _plain(message: str) -> str:
-    return message.replace("[", "\\[")
+def _tell(message: str, style: str) -> None:
+    """A message as it is: no markup, and no control characters, which a file's or a server's words could hold."""
+    shown = "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in message)
+    Console(stderr=True).print(Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True)

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt
-from safetensors.torch import load_file
 
 from g2rpo.config import Config, Group
 from g2rpo.errors import UserError
+from g2rpo.evaluation import load_tensors
 from g2rpo.metrics import read_metrics
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.statistics import Interval, bootstrap_crossed
@@ -110,7 +110,7 @@ def read_run(config: Config, run_dir: Path) -> Run:
             iterations.append(row["iteration"])
             spent.append(evaluations)
             seconds.append(clock)
-            scores.append({name: values.double().numpy() for name, values in load_file(path).items()})
+            scores.append({name: values.double().numpy() for name, values in load_tensors(path).items()})
     return Run(iterations, spent, seconds, scores)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from huggingface_hub import try_to_load_from_cache
 from g2rpo.config import PolicyConfig, RewardConfig
 from g2rpo.embeddings import CachedPolicy, EmbeddingStore, cache_root
 from g2rpo.errors import UserError, did_you_mean
-from g2rpo.files import FileDigests, digest_of
+from g2rpo.files import FileDigests, digest_of, local
+from g2rpo.plain import parse_json, read_text
 from g2rpo.prompt_sources import read_prompts
 from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.trackers import Tracker
@@ -101,10 +102,18 @@ def build_tail_network(policy: Any, tails: Tails) -> TailNetwork | None:
 
 
 def pick_device(name: str) -> str:
-    """What "auto" means on this machine; any other is itself; "cuda" is the GPU of the local rank."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """What "auto" means on this machine; any other is itself; "cuda" is the GPU of the local rank. UserError for one that torch
+    does not know or this machine does not have."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"policy.device={name}: is no device; write auto, cpu, cuda or cuda:1") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(f"policy.device={name}: torch sees {count} CUDA devices here; policy.device=auto takes what there is")
+    return name
 
 
 def locate_pipeline(name: str, expected: str | None = None) -> tuple[str, str]:
@@ -113,21 +122,21 @@ def locate_pipeline(name: str, expected: str | None = None) -> tuple[str, str]:
         from g2rpo.testbed import pipeline_dir
 
         name = str(pipeline_dir())
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = local(name)
+    if os.path.isdir(path):  # unlike Path.is_dir, it has an answer for names that no disk allows
         index = path / "model_index.json"
         if not index.is_file():
             raise UserError(f"policy.path={name}: is no diffusers pipeline, it has no model_index.json")
         try:
-            kind = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+            kind = str(parse_json(read_text(index))["_class_name"])
         except (ValueError, KeyError, TypeError):
             raise UserError(f"policy.path={name}: its model_index.json names no pipeline class") from None
-    elif path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    elif os.path.exists(path) or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, or 'testbed'")
     else:
         kind = _hub_class(name)
     check_pipeline(name, kind, expected)
-    return str(path) if path.is_dir() else name, kind
+    return str(path) if os.path.isdir(path) else name, kind
 
 
 def check_pipeline(name: str, kind: str, expected: str | None) -> None:
@@ -172,7 +181,7 @@ def cache_embeddings(policy: Any, config: PolicyConfig, cache: str, warn: Callab
 
     store = None
     if cache != "off":
-        root = Path(cache).expanduser() if cache != "auto" else cache_root() / "embeddings"
+        root = local(cache) if cache != "auto" else cache_root() / "embeddings"
         try:
             root.mkdir(parents=True, exist_ok=True)
             settings = {key: value for key, value in config.model_dump(mode="json").items() if key not in NOT_IN_EMBEDDINGS}
@@ -239,7 +248,7 @@ def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
     placed = {"device": device} if "device" in inspect.signature(kind).parameters else {}
     try:
         return kind(**{**placed, **entry.options})
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"rewards.{name}: cannot be loaded: {error}{_weights_hint(name, kind, entry.options)}") from error
 
 
@@ -273,7 +282,7 @@ def build_prompts(source: str, key: str) -> list[str]:
         try:
             return read_prompts(source)
         except UserError as error:
-            absent = not source.startswith("hf:") and not Path(source).expanduser().exists()
+            absent = not source.startswith("hf:") and not os.path.exists(local(source))
             hint = f"; write a prompt a line there, or name your own with {key}=FILE" if absent else ""
             raise UserError(f"{key}={source}: {error}{hint}") from None
     from g2rpo.testbed import prompts

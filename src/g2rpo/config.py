@@ -6,6 +6,7 @@ Unknown keys, wrong types and values out of range are refused with a `UserError`
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -18,7 +19,6 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PositiveFloat,
-    PositiveInt,
     ValidationError,
 )
 
@@ -31,19 +31,28 @@ from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.errors import UserError, did_you_mean
+from g2rpo.plain import DEPTH, parse_yaml, read_text
 from g2rpo.rollout.tails import Tails
 from g2rpo.types import Policy
 
 Dtype = Literal["float32", "bfloat16"]
+LARGEST = 2**18
+"""Bytes of a YAML file; our longest recipe has a fiftieth of that."""
+Count = Annotated[int, Field(gt=0, le=10**6)]
+"""More than a million is a slip of the finger, and takes the memory before anybody can say so."""
 Shift = PositiveFloat | Literal["model"]
 """The time shift of the sigma grid; "model": the one that the pipeline is deployed with at this size."""
 
 
 class Group(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        data = self.model_dump(mode="json")
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+        if "\x85" in text:  # a line end in YAML, which PyYAML would write as it is and read as a space
+            text = yaml.safe_dump(data, sort_keys=False)
+        return text
 
 
 G = TypeVar("G", bound=Group)
@@ -56,16 +65,16 @@ class PolicyConfig(Group):
     """A diffusers pipeline: a directory, a hub id, or "testbed" for the one inside the package."""
     pipeline: str | None = None
     """The class that the pipeline must have; a recipe's values are for one kind of model. None: any that is known."""
-    height: PositiveInt
-    width: PositiveInt
+    height: Count
+    width: Count
     guidance_scale: NonNegativeFloat = 3.5
     """FLUX: the embedded one. SD3: of classifier-free guidance, which costs a second evaluation; up to 1 turns it off."""
     negative_prompt: str | None = None
     """For models with classifier-free guidance."""
-    max_sequence_length: PositiveInt | None = None
+    max_sequence_length: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Tokens of the long prompt encoder. None: what the model takes by default (FLUX 512, SD3 256)."""
     tuning: Literal["lora", "full"] = "lora"
-    lora_rank: PositiveInt = 32
+    lora_rank: Count = 32
     lora_alpha: PositiveFloat = 64.0
     lora_targets: list[str] | None = None
     dtype: Dtype = "float32"
@@ -97,7 +106,9 @@ def _reward_table(value: Any) -> Any:
     return table
 
 
-RewardTable = Annotated[dict[str, RewardConfig], BeforeValidator(_reward_table)]
+RewardName = Annotated[str, Field(pattern=r"^[\w+-][\w.+-]*$", max_length=100)]
+"""It becomes a column in tables and charts, and a part of names in files."""
+RewardTable = Annotated[dict[RewardName, RewardConfig], BeforeValidator(_reward_table)]
 
 
 def _off(value: Any) -> Any:
@@ -120,19 +131,19 @@ class PromptsConfig(Group):
     """A folder, "auto" for embeddings/ in $G2RPO_CACHE or ~/.cache/g2rpo, or "off"."""
 
 
-BatchSize = PositiveInt | Literal["auto"]
+BatchSize = Count | Literal["auto"]
 
 
 class SamplingConfig(Group):
     """The sampler that rollouts and evaluation share."""
 
-    num_steps: Annotated[int, Field(ge=2)]
+    num_steps: Annotated[int, Field(ge=2, le=250)]
     shift: Shift = 3.0
     batch_size: BatchSize = 64
     """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a CPU."""
     decode_batch_size: BatchSize = 64
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""
-    prompts_at_once: PositiveInt | None = None
+    prompts_at_once: Count | None = None
     """Prompts rolled out together; None: all of an iteration. With fewer, the pictures of those before are decoded and scored
     meanwhile, by another thread, and fewer latents wait for it."""
     anchor_dtype: Dtype = "float32"
@@ -141,36 +152,39 @@ class SamplingConfig(Group):
     """What the tails of a rollout may save at the price of an error in the reward; nothing unless asked for."""
 
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(Group):
     """AdamW and what surrounds it."""
 
     learning_rate: PositiveFloat
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 1e-4
     max_grad_norm: PositiveFloat = 1.0
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
     decay: Literal["constant", "cosine"] = "constant"
     """What the rate does after the warm-up; "cosine" reaches zero at the last iteration."""
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    ema_decay: Share = 0.0
     """Evaluation and the saved weights use an exponential moving average; 0 turns it off."""
 
 
 class TrainerConfig(Group):
     """How long, how much at a time, and what is kept."""
 
-    iterations: PositiveInt
-    prompts_per_iteration: PositiveInt = 1
+    iterations: Count
+    prompts_per_iteration: Count = 1
     """Of all ranks together."""
-    micro_batch_size: PositiveInt = 64
+    micro_batch_size: Count = 64
     """Latents of one training pass; gradients accumulate over passes."""
-    checkpoint_every: PositiveInt = 50
-    keep_checkpoints: PositiveInt = 2
-    rank_timeout_s: PositiveFloat = 1800
+    checkpoint_every: Count = 50
+    keep_checkpoints: Count = 2
+    rank_timeout_s: Annotated[float, Field(gt=0, le=10**7)] = 1800
     """How long a rank waits for another before it takes it for lost."""
-    max_unscored: PositiveInt = 5
+    max_unscored: Count = 5
     """After so many iterations in a row in which a reward gave no score at all, the run stops."""
-    max_skipped: PositiveInt = 10
+    max_skipped: Count = 10
     """After so many updates in a row with a non-finite gradient, none of them applied, the run stops."""
     seed: int = 42
 
@@ -179,12 +193,12 @@ class EvaluationConfig(Group):
     """Held-out prompts with fixed noise; `rewards` are judged on, not trained on."""
 
     prompts: str
-    num_prompts: PositiveInt = 64
-    every: PositiveInt = 20
-    num_steps: PositiveInt | None = None
+    num_prompts: Count = 64
+    every: Count = 20
+    num_steps: Count | None = None
     """None: the sampler's."""
     rewards: RewardTable = {}
-    pictures: PositiveInt = 8
+    pictures: Count = 8
 
 
 Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_off)]
@@ -308,11 +322,9 @@ def parse_options(assignments: Sequence[str]) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; only plain data, no tags that construct objects."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is no YAML file: {error}") from None
+        data = parse_yaml(read_text(path, LARGEST))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: should hold groups like 'policy:' and 'algorithm:', but holds {type(data).__name__}")
     return data
@@ -341,12 +353,16 @@ def _override(data: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"'{override}' is no override; write key=value, for example trainer.iterations=100")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"{key}: '{text}' is no value; write a number, a word or a list like [1,2]") from None
+        value = parse_yaml(text)
+    except ValueError as error:
+        hint = "write a number, a word or a list like [1,2]"
+        reason = "" if str(error).startswith("is no YAML") else f" (it {error})"
+        raise UserError(f"{key}: '{text:.80}' is no value{reason}; {hint}") from None
     if isinstance(value, str):
         value = _number(value)
     *groups, last = key.split(".")
+    if len(groups) > DEPTH:
+        raise UserError(f"'{key:.80}...' names a key inside {len(groups)} others; at most {DEPTH} are read")
     for group in groups:
         inner = data.get(group)
         if not isinstance(inner, dict):
@@ -361,9 +377,10 @@ def _override(data: dict[str, Any], override: str) -> None:
 def _number(text: str) -> Any:
     """YAML 1.1 reads 1e-4 as a word; people mean the number."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return text
+    return number if math.isfinite(number) else text
 
 
 def _fields(kind: Any) -> dict[str, Any] | None:
@@ -402,7 +419,7 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
 
 def _is_member(part: int | str) -> bool:
     """Whether a part of pydantic's location names the member of a union that was tried, and no key."""
-    return part in (*ALGORITHMS, "int", "constrained-float") or str(part).startswith(("literal[", "tuple["))
+    return part in (*ALGORITHMS, "int", "constrained-int", "constrained-float") or str(part).startswith(("literal[", "tuple["))
 
 
 def _complaints(error: ValidationError, source: str) -> Iterator[str]:
@@ -411,6 +428,6 @@ def _complaints(error: ValidationError, source: str) -> Iterator[str]:
         if problem["type"] == "missing":
             yield f"{source}: '{key}' is missing"
         else:
-            given = f", got {problem['input']!r}" if not isinstance(problem["input"], Mapping) else ""
+            given = f", got {repr(problem['input'])[:200]}" if not isinstance(problem["input"], Mapping) else ""
             message = problem["msg"].removeprefix("Value error, ")
             yield f"{source}: {key}: {message[0].lower()}{message[1:]}{given}"

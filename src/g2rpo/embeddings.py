@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from g2rpo.files import digest_of, write_whole
+from g2rpo.files import digest_of, local, write_whole
 from g2rpo.types import Cond, Policy
 
 FORMAT = 1
@@ -28,7 +28,7 @@ RESERVE = 2**30
 def cache_root() -> Path:
     """$G2RPO_CACHE, or g2rpo in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
     own = os.environ.get("G2RPO_CACHE")
-    return Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "g2rpo"
+    return local(own) if own else local(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "g2rpo"
 
 
 class DamagedEmbedding(ValueError):

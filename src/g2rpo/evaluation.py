@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo.distributed import World
+from g2rpo.errors import UserError
 from g2rpo.rollout.engine import Engine
 from g2rpo.scoring import decode, score
 from g2rpo.seeding import generator_for
@@ -91,14 +93,19 @@ def save_scores(path: Path, evaluation: Evaluation) -> None:
     save_file(evaluation.scores, path)
 
 
-def load_scores(path: Path) -> dict[str, Tensor]:
-    """What `save_scores` wrote."""
-    return load_file(path)
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a run's own safetensors file; UserError if it is gone or damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); put it back, or start anew in another --run-dir") from None
 
 
 def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
-    """What `save_evaluation` wrote for these prompts."""
-    stored = load_file(path)
+    """What `save_evaluation` wrote for these prompts; UserError if the file is not that."""
+    stored = load_tensors(path)
+    if "images" not in stored or any(len(values) != len(prompts) for values in stored.values()):
+        raise UserError(f"{path}: does not hold {len(prompts)} pictures and their scores")
     scores = {name.removeprefix("score/"): values for name, values in stored.items() if name.startswith("score/")}
     return Evaluation(tuple(prompts), stored["images"].float() / 255, scores)
 

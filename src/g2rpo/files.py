@@ -25,6 +25,11 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
+def local(name: str | Path) -> Path:
+    """The path that `name` means; ~ is the user's home, and a user who is not known here stays as written."""
+    return Path(os.path.expanduser(name))
+
+
 def digest_of(value: Any) -> str:
     """SHA-256 of plain data, the same for equal data whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
@@ -42,7 +47,7 @@ class FileDigests:
         if memo is not None and memo.is_file():
             try:
                 self._known = dict(json.loads(memo.read_text(encoding="utf-8")))
-            except ValueError:
+            except (ValueError, TypeError):
                 self._known = {}  # only a memory of what the files say; they are read again
 
     def of(self, path: Path) -> str:

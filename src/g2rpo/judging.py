@@ -21,6 +21,7 @@ from g2rpo.evaluation import Evaluation, evaluate
 from g2rpo.files import write_whole
 from g2rpo.flow import sigma_grid
 from g2rpo.pictures import to_pil
+from g2rpo.plain import parse_json, read_text
 from g2rpo.statistics import Interval, bootstrap_mean
 from g2rpo.types import Policy, Reward
 
@@ -189,8 +190,12 @@ class Judging:
         path = self._scores(chunk)
         if not path.is_file():
             return None
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return rows if all((self.directory / row["picture"]).is_file() for row in rows) else None
+        try:
+            rows = parse_json(read_text(path))
+            named = [row["picture"] for row in rows] == [chunk.picture(index) for index in range(chunk.start, chunk.stop)]
+        except (ValueError, TypeError, KeyError):  # damaged on disk: it is done again
+            return None
+        return rows if named and all((self.directory / row["picture"]).is_file() for row in rows) else None
 
     def _store(self, chunk: Chunk, evaluation: Evaluation) -> None:
         """Keeps pictures and, last, their scores: from then on the chunk is finished."""

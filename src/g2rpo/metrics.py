@@ -9,9 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from g2rpo.errors import UserError
 from g2rpo.files import write_whole
+from g2rpo.plain import parse_json, read_text
 
 Row = dict[str, Any]
+NEEDED = {"train": ("iteration", "evaluations", "images", "seconds", "seconds/rollout"), "eval": ("iteration", "seconds")}
+"""Numbers without which a row of a kind is none."""
 
 
 class MetricsLog:
@@ -36,19 +40,39 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """All rows so far; a last line that an interruption cut short is left out."""
+    """All rows so far; a last line that an interruption cut short is left out. UserError names another that is damaged."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
+    try:
+        *lines, _ = read_text(path).split("\n")
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise
+            rows.append(_checked(parse_json(line)))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: is damaged: {error}") from None
     return rows
+
+
+def _checked(row: Any) -> Row:
+    """`row` if it is one that a run writes; ValueError if not."""
+    if not isinstance(row, dict) or row.get("kind") not in NEEDED:
+        raise ValueError("it is no row of a run's log")
+    for key in NEEDED[row["kind"]]:
+        if not isinstance(row.get(key), int | float) or row[key] < 0 or (row[key] == 0 and key.startswith("seconds")):
+            raise ValueError(f"its '{key}' is missing, or no number")
+    alarms = row.get("alarms", {})
+    if not isinstance(alarms, dict) or not all(isinstance(said, str) for said in alarms.values()):
+        raise ValueError("its 'alarms' are no sentences by name")
+    for key, value in row.items():
+        if key not in ("kind", "alarms") and value is not None and not (isinstance(value, int | float) and abs(value) < 1e300):
+            raise ValueError(f"its '{key}' is no number")
+    if not isinstance(row["iteration"], int):
+        raise ValueError("its 'iteration' is no whole number")
+    return row
 
 
 def _line(row: Row) -> str:

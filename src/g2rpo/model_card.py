@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,15 +52,21 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
                 _results(config, table, prompts),
                 "![curves](curves.png)",
                 "## Use",
-                f"```python\n{_lora_usage(config) if lora else _full_usage(config)}\n```",
+                _block("python", _lora_usage(config) if lora else _full_usage(config)),
                 "## Config",
-                f"```yaml\n{config.to_yaml().strip()}\n```",
+                _block("yaml", config.to_yaml().strip()),
             ]
         )
         + "\n",
         encoding="utf-8",
     )
     return card
+
+
+def _block(language: str, code: str) -> str:
+    """A code block that nothing in `code` can end."""
+    fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", code))])
+    return f"{fence}{language}\n{code}\n{fence}"
 
 
 def _what(config: Config) -> str:
@@ -86,7 +93,7 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
 def _lora_usage(config: Config) -> str:
     return f"""from diffusers import DiffusionPipeline
 
-pipe = DiffusionPipeline.from_pretrained("{config.policy.path}")
+pipe = DiffusionPipeline.from_pretrained({config.policy.path!r})
 pipe.load_lora_weights("THIS FOLDER OR REPOSITORY", weight_name="pytorch_lora_weights.safetensors")
 {_call(config)}"""
 
@@ -95,7 +102,7 @@ def _full_usage(config: Config) -> str:
     return f"""from diffusers import AutoModel, DiffusionPipeline
 
 transformer = AutoModel.from_pretrained("THIS FOLDER OR REPOSITORY")
-pipe = DiffusionPipeline.from_pretrained("{config.policy.path}", transformer=transformer)
+pipe = DiffusionPipeline.from_pretrained({config.policy.path!r}, transformer=transformer)
 {_call(config)}"""
 
 

@@ -14,6 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from g2rpo.metrics import Row
+from g2rpo.plain import parse_json
 
 INK, PAPER = (40, 40, 46), (255, 255, 255)
 CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
@@ -66,12 +67,21 @@ def read_grid(path: Path) -> Grid:
 
     Raises ValueError for a picture that is no such grid.
     """
-    with Image.open(path) as canvas:
-        if NOTE not in canvas.info:
-            raise ValueError(f"{path} does not say what it shows")
-        note = json.loads(canvas.info[NOTE])
-        width, height = note["size"]
-        return Grid(note["prompts"], [[canvas.crop((x, y, x + width, y + height)) for x, y in row] for row in note["boxes"]])
+    try:
+        with Image.open(path, formats=["PNG"]) as canvas:
+            if NOTE not in canvas.info:
+                raise ValueError("does not say what it shows")
+            note = parse_json(canvas.info[NOTE])
+            (width, height), prompts, rows = note["size"], note["prompts"], note["boxes"]
+            boxes = [[(x, y, x + width, y + height) for x, y in row] for row in rows]
+            for x, y, right, bottom in (box for row in boxes for box in row):
+                if not (0 <= x < right <= canvas.width and 0 <= y < bottom <= canvas.height):
+                    raise ValueError("names a place outside of itself")
+            if not boxes or any(len(row) != len(prompts) for row in boxes):
+                raise ValueError("does not hold a picture for every prompt")
+            return Grid([str(prompt) for prompt in prompts], [[canvas.crop(box) for box in row] for row in boxes])
+    except (ValueError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} {error}") from None
 
 
 def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.errors import UserError
+from g2rpo.files import local
+from g2rpo.plain import is_text, parse_json, read_text
 
 COLUMN = "prompt"
 EXTRA = "pip install 'g2rpo[data]'"
@@ -28,9 +30,9 @@ def read_prompts(source: str | Path) -> list[str]:
         return _from_hub(name)
     table = re.fullmatch(r"(?P<file>.+\.(jsonl|parquet))(:(?P<column>.+))?", name)
     if table is None:
-        lines = [line for _, line in _lines(Path(name).expanduser())]
+        lines = [line for _, line in _lines(local(name))]
         return _usable(name, lines, "line")
-    path, column = Path(table["file"]).expanduser(), table["column"] or COLUMN
+    path, column = local(table["file"]), table["column"] or COLUMN
     if path.suffix == ".jsonl":
         return _usable(name, [_from_json(path, number, line, column) for number, line in _lines(path)], "line")
     return _from_parquet(path, column)
@@ -39,18 +41,16 @@ def read_prompts(source: str | Path) -> list[str]:
 def _lines(path: Path) -> list[tuple[int, str]]:
     """Numbered lines that are not blank."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UserError(f"prompt file {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompt file {path}: is not UTF-8 (byte {error.start}); convert it, say with iconv") from None
+        lines = read_text(path).split("\n")  # splitlines would also cut at what Unicode calls line ends, which JSON allows
+    except ValueError as error:
+        raise UserError(f"prompt file {path}: {error}") from None
     return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _from_json(path: Path, number: int, line: str, column: str) -> str:
     try:
-        prompt = json.loads(line)[column]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        prompt = parse_json(line)[column]
+    except (ValueError, KeyError, TypeError):
         prompt = None
     if not isinstance(prompt, str) or not prompt.strip():
         wanted = json.dumps({column: "a red circle"})
@@ -60,7 +60,7 @@ def _from_json(path: Path, number: int, line: str, column: str) -> str:
 
 def _from_parquet(path: Path, column: str) -> list[str]:
     try:
-        from pyarrow import ArrowInvalid
+        from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError(
@@ -71,7 +71,7 @@ def _from_parquet(path: Path, column: str) -> list[str]:
             if column not in file.schema_arrow.names:
                 raise UserError(_no_column(f"prompt file {path}", column, file.schema_arrow.names))
             values = file.read(columns=[column]).column(column).to_pylist()
-    except (OSError, ArrowInvalid) as error:
+    except (OSError, ValueError, ArrowException) as error:
         raise UserError(f"prompt file {path}: cannot be read as parquet ({error})") from None
     return _usable(str(path), values, "row")
 
@@ -104,7 +104,9 @@ def _usable(source: str, values: Sequence[Any], unit: str) -> list[str]:
     """The values as prompts, if every one is some text."""
     for number, value in enumerate(values, 1):
         if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{source}, {unit} {number}: should be a prompt, is {value!r}")
+            raise UserError(f"{source}, {unit} {number}: should be a prompt, is {value!r:.80}")
+        if not is_text(value):
+            raise UserError(f"{source}, {unit} {number}: has a character that no text may have (NUL, or half of a pair)")
     if not values:
         raise UserError(f"prompt source {source}: is empty; it should hold a prompt a {unit}")
     return [value.strip() for value in values]

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from g2rpo.alarms import ADVICE, judged_gain, watch_of
 from g2rpo.algorithms.allocation import Allocator
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.checkpoint import latest_checkpoint, save_checkpoint
+from g2rpo.checkpoint import BrokenCheckpoint, latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
 from g2rpo.diagnostics import diagnose, group_std
 from g2rpo.distributed import ALONE, World
@@ -31,7 +31,7 @@ from g2rpo.evaluation import (
     evaluate,
     evaluation_of_all,
     load_evaluation,
-    load_scores,
+    load_tensors,
     sample_images,
     save_evaluation,
     save_scores,
@@ -408,16 +408,19 @@ class Trainer:
         if found is None:
             return complaints
         self.iteration, tensors, state = found
-        _copy(tensors["weights"], self.parameters)
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.allocator is not None:
-            self.allocator.state = state["allocation"]
-        if self.average is not None:
-            _copy(tensors["average"], self.average.module.parameters())
-            self.average.n_averaged.fill_(state["averaged"])
+        try:
+            _copy(tensors["weights"], self.parameters)
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.allocator is not None:
+                self.allocator.state = state["allocation"]
+            if self.average is not None:
+                _copy(tensors["average"], self.average.module.parameters())
+                self.average.n_averaged.fill_(state["averaged"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise BrokenCheckpoint(f"checkpoint of iteration {self.iteration}: does not fit this model ({error})") from error
         self.alarms.rows = [row for row in read_metrics(self._directory()) if row["iteration"] <= self.iteration]
         scores = {row["iteration"]: self._scores_after(row["iteration"]) for row in self.alarms.rows if row["kind"] == "eval"}
-        self.alarms.history = {i: load_scores(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
+        self.alarms.history = {i: load_tensors(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
         return complaints
 
     @torch.no_grad()

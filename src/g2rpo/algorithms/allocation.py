@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from g2rpo.algorithms.g2rpo import GranularGRPO
 
 FIRST = 3
-"""So many turns of the branch steps calibrate in the beginning, when nothing is known."""
+"""So many iterations calibrate in the beginning, when nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Auto:
     """How granularities are chosen.
 
     candidates: from the finest, which is what the others are measured against, to the coarsest.
-    calibrate_every: so many iterations (turns of all branch steps) apart, after three in the beginning.
+    calibrate_every: so many iterations apart, after three in the beginning.
     floor: rank agreement with the finest below which a granularity is out of the question. What counts is one standard error
         below the estimate.
     forget: the weight of what was known before, at every calibration of a step; the model changes as it learns.
@@ -78,8 +78,7 @@ class Allocator:
     state: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for turn in range(self.algorithm.branch_rounds):
-            self.at(turn)  # refuses groups that are too small to calibrate
+        self.at(0)  # refuses groups that are too small to calibrate
 
     def at(self, iteration: int) -> GranularGRPO:
         """The algorithm of an iteration: granularities for each branch step, and what group size they leave."""
@@ -101,8 +100,7 @@ class Allocator:
 
     def calibrates(self, iteration: int) -> bool:
         """Whether an iteration finishes its members at every candidate granularity."""
-        turn = iteration // self.algorithm.branch_rounds
-        return turn < FIRST or turn % self.algorithm.auto.calibrate_every == 0
+        return iteration < FIRST or iteration % self.algorithm.auto.calibrate_every == 0
 
     def choice(self) -> tuple[int, ...]:
         """A granularity for each branch step, such that the sum of rho^2 over the sum of costs is largest."""
@@ -111,7 +109,7 @@ class Allocator:
         for step in self.algorithm.branch_steps:
             agreements = [1.0, *(cautious(*sums) for sums in self._sums(step)[1:])]
             worths.append([rho**2 if rho >= floor else -math.inf for rho in agreements])
-            plain = (replace(self.algorithm, granularities=(c,), branch_steps=(step,), branch_rounds=1) for c in candidates)
+            plain = (replace(self.algorithm, granularities=(c,), branch_steps=(step,)) for c in candidates)
             costs.append([self._price_of_a_member(algorithm, 0) for algorithm in plain])
         return tuple(candidates[place] for place in best_ratio(worths, costs))
 

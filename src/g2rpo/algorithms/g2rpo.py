@@ -38,8 +38,7 @@ class GranularGRPO:
 
     Not the paper's: a granularity may be a list with one for each branch step; `granularities="auto"` chooses one for each step
     as the run goes (`allocation`), for no more evaluations than the finest candidate takes with `group_size` members, which
-    is what `plans` gives. `granularity_weights` weigh the granularities' advantages. `branch_rounds` deals the branch steps
-    into so many rounds (of every n-th step) that iterations take in turn.
+    is what `plans` gives. `granularity_weights` weigh the granularities' advantages.
     """
 
     name: Literal["g2rpo"] = "g2rpo"
@@ -48,7 +47,6 @@ class GranularGRPO:
     granularities: tuple[int | tuple[int, ...], ...] | Literal["auto"] = (1, 2, 3)
     granularity_weights: tuple[float, ...] | None = None
     auto: Auto = field(default_factory=Auto)
-    branch_rounds: int = 1
     eta: float = 0.7
     clip_range: float = 1e-4
     advantage_clip: float = 5.0
@@ -82,10 +80,6 @@ class GranularGRPO:
                 self.granularity_weights is not None and len(self.granularity_weights) != len(self.granularities),
                 f"granularity_weights must be one for each granularity, got {self.granularity_weights}",
             ),
-            (
-                not 1 <= self.branch_rounds <= len(self.branch_steps),
-                f"branch_rounds must be between 1 and the number of branch steps, got {self.branch_rounds}",
-            ),
             (not self.eta > 0, f"eta must be positive (without noise there is nothing to learn from), got {self.eta}"),
             (not self.clip_range > 0, f"clip_range must be positive, got {self.clip_range}"),
             (not self.kl_weight >= 0, f"kl_weight must not be negative, got {self.kl_weight}"),
@@ -103,7 +97,7 @@ class GranularGRPO:
             raise ValueError(f"{wrong}: a tail needs a step")
         return [
             Plan(step, step + 1, tuple(tail(step + 1, num_steps, grain, self.tail) for grain in self.granularities_at(step)))
-            for step in self.branch_steps[iteration % self.branch_rounds :: self.branch_rounds]
+            for step in self.branch_steps
         ]
 
     def granularities_at(self, step: int) -> tuple[int, ...]:

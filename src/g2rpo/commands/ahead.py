@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.filesize import decimal
 
-from g2rpo.commands.progress import counter
+from g2rpo.commands.progress import counter, say
 from g2rpo.config import Config
 from g2rpo.embeddings import CachedPolicy
 from g2rpo.prompts import PromptOrder
@@ -28,7 +28,7 @@ def encode_ahead(policy: CachedPolicy, prompts: Sequence[str], console: Console)
         if not policy.store.fits(len(missing) - 1, like=missing[0]):
             policy.warn(f"embedding cache {policy.store.folder}: {len(missing)} prompts need {size}, more than is free")
             return False
-        console.print(f"encoding {len(missing)} prompts, {size} in {policy.store.folder}", highlight=False, soft_wrap=True)
+        say(console, f"encoding {len(missing)} prompts, {size} in {policy.store.folder}")
         with counter(console, "prompts") as progress:
             task = progress.add_task("encoding", total=len(missing), completed=1)
             if not policy.fill(missing[1:], lambda: progress.advance(task)):

@@ -24,6 +24,7 @@ from rich.console import Console
 from g2rpo.commands.compare_results import Cell, write_results
 from g2rpo.commands.evaluate import config_settings
 from g2rpo.commands.jobs import Job, Workers, locked
+from g2rpo.commands.progress import say
 from g2rpo.commands.train import check, load_config
 from g2rpo.comparison import (
     PILOT_SEEDS,
@@ -343,4 +344,4 @@ def _some(jobs: Iterable[Job | None]) -> list[Job]:
 
 
 def _note(console: Console, cell: str) -> Callable[[str], None]:
-    return lambda message: console.print(f"{cell}: {message}", highlight=False, soft_wrap=True, markup=False)
+    return lambda message: say(console, f"{cell}: {message}")

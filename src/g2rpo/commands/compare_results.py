@@ -14,9 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from g2rpo.commands.progress import say
 from g2rpo.comparison import Judged, Line, Run, Study, curve, judged_scores, lines, save_curves
+from g2rpo.errors import UserError
 from g2rpo.files import write_whole
 from g2rpo.metrics import read_metrics
+from g2rpo.plain import parse_json, read_text
 from g2rpo.statistics import Interval
 
 
@@ -85,7 +88,7 @@ def write_results(
     for steps in study.steps:
         console.print(_console_table(table, steps, trained, prompts, study.seeds))
     for what in ("results.json", "results.md", "curves.png"):
-        console.print(f"  {out / what}", highlight=False, soft_wrap=True)
+        say(console, f"  {out / what}")
 
 
 def markdown(
@@ -173,8 +176,11 @@ def _console_table(table: Sequence[Line], steps: int, trained: Sequence[str], pr
 
 
 def _read_judged(folder: Path) -> Judged:
-    rows = (folder / "pictures.jsonl").read_text(encoding="utf-8").splitlines()
-    return judged_scores([json.loads(row) for row in rows])
+    path = folder / "pictures.jsonl"
+    try:
+        return judged_scores([parse_json(row) for row in read_text(path).split("\n") if row])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: is damaged ({error}); delete {folder} and the same command judges again") from None
 
 
 def _pictures(run: Path) -> int:

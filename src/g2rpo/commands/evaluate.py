@@ -15,10 +15,10 @@ from torch import Tensor
 
 from g2rpo import components
 from g2rpo.commands.ahead import encode_ahead
-from g2rpo.commands.progress import counter, warn_on
+from g2rpo.commands.progress import counter, say, warn_on
 from g2rpo.config import Config, differences, read_yaml, resolve_as, shift_of
 from g2rpo.errors import UserError
-from g2rpo.files import FileDigests, digest_of, write_whole
+from g2rpo.files import FileDigests, digest_of, local, write_whole
 from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.pictures import save_grid
 from g2rpo.runs import read_config, weights_path
@@ -88,7 +88,7 @@ def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console
     for steps in sorted(set(config.steps)):
         _save_grid(judging, steps)
     for what, where in (("numbers", results), ("pictures", out / "pictures.jsonl"), ("grids", out / "grid_steps_*.png")):
-        console.print(f"{what:>9}  {where}", highlight=False, soft_wrap=True)
+        say(console, f"{what:>9}  {where}")
 
 
 def results_table(judging: Judging) -> Table:
@@ -117,7 +117,7 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
     """Digests of prompts, tuned weights and model: a name may stand for something else by the time one goes on."""
     contents = {"prompts": digest_of(list(prompts)), "model": components.pipeline_identity(config.policy.path)}
     if config.weights is not None:
-        folder = Path(config.weights).expanduser()
+        folder = local(config.weights)
         if not folder.is_dir():
             raise UserError(f"weights {folder}: is no folder; name an adapter/ or a transformer/ that training wrote")
         contents["weights"] = FileDigests(None).of_folders(folder, [folder])
@@ -146,10 +146,10 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
     cached = components.cache_embeddings(policy, config.policy, config.cache, warn_on(console))
     done = len(judging.chunks()) - len(missing)
     if done:
-        console.print(f"{done} of {len(judging.chunks())} chunks in {out} are finished already", soft_wrap=True)
+        say(console, f"{done} of {len(judging.chunks())} chunks in {out} are finished already")
 
     def use_weights() -> None:
-        weights = Path(config.weights or "").expanduser()
+        weights = local(config.weights or "")
         try:
             policy.load(weights, config.strength)
         except (OSError, ValueError, RuntimeError) as error:
@@ -179,5 +179,8 @@ def _save_grid(judging: Judging, steps: int) -> None:
 
 
 def _read_picture(path: Path) -> Tensor:
-    with Image.open(path) as picture:
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+    except (OSError, SyntaxError) as error:
+        raise UserError(f"{path}: is damaged ({error}); delete it and the same command paints it again") from None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from g2rpo.commands.progress import say
 from g2rpo.errors import UserError
 
 
@@ -48,7 +49,7 @@ class Workers:
             try:
                 for done, future in enumerate(as_completed(futures), 1):
                     future.result()
-                    self.console.print(f"{done:>4} of {len(jobs)}  {futures[future].title}", highlight=False, soft_wrap=True)
+                    say(self.console, f"{done:>4} of {len(jobs)}  {futures[future].title}")
             except Exception:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from pathlib import Path
 
 from rich.console import Console
 
@@ -20,6 +20,7 @@ from g2rpo.cost.plan import SMALL, Answer, Instead, Plan, Target, find_target, m
 from g2rpo.cost.probe import by_probe
 from g2rpo.cost.seconds import Seconds
 from g2rpo.errors import UserError
+from g2rpo.files import local
 from g2rpo.prompts import PromptOrder
 
 
@@ -103,7 +104,7 @@ def _on_disk(config: Config) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     path = config.policy.path
-    if path == "testbed" or Path(path).expanduser().is_dir():
+    if path == "testbed" or os.path.isdir(local(path)):
         return True
     return isinstance(try_to_load_from_cache(path, "model_index.json"), str)
 

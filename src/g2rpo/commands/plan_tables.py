@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from g2rpo.commands.progress import say
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.memory import RESERVE, SLACK
@@ -19,7 +20,7 @@ def show(answer: Answer, console: Console) -> None:
     """Prints an answer as tables."""
     plan, target, policy = answer.plan, answer.target, answer.plan.config.policy
     console.print(
-        f"[bold]{answer.recipe}[/] on {target.name}: a transformer of {_millions(plan.parameters)} parameters, "
+        f"[bold]{escape(answer.recipe)}[/] on {target.name}: a transformer of {_millions(plan.parameters)} parameters, "
         f"{_millions(plan.trained_parameters)} trained ({policy.tuning}, {policy.dtype}); "
         f"{policy.width}x{policy.height} pixels, {plan.shapes.image_tokens} image tokens and {plan.shapes.text_tokens} of text",
         highlight=False,
@@ -143,7 +144,7 @@ def _verdict(answer: Answer, console: Console) -> None:
         return
     took = f" and takes {_duration(instead.seconds.run)}" if instead.seconds else ""
     console.print(f"With this it needs {_size(instead.needed)}{took}:", highlight=False)
-    console.print(f"  {' '.join(instead.overrides)}", highlight=False, soft_wrap=True, markup=False)
+    say(console, f"  {' '.join(instead.overrides)}")
 
 
 def _size(size: float) -> str:

@@ -35,6 +35,11 @@ def counter(console: Console, unit: str) -> Progress:
     )
 
 
+def say(console: Console, line: str) -> None:
+    """A line as it is: names of files and recipes are no markup."""
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
 def warn_on(console: Console) -> Callable[[str], None]:
     """A function that prints warnings."""
     return lambda message: console.print(f"[yellow]{escape(message)}[/]", highlight=False, soft_wrap=True)

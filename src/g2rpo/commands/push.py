@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from g2rpo.commands.progress import say
 from g2rpo.errors import UserError
 from g2rpo.runs import weights_path
 
@@ -27,5 +28,5 @@ def push(run: Path, repository: str, *, private: bool, console: Console, api: An
         address = str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Weights tuned with g2rpo"))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"{repository}: the hub refused the upload: {error}") from error
-    console.print(f"pushed {folder} to {address}", soft_wrap=True, highlight=False)
+    say(console, f"pushed {folder} to {address}")
     return address

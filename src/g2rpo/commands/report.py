@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from g2rpo.commands.progress import say
 from g2rpo.errors import UserError
 from g2rpo.report.history import read_runs
 from g2rpo.report.page import render
@@ -22,5 +23,5 @@ def report(directories: Sequence[Path], out: Path | None, console: Console) -> P
         path.write_bytes(page)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-    console.print(f"{path} ({len(page) / 1e6:.1f} MB)", soft_wrap=True, highlight=False)
+    say(console, f"{path} ({len(page) / 1e6:.1f} MB)")
     return path

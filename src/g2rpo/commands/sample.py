@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from g2rpo import components
+from g2rpo.commands.progress import say
 from g2rpo.config import PolicyConfig, Shift, shift_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation import sample_images
@@ -61,4 +62,4 @@ def sample(
             )
     shown = min(8, len(prompts))
     save_grid(out / "grid.png", [images[:shown]], prompts[:shown], [""])
-    console.print(f"{len(images)} pictures in {out}, the first {shown} side by side in {out / 'grid.png'}", soft_wrap=True)
+    say(console, f"{len(images)} pictures in {out}, the first {shown} side by side in {out / 'grid.png'}")

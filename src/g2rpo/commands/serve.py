@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from rich.console import Console
 
 from g2rpo import components
+from g2rpo.commands.progress import say
 from g2rpo.config import RewardConfig, parse_options
 from g2rpo.errors import UserError
 from g2rpo.rewards.server import RewardServer
+from g2rpo.rewards.transport import token_from
 
 
 def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, console: Console) -> None:
     """Loads reward `kind` with key=value `options` and serves it until interrupted."""
-    token = None
-    if token_env is not None:
-        token = os.environ.get(token_env)
-        if not token:
-            raise UserError(f"--token-env {token_env}: this environment variable is not set")
+    try:
+        token = token_from(token_env)
+    except ValueError as error:
+        raise UserError(f"--token-env {token_env}: {error}") from None
     reward = components.build_rewards({kind: RewardConfig(kind=kind, options=parse_options(options))})[kind]
     try:
         server = RewardServer(reward, host, port, token=token)
     except (ValueError, OSError, OverflowError) as error:
         raise UserError(f"cannot serve on {host}:{port}: {error}") from error
     with server:
-        console.print(f"{kind} at {server.address}; use it as", highlight=False, soft_wrap=True)
+        say(console, f"{kind} at {server.address}; use it as")
         console.print(
             f"  rewards.{kind}.kind=http rewards.{kind}.options.url={server.address}", highlight=False, soft_wrap=True
         )

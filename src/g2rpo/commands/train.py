@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from g2rpo import components, recipes
 from g2rpo.commands.ahead import encode_ahead, prompts_to_come
-from g2rpo.commands.progress import warn_on
+from g2rpo.commands.progress import say, warn_on
 from g2rpo.config import Config, read_yaml, resolve
 from g2rpo.distributed import ALONE, World, joined
 from g2rpo.embeddings import CachedPolicy
@@ -38,7 +40,7 @@ def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], Non
     """The config of a recipe's name or a YAML file, with overrides; `note` hears what an override leaves out."""
     if recipe.endswith((".yaml", ".yml")):
         return resolve(read_yaml(Path(recipe)), overrides, recipe, note)
-    if Path(recipe).is_dir():
+    if os.path.isdir(recipe):
         raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
     return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", note)
 
@@ -114,7 +116,7 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
         if not world.leads:
             console = Console(quiet=True)
         for note in notes:
-            console.print(note, highlight=False, soft_wrap=True, markup=False)
+            say(console, note)
         fingerprint = torch.tensor(list(bytes.fromhex(digest_of(config.model_dump(mode="json")))))
         if parted := world.differing(fingerprint):
             raise UserError(
@@ -130,14 +132,14 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
     """One rank's part."""
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
-    console.print(f"[bold]{name}[/]{ranks}: building the policy, {len(config.rewards)} rewards and the prompts ...")
+    console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {len(config.rewards)} rewards and the prompts ...")
     warn = warn_on(console) if world.leads else partial(_warn_from, world.rank)
     trainer = build_trainer(config, directory, warn, world)
     if world.leads:
         claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:
         for complaint in trainer.resume():
-            console.print(f"[yellow]{complaint}; falling back to an older one[/]")
+            console.print(f"[yellow]{escape(complaint)}; falling back to an older one[/]")
         console.print(f"resuming after iteration {trainer.iteration}")
     if world.leads:
         record_start(directory, trainer.iteration, trainer.policy.device)
@@ -168,9 +170,9 @@ def _show_results(trainer: Trainer, weights: Path, table: dict[str, Comparison],
         ("weights", weights),
         ("metrics", directory / "metrics.jsonl"),
     ):
-        console.print(f"{what:>13}  {where}", soft_wrap=True, highlight=False)
-    console.print(f"{'report':>13}  g2rpo report {directory}", soft_wrap=True, highlight=False)
-    console.print(f"{'draw':>13}  g2rpo sample --run {directory} 'two red circles'", soft_wrap=True, highlight=False)
+        say(console, f"{what:>13}  {where}")
+    say(console, f"{'report':>13}  g2rpo report {directory}")
+    say(console, f"{'draw':>13}  g2rpo sample --run {directory} 'two red circles'")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,9 @@ from torch import nn
 from g2rpo import components
 from g2rpo.config import PolicyConfig
 from g2rpo.errors import UserError
+from g2rpo.plain import parse_json, read_text
 
+LIBRARIES = ("diffusers", "transformers")
 Part = tuple[str, dict[str, Any]]
 """A class, as "library:Name", and its config."""
 
@@ -43,10 +44,15 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
         return known
     path, kind = components.locate_pipeline(config.path, config.pipeline)
     index = _read(path, "model_index.json")
-    parts = {
-        name: (f"{entry[0]}:{entry[1]}", _read(path, f"{name}/config.json"))
+    models = {
+        name: entry
         for name, entry in index.items()
-        if isinstance(entry, list) and name.startswith(("transformer", "vae", "text_encoder")) and entry[0] is not None
+        if isinstance(entry, list) and len(entry) == 2 and name.startswith(("transformer", "vae", "text_encoder"))
+    }
+    parts = {
+        name: (f"{library}:{kind}", _read(path, f"{name}/config.json"))
+        for name, (library, kind) in models.items()
+        if library is not None
     }
     return Blueprint(kind, parts, _read(path, "tokenizer/tokenizer_config.json").get("model_max_length", 77))
 
@@ -57,8 +63,8 @@ def _read(pipeline: str, file: str) -> dict[str, Any]:
     folder = Path(pipeline)
     try:
         local = folder / file if folder.is_dir() else Path(hf_hub_download(pipeline, file))
-        return json.loads(local.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return dict(parse_json(read_text(local)))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"policy.path={pipeline}: its {file} cannot be read: {error}") from None
 
 
@@ -66,7 +72,13 @@ def on_meta(part: Part) -> nn.Module:
     """The module of a part, on the meta device."""
     target, config = part
     library, _, name = target.partition(":")
-    kind = getattr(importlib.import_module(library), name)
+    if library not in LIBRARIES:  # to import what a downloaded file names is to run it
+        raise UserError(
+            f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(LIBRARIES)} are loaded"
+        )
+    kind: Any = getattr(importlib.import_module(library), name, None)
+    if nn.Module not in getattr(kind, "__mro__", ()):
+        raise UserError(f"policy.path: its model_index.json names {library}'s {name}, which is no model")
     with torch.device("meta"):
         return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
 

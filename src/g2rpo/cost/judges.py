@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo.config import RewardConfig
 from g2rpo.cost.blueprint import size_of
+from g2rpo.files import local
 from g2rpo.rewards.open_clip import VIT_H_14, clip_config
 
 LARGE_14 = {
@@ -87,7 +87,7 @@ def _clip(kind: str, options: dict[str, Any]) -> Any:
     path = str(options.get("clip", "openai/clip-vit-large-patch14") if kind == "aesthetic" else options.get("path"))
     if path in CLIPS:
         return clip_config(CLIPS[path])
-    folder = Path(path).expanduser()
+    folder = local(path)
     if (folder / "open_clip_config.json").is_file():
         return clip_config(json.loads((folder / "open_clip_config.json").read_text(encoding="utf-8"))["model_cfg"])
     return CLIPConfig.from_pretrained(folder) if (folder / "config.json").is_file() else None

@@ -50,7 +50,7 @@ class Target:
 
 def find_target(device: str) -> Target:
     """The target that `device` names: "auto", "cpu" or "cuda" on this machine, or a card of `cards.CARDS`."""
-    device = components.pick_device(device)
+    device = components.pick_device(device) if device == "auto" else device
     if device == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Target("this machine's CPU", False, True, memory, None)

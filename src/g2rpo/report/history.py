@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 from g2rpo.config import Config
 from g2rpo.errors import UserError
 from g2rpo.metrics import Row, read_metrics
+from g2rpo.plain import parse_json, read_text
 from g2rpo.runs import STARTS, read_config
 
 
@@ -128,16 +128,27 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 
 def _read(directory: Path, name: str) -> Run:
     config = read_config(directory)
+    rows = read_metrics(directory)
     starts, results = directory / STARTS, directory / "results.json"
     try:
-        rows = read_metrics(directory)
-        started = [json.loads(line) for line in starts.read_text("utf-8").splitlines()] if starts.exists() else []
-        result = json.loads(results.read_text("utf-8")) if results.exists() else None
-    except ValueError as error:
-        raise UserError(f"{directory}: metrics.jsonl, {STARTS} or results.json is damaged: {error}") from None
-    if result is not None and rows:
-        result.setdefault("iteration", rows[-1]["iteration"])  # it did not say before 0.1.0 was released, and was written last
+        started = [dict(parse_json(line)) for line in read_text(starts).split("\n") if line] if starts.exists() else []
+        result = _checked(parse_json(read_text(results)), rows) if results.exists() else None
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{directory}: {STARTS} or results.json is damaged: {error}") from None
     return Run(name, directory, config, rows, started, result)
+
+
+def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:
+    """results.json if it is what a run writes; ValueError, KeyError or TypeError if not."""
+    results = dict(results)
+    if rows:
+        results.setdefault("iteration", rows[-1]["iteration"])  # it did not say before 0.1.0 was released, and was written last
+    for row in results["rewards"].values():
+        if not all(isinstance(row[key], int | float) for key in ("base", "tuned", "error")):
+            raise ValueError("a reward's result is no number")
+    if not isinstance(results["iteration"], int):
+        raise ValueError("its iteration is no whole number")
+    return results
 
 
 def _paired(base: Row, tuned: Row, names: Sequence[str]) -> dict[str, dict[str, float]]:

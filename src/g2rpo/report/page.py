@@ -306,7 +306,7 @@ def _step_words(what: str) -> tuple[str, str]:
         "spread": (f"Spread of {name}", "standard deviation within a group"),
         "advantage": ("Advantage size", "mean |advantage|"),
         "agreement": ("Agreement of tails", "rank correlation of a group's rewards between granularities; 1: the same order"),
-    }[kind]
+    }.get(kind, (what, ""))
 
 
 def health(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:

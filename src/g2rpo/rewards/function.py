@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo.files import local
 from g2rpo.rewards.pixels import check_batch
 
 
@@ -24,7 +25,7 @@ def load_function(target: str) -> Callable[..., Any]:
     path, colon, name = target.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
         raise ValueError(f"a function is named 'path/to/file.py:function', got {target!r}")
-    file = Path(path).expanduser().resolve()
+    file = local(path).resolve()
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file (from {target!r})")
     found = getattr(_run(file), name, None)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,7 +22,9 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.rewards.pixels import score_in_batches, to_pil
-from g2rpo.rewards.transport import NoAnswer, endpoint, request_json, token_from, with_retries
+from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def encode_png(picture: Image.Image) -> str:
@@ -57,6 +58,9 @@ class RemoteReward:
         self.url, self.token = endpoint(url, "/score"), token_from(token_env)
         self.batch_size, self.concurrency = batch_size, concurrency
         self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
+        check_patience(timeout_s=timeout_s, retries=retries, backoff_s=backoff_s, concurrency=concurrency)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if check:
             request_json(endpoint(url, "/health"), token=self.token, timeout_s=min(timeout_s, 10.0))
 
@@ -86,7 +90,7 @@ def parse_scores(answer: Any, count: int, url: str) -> Tensor:
     """`count` scores from a server's JSON, null and non-finite as NaN; `NoAnswer` if it is anything else."""
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
-        raise NoAnswer(f"{url} should answer {{'scores': [{count} numbers]}}, got {str(answer)[:200]}")
+        raise NoAnswer(f"{url} should answer {{'scores': [{count} numbers]}}, got {brief(answer)}")
     if not all(s is None or (isinstance(s, int | float) and not isinstance(s, bool)) for s in scores):
-        raise NoAnswer(f"{url} answered scores that are not numbers: {str(scores)[:200]}")
-    return torch.tensor([torch.nan if s is None or not math.isfinite(s) else float(s) for s in scores])
+        raise NoAnswer(f"{url} answered scores that are not numbers: {brief(scores)}")
+    return torch.tensor([torch.nan if s is None or not abs(s) < LARGEST else float(s) for s in scores])

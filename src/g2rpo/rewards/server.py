@@ -20,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+import urllib.parse
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.plain import is_text, parse_json
 from g2rpo.types import Reward
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ class Limits:
     images: int = 256
     pixels: int = 2**26  # of all pictures of a request together: 64 pictures of 1024 x 1024
     prompt_chars: int = 20_000
-    read_s: float = 60.0  # for the whole body
+    read_s: float = 60.0  # for all headers, and again for the whole body
+    connections: int = 64  # at a time; more are closed at once, which clients retry
     requests: int = 8  # being read or scored at a time
     wait_s: float = 30.0  # for one of those places, before the answer is 503, which clients retry
 
@@ -69,7 +72,7 @@ def decode_png(text: str, pixels_left: int) -> Tensor:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
             _check_size(*picture.size, pixels_left)  # a second header could have changed it; nothing is decoded yet
             array = np.asarray(picture.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow promises no particular ones for a file that someone has tampered with
         raise BadRequest(400, f"an image is a broken PNG: {type(error).__name__}") from error
     return torch.from_numpy(array.copy()).permute(2, 0, 1)
 
@@ -80,10 +83,10 @@ def _check_size(width: int, height: int, pixels_left: int) -> None:
 
 
 def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str]]:
-    """Pictures [B, 3, H, W], float in [0, 1], and prompts of a request's JSON; `BadRequest` if it is not as agreed."""
+    """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; `BadRequest` if it is not as agreed."""
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(body)
+    except ValueError as error:
         raise BadRequest(400, "the body is not JSON") from error
     fields = content if isinstance(content, dict) else {}
     images, prompts = _strings(fields.get("images")), _strings(fields.get("prompts"))
@@ -93,6 +96,8 @@ def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str]]:
         raise BadRequest(413, f"{len(images)} images in one request; at most {limits.images}")
     if max(map(len, prompts)) > limits.prompt_chars:
         raise BadRequest(413, f"a prompt has more than {limits.prompt_chars} characters")
+    if not all(map(is_text, prompts)):
+        raise BadRequest(400, "a prompt has a character that no text may have (NUL, or half of a pair)")
     decoded: list[Tensor] = []
     left = limits.pixels
     for text in images:
@@ -100,7 +105,7 @@ def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str]]:
         left -= decoded[-1].shape[1] * decoded[-1].shape[2]
     if len({picture.shape for picture in decoded}) > 1:
         raise BadRequest(400, "the images of one request must have one size")
-    return torch.stack(decoded).float() / 255, prompts
+    return torch.stack(decoded), prompts
 
 
 def _strings(value: Any) -> list[str]:
@@ -109,14 +114,41 @@ def _strings(value: Any) -> list[str]:
 
 
 _ROUTES = "there are GET /health and POST /score"
-_LINGER_S = 5.0
+_LINGER_S, _WRITE_S = 5.0, 30.0
+
+
+class _Input(io.RawIOBase):
+    """What a connection says until `deadline`, then TimeoutError: a client that drips a byte at a time is no exception."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self.connection = connection
+        self.allow(seconds)
+
+    def allow(self, seconds: float) -> None:
+        """From now."""
+        self.deadline = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.connection.settimeout(max(1e-3, self.deadline - time.monotonic()))
+        try:
+            return self.connection.recv_into(buffer)
+        finally:
+            self.connection.settimeout(_WRITE_S)
 
 
 class _Handler(BaseHTTPRequestHandler):
     """One connection, one request."""
 
     server: RewardServer
-    timeout = 30  # seconds that a read or write may stall
+
+    def setup(self) -> None:
+        super().setup()
+        self.input = _Input(self.connection, self.server.limits.read_s)
+        self.rfile = io.BufferedReader(self.input)
+        self.connection.settimeout(_WRITE_S)
 
     def do_GET(self) -> None:
         try:
@@ -128,9 +160,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(error.status, {"error": str(error)})
 
     def do_POST(self) -> None:
-        if not self.server.slots.acquire(timeout=self.server.limits.wait_s):
-            return self._refuse(BadRequest(503, "busy"))
         try:
+            self._authorize()
+            if self.path != "/score":
+                raise BadRequest(404, _ROUTES)
             self._answer(200, {"scores": self._scores()})
         except BadRequest as error:
             self._refuse(error)
@@ -139,21 +172,24 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # the reward's own failure: the server lives on, the client may try again
             log.exception("the reward failed")
             self._answer(500, {"error": f"the reward failed with {type(error).__name__}; the server's log says more"})
-        finally:
-            self.server.slots.release()
 
     def _scores(self) -> list[float | None]:
-        self._authorize()
-        if self.path != "/score":
-            raise BadRequest(404, _ROUTES)
-        images, prompts = parse_request(self._body(), self.server.limits)
-        with self.server.one_at_a_time:
-            scores = self.server.reward(images, prompts)
+        if not self.server.slots.acquire(timeout=self.server.limits.wait_s):
+            raise BadRequest(503, "busy")
+        try:
+            images, prompts = parse_request(self._body(), self.server.limits)
+            with self.server.one_at_a_time:  # in float32 they are four times as large, so only those of one request
+                scores = self.server.reward(images.float() / 255, prompts)
+        finally:
+            self.server.slots.release()
         return [float(s) if math.isfinite(s) else None for s in scores.tolist()]
 
     def _authorize(self) -> None:
         token = self.server.token
         given = self.headers.get("Authorization", "")
+        if token is None and not is_loopback(_host_of(self.headers.get("Host", "localhost"))):
+            # a web page can make its own name mean this machine, and would then be allowed to read the answers
+            raise BadRequest(403, "without a token this server answers to loopback addresses only")
         if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise BadRequest(401, "a valid token is needed: Authorization: Bearer ...")
 
@@ -166,16 +202,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise BadRequest(411, "a Content-Length is needed")
         if int(length) > self.server.limits.body_bytes:
             raise BadRequest(413, f"the body is larger than {self.server.limits.body_bytes} bytes")
-        deadline, body = time.monotonic() + self.server.limits.read_s, bytearray()
-        while len(body) < int(length):
-            try:
-                piece = self.rfile.read1(min(65536, int(length) - len(body)))
-            except TimeoutError as error:
-                raise BadRequest(408, "the body came too slowly") from error
-            if not piece or time.monotonic() > deadline:
-                raise BadRequest(408, "the body did not come in time")
-            body += piece
-        return bytes(body)
+        self.input.allow(self.server.limits.read_s)
+        try:
+            body = self.rfile.read(int(length))
+        except TimeoutError as error:
+            raise BadRequest(408, "the body did not come in time") from error
+        if len(body) < int(length):
+            raise BadRequest(400, "the body is shorter than its Content-Length")
+        return body
 
     def _answer(self, status: int, content: dict[str, Any]) -> None:
         data = json.dumps(content, allow_nan=False).encode()
@@ -191,14 +225,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(error.status, {"error": str(error)})
         self.wfile.flush()
         self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(1.0)
-        deadline = time.monotonic() + _LINGER_S
+        self.input.allow(_LINGER_S)
         with contextlib.suppress(OSError):
-            while time.monotonic() < deadline and self.rfile.read1(65536):
+            while self.rfile.read1(65536):
                 pass
 
     def log_message(self, format: str, *args: Any) -> None:
-        log.info("%s %s", self.address_string(), format % args)
+        log.info("%s %s", self.address_string(), ascii(format % args))  # no control characters in a log
 
 
 class RewardServer(ThreadingHTTPServer):
@@ -225,7 +258,21 @@ class RewardServer(ThreadingHTTPServer):
         self.name = type(reward).__name__
         self.one_at_a_time = threading.Lock()
         self.slots = threading.BoundedSemaphore(self.limits.requests)
+        self.connections = threading.BoundedSemaphore(self.limits.connections)
         super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            log.warning("a connection from %s was closed: there are %d already", client_address, self.limits.connections)
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.warning("a connection from %s broke", client_address, exc_info=True)
@@ -234,6 +281,14 @@ class RewardServer(ThreadingHTTPServer):
     def address(self) -> str:
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}"
+
+
+def _host_of(header: str) -> str:
+    """The name in a Host header; "" if there is none."""
+    try:
+        return urllib.parse.urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:

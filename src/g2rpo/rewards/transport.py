@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
 import os
 import random
+import reprlib
+import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from g2rpo.plain import parse_json
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,21 +42,48 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def endpoint(url: str, path: str) -> str:
-    """`url` + `path`; ValueError unless `url` is an http(s) address without a query."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"an endpoint is an address like http://127.0.0.1:8000, got {url!r}")
+    """`url` + `path`; ValueError unless `url` is an http(s) address without a query, a user or a password.
+
+    The message does not repeat what could hold a secret: configs, logs and cards must not either.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"an endpoint is an address like http://127.0.0.1:8000; this is none ({error})") from None
+    if not usable or parts.query or parts.fragment or not url.isprintable() or " " in url:
+        raise ValueError(f"an endpoint is an address like http://127.0.0.1:8000, got {shown!r}")
+    if "@" in parts.netloc:
+        raise ValueError(f"{shown}: a password in an address would end in configs and logs; name a token's variable")
     return url.rstrip("/") + path
 
 
 def token_from(variable: str | None) -> str | None:
-    """The secret in the environment variable `variable`; ValueError if it is named but not set."""
+    """The secret in the environment variable `variable`, without white space around it.
+
+    ValueError, which does not repeat it, if it is named but not set, or could not stand in a header.
+    """
     if variable is None:
         return None
-    value = os.environ.get(variable, "")
+    value = os.environ.get(variable, "").strip()
     if not value:
         raise ValueError(f"the environment variable {variable} should hold the endpoint's token, but it is not set")
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(f"the environment variable {variable} holds more than printable ASCII; a token has nothing else")
     return value
+
+
+def check_patience(*, timeout_s: float, retries: int, backoff_s: float, concurrency: int) -> None:
+    """Raise ValueError for settings with which nothing would be asked, or waiting would not end."""
+    for name, value, low, high in (
+        ("timeout_s", timeout_s, 1e-3, 86_400),
+        ("retries", retries, 0, 1000),
+        ("backoff_s", backoff_s, 0, 3600),
+        ("concurrency", concurrency, 1, 1000),
+    ):
+        if not low <= value <= high:
+            raise ValueError(f"{name} must be from {low} to {high}, got {value}")
 
 
 def request_json(
@@ -74,40 +107,98 @@ def request_json(
     handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
     if urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
         handlers.append(urllib.request.ProxyHandler({}))  # a proxy cannot see this machine's loopback
-    deadline = time.monotonic() + timeout_s
+    deadline, sockets = time.monotonic() + timeout_s, list[socket.socket]()
+    handlers += [_HTTP(sockets), _HTTPS(sockets)]
+    # A socket's own timeout bounds one read, which who drips a byte at a time never meets. So it is shut in the end.
+    shut = threading.Timer(timeout_s, _shut, [sockets])
+    shut.daemon = True
+    shut.start()
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-            return json.loads(_read(response, deadline, max_bytes))
+            return parse_json(_read(response, deadline, max_bytes))
     except urllib.error.HTTPError as error:
         message = f"{url} answered {error.code}: {_explanation(error)}"
         if 400 <= error.code < 500 and error.code not in (408, 429):
             raise Refused(message) from error
         raise NoAnswer(message) from error
-    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, NoAnswer):
             raise
-        raise NoAnswer(f"{url}: {type(error).__name__}: {error}") from error
+        if time.monotonic() >= deadline:  # whatever it looked like when the socket was shut
+            raise NoAnswer(f"{url} did not finish its answer in time") from error
+        raise NoAnswer(f"{url}: {type(error).__name__}: {_printable(str(error))}") from error
+    finally:
+        shut.cancel()
 
 
 def _explanation(error: urllib.error.HTTPError) -> str:
     """The first words of an error's body, or its status in words."""
     try:
         with error:
-            return error.read(300).decode(errors="replace").strip() or error.reason
-    except (OSError, http.client.HTTPException):  # the status is known; a body that does not come is no news
-        return error.reason
+            return _printable(error.read1(300).decode(errors="replace").strip() or error.reason)
+    except (OSError, http.client.HTTPException, ValueError):  # the status is known; a body that does not come is no news
+        return _printable(error.reason)
+
+
+def _printable(text: str) -> str:
+    """What a server says goes to terminals and logs: on one line, and no control characters."""
+    return "".join(character if character.isprintable() else " " for character in text[:300])
+
+
+def brief(answer: Any) -> str:
+    """The beginning of an answer, for messages; printable, however deep it is."""
+    return reprlib.repr(answer)
+
+
+def _shut(sockets: list[socket.socket]) -> None:
+    for each in sockets:
+        with contextlib.suppress(OSError):  # it is closed already
+            socket.socket.shutdown(each, socket.SHUT_RDWR)  # TLS has a shutdown of its own, which would wait
+
+
+class _HTTP(urllib.request.HTTPHandler):
+    """Keeps the sockets it opens in a list."""
+
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        super().__init__()
+        self.sockets = sockets
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_noting(http.client.HTTPConnection, self.sockets), request)
+
+
+class _HTTPS(urllib.request.HTTPSHandler):
+    """The same with TLS."""
+
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        super().__init__()
+        self.sockets = sockets
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_noting(http.client.HTTPSConnection, self.sockets), request)
+
+
+def _noting(kind: Any, sockets: list[socket.socket]) -> Any:
+    """The connection class `kind`, which adds its socket to `sockets`."""
+
+    class Connection(kind):
+        def connect(self) -> None:
+            super().connect()
+            sockets.append(self.sock)
+
+    return Connection
 
 
 def _read(response: Any, deadline: float, max_bytes: int) -> bytes:
-    """The body, as long as it is neither too slow nor too long; the socket's own timeout only bounds each piece."""
+    """The body, as long as it is neither too slow nor too long."""
     pieces, size = [], 0
     while piece := response.read1(65536):
         size += len(piece)
         if size > max_bytes:
             raise NoAnswer(f"{response.url} answered more than {max_bytes} bytes")
-        if time.monotonic() > deadline:
-            raise NoAnswer(f"{response.url} did not finish its answer in time")
         pieces.append(piece)
+    if time.monotonic() >= deadline:  # the end was not the end: the socket was shut
+        raise NoAnswer(f"{response.url} did not finish its answer in time")
     return b"".join(pieces)
 
 
@@ -123,6 +214,6 @@ def with_retries(call: Callable[[], T], *, retries: int, backoff_s: float, what:
         except NoAnswer as error:
             last = error
             if attempt < retries:
-                time.sleep(min(30.0, backoff_s * 2**attempt) * random.uniform(0.5, 1.0))
+                time.sleep(min(30.0, backoff_s * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0))
     log.warning("%s: no score after %d attempts: %s", what, retries + 1, last)
     return None

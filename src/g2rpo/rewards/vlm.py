@@ -19,7 +19,7 @@ from torch import Tensor
 
 from g2rpo.rewards.pixels import score_in_batches, to_pil
 from g2rpo.rewards.remote import encode_png
-from g2rpo.rewards.transport import NoAnswer, endpoint, request_json, token_from, with_retries
+from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,11 @@ FORMS = {
 }
 _LOW, _HIGH = 1.0, 5.0
 # "(1-5)", bold marks and a colon may stand before the number; a range ("1-5", "1 to 5") is an instruction, not a score
-_NUMBER = r"[\s*_]*(?:\(\s*1\s*-\s*5\s*\))?[\s*_]*:[\s*_<]*(\d+(?:\.\d+)?)(?![\d.]*\s*(?:-|to)\s*\d)"
+# Every repetition is bounded: an answer of a million blanks would otherwise be tried in a million ways.
+_NUMBER = (
+    r"[\s*_]{0,20}(?:\(\s{0,9}1\s{0,9}-\s{0,9}5\s{0,9}\))?[\s*_]{0,20}:[\s*_<]{0,20}"
+    r"(\d{1,9}(?:\.\d{1,9})?)(?![\d.]{0,20}\s{0,20}(?:-|to)\s{0,20}\d)"
+)
 
 
 def parse_scores(text: str, names: Sequence[str]) -> float:
@@ -106,6 +110,7 @@ class VLMJudge:
         self.settings = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self.image_size, self.concurrency = image_size, concurrency
         self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
+        check_patience(timeout_s=timeout_s, retries=retries, backoff_s=backoff_s, concurrency=concurrency)
         if check:
             request_json(endpoint(url, "/models"), token=self.token, timeout_s=min(timeout_s, 10.0))
 
@@ -139,7 +144,7 @@ def answer_text(answer: Any) -> str:
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:
-        raise NoAnswer(f"not a chat completion: {str(answer)[:200]}") from error
+        raise NoAnswer(f"not a chat completion: {brief(answer)}") from error
     if not isinstance(text, str):
-        raise NoAnswer(f"a chat completion without text: {str(answer)[:200]}")
+        raise NoAnswer(f"a chat completion without text: {brief(answer)}")
     return text

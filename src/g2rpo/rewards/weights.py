@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from g2rpo.files import local
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -30,16 +33,16 @@ def fetch(path: str | Path, *names: str) -> Path:
     Raises `MissingFile` if it holds none of them, and another FileNotFoundError if there is no such place or the
     repository cannot be asked and is not in the cache.
     """
-    local = Path(path).expanduser()
-    if local.is_file():
-        return local
-    if local.is_dir():
+    place = local(path)
+    if os.path.isfile(place):  # unlike Path.is_file, it has an answer for names that no disk allows
+        return place
+    if os.path.isdir(place):
         for name in names:
-            if (local / name).is_file():
-                return local / name
-        held = ", ".join(sorted(p.name for p in local.iterdir())[:12]) or "nothing"
-        raise MissingFile(f"{local} has no {' or '.join(names)}; it holds {held}")
-    if local.is_absolute() or str(path).count("/") != 1 or str(path).startswith((".", "~")):
+            if (place / name).is_file():
+                return place / name
+        held = ", ".join(sorted(p.name for p in place.iterdir())[:12]) or "nothing"
+        raise MissingFile(f"{place} has no {' or '.join(names)}; it holds {held}")
+    if place.is_absolute() or str(path).count("/") != 1 or str(path).startswith((".", "~")):
         raise FileNotFoundError(f"{path} is neither a file, a folder, nor a Hugging Face repository id (owner/name)")
     return _download(str(path), names)
 
@@ -65,9 +68,13 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
     holds something else.
     """
     if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(path)
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged, or no safetensors file ({error})") from None
     try:
         # Mapped where the format allows it, so that several processes on a machine share one copy of the file in memory.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -76,6 +83,8 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
             f"{path} holds more than tensors, and unpickling it could run any code. If you trust its source, load it "
             f"yourself once and save its state dict with safetensors. ({str(error).splitlines()[0]})"
         ) from error
+    except Exception as error:  # torch promises no particular ones for a file that is damaged
+        raise ValueError(f"{path} is damaged, or no torch file ({type(error).__name__}: {error})") from error
     if key is not None and isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
         content = content[key]
     elif key is not None:

@@ -1,0 +1,108 @@
+"""Plain data from what others wrote: YAML and JSON without what makes a reader run code, expand, loop or wait."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPTH = 32
+"""Levels of lists and mappings; ours have five."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1's plain kinds. No aliases: a few lines of them name billions of values, or a list inside itself. No tags, and no
+    dates: nothing here means one, and none comes back from a file as it went in."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way)
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":merge", ":value"))]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("has an alias (*name); write the value out")
+        if self.peek_event().tag is not None:
+            raise ValueError("has a tag (!name); only plain values are read")
+        self.depth += 1
+        if self.depth > DEPTH:
+            raise ValueError(f"is nested more than {DEPTH} levels deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise ValueError(f"has the key '{key.value}' twice")
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: Any) -> Any:
+        text = super().construct_scalar(node)
+        if not is_text(text):
+            raise ValueError("has a character that no text may have (NUL, or half of a pair)")
+        return text
+
+    def construct_yaml_int(self, node: Any) -> int:
+        if len(node.value) > 20 or abs(number := super().construct_yaml_int(node)) >= 2**63:
+            raise ValueError(f"has a whole number of more than 63 bits, {node.value:.20}...")
+        return number
+
+    def construct_yaml_float(self, node: Any) -> float:
+        if not math.isfinite(number := super().construct_yaml_float(node)):
+            raise ValueError(f"has a number that is not finite, {node.value:.20}")
+        return number
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", getattr(_Loader, f"construct_yaml_{_kind}"))
+
+
+def parse_yaml(text: str) -> Any:
+    """The plain data (None, bool, int, float, str, list, dict) in `text`. ValueError says what is wrong with it.
+
+    Refused: tags, aliases, keys that appear twice, more than `DEPTH` levels, numbers that are not finite, integers that 64 bits
+    do not hold, characters that files and terminals cannot carry. Dates are words.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader that knows less)
+    except yaml.YAMLError as error:
+        raise ValueError(f"is no YAML: {error}") from None
+
+
+def is_text(text: str) -> bool:
+    """Whether `text` can be written to a file, a terminal and a file's name: no NUL, no lone half of a surrogate pair."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The data in `text`; ValueError also where it is nested deeper than Python can follow."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def read_text(path: Path, largest: int | None = None) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark. ValueError, not OSError, says why there is none.
+
+    Only regular files are read: a pipe may never end, and has nothing for a second reader.
+    """
+    try:
+        state = path.stat()
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError("cannot be read (it is no regular file)")
+        if largest is not None and state.st_size > largest:
+            raise ValueError(f"is {state.st_size} bytes large; at most {largest} are read")
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte {error.start}); convert it, say with iconv") from None

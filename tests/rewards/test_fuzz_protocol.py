@@ -1,0 +1,198 @@
+"""The reward protocol with all that can come over a wire, both ways: a sound answer or a named refusal."""
+
+import base64
+import contextlib
+import json
+import math
+import socket
+import threading
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from g2rpo.rewards.pixels import to_pil, to_uint8
+from g2rpo.rewards.remote import RemoteReward, encode_png
+from g2rpo.rewards.remote import parse_scores as parse_remote
+from g2rpo.rewards.server import BadRequest, Limits, RewardServer, parse_request
+from g2rpo.rewards.transport import NoAnswer, Refused, request_json
+from g2rpo.rewards.vlm import answer_text, parse_scores
+from tests.fuzzing import mutated
+
+LIMITS = Limits(body_bytes=20_000, images=4, pixels=4_000, prompt_chars=100, read_s=1.0, wait_s=0.2)
+PNG = encode_png(to_pil(to_uint8(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))))[0])
+BODY = json.dumps({"images": [PNG, PNG], "prompts": ["a", "b"]})
+REQUEST = (
+    b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    + f"Content-Length: {len(BODY)}\r\n\r\n{BODY}".encode()
+)
+ANSWER = b'HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{"scores": [0.5, null]}'
+PIECES = st.sampled_from(
+    [
+        b"\0",
+        b"\r\n",
+        b"\n\n",
+        b": ",
+        b"%s",
+        b"\xff\xfe",
+        b"[" * 2000,
+        b"9" * 5000,
+        b'"\\ud800"',
+        b"NaN",
+        b"1e999",
+        b"-Infinity",
+        b"null",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Content-Length: 999999999999\r\n",
+        b"Content-Length: -1\r\n",
+        b"Host: [\r\n",
+        b"Location: file:///etc/passwd\r\n",
+        b"HTTP/1.1 302 x\r\n",
+        b"\x1b[2J",
+    ]
+) | st.binary(max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["scores", "images", "choices", "x"]), inner),
+    max_leaves=9,
+)
+
+
+class Mean:
+    def __call__(self, images, prompts):
+        assert images.dtype == torch.float32 and 0 <= images.min() <= images.max() <= 1 and len(images) == len(prompts)
+        return images.mean(dim=(1, 2, 3))
+
+
+def is_sound(images, prompts):
+    assert images.dtype == torch.uint8 and images.ndim == 4 and images.shape[1] == 3 and len(images) == len(prompts) <= 4
+    assert images.shape[0] * images.shape[2] * images.shape[3] <= LIMITS.pixels
+    "".join(prompts).encode()
+
+
+@given(mutated(BODY.encode(), PIECES) | JSON.map(lambda data: json.dumps(data).encode()))
+@example(b'{"images": ["x"], "prompts": ["\\ud800"]}')
+@example(json.dumps({"images": [PNG], "prompts": ["\ud800"]}).encode())
+def test_a_body_is_pictures_and_prompts_or_a_bad_request(body):
+    try:
+        images, prompts = parse_request(body, LIMITS)
+    except BadRequest as error:
+        assert 400 <= error.status < 500 and str(error)
+    else:
+        is_sound(images, prompts)
+
+
+@given(mutated(base64.b64decode(PNG), PIECES))
+def test_a_png_is_a_picture_or_a_bad_request(data):
+    body = json.dumps({"images": [base64.b64encode(data).decode()], "prompts": ["a"]}).encode()
+    try:
+        is_sound(*parse_request(body, LIMITS))
+    except BadRequest as error:
+        assert error.status in (400, 413)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RewardServer(Mean(), port=0, limits=LIMITS) as running:
+        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def exchange(address, data):
+    """What a server answers to bytes, after which nothing more comes."""
+    with socket.create_connection(address, timeout=20) as connection:
+        with contextlib.suppress(OSError):  # it may have hung up at the first line
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(65536):
+                answer += piece
+        return answer
+
+
+@given(mutated(REQUEST, PIECES))
+@example(REQUEST.replace(b"Host: 127.0.0.1", b"Host: ["))
+@example(REQUEST.replace(b"Host: 127.0.0.1", b"Host: evil.example"))
+def test_a_request_is_scored_or_refused_and_the_server_lives_on(server, data):
+    answer = exchange(server.server_address, data)
+    status = int(answer.split(None, 2)[1]) if answer.startswith(b"HTTP/") else 0
+    assert status in (0, 200, 400, 403, 404, 408, 411, 413, 414, 415, 431, 501, 505), answer[:200]
+    if data == REQUEST:
+        assert status == 200
+    if b"evil" in data:
+        assert status == 403
+    assert request_json(f"{server.address}/health")["status"] == "ok"
+
+
+@pytest.fixture(scope="module")
+def garbage():
+    """A server that answers every request with `answers[0]`; a client sees it at the address beside."""
+    listener, answers = socket.create_server(("127.0.0.1", 0)), [b""]
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(5)
+                request = b""
+                while b"\r\n\r\n" not in request:
+                    request += connection.recv(65536)
+                head, _, body = request.partition(b"\r\n\r\n")
+                length = next(
+                    (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0
+                )
+                while len(body) < length:
+                    body += connection.recv(65536)
+                connection.sendall(answers[0])
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", answers
+    listener.close()
+
+
+@given(mutated(ANSWER, PIECES) | JSON.map(lambda data: ANSWER.partition(b"{")[0] + json.dumps(data).encode()))
+@example(ANSWER.replace(b"0.5", b"1" + b"0" * 400))
+@example(ANSWER.replace(b"0.5", b"1e39"))
+@example(ANSWER.replace(b"0.5", b"NaN"))
+@example(ANSWER.replace(b"200 OK", b"302 x\r\nLocation: file:///etc/passwd"))
+def test_an_answer_is_scores_or_none_or_refused(garbage, answer):
+    url, answers = garbage
+    answers[0] = answer
+    reward = RemoteReward(url, check=False, timeout_s=10, retries=0, backoff_s=0)
+    try:
+        scores = reward(torch.zeros(2, 3, 4, 4), ["a", "b"])
+    except Refused as error:
+        assert str(error).isprintable() and "answered 4" in str(error)
+    else:
+        assert scores.shape == (2,) and not torch.isinf(scores).any()
+        if answer == ANSWER:
+            assert scores[0] == 0.5 and scores[1].isnan()
+
+
+@given(JSON, st.integers(0, 3))
+@example({"scores": [10**400]}, 1)
+@example({"scores": [math.nan, 1e308, -1e308]}, 3)
+def test_any_json_is_scores_or_no_answer(data, count):
+    with contextlib.suppress(NoAnswer):
+        scores = parse_remote(data, count, "http://x")
+        assert scores.shape == (count,) and not torch.isinf(scores).any()
+    with contextlib.suppress(NoAnswer):
+        assert isinstance(answer_text(data), str)
+
+
+@given(
+    st.text()
+    | mutated("Alignment Score (1-5): 4\n**Final Score:** 3.5", st.sampled_from(["Final Score:", " " * 50, "1-5", "9" * 50]))
+)
+@example("Final Score" + " " * 200_000 + "x")
+@example("Final Score:" + "1" * 200_000 + "-5")
+def test_any_text_of_a_judge_is_a_score_or_none_at_once(text):
+    """The two examples took minutes and more with repetitions that nothing bounded: a hang is how this test fails."""
+    score = parse_scores(text, ["Final Score"])
+    assert math.isnan(score) or 1 <= score <= 5

@@ -1,0 +1,320 @@
+"""Files, servers and clients that mean harm: nothing runs, nothing leaks, nobody waits for long."""
+
+import ast
+import json
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+import g2rpo
+from g2rpo.checkpoint import _digest, checkpoints, save_checkpoint
+from g2rpo.components import build_policy, build_rewards
+from g2rpo.config import PolicyConfig, RewardConfig
+from g2rpo.cost.blueprint import on_meta, read_blueprint
+from g2rpo.errors import UserError
+from g2rpo.metrics import read_metrics
+from g2rpo.model_card import _block
+from g2rpo.pictures import read_grid
+from g2rpo.rewards.remote import RemoteReward
+from g2rpo.rewards.server import Limits, RewardServer
+from g2rpo.rewards.transport import NoAnswer, endpoint, request_json, token_from
+from g2rpo.rewards.weights import read_state_dict
+from tests.commands import g2rpo as command
+from tests.fuzzing import mutated
+from tests.runs import trainer
+from tests.tiny import save_flux
+
+SECRET = "hunter2-hunter2"
+
+
+class Payload:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+def test_a_payload_runs_where_it_is_let(tmp_path):
+    """What the tests below say is avoided does happen without care."""
+    torch.save(Payload(tmp_path / "mark"), tmp_path / "state.pt")
+    torch.load(tmp_path / "state.pt", weights_only=False)
+    assert (tmp_path / "mark").exists()
+
+
+def forged(path, **files):
+    """Replaces files of a checkpoint, and its manifest so that every digest is right."""
+    for name, write in files.items():
+        write(next(path.glob(f"{name}.*")))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"] = {name: _digest(path / name) for name in manifest["files"]}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(tmp_path):
+    list(trainer(tmp_path).train())
+    forged(checkpoints(tmp_path / "checkpoints")[-1], state=lambda file: torch.save(Payload(tmp_path / "mark"), file))
+    again = trainer(tmp_path)
+    (complaint,) = again.resume()
+    assert "iteration_000004: is no checkpoint (UnpicklingError" in complaint
+    assert again.iteration == 2 and not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "is missing or damaged"),
+        ('{"iteration": 7, "files": {}}', "another checkpoint's"),
+    ],
+)
+def test_a_manifest_that_is_none_is_named(tmp_path, content, message):
+    list(trainer(tmp_path).train())
+    (checkpoints(tmp_path / "checkpoints")[-1] / "manifest.json").write_text(content)
+    again = trainer(tmp_path)
+    assert message in again.resume()[0] and again.iteration == 2
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path):
+    save_checkpoint(tmp_path / "checkpoints", 1, {"weights": [torch.zeros(3)]}, {"optimizer": {}, "averaged": 0}, 1)
+    with pytest.raises(UserError, match="iteration 1: does not fit this model"):
+        trainer(tmp_path).resume()
+
+
+def test_weights_that_would_run_code_are_refused(tmp_path):
+    torch.save({"state_dict": Payload(tmp_path / "mark")}, tmp_path / "HPS.pt")
+    with pytest.raises(UserError, match="unpickling it could run any code"):
+        build_rewards({"it": RewardConfig(kind="image_reward", options={"path": str(tmp_path / "HPS.pt")})})
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.fixture(scope="module")
+def weight_files(tmp_path_factory):
+    """The bytes of one state dict in both formats, and where to put changed ones."""
+    folder = tmp_path_factory.mktemp("weights")
+    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.float16)}
+    torch.save(state, folder / "w.pt")
+    return folder, {".pt": (folder / "w.pt").read_bytes(), ".safetensors": save(state)}
+
+
+PIECES = st.binary(max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"F16", b"9" * 20, b"[" * 2000, b"\x80\x05c"])
+
+
+@given(st.data(), st.sampled_from([".pt", ".safetensors"]))
+def test_a_file_of_weights_holds_tensors_or_is_refused(weight_files, data, suffix):
+    folder, contents = weight_files
+    file = folder / f"changed{suffix}"
+    file.unlink(missing_ok=True)  # a new file: the old one may still be mapped
+    file.write_bytes(data.draw(mutated(contents[suffix], PIECES)))
+    try:
+        state = read_state_dict(file)
+    except ValueError as error:
+        assert str(file) in str(error)
+    else:
+        assert all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pipeline_that_names_a_module_of_its_own_runs_nothing(tmp_path, monkeypatch, inside):
+    pipe = save_flux(tmp_path / "pipe")
+    place = pipe / "transformer" if inside else tmp_path
+    (place / "evil_part.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Part: pass\n")
+    index = json.loads((pipe / "model_index.json").read_text())
+    (pipe / "model_index.json").write_text(json.dumps({**index, "transformer": ["evil_part", "Part"]}))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    policy = PolicyConfig(path=str(pipe), height=32, width=32)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        build_policy(policy)
+    with pytest.raises(UserError, match="names a part of 'evil_part'; only diffusers and transformers"):
+        on_meta(read_blueprint(policy).parts["transformer"])
+    with pytest.raises(UserError, match="is no model"):
+        on_meta(("diffusers:logging", {}))
+    assert not (tmp_path / "mark").exists()
+
+
+def calls(tree):
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def test_no_source_unpickles_evaluates_or_trusts():
+    """`module.eval()` and `model.load` are other things; these are the names that run what a file says."""
+    root = Path(g2rpo.__file__).parent
+    for file in root.rglob("*.py"):
+        for name, call in calls(ast.parse(file.read_text())):
+            options = {option.arg: ast.unparse(option.value) for option in call.keywords}
+            assert name not in {"eval", "exec", "pickle.load", "pickle.loads", "yaml.unsafe_load", "os.system"}, file
+            assert name != "torch.load" or options.get("weights_only") == "True", file
+            assert name != "yaml.load" or file.name == "plain.py", file
+            assert not {"trust_remote_code", "allow_pickle", "shell"} & options.keys(), file
+
+
+# --- secrets
+
+
+def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for url in (
+        f"http://me:{SECRET}@host:80/v1",
+        f"http://{SECRET}@host",
+        f"http://host/?key={SECRET}",
+        f"ftp://a:{SECRET}@host",
+    ):
+        with pytest.raises(ValueError, match="an address") as refusal:
+            endpoint(url, "/score")
+        assert SECRET not in str(refusal.value)
+        words = ["train", "scenes", "rewards.scene_accuracy=", f"rewards.r={{kind: http, options: {{url: '{url}'}}}}"]
+        code, out, err = command(capsys, *words)
+        assert code == 2 and SECRET not in out + err and not list(tmp_path.iterdir())
+
+
+def test_a_token_that_cannot_stand_in_a_header_is_refused_unrepeated(monkeypatch):
+    monkeypatch.setenv("TOKEN", f" {SECRET}\r\n")
+    assert token_from("TOKEN") == SECRET  # as `$(cat file)` and editors leave it
+    for bad in (f"{SECRET}\r\nX-Evil: 1", f"{SECRET}é"):
+        monkeypatch.setenv("TOKEN", bad)
+        with pytest.raises(ValueError, match="printable ASCII") as refusal:
+            token_from("TOKEN")
+        assert SECRET not in str(refusal.value)
+
+
+def test_a_token_is_nowhere_but_in_the_request(monkeypatch, caplog):
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("TOKEN", SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        heard = []
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                heard.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.0 403 \x1b[31mno\r\n\r\nnot \x1b[2Jyou")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(OSError, match="answered 403") as refusal:
+            RemoteReward(url, token_env="TOKEN", timeout_s=5)
+        thread.join()
+    assert f"Bearer {SECRET}".encode() in heard[0]
+    assert SECRET not in str(refusal.value) + caplog.text and "\x1b" not in str(refusal.value)
+
+
+# --- who takes his time
+
+
+class Zero:
+    def __call__(self, images, prompts):
+        return torch.zeros(len(images))
+
+
+def test_a_client_that_drips_its_headers_is_cut_off_and_there_are_only_so_many():
+    with RewardServer(Zero(), port=0, limits=Limits(read_s=0.5, connections=1)) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        with socket.create_connection(server.server_address, timeout=10) as slow:
+            slow.sendall(b"GET /health HTTP/1.1\r\n")
+            with socket.create_connection(server.server_address, timeout=10) as second:
+                assert second.recv(10) == b""  # closed: the first has the only place
+            try:
+                while True:  # for ever, if the server let it
+                    slow.sendall(b"X")
+                    time.sleep(0.02)
+            except OSError:
+                pass
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                assert request_json(f"{server.address}/health")["status"] == "ok"
+                break
+            except NoAnswer:
+                time.sleep(0.05)  # the place is free again when the first connection's thread has ended
+        else:
+            pytest.fail("the place was never freed")
+        server.shutdown()
+
+
+@pytest.mark.parametrize("beginning", [b"", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.0 500 x\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_an_endpoint_that_drips_is_left_in_time(beginning):
+    """Each byte comes well within the socket's own time limit."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stop = threading.Event()
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(beginning)
+                while not stop.wait(0.02):
+                    try:
+                        connection.sendall(b"x")
+                    except OSError:
+                        return
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(NoAnswer):  # if it were not left, this would never end
+            request_json(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
+        stop.set()
+        thread.join()
+
+
+# --- what a run directory says
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"kind": "train"', "line 2: is damaged"),
+        ("[1]", "no row of a run's log"),
+        ('{"kind": "train", "iteration": "../../x"}', "'iteration' is missing, or no number"),
+        ('{"kind": "eval", "iteration": 1, "seconds": 1e400}', "is no number"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_damaged_log_is_named_and_a_torn_last_line_is_not_missed(tmp_path, line, message):
+    good = '{"kind": "eval", "iteration": 0, "seconds": 1.0, "reward/x": null}'
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(UserError, match=message.replace("'", "."), check=lambda error: "metrics.jsonl" in str(error)):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{good[:20]}")
+    assert len(read_metrics(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_a_damaged_base_evaluation_is_named(tmp_path, damage):
+    list(trainer(tmp_path).train())
+    base = tmp_path / "baseline.safetensors"
+    if damage == "cut":
+        base.write_bytes(base.read_bytes()[:50])
+    elif damage == "gone":
+        base.unlink()
+    else:
+        shutil.copy(checkpoints(tmp_path / "checkpoints")[-1] / "weights.safetensors", base)
+    again = trainer(tmp_path)
+    again.resume()
+    with pytest.raises(UserError, match=r"baseline\.safetensors: (cannot be read|does not hold 3 pictures)"):
+        again.finish()
+
+
+def test_a_grid_that_names_places_outside_of_itself_is_refused(tmp_path):
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    for note in ({"size": [10**9, 10**9], "prompts": ["a"], "boxes": [[[0, 0]]]}, {"size": 1}, []):
+        info = PngInfo()
+        info.add_itxt("g2rpo-grid", json.dumps(note))
+        Image.new("RGB", (8, 8)).save(tmp_path / "grid.png", pnginfo=info)
+        with pytest.raises(ValueError, match=r"grid\.png"):
+            read_grid(tmp_path / "grid.png")
+
+
+def test_nothing_in_a_card_ends_its_code_block():
+    assert _block("yaml", "a: '```'\n````").splitlines() == ["`````yaml", "a: '```'", "````", "`````"]
