@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from g2rpo.plain import parse_json, read_text
 from g2rpo.prompt_sources import read_prompts
 from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.sharding import Sharded
+from g2rpo.trackers import Tracker
 from g2rpo.types import Reward
 
 REWARDS = {
@@ -42,6 +43,11 @@ REWARDS = {
 POLICIES = {
     "FluxPipeline": "g2rpo.policies.flux:FluxPolicy",
     "StableDiffusion3Pipeline": "g2rpo.policies.sd3:SD3Policy",
+}
+TRACKERS = {
+    "tensorboard": "g2rpo.trackers:TensorBoard",
+    "wandb": "g2rpo.trackers:WandB",
+    "trackio": "g2rpo.trackers:Trackio",
 }
 WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip")
 """Options of rewards that name a folder, a file or a hub repository."""
@@ -287,6 +293,19 @@ def _weights_hint(name: str, kind: Any, options: Mapping[str, Any]) -> str:
         return ""
     where = f"rewards.{name}.options.{reads[0].partition('=')[0]}=FOLDER"
     return f"\nIt reads {', '.join(reads)}. `hf download OWNER/NAME` fetches a repository; {where} uses a folder that you have."
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuses a tracker whose library is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"trackers: {name} is not installed; `pip install 'g2rpo[{name}]'`, or leave it out")
+
+
+def build_trackers(names: Sequence[str]) -> list[Tracker]:
+    """The trackers of a config; nothing of their libraries is imported yet."""
+    check_trackers(names)
+    return [_load(TRACKERS[name])() for name in names]
 
 
 def build_prompts(source: str, key: str) -> list[str]:

@@ -234,6 +234,13 @@ class AlarmsConfig(Group):
         return getattr(self, alarm) or self.action
 
 
+def _listed(value: Any) -> Any:
+    """Allows `trackers=wandb` for `trackers=[wandb]`."""
+    return [value] if isinstance(value, str) else value
+
+
+Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_listed)]
+
 AnyAlgorithm = GranularGRPO | FlowGRPO | FlowGRPOFast | FlowCPS | GRPOGuard | DanceGRPO | MixGRPO | MixGRPOFlash | TempFlowGRPO
 ALGORITHMS = {kind.name: kind for kind in get_args(AnyAlgorithm)}
 
@@ -256,6 +263,8 @@ class Config(Group):
     trainer: TrainerConfig
     evaluation: EvaluationConfig
     alarms: AlarmsConfig = AlarmsConfig()
+    trackers: Trackers = ["tensorboard"]
+    """Where the log is shown while a run goes on; metrics.jsonl is written in any case."""
 
 
 def shift_of(shift: Shift, policy: Policy) -> float:

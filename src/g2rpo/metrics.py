@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, one object per iteration or evaluation, and the same numbers for TensorBoard."""
+"""The log of a run: metrics.jsonl, one object per iteration or evaluation."""
 
 from __future__ import annotations
 
@@ -22,30 +22,21 @@ class MetricsLog:
     """Appends rows to `run_dir/metrics.jsonl`. A run resumed after `first_iteration` drops later rows."""
 
     def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.path = run_dir / "metrics.jsonl"
         kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
         write_whole(self.path, "".join(_line(row) for row in kept).encode())
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_iteration or None)
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
-        self._board.close()
 
     def write(self, row: Row) -> None:
         self._file.write(_line(row))
         self._file.flush()
         os.fsync(self._file.fileno())  # a checkpoint that comes later must not outlive the rows before it
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "iteration":
-                self._board.add_scalar(f"{row['kind']}/{name}", value, row["iteration"])
-        for name, said in row.get("alarms", {}).items():
-            self._board.add_text(f"alarms/{name}", said, row["iteration"])
 
 
 def read_metrics(run_dir: Path) -> list[Row]:

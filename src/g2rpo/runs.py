@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "trainer.max_skipped",
     "policy.device",
     "prompts.cache",
+    "trackers",
     "recipe",
     *(f"alarms.{name}" for name in AlarmsConfig.model_fields),
 )

@@ -32,6 +32,7 @@ from g2rpo.evaluation import (
     evaluation_of_all,
     load_evaluation,
     load_tensors,
+    sample_images,
     save_evaluation,
     save_scores,
 )
@@ -47,6 +48,7 @@ from g2rpo.rollout.tails import TailNetwork
 from g2rpo.scoring import RewardFailed, Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
 from g2rpo.sharding import Replicated
+from g2rpo.trackers import Feed, TensorBoard, Tracker
 from g2rpo.types import Algorithm, Cond, Plan, Policy, Reward, Rollout
 from g2rpo.update import Experience, Updater
 
@@ -61,9 +63,9 @@ class Trainer:
 
     `judges` score held-out pictures but are not trained on. `run_dir=None` keeps nothing, for experiments in a notebook.
     `tail_network` finishes members where `sampling.tails` asks for another network than the policy's. `notify` hears of batch
-    sizes that were found, or halved because memory ran out. Every rank of `world` has a trainer of its own, alike but for the
-    prompts that it is dealt; only the leader's writes. `sharding` is the policy's, where its weights are in pieces. After
-    `stopping` is set, on any rank, `train` ends with the iteration at hand.
+    sizes that were found, or halved because memory ran out, and of `trackers` that fail. Every rank of `world` has a trainer of
+    its own, alike but for the prompts that it is dealt; only the leader's writes. `sharding` is the policy's, where its weights
+    are in pieces. After `stopping` is set, on any rank, `train` ends with the iteration at hand.
     """
 
     config: Config
@@ -78,6 +80,7 @@ class Trainer:
     world: World = ALONE
     sharding: Replicated | None = None
     on_evaluations: Callable[[int], None] = lambda rows: None
+    trackers: Sequence[Tracker] = field(default_factory=lambda: [TensorBoard()])
 
     def __post_init__(self) -> None:
         c = self.config
@@ -144,13 +147,7 @@ class Trainer:
     def train(self) -> Iterator[Row]:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
         c = self.config
-        with MetricsLog(self._directory(), self.iteration) if self.writes else nullcontext() as log:
-
-            def logged(row: Row) -> Row:
-                if log is not None:
-                    log.write(row)
-                return row
-
+        with self._log() as logged:
             if self.iteration == 0:
                 yield logged(self.evaluate())
             while self.iteration < c.trainer.iterations:
@@ -313,7 +310,7 @@ class Trainer:
             if self.iteration == 0:
                 save_evaluation(self.run_dir / BASELINE, evaluation)
             save_scores(self._scores_after(self.iteration), evaluation)
-            self._paint(f"iteration_{self.iteration:06d}", [evaluation.images[: self._shown]], [""])
+            self._paint(_named(self.iteration), [evaluation.images[: self._shown]], [""])
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self._base()
         table = compare(base, evaluation) if base is not None else {}
@@ -352,6 +349,13 @@ class Trainer:
         with self._averaged(), self._naming_the_iteration(), self.shards.sampling():
             evaluation = self.sizes.fit(judged)
         return evaluation_of_all(self.world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
+
+    def sample(self, prompts: Sequence[str], seed: int = 0) -> Tensor:
+        """Pictures [B, 3, H, W] in [0, 1] of the (averaged) weights, on the CPU; picture i starts from noise (seed, i)."""
+        sigmas = sigma_grid(self.config.evaluation.num_steps or self.config.sampling.num_steps, self.shift)
+        rows, decoded = self.sizes.rollout, self.sizes.decode
+        with self._averaged():
+            return sample_images(self.policy, prompts, sigmas, seed=seed, batch_size=rows, decode_batch_size=decoded)
 
     def finish(self) -> dict[str, Comparison]:
         """Base against tuned on the held-out prompts; writes the table, the before/after grid and the curves."""
@@ -533,6 +537,25 @@ class Trainer:
             )
 
     @contextmanager
+    def _log(self) -> Iterator[Callable[[Row], Row]]:
+        """A function that keeps a row and shows it to the trackers; on ranks that do not write it does nothing."""
+        if not self.writes:
+            yield lambda row: row
+            return
+        directory, config = self._directory(), self.config.model_dump(mode="json")
+        with (
+            MetricsLog(directory, self.iteration) as log,
+            Feed(self.trackers, directory, self.iteration, config, self.notify) as feed,
+        ):
+
+            def logged(row: Row) -> Row:
+                log.write(row)
+                feed.log(row, {"eval/samples": self._picture(_named(row["iteration"]))} if row["kind"] == "eval" else {})
+                return row
+
+            yield logged
+
+    @contextmanager
     def _naming_the_iteration(self) -> Iterator[None]:
         try:
             yield
@@ -543,10 +566,13 @@ class Trainer:
         return nullcontext() if self.average is None else _Swapped(self.parameters, list(self.average.module.parameters()))
 
     def _paint(self, name: str, rows: Sequence[Tensor], labels: Sequence[str]) -> None:
-        save_grid(self._directory() / "samples" / f"{name}.png", rows, list(self.heldout)[: self._shown], labels)
+        save_grid(self._picture(name), rows, list(self.heldout)[: self._shown], labels)
+
+    def _picture(self, name: str) -> Path:
+        return self._directory() / "samples" / f"{name}.png"
 
     def _scores_after(self, iteration: int) -> Path:
-        return self._directory() / SCORES / f"iteration_{iteration:06d}.safetensors"
+        return self._directory() / SCORES / f"{_named(iteration)}.safetensors"
 
     def _directory(self) -> Path:
         if self.run_dir is None:
@@ -568,6 +594,10 @@ class _Swapped(AbstractContextManager[None]):
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
         _copy(self.own, self.parameters)
+
+
+def _named(iteration: int) -> str:
+    return f"iteration_{iteration:06d}"
 
 
 def _copy(values: Iterable[Tensor], into: Any) -> None:

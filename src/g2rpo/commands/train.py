@@ -7,10 +7,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,12 +45,19 @@ def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], Non
     return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", note)
 
 
-def check(config: Config) -> tuple[list[str], list[str]]:
-    """Refuses what can be refused before weights are loaded; returns the prompts to train on and the held-out ones."""
-    components.check_rewards({**config.rewards, **config.evaluation.rewards})
-    components.locate_pipeline(config.policy.path, config.policy.pipeline)
-    prompts = components.build_prompts(config.prompts.train, "prompts.train")
-    heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
+def check(config: Config, given: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """Refuses what can be refused before weights are loaded; returns the prompts to train on and the held-out ones.
+
+    What `given` names (policy, rewards, judges, prompts, heldout, trackers) is an object already, and is not looked up.
+    """
+    named = {} if "rewards" in given else config.rewards
+    components.check_rewards({**named, **({} if "judges" in given else config.evaluation.rewards)})
+    if "trackers" not in given:
+        components.check_trackers(config.trackers)
+    if "policy" not in given:
+        components.locate_pipeline(config.policy.path, config.policy.pipeline)
+    prompts = [] if "prompts" in given else components.build_prompts(config.prompts.train, "prompts.train")
+    heldout = [] if "heldout" in given else components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
     clash = sorted(set(config.rewards) & set(config.evaluation.rewards))
     if clash:
         raise UserError(f"evaluation.rewards.{clash[0]}: a trained reward has this name already; it is judged anyway")
@@ -62,29 +70,47 @@ def check(config: Config) -> tuple[list[str], list[str]]:
     return prompts, heldout[: config.evaluation.num_prompts]
 
 
-def build_trainer(config: Config, run_dir: Path | None, warn: Callable[[str], None] = print, world: World = ALONE) -> Trainer:
-    """A trainer with the policy, rewards and prompts that `config` names; `warn` hears of trouble with the embedding cache."""
+def build_trainer(
+    config: Config,
+    run_dir: Path | None,
+    warn: Callable[[str], None] = print,
+    world: World = ALONE,
+    given: Mapping[str, Any] | None = None,
+) -> Trainer:
+    """A trainer with the policy, rewards and prompts that `config` names, or with the objects `given` in their place.
+
+    `warn` hears of trouble with the embedding cache, batch sizes and trackers. `given` may have what `check` lists.
+    """
     world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
-    prompts, heldout = check(config)
+    given = given or {}
+    prompts, heldout = check(config, given)
+    if "policy" in given and config.trainer.sharding != "none":
+        raise UserError(
+            f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
+        )
     sharding = components.build_sharding(config, world)
     device = components.pick_device(config.policy.device)
-    rewards = components.build_rewards(config.rewards, device)
-    judges = components.build_rewards(config.evaluation.rewards, device)
-    keep_base = config.algorithm.kl_weight > 0
-    policy = components.build_policy(config.policy, seed=config.trainer.seed, keep_base=keep_base, sharding=sharding)
-    cached = components.cache_embeddings(policy, config.policy, config.prompts.cache, warn)
+    rewards = given.get("rewards") or components.build_rewards(config.rewards, device)
+    judges = given["judges"] if "judges" in given else components.build_rewards(config.evaluation.rewards, device)
+    if "policy" in given:
+        policy = cached = given["policy"]
+    else:
+        keep_base = config.algorithm.kl_weight > 0
+        policy = components.build_policy(config.policy, seed=config.trainer.seed, keep_base=keep_base, sharding=sharding)
+        cached = components.cache_embeddings(policy, config.policy, config.prompts.cache, warn)
     return Trainer(
         config,
         cached,
         rewards,
-        prompts,
-        heldout,
+        given.get("prompts") or prompts,
+        given.get("heldout") or heldout,
         judges,
         run_dir,
         tail_network=components.build_tail_network(policy, config.sampling.tails),
         notify=warn,
         world=world,
         sharding=sharding,
+        trackers=given["trackers"] if "trackers" in given else components.build_trackers(config.trackers),
     )
 
 

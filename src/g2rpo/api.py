@@ -1,0 +1,108 @@
+"""What the command line does, from Python, with objects where it has names.
+
+trainer = api.trainer("scenes", rewards={"red": redness}, run_dir="runs/red")
+for row in trainer.train(): ...
+table = trainer.finish()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from torch import Tensor
+
+from g2rpo import components
+from g2rpo.commands.report import report as write_report
+from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.config import AnyAlgorithm, Config, RewardConfig, shift_of
+from g2rpo.evaluation import Comparison, compare, sample_images
+from g2rpo.evaluation import evaluate as judge
+from g2rpo.flow import sigma_grid
+from g2rpo.runs import choose_directory, claim, read_config, record_start, weights_path
+from g2rpo.trackers import Tracker
+from g2rpo.trainer import Trainer
+from g2rpo.types import Policy, Reward
+
+OBJECT = "object"  # the kind of a reward that a config can only mention
+
+
+def trainer(
+    recipe: str | Config,
+    overrides: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    *,
+    resume: bool = False,
+    algorithm: AnyAlgorithm | None = None,
+    policy: Policy | None = None,
+    rewards: Mapping[str, Reward] | None = None,
+    judges: Mapping[str, Reward] | None = None,
+    prompts: Sequence[str] | None = None,
+    heldout: Sequence[str] | None = None,
+    trackers: Sequence[Tracker] | None = None,
+    notify: Callable[[str], None] = print,
+) -> Trainer:
+    """A trainer as `g2rpo train` builds it; what is given as an object takes the place of what the recipe names.
+
+    `rewards` are trained on, with the weights that the config has for these names, else 1; `judges` are judged only. Nothing is
+    kept without a `run_dir`; one that holds a run is entered with `resume` alone. Its config.yaml mentions objects without
+    being able to build them again: resume such a run from the program that began it. Raises UserError as the command does.
+    """
+    config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
+    changes: dict[str, object] = {}
+    if algorithm is not None:
+        changes["algorithm"] = algorithm
+    if rewards is not None:
+        changes["rewards"] = {name: config.rewards.get(name, RewardConfig(kind=OBJECT)) for name in rewards}
+    if judges is not None:
+        mentioned = {name: RewardConfig(kind=OBJECT) for name in judges}
+        changes["evaluation"] = config.evaluation.model_copy(update={"rewards": mentioned})
+    config = config.model_copy(update=changes)
+    objects = {
+        "policy": policy,
+        "rewards": rewards,
+        "judges": judges,
+        "prompts": prompts,
+        "heldout": heldout,
+        "trackers": trackers,
+    }
+    directory = choose_directory(config, Path(run_dir), resume) if run_dir is not None else None
+    given = {name: thing for name, thing in objects.items() if thing is not None}
+    built = build_trainer(config, directory, notify, given=given)
+    if directory is not None:
+        claim(directory, config)
+        if resume:
+            for complaint in built.resume():
+                notify(complaint)
+        record_start(directory, built.iteration, built.policy.device)
+    return built
+
+
+def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
+    """The policy of a finished run, with its tuned weights unless `base`, and the sigma grid that it was judged on."""
+    config = read_config(Path(run))
+    policy = components.build_policy(config.policy, tuning="frozen")
+    if not base:
+        policy.load(weights_path(Path(run)), 1.0)
+    return policy, sigma_grid(config.evaluation.num_steps or config.sampling.num_steps, shift_of(config.sampling.shift, policy))
+
+
+def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed: int = 0) -> Tensor:
+    """Pictures [B, 3, H, W] in [0, 1] by a finished run's model; picture i starts from noise (seed, i)."""
+    policy, sigmas = painter(run, base=base)
+    return sample_images(policy, prompts, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
+
+
+def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
+    """Base against tuned for any rewards on any prompts, from the same noise. Bootstrap intervals: `g2rpo evaluate`."""
+    evaluations = []
+    for base in (True, False):
+        policy, sigmas = painter(run, base=base)
+        evaluations.append(judge(policy, prompts, rewards, sigmas, seed=seed, batch_size=16, decode_batch_size=8))
+    return compare(*evaluations)
+
+
+def report(*runs: str | Path, out: str | Path | None = None) -> Path:
+    """Writes what `g2rpo report` writes, and returns where."""
+    return write_report([Path(run) for run in runs], Path(out) if out is not None else None, Console(quiet=True))

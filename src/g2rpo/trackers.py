@@ -1,0 +1,218 @@
+"""Where else a run is shown: TensorBoard, Weights & Biases, trackio. `metrics.jsonl` stays the record; these are copies.
+
+Accounts and keys are the libraries' own business (`wandb login`, WANDB_API_KEY, HF_TOKEN): nothing of them is in a config.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from g2rpo.files import write_whole
+
+PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
+BACKLOG = 50  # rows that a tracker may be behind before somebody is told
+
+
+class Tracker(Protocol):
+    """Shows a run somewhere. It is called from one thread, and never by ranks that keep nothing."""
+
+    def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
+        """A run begins, or goes on after `iteration` > 0; what was shown of later iterations no longer counts."""
+
+    def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
+        """A row of metrics.jsonl, with the PNG files that belong to it by name."""
+
+    def finish(self, ok: bool) -> None:
+        """The run has ended; `ok` says whether it came to its end."""
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a row by their names in a tracker, such as train/loss."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "iteration"}
+    return {f"{row['kind']}/{name}": value for name, value in numbers.items() if math.isfinite(value)}
+
+
+class TensorBoard:
+    """Event files in `run_dir/tensorboard`."""
+
+    def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        later = iteration + 1 if iteration else 0  # events from this step on are hidden: they will be written again
+        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=later)
+
+    def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
+        import numpy as np
+        from PIL import Image
+
+        for name, value in scalars(row).items():
+            self.board.add_scalar(name, value, row["iteration"])
+        for name, said in row.get("alarms", {}).items():
+            self.board.add_text(f"alarms/{name}", said, row["iteration"])
+        for name, path in pictures.items():
+            with Image.open(path) as picture:
+                self.board.add_image(name, np.asarray(picture.convert("RGB")), row["iteration"], dataformats="HWC")
+
+    def finish(self, ok: bool) -> None:
+        self.board.close()
+
+
+class Hosted:
+    """What W&B and trackio have in common: a resumed run goes on in the tracker's own run, and no row is sent twice.
+
+    `run_dir/trackers/NAME.json` remembers that run, and the last iteration of each kind of row. It is written before a row is
+    sent: a kill in between costs the tracker a row. Rows that a resumed run repeats are, bit for bit, those sent before.
+    """
+
+    name: str
+
+    def __init__(self, project: str | None = None) -> None:
+        self.project = project or os.environ.get(f"{self.name.upper()}_PROJECT") or "g2rpo"
+
+    def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
+        self.memory = run_dir / "trackers" / f"{self.name}.json"
+        self.memory.parent.mkdir(exist_ok=True)
+        fresh = {"id": secrets.token_hex(4), "sent": {}}
+        self.state: dict[str, Any] = json.loads(self.memory.read_text()) if self.memory.exists() else fresh
+        self.module: Any = importlib.import_module(self.name)
+        self.run = self.init(run_dir, config)
+
+    def init(self, run_dir: Path, config: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
+        kind, iteration = row["kind"], row["iteration"]
+        if iteration <= self.state["sent"].get(kind, -1):
+            return
+        self.state["sent"][kind] = iteration
+        write_whole(self.memory, json.dumps(self.state).encode())
+        self.send(iteration, {**scalars(row), **{name: self.module.Image(str(path)) for name, path in pictures.items()}})
+
+    def send(self, iteration: int, values: dict[str, Any]) -> None:
+        self.run.log(values, step=iteration)
+
+    def finish(self, ok: bool) -> None:
+        self.run.finish()
+
+
+class WandB(Hosted):
+    """Weights & Biases. Its settings are its own: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline, ..."""
+
+    name = "wandb"
+
+    def init(self, run_dir: Path, config: Mapping[str, Any]) -> Any:
+        wandb = self.module
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise RuntimeError("not logged in; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+        run = wandb.init(
+            project=self.project,
+            name=run_dir.name,
+            id=self.state["id"],
+            resume="allow",
+            config=dict(config),
+            allow_val_change=True,  # what a resumed run may set anew
+            dir=run_dir,
+            reinit="create_new",
+            settings=wandb.Settings(console="off"),  # the terminal is ours
+        )
+        run.define_metric("*", step_metric="iteration")
+        return run
+
+    def send(self, iteration: int, values: dict[str, Any]) -> None:
+        self.run.log({**values, "iteration": iteration})  # its own steps count rows: two kinds share an iteration
+
+    def finish(self, ok: bool) -> None:
+        self.run.finish(exit_code=0 if ok else 1)
+
+
+class Trackio(Hosted):
+    """trackio: a local dashboard (`trackio show`), or a Hugging Face Space named by TRACKIO_SPACE_ID."""
+
+    name = "trackio"
+
+    def init(self, run_dir: Path, config: Mapping[str, Any]) -> Any:
+        name = f"{run_dir.name}-{self.state['id']}"  # its runs are known by their names
+        return self.module.init(project=self.project, name=name, resume="allow", config=dict(config), embed=False)
+
+
+class Feed:
+    """Gives rows to trackers, each in a thread of its own, so that none can end a run or hold it up.
+
+    A tracker that fails gets nothing more, and `notify` hears of it once, by name; so it does of one that falls far behind or
+    does not finish within `patience` seconds.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        run_dir: Path,
+        iteration: int,
+        config: Mapping[str, Any],
+        notify: Callable[[str], None],
+        patience: float = PATIENCE,
+    ) -> None:
+        self.notify, self.patience = notify, patience
+        self.lines = [_Line(tracker) for tracker in trackers]
+        for line in self.lines:
+            line.calls.put(partial(line.tracker.start, run_dir, iteration, config))
+            line.start()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for line in self.lines:
+            line.calls.put(partial(line.tracker.finish, kind is None))
+            line.calls.put(None)
+        for line in self.lines:
+            line.join(self.patience)
+            if line.is_alive():
+                self._tell(line, f"is not done after {self.patience:g} s; it may lack rows, metrics.jsonl has them all")
+        self._complain()
+
+    def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
+        for line in self.lines:
+            if line.error is None:
+                line.calls.put(partial(line.tracker.log, dict(row), dict(pictures)))
+            if line.calls.qsize() > BACKLOG:
+                self._tell(line, f"is {BACKLOG} rows behind; training does not wait for it")
+        self._complain()
+
+    def _complain(self) -> None:
+        for line in self.lines:
+            if line.error is not None:
+                self._tell(line, f"failed ({type(line.error).__name__}: {line.error}); the run goes on without it")
+
+    def _tell(self, line: _Line, message: str) -> None:
+        if message not in line.told:
+            line.told.add(message)
+            self.notify(f"tracker {getattr(line.tracker, 'name', type(line.tracker).__name__)} {message}")
+
+
+class _Line(threading.Thread):
+    """One tracker's thread: does what is in `calls` until None, or until something fails."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__(daemon=True)  # one that hangs must not keep the process alive
+        self.tracker = tracker
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.error: Exception | None = None
+        self.told: set[str] = set()
+
+    def run(self) -> None:
+        try:
+            while (call := self.calls.get()) is not None:
+                call()
+        except Exception as error:  # whatever a tracker's library comes up with; reported by Feed
+            self.error = error
