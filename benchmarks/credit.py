@@ -234,7 +234,7 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
         list(trainer.rewards),
         trainer.algorithm.group_size,
     )
-    sketch = Sketch(sum(p.numel() for p in trainer.parameters), args.buckets)
+    sketch = Sketch(sum(p.numel() for p in trainer.learner.parameters), args.buckets)
     sketches: dict[str, list[Tensor]] = {name: [] for name in variants}
     began = time.perf_counter()
     for number in range(args.prompts):

@@ -34,7 +34,7 @@ def named(name, *overrides, policy=None):
 
 
 def weights(t):
-    return t.parameters[0].detach().clone()
+    return t.learner.parameters[0].detach().clone()
 
 
 # --- every algorithm
@@ -120,9 +120,9 @@ def test_an_update_is_the_same_in_one_pass_or_in_many(name):
 def test_updates_after_so_many_members_deal_the_group(every, sizes):
     t = named("flow_grpo", "algorithm.group_size=6", f"algorithm.update_every={every}")
     seen, updates = [], []
-    batches, step = t.updater._batches, t.optimizer.step
+    batches, step = t.updater._batches, t.learner.optimizer.step
     t.updater._batches = lambda experience: seen.extend(list(batches(experience))) or iter(seen)
-    t.optimizer.step = lambda *a, **k: (updates.append(1), step(*a, **k))
+    t.learner.optimizer.step = lambda *a, **k: (updates.append(1), step(*a, **k))
     row = t.iterate()
     assert [len(batch[0].advantages) for batch in seen] == sizes and len(updates) == len(sizes)
     assert (row["ratio_deviation"] > 0) == (len(sizes) > 1)
@@ -511,7 +511,7 @@ def test_a_loss_is_told_how_far_the_weights_have_gone(monkeypatch):
     seen = collected(monkeypatch, GRPOGuard)
     policy = GaussianPolicy(mean=0.1)
     t = named("grpo_guard", "algorithm.group_size=4", "algorithm.update_every=2", "sampling.num_steps=6", policy=policy)
-    t.optimizer.step = lambda: policy.mean.data.add_(0.2)
+    t.learner.optimizer.step = lambda: policy.mean.data.add_(0.2)
     t.iterate()
     first, second = seen
     assert torch.equal(first.old_kl, torch.zeros_like(first.old_kl)) and torch.equal(first.log_prob, first.old_log_prob)

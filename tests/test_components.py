@@ -53,11 +53,11 @@ def test_sd3_trains_from_a_config(tmp_path, sd3_directory, scale):
     data |= {"prompts": {"train": str(prompts)}, "evaluation": {"prompts": str(prompts), "num_prompts": 2, "pictures": 1}}
     config = resolve(yaml.safe_load(yaml.safe_dump(data)), ["prompts.cache=off"])
     trainer = build_trainer(config, tmp_path / "run", print)
-    before = [p.detach().clone() for p in trainer.parameters]
+    before = [p.detach().clone() for p in trainer.learner.parameters]
     (tmp_path / "run").mkdir()
     rows = [row for row in trainer.train() if row["kind"] == "train"]
     assert [row["log_prob_drift"] for row in rows] == pytest.approx([0, 0], abs=1e-5)
-    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.learner.parameters, strict=True))
     assert trainer.export().name == "pytorch_lora_weights.safetensors"
 
 

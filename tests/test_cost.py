@@ -90,7 +90,7 @@ class Counter:
         self.rows = self.reference = self.passes = self.steps = 0
         transformer = trainer.policy.tuning.transformer
         transformer.register_forward_pre_hook(self._forward, with_kwargs=True)
-        trainer.optimizer.register_step_post_hook(self._step)
+        trainer.learner.optimizer.register_step_post_hook(self._step)
 
     def _forward(self, module, args, kwargs):
         rows = len(kwargs["hidden_states"])
@@ -218,8 +218,8 @@ def test_what_stays_after_an_update_is_what_was_planned_to_the_byte(flux_directo
     c = config(flux_directory if model == "flux" else sd3_directory, *overrides)
     trainer, parts = train(c), planned(c).memory.parts
     trainer.iterate()
-    parameters, pipeline = list(trainer.parameters), trainer.policy.pipeline
-    state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
+    parameters, pipeline = list(trainer.learner.parameters), trainer.policy.pipeline
+    state = [value for entry in trainer.learner.optimizer.state.values() for value in entry.values()]
     assert parts["trained weights"] == sum(p.nbytes for p in parameters)
     assert parts["gradients"] == sum(p.grad.nbytes for p in parameters)
     assert parts["moments"] == sum(value.nbytes for value in state)
@@ -227,7 +227,7 @@ def test_what_stays_after_an_update_is_what_was_planned_to_the_byte(flux_directo
     assert parts["VAE"] == size_of(pipeline.vae)
     encoders = [part for name, part in pipeline.components.items() if name.startswith("text_encoder") and part is not None]
     assert parts["text encoders"] == sum(size_of(part) for part in encoders)
-    average = [] if trainer.average is None else list(trainer.average.module.parameters())
+    average = [] if trainer.learner.average is None else list(trainer.learner.average.module.parameters())
     assert parts.get("moving average", 0) == sum(p.nbytes for p in average)
     base = trainer.policy.tuning._frozen
     assert parts.get("base copy for the KL term", 0) == (sum(p.nbytes for p in base.parameters()) if base else 0)
@@ -416,8 +416,8 @@ def test_the_probe_times_everything_there_is(flux_directory):
     """Its made-up experience goes through the trainer's own updater, so weights move."""
     c = config(flux_directory)
     trainer = train(c)
-    before = [p.detach().clone() for p in trainer.parameters]
+    before = [p.detach().clone() for p in trainer.learner.parameters]
     seconds = by_probe(trainer, count(c, 3), 6, cached=False)
-    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.learner.parameters, strict=True))
     assert set(seconds.iteration) == {"encode", "rollout", "decode", "rewards", "update"}
     assert all(value > 0 for value in seconds.iteration.values()) and seconds.run > 3 * sum(seconds.iteration.values())

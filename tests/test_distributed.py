@@ -74,7 +74,7 @@ def train_flux(world, folder, model):
     t = trainer(None, *COMMON, *options, *small, policy=policy, prompts=prompts, world=world)
     for _ in range(3):
         t.iterate()
-    own = {f"{i:03d}": p.detach() for i, p in enumerate(t.parameters)}
+    own = {f"{i:03d}": p.detach() for i, p in enumerate(t.learner.parameters)}
     save_file(own, folder / f"weights_{world.rank}.safetensors")
 
 

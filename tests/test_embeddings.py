@@ -170,7 +170,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_p
     def trained(policy):
         t = trainer(None, policy=policy)
         rows = [t.iterate()["reward/bright"] for _ in range(4)]
-        return rows, t.parameters[0].detach().clone()
+        return rows, t.learner.parameters[0].detach().clone()
 
     plain = trained(GaussianPolicy())
     warnings = []

@@ -40,7 +40,7 @@ def run(policy, *options, iterations=2):
     t.sizes.notify = said.append
     evaluation = t.judge()
     rows = [t.iterate() for _ in range(iterations)]
-    return t.parameters[0].detach().clone(), rows, said, evaluation
+    return t.learner.parameters[0].detach().clone(), rows, said, evaluation
 
 
 CASES = {
@@ -117,10 +117,10 @@ def test_progress_counts_nothing_twice():
 )
 def test_a_single_row_that_does_not_fit_is_the_users_problem(limits, setting):
     t = trainer(None, policy=Small(**limits))
-    before = t.parameters[0].detach().clone()
+    before = t.learner.parameters[0].detach().clone()
     with pytest.raises(UserError, match=f"out of memory with {setting}, the smallest"):
         t.iterate()
-    assert torch.equal(t.parameters[0], before) and t.iteration == 0 and not t.optimizer.state
+    assert torch.equal(t.learner.parameters[0], before) and t.iteration == 0 and not t.learner.optimizer.state
 
 
 def test_a_reward_that_runs_out_of_memory_sees_fewer_pictures():

@@ -17,7 +17,7 @@ THREE = "trainer.prompts_per_iteration=3"
 def run(*options, iterations=2, **parts):
     t = trainer(None, THREE, *options, **parts)
     rows = [t.iterate() for _ in range(iterations)]
-    return t.parameters[0].detach().clone(), rows
+    return t.learner.parameters[0].detach().clone(), rows
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 9])
@@ -90,6 +90,6 @@ def test_memory_that_runs_out_in_the_optimizer_is_the_users_problem(monkeypatch)
     def hungry():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(t.optimizer, "step", hungry)
+    monkeypatch.setattr(t.learner.optimizer, "step", hungry)
     with pytest.raises(UserError, match="optimizer step: set policy.tuning=lora"):
         t.iterate()

@@ -202,7 +202,7 @@ def facts(world, folder, model):
     t.cond = t.policy.encode(PROMPTS[:1])
     alone = build(ALONE, None, model, "none")
     alone.cond = t.cond
-    numbers = [sum(p.to_local().numel() for p in t.parameters), sum(p.numel() for p in alone.parameters)]
+    numbers = [sum(p.to_local().numel() for p in t.learner.parameters), sum(p.numel() for p in alone.learner.parameters)]
     found["share"] = numbers[0] / numbers[1]
     with torch.no_grad():
         with t.shards.sampling():
@@ -228,14 +228,14 @@ def facts(world, folder, model):
     for name, b in rounded.items():
         b.cond = b.policy.encode(PROMPTS[:1])
         with torch.no_grad():
-            for p in b.parameters:
+            for p in b.learner.parameters:
                 p.mul_(1.003)  # fresh scales of norms are 1, which bfloat16 has
         with b.shards.training():
             velocities[name] = call(b, world.rank if name == "s" else 0)
             velocities[name].float().square().mean().backward()
         if name == "a":
             call(b, 1).float().square().mean().backward()
-        gradients[name] = [p.grad.full_tensor() if name == "s" else p.grad for p in b.parameters]
+        gradients[name] = [p.grad.full_tensor() if name == "s" else p.grad for p in b.learner.parameters]
     flat = {name: torch.cat([g.flatten() for g in gs]) for name, gs in gradients.items()}
     found["bfloat16"] = [
         float((velocities["s"] - velocities["a"]).abs().max() / velocities["a"].abs().max()) if world.leads else 0.0,

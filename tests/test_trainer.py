@@ -15,7 +15,7 @@ from tests.runs import brightness, trainer
 
 
 def weights(t):
-    return [p.detach().clone() for p in t.parameters]
+    return [p.detach().clone() for p in t.learner.parameters]
 
 
 def run(t):
@@ -74,8 +74,8 @@ def test_without_a_run_dir_a_whole_run_leaves_nothing(tmp_path, monkeypatch):
 def test_updates_per_branch_step_once_for_each():
     calls = []
     t = trainer(None, "algorithm.update_every=branch")
-    step = t.optimizer.step
-    t.optimizer.step = lambda *a, **k: (calls.append(1), step(*a, **k))
+    step = t.learner.optimizer.step
+    t.learner.optimizer.step = lambda *a, **k: (calls.append(1), step(*a, **k))
     t.iterate()
     assert len(calls) == 3
 
@@ -121,7 +121,7 @@ def test_the_loss_gradient_is_the_policy_gradient():
         seen.append((experience, cond))
         return update(experience, cond)
 
-    t.updater.update, t.optimizer.step = spy, lambda: None
+    t.updater.update, t.learner.optimizer.step = spy, lambda: None
     t.iterate()
     (experience, cond), gradient = seen[0], policy.mean.grad.clone()
     members = sum(len(item.advantages) for item in experience)
@@ -175,7 +175,7 @@ def test_two_iterations_a_kill_and_two_more_equal_four(tmp_path, ema, update_eve
     run(resumed)
     assert torch.equal(weights(straight)[0], weights(resumed)[0])
     if ema:
-        assert torch.equal(straight.average.module[0], resumed.average.module[0])
+        assert torch.equal(straight.learner.average.module[0], resumed.learner.average.module[0])
 
     def logged(path):
         return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in read_metrics(path)]
@@ -191,7 +191,7 @@ def test_evaluation_and_export_use_the_average(tmp_path):
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "adapter" / "gaussian.safetensors")["mean"]
-    assert torch.equal(saved, t.average.module[0])
+    assert torch.equal(saved, t.learner.average.module[0])
     assert not torch.equal(saved, own)
     assert torch.equal(weights(t)[0], own)  # and training goes on from its own weights
 
@@ -206,13 +206,12 @@ def test_missing_scores_teach_nothing_and_are_counted():
     assert row["missing_scores"] == 0.5 and row["loss"] == row["loss"]
 
 
-def test_rewards_find_their_rollouts_whatever_the_decoding_batch():
+def test_rewards_find_their_rollouts_whatever_the_decoding_batch(monkeypatch):
     """72 pictures of 2 prompts x 3 branch steps x 2 granularities x 6 members, in batches of 5 and of 1000."""
     groups = []
+    monkeypatch.setattr("g2rpo.trainer.reward_metrics", lambda names, rewards, *rest: groups.append(rewards) or {})
     for size in (5, 1000):
-        t = trainer(None, f"sampling.decode_batch_size={size}")
-        t._reward_metrics = lambda rewards, advantages: groups.append(rewards) or {}
-        t.iterate()
+        trainer(None, f"sampling.decode_batch_size={size}").iterate()
     assert groups[0].shape == (6, 1, 2, 6)
     torch.testing.assert_close(groups[0], groups[1])
     fresh = trainer(None)

@@ -74,3 +74,20 @@ def diagnose(
         if coarse.any():
             row[f"granularity/{granularity}/agreement"] = float(agreement[groups[coarse], :, tails[coarse]].nanmean())
     return row
+
+
+def reward_metrics(names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float) -> dict[str, float]:
+    """Rewards [N, R, M, G] and advantages [N, G] of an iteration in numbers for the log (docs/report.md has the formulas)."""
+    spread = group_std(rewards)
+    row = {}
+    for index, name in enumerate(names):
+        row[f"reward/{name}"] = float(rewards[:, index].nanmean())
+        row[f"spread/{name}"] = float(spread[:, index].nanmean())
+    return {
+        **row,
+        "missing_scores": float(rewards.isnan().float().mean()),
+        "masked_groups": float(((~rewards.isnan()).sum(-1) < 2).flatten(1).all(1).float().mean()),
+        "silent_groups": float((advantages == 0).all(-1).float().mean()),
+        "advantage_size": float(advantages.abs().mean()),
+        "advantage_clipped": float((advantages.abs() >= clip).float().mean()),
+    }

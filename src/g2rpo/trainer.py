@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor
 
 from g2rpo.alarms import ADVICE, judged_gain, watch_of
 from g2rpo.algorithms.allocation import Allocator
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.checkpoint import BrokenCheckpoint, latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
-from g2rpo.diagnostics import diagnose, group_std
+from g2rpo.diagnostics import diagnose, reward_metrics
 from g2rpo.distributed import ALONE, World
 from g2rpo.errors import Preempted, RolledBack, Stopped, UserError
 from g2rpo.evaluation import (
@@ -38,6 +37,7 @@ from g2rpo.evaluation import (
 )
 from g2rpo.flow import sigma_grid
 from g2rpo.image_statistics import image_statistics, statistics_row
+from g2rpo.learner import Learner
 from g2rpo.memory import OutOfMemory, batch_sizes
 from g2rpo.metrics import MetricsLog, Row, read_metrics
 from g2rpo.pictures import save_curves, save_grid
@@ -110,16 +110,7 @@ class Trainer:
             raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
         self.order = PromptOrder(self.prompts, c.trainer.seed)
-        self.parameters = nn.ParameterList(self.policy.trainable_parameters())
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=c.optim.learning_rate,
-            betas=c.optim.betas,
-            eps=c.optim.eps,
-            weight_decay=c.optim.weight_decay,
-        )
-        decay = c.optim.ema_decay
-        self.average = AveragedModel(self.parameters, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
+        self.learner = Learner(self.policy.trainable_parameters(), c.optim, self.shards)
         self.sizes = batch_sizes(
             c.sampling.batch_size,
             c.sampling.decode_batch_size,
@@ -131,7 +122,7 @@ class Trainer:
         self.updater = Updater(
             self.policy,
             self.algorithm,
-            self.optimizer,
+            self.learner.optimizer,
             self.sigmas,
             self.kernel,
             self.sizes,
@@ -183,12 +174,9 @@ class Trainer:
             for transition in rollout.transitions
         ]
 
-        rate = self._learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
         stats = self.updater.update(experience, cond)
-        if self.average is not None:
-            self.average.update_parameters(self.parameters)
+        self.learner.update_average()
         watch.lap("update")
 
         branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # on every rank the same ones
@@ -200,7 +188,7 @@ class Trainer:
         row: Row = {
             "kind": "train",
             "iteration": self.iteration,
-            **self._reward_metrics(rewards, advantages),
+            **reward_metrics(list(self.rewards), rewards, advantages, self.algorithm.advantage_clip),
             **diagnose(branches, [grains_at(branch) for branch in branches], list(self.rewards), rewards, advantages),
             **learnt,
             **stats.summary(self.algorithm.clip_range),
@@ -346,7 +334,7 @@ class Trainer:
                 first=self.world.first(len(self.heldout)) if len(own) < len(self.heldout) else 0,
             )
 
-        with self._averaged(), self._naming_the_iteration(), self.shards.sampling():
+        with self.learner.averaged(), self._naming_the_iteration(), self.shards.sampling():
             evaluation = self.sizes.fit(judged)
         return evaluation_of_all(self.world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
 
@@ -354,7 +342,7 @@ class Trainer:
         """Pictures [B, 3, H, W] in [0, 1] of the (averaged) weights, on the CPU; picture i starts from noise (seed, i)."""
         sigmas = sigma_grid(self.config.evaluation.num_steps or self.config.sampling.num_steps, self.shift)
         rows, decoded = self.sizes.rollout, self.sizes.decode
-        with self._averaged():
+        with self.learner.averaged():
             return sample_images(self.policy, prompts, sigmas, seed=seed, batch_size=rows, decode_batch_size=decoded)
 
     def finish(self) -> dict[str, Comparison]:
@@ -377,7 +365,7 @@ class Trainer:
     def export(self) -> Path:
         """Writes the (averaged) weights as diffusers reads them, and returns where; for all ranks to call, one writes."""
         folder = self._directory() / ("adapter" if self.config.policy.tuning == "lora" else "transformer")
-        with self._averaged():
+        with self.learner.averaged():
             return self.policy.save(folder) if self.world.leads or self.sharding is not None else folder
 
     def save(self) -> Path | None:
@@ -386,25 +374,17 @@ class Trainer:
         It holds whole tensors, so that any number of ranks can go on from it; the leader's CPU has them all at once.
         Raises `Stopped` instead if the weights of the ranks have parted.
         """
-        if parted := self.shards.parted(list(self.parameters)):
+        if parted := self.shards.parted(list(self.learner.parameters)):
             raise Stopped(f"iteration {self.iteration}: the weights of ranks {parted} are not rank 0's; nothing was saved")
         if self.run_dir is None:
             return None
-        tensors = {"weights": list(self.parameters)}
-        if self.average is not None:
-            tensors["average"] = list(self.average.module.parameters())
-        tensors, optimizer = self.shards.gather(tensors), self.shards.gather(self.optimizer.state_dict())
+        tensors, state = self.learner.whole()
         if not self.writes:
             return None
-        state = {
-            "optimizer": optimizer,
-            "averaged": int(self.average.n_averaged) if self.average else 0,
-            "allocation": self.allocator.state if self.allocator else {},
-        }
+        state["allocation"] = self.allocator.state if self.allocator else {}
         kept = self.config.trainer.keep_checkpoints
         return save_checkpoint(self.run_dir / "checkpoints", self.iteration, tensors, state, kept)
 
-    @torch.no_grad()
     def resume(self) -> list[str]:
         """Continues from the newest intact checkpoint, if there is one; returns complaints about damaged newer ones."""
         found, complaints = latest_checkpoint(self._directory() / "checkpoints")
@@ -414,7 +394,9 @@ class Trainer:
             return complaints
         self.iteration, tensors, state = found
         try:
-            self._take(tensors, state)
+            self.learner.take(tensors, state)
+            if self.allocator is not None:
+                self.allocator.state = state["allocation"]
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise BrokenCheckpoint(f"checkpoint of iteration {self.iteration}: does not fit this model ({error})") from error
         self.alarms.rows = [row for row in read_metrics(self._directory()) if row["iteration"] <= self.iteration]
@@ -422,23 +404,6 @@ class Trainer:
         self.alarms.history = {i: load_tensors(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
         return complaints
 
-    def _take(self, tensors: Mapping[str, Sequence[Tensor]], state: Mapping[str, Any]) -> None:
-        """Continues from what a checkpoint holds; of divided weights and moments, each rank takes its piece."""
-        parameters, optimizer = list(self.parameters), state["optimizer"]
-        self._restore(tensors["weights"], parameters)
-        for place, moments in optimizer["state"].items():
-            optimizer["state"][place] = {name: self.shards.piece(value, parameters[place]) for name, value in moments.items()}
-        self.optimizer.load_state_dict(optimizer)
-        if self.allocator is not None:
-            self.allocator.state = state["allocation"]
-        if self.average is not None:
-            self._restore(tensors["average"], list(self.average.module.parameters()))
-            self.average.n_averaged.fill_(state["averaged"])
-
-    def _restore(self, values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        _copy((self.shards.piece(value, tensor) for value, tensor in zip(values, into, strict=True)), into)
-
-    @torch.no_grad()
     def roll_back(self) -> None:
         """Takes the weights of the best evaluation, for `finish` and `export`; what `resume` continues from stays."""
         found, _ = latest_checkpoint(self._directory() / BEST)
@@ -448,13 +413,12 @@ class Trainer:
             )
         self.rolled_back_from = self.iteration
         self.iteration, tensors, _ = found
-        for kept in (self.parameters, *([] if self.average is None else [self.average.module.parameters()])):
-            self._restore(tensors["weights"], list(kept))
+        self.learner.take_weights(tensors["weights"])
 
     def _keep_best(self) -> None:
         """Keeps the (averaged) weights that were judged best."""
-        with self._averaged():
-            tensors = self.shards.gather({"weights": list(self.parameters)})
+        with self.learner.averaged():
+            tensors = self.learner.weights()
             if self.writes:
                 save_checkpoint(self._directory() / BEST, self.iteration, tensors, {}, keep=1)
 
@@ -497,30 +461,6 @@ class Trainer:
             with self.shards.sampling():
                 self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)
 
-    def _learning_rate(self) -> float:
-        """The rate of the iteration at hand: linear warm-up, then constant or a cosine to zero at the end."""
-        c = self.config
-        rate = c.optim.learning_rate * min(1.0, (self.iteration + 1) / (c.optim.warmup_iterations + 1))
-        if c.optim.decay == "cosine":
-            rate *= 0.5 * (1 + math.cos(math.pi * self.iteration / c.trainer.iterations))
-        return rate
-
-    def _reward_metrics(self, rewards: Tensor, advantages: Tensor) -> Row:
-        spread = group_std(rewards)
-        row: Row = {}
-        for index, name in enumerate(self.rewards):
-            values = rewards[:, index]
-            row[f"reward/{name}"] = float(values.nanmean())
-            row[f"spread/{name}"] = float(spread[:, index].nanmean())
-        return {
-            **row,
-            "missing_scores": float(rewards.isnan().float().mean()),
-            "masked_groups": float(((~rewards.isnan()).sum(-1) < 2).flatten(1).all(1).float().mean()),
-            "silent_groups": float((advantages == 0).all(-1).float().mean()),
-            "advantage_size": float(advantages.abs().mean()),
-            "advantage_clipped": float((advantages.abs() >= self.algorithm.advantage_clip).float().mean()),
-        }
-
     def _give_up_on(self, row: Row) -> None:
         """Raises `Stopped` when nothing has been learnt for too long; the weights are as the last good update left them."""
         limits = self.config.trainer
@@ -562,9 +502,6 @@ class Trainer:
         except RewardFailed as error:
             raise RewardFailed(f"after iteration {self.iteration}: {error}") from error.__cause__
 
-    def _averaged(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.average is None else _Swapped(self.parameters, list(self.average.module.parameters()))
-
     def _paint(self, name: str, rows: Sequence[Tensor], labels: Sequence[str]) -> None:
         save_grid(self._picture(name), rows, list(self.heldout)[: self._shown], labels)
 
@@ -580,26 +517,5 @@ class Trainer:
         return self.run_dir
 
 
-class _Swapped(AbstractContextManager[None]):
-    """Puts the values of `other` into `parameters` for as long as the context lasts."""
-
-    def __init__(self, parameters: nn.ParameterList, other: Sequence[Tensor]) -> None:
-        self.parameters, self.other = parameters, other
-
-    @torch.no_grad()
-    def __enter__(self) -> None:
-        self.own = [parameter.clone() for parameter in self.parameters]
-        _copy(self.other, self.parameters)
-
-    @torch.no_grad()
-    def __exit__(self, *error: object) -> None:
-        _copy(self.own, self.parameters)
-
-
 def _named(iteration: int) -> str:
     return f"iteration_{iteration:06d}"
-
-
-def _copy(values: Iterable[Tensor], into: Any) -> None:
-    for value, parameter in zip(values, into, strict=True):
-        parameter.copy_(value)

@@ -72,7 +72,7 @@ def by_probe(
     once = _experience(trainer, rows, counts.largest(lambda it: it.passes))
     passed = sum(item.rows for item in once)
     update = timed(lambda: trainer.updater.update(once, cond))
-    step = timed(trainer.optimizer.step)  # after an update: without gradients it would do nothing
+    step = timed(trainer.learner.optimizer.step)  # after an update: without gradients it would do nothing
     iteration = {
         "encode": 0.0 if cached else encoding * counts.prompts,
         "rollout": counts.mean(lambda it: own_calls(it.calls) + (tail_calls(it.tail_calls) if it.tail_calls else 0.0)),

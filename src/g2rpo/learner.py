@@ -1,0 +1,101 @@
+"""What is trained, and what training has gathered about it: weights, the optimizer's moments, the moving average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from g2rpo.config import OptimConfig
+from g2rpo.sharding import Replicated
+
+
+class Learner:
+    """The trained `parameters` with AdamW (arXiv 1711.05101) and, with `ema_decay`, their exponential moving average.
+
+    `shards` says where weights are: whole on this rank, or in pieces. `whole` and `weights` give whole tensors to the rank that
+    writes, and None to others where there are pieces; `take` and `take_weights` get whole ones on all ranks.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimConfig, shards: Replicated) -> None:
+        self.parameters = nn.ParameterList(parameters)
+        self.config = config
+        self.shards = shards
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
+        decay = config.ema_decay
+        self.average = AveragedModel(self.parameters, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
+
+    def set_rate(self, iteration: int, iterations: int) -> float:
+        """The learning rate of an iteration, counted from 0: linear warm-up, then constant or a cosine to zero at the end."""
+        rate = self.config.learning_rate * min(1.0, (iteration + 1) / (self.config.warmup_iterations + 1))
+        if self.config.decay == "cosine":
+            rate *= 0.5 * (1 + math.cos(math.pi * iteration / iterations))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def update_average(self) -> None:
+        if self.average is not None:
+            self.average.update_parameters(self.parameters)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """While entered, the average stands in the place of the weights, where there is one."""
+        if self.average is None:
+            yield
+            return
+        own = [parameter.detach().clone() for parameter in self.parameters]
+        _copy(self.average.module.parameters(), self.parameters)
+        try:
+            yield
+        finally:
+            _copy(own, self.parameters)
+
+    def weights(self) -> dict[str, list[Tensor]]:
+        """The weights as they stand, for a checkpoint that holds nothing else."""
+        return self.shards.gather({"weights": list(self.parameters)})
+
+    def whole(self) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+        """(tensors, state) for `take`, all that another process needs to go on."""
+        tensors = {"weights": list(self.parameters)}
+        if self.average is not None:
+            tensors["average"] = list(self.average.module.parameters())
+        averaged = int(self.average.n_averaged) if self.average is not None else 0
+        return self.shards.gather(tensors), {
+            "optimizer": self.shards.gather(self.optimizer.state_dict()),
+            "averaged": averaged,
+        }
+
+    def take(self, tensors: Mapping[str, Sequence[Tensor]], state: Mapping[str, Any]) -> None:
+        """Goes on from what `whole` gave; KeyError, ValueError or RuntimeError if that was another model's."""
+        self._restore(tensors["weights"], self.parameters)
+        optimizer, own = state["optimizer"], list(self.parameters)
+        for place, moments in optimizer["state"].items():
+            optimizer["state"][place] = {name: self.shards.piece(value, own[place]) for name, value in moments.items()}
+        self.optimizer.load_state_dict(optimizer)
+        if self.average is not None:
+            self._restore(tensors["average"], self.average.module.parameters())
+            self.average.n_averaged.fill_(state["averaged"])
+
+    def take_weights(self, weights: Sequence[Tensor]) -> None:
+        """Goes back to `weights`, the average too; moments stay."""
+        self._restore(weights, self.parameters)
+        if self.average is not None:
+            self._restore(weights, self.average.module.parameters())
+
+    def _restore(self, values: Sequence[Tensor], into: Iterable[Tensor]) -> None:
+        into = list(into)
+        _copy((self.shards.piece(value, tensor) for value, tensor in zip(values, into, strict=True)), into)
+
+
+@torch.no_grad()
+def _copy(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
+    for value, parameter in zip(values, into, strict=True):
+        parameter.copy_(value)
