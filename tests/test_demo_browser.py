@@ -40,7 +40,12 @@ def served(*arguments, **environment):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "g2rpo", "demo", *map(str, arguments), "--port", str(port)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background has it ignored
     ) as process:
         try:
             said = []
