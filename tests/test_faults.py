@@ -138,8 +138,9 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_leaves_the_one_before(
     t.iterate()
     t.save()
     t.iterate()
-    with small_files(100), pytest.raises(Exception, match="File too large"):
+    with small_files(100), pytest.raises(Stopped, match=r"iteration_000002: cannot be written \(.*File too large"):
         t.save()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iteration_000001"]
     again = trainer(tmp_path, *LONG)
     assert again.resume() == [] and again.iteration == 1
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.errors import UserError
+from g2rpo.errors import Stopped, UserError
 from g2rpo.plain import parse_json, read_text
 
 MANIFEST = "manifest.json"
@@ -32,7 +32,8 @@ def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]]
     """Writes `root/iteration_NNNNNN` atomically and removes all but the newest `keep`.
 
     `tensors` are named lists (weights, averages), one safetensors file each; `state` is nested plain data and tensors such as
-    an optimizer's state dict, stored by torch.save and read back with weights_only=True.
+    an optimizer's state dict, stored by torch.save and read back with weights_only=True. Raises `Stopped` if it cannot be
+    written, and leaves nothing of it.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = root / _name(iteration)
@@ -40,13 +41,11 @@ def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]]
     for left in root.glob(".unfinished_*"):  # by a process that was killed: a run has one writer at a time
         shutil.rmtree(left)
     unfinished.mkdir()
-    for name, values in tensors.items():
-        save_file({f"{i:05d}": v.detach().contiguous().cpu() for i, v in enumerate(values)}, unfinished / f"{name}.safetensors")
-    torch.save(state, unfinished / "state.pt")
-    files = {path.name: _digest(path) for path in sorted(unfinished.iterdir())}
-    (unfinished / MANIFEST).write_text(json.dumps({"iteration": iteration, "files": files}, indent=1))
-    for path in unfinished.iterdir():
-        _sync(path)
+    try:
+        _write(unfinished, iteration, tensors, state)
+    except Exception as error:  # of a full disk, say: safetensors and torch have errors of their own for it
+        shutil.rmtree(unfinished)
+        raise Stopped(f"checkpoint {final}: cannot be written ({error}); the one before it is good") from error
     if final.exists():
         shutil.rmtree(final)
     unfinished.rename(final)
@@ -54,6 +53,16 @@ def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]]
     for old in checkpoints(root)[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def _write(folder: Path, iteration: int, tensors: dict[str, list[Tensor]], state: dict[str, Any]) -> None:
+    for name, values in tensors.items():
+        save_file({f"{i:05d}": v.detach().contiguous().cpu() for i, v in enumerate(values)}, folder / f"{name}.safetensors")
+    torch.save(state, folder / "state.pt")
+    files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps({"iteration": iteration, "files": files}, indent=1))
+    for path in folder.iterdir():
+        _sync(path)
 
 
 def checkpoints(root: Path) -> list[Path]:

@@ -72,7 +72,10 @@ class Sharded(Replicated):
 
     def __init__(self, world: World, device: str, whole_samples: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule
 
+        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            raise UserError(f"trainer.sharding needs a newer torch than {torch.__version__}; 2.13 is what it was tested with")
         super().__init__(world)
         self.in_step = frozenset(("micro",) if whole_samples else ("micro", "rollout"))
         self._whole_samples = whole_samples
