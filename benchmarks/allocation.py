@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.credit import save
+from benchmarks.credit import instrument_parser, save
 from g2rpo.algorithms.allocation import best_ratio
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.diagnostics import ranks
@@ -198,13 +198,9 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--recipe", default="scenes")
+    parser = instrument_parser(__doc__, prompts=16)
     parser.add_argument("--name", default="allocation")
-    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--members", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 

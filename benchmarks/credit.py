@@ -380,12 +380,19 @@ def main() -> None:
     print(path)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def instrument_parser(description: str | None, prompts: int) -> argparse.ArgumentParser:
+    """What every instrument at the base model takes: a recipe and overrides, how many prompts, a seed."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--recipe", default="scenes")
+    parser.add_argument("--prompts", type=int, default=prompts)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = instrument_parser(__doc__, prompts=48)
     parser.add_argument("--name", help="of the results; default credit or credit_explained")
-    parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--steps", type=int, nargs="*", help="single stochastic steps; default all but the last")
     parser.add_argument(
         "--windows", type=int, nargs="*", default=[], help="numbers of stochastic steps from 0, shared initial noise"
@@ -395,7 +402,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=12, help="(--explained) draws of the step's noise")
     parser.add_argument("--repeats", type=int, default=3, help="(--explained) draws of the rest for each")
     parser.add_argument("--buckets", type=int, default=32768)
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
-from benchmarks.credit import REWARDS, load_pyplot, save, save_figure
+from benchmarks.credit import REWARDS, instrument_parser, load_pyplot, save, save_figure
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.flow import tail
 from g2rpo.pictures import COLOURS
@@ -122,13 +122,9 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--recipe", default="scenes")
+    parser = instrument_parser(__doc__, prompts=24)
     parser.add_argument("--name", default="granularity")
-    parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--steps", type=int, nargs="*", help="branch steps; default all but the last")
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
