@@ -28,6 +28,9 @@ from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.types import Kernel, Plan, Steps
 
 
+StepWeight = Literal["none", "noise", "even"]
+
+
 @dataclass(frozen=True)
 class GranularGRPO:
     """G2RPO; the fields are its hyper-parameters, the defaults the paper's (16 steps, so the first half branches).
@@ -38,7 +41,8 @@ class GranularGRPO:
 
     Not the paper's: a granularity may be a list with one for each branch step; `granularities="auto"` chooses one for each step
     as the run goes (`allocation`), for no more evaluations than the finest candidate takes with `group_size` members, which
-    is what `plans` gives. `granularity_weights` weigh the granularities' advantages.
+    is what `plans` gives. `granularity_weights` weigh the granularities' advantages. `step_weight` evens out how much a branch
+    step counts (`weight_of`).
     """
 
     name: Literal["g2rpo"] = "g2rpo"
@@ -54,6 +58,7 @@ class GranularGRPO:
     kl_weight: float = 0.0
     tail: TailEnd = "reference"
     update_every: Literal["rollout", "branch"] = "rollout"
+    step_weight: StepWeight = "none"
 
     def __post_init__(self) -> None:
         grains = self.auto.candidates if self.granularities == "auto" else self.granularities
@@ -116,5 +121,16 @@ class GranularGRPO:
         return steps.log_prob - steps.old_log_prob
 
     def loss(self, steps: Steps) -> Tensor:
-        """max(-A r, -A clip(r, 1 - c, 1 + c)) (Eq. 12)."""
-        return clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)
+        """max(-A r, -A clip(r, 1 - c, 1 + c)) (Eq. 12), times the step's weight."""
+        return self.weight_of(steps) * clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)
+
+    def weight_of(self, steps: Steps) -> Tensor | float:
+        """How much a branch step counts: 1, the std of its noise (TempFlow-GRPO, arXiv 2508.04324), or that over |dsigma|.
+
+        d log p / d velocity is proportional to |dsigma| / std, which grows towards the image: four-fold and more over the
+        first half of a shifted grid. So without a weight the last branch step rules the update; "noise" leaves |dsigma|, and
+        "even" lets every step's velocity be pushed equally hard (as GRPO-Guard does, arXiv 2510.22319).
+        """
+        if self.step_weight == "none":
+            return 1.0
+        return steps.std if self.step_weight == "noise" else steps.std / steps.dsigma
