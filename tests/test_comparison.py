@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from g2rpo.commands.compare import parse_budget, parse_cells, parse_rates
+from g2rpo.commands.compare import own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.commands.jobs import environment
 from g2rpo.commands.train import load_config
 from g2rpo.comparison import Run, best_rate, curve, gain, iterations_within, lines, read_run, seconds_per_evaluation, work
@@ -123,6 +123,8 @@ def test_cells_budgets_and_rates_are_read():
         "mixgrpo": ["algorithm.name=mixgrpo"],
         "fine": ["algorithm.granularities=[1,2]", "rewards.x.options.note=two words"],
     }
+    own = {"a": [], "b": ["x=1", "budget=2e4", "y=2"]}
+    assert own_budgets(own, "evaluations") == {"b": 2e4} and own == {"a": [], "b": ["x=1", "y=2"]}
     assert parse_budget("evaluations=1e5") == ("evaluations", 1e5) and parse_budget("seconds=0.5") == ("seconds", 0.5)
     assert parse_rates("4e-4,1e-4,4e-4") == [1e-4, 4e-4]
 
@@ -155,6 +157,8 @@ def test_workers_share_the_cores(monkeypatch):
         ),
         (["--cell", "a:", "--cell", "b: policy.guidance_scale=5"], "a and b would not be judged alike: policy.guidance_scale"),
         (["--algorithms", "g2rpo", "--budget", "evaluatons=9"], "unknown unit 'evaluatons'. Did you mean 'evaluations'"),
+        (["--cell", "a: budget=1.5"], "--cell a: budget=1.5: should be a positive number"),
+        (["--cell", "a: budget=1 budget=2"], "--cell a: has more than one budget"),
         (["--algorithms", "g2rpo", "--budget", "iterations=1.5"], "should be a positive number"),
         (["--algorithms", "g2rpo", "--budget", "seconds=-1"], "should be a positive number"),
         (
@@ -178,7 +182,7 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     out = tmp_path / "study"
     asked = ["compare", tiny_config, "--cell", "one: algorithm.granularities=[1]", "--rates", "1e-3,1e-2", "--steps", "2,4"]
     asked += ["--budget", "evaluations=110", "--seeds", "1", "--jobs", "2", "--out", out]
-    mix = ["--cell", "mix: algorithm.name=mixgrpo algorithm.group_size=3"]
+    mix = ["--cell", "mix: budget=70 algorithm.name=mixgrpo algorithm.group_size=3"]
     code, shown, err = g2rpo(capsys, *asked)
     assert code == 0, err
     assert (out / "curves.png").is_file() and "edge of the sweep" in (out / "results.md").read_text()
@@ -206,8 +210,9 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     assert list(results["spent"]) == ["one", "mix"]
     for cell, spent in results["spent"].items():  # the runs are what the budget and the pilots ask for
         config = read_config(out / "runs" / cell / "seed_42")
-        assert config.trainer.iterations == spent["iterations"] == iterations_within(config, 110)
-        assert spent["evaluations"] == sum(work(config, iteration) for iteration in range(config.trainer.iterations)) <= 110
+        budget = {"one": 110, "mix": 70}[cell]
+        assert config.trainer.iterations == spent["iterations"] == iterations_within(config, budget)
+        assert spent["evaluations"] == sum(work(config, iteration) for iteration in range(config.trainer.iterations)) <= budget
         pilots = {}
         for rate in (1e-3, 1e-2):
             folder = out / "pilots" / cell / f"rate_{rate:g}" / "seed_1042"

@@ -42,6 +42,8 @@ class Study(Group):
     budget: PositiveFloat
     unit: Unit
     """Of the budget of one run."""
+    budgets: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Of cells that have one of their own."""
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     seeds: PositiveInt
     pilots: PositiveInt
@@ -51,6 +53,9 @@ class Study(Group):
 
     def overrides_of(self, cell: str) -> list[str]:
         return [*self.overrides, *self.cells[cell]]
+
+    def budget_of(self, cell: str) -> float:
+        return self.budgets.get(cell, self.budget)
 
 
 def work(config: Config, iteration: int, evaluations: int | None = None) -> int:

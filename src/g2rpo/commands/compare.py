@@ -44,6 +44,7 @@ from g2rpo.runs import choose_directory, weights_path
 STUDY = "study.yaml"
 NOISE = 0  # the seed of the pictures that are judged: one noise for all, so that differences are paired
 PROBE = 3  # iterations; the first warms up
+BUDGET = "budget="  # before what a cell has for a budget of its own, among its overrides
 SWEPT = ("optim.learning_rate", "trainer.seed", "trainer.iterations")
 
 
@@ -79,13 +80,30 @@ def parse_budget(text: str) -> tuple[Unit, float]:
     unit, _, amount = text.partition("=")
     if unit not in get_args(Unit):
         raise UserError(f"--budget {text}: unknown unit '{unit}'.{did_you_mean(unit, get_args(Unit))}")
+    return unit, _amount(f"--budget {text}", unit, amount)  # type: ignore[return-value]
+
+
+def own_budgets(cells: dict[str, list[str]], unit: Unit) -> dict[str, float]:
+    """Takes words like "budget=20000" out of the cells' overrides: budgets of their own, in the unit of all."""
+    budgets = {}
+    for name, overrides in cells.items():
+        own = [word for word in overrides if word.startswith(BUDGET)]
+        if len(own) > 1:
+            raise UserError(f"--cell {name}: has more than one budget: {' '.join(own)}")
+        for word in own:
+            budgets[name] = _amount(f"--cell {name}: {word}", BUDGET[:-1], word.removeprefix(BUDGET), unit)
+            overrides.remove(word)
+    return budgets
+
+
+def _amount(where: str, key: str, text: str, unit: str = "") -> float:
     try:
-        value = float(amount)
+        value = float(text)
     except ValueError:
         value = math.nan
-    if not (value > 0 and math.isfinite(value)) or (unit == "iterations" and value != int(value)):
-        raise UserError(f"--budget {text}: should be a positive number, like {unit}=60")
-    return unit, value  # type: ignore[return-value]
+    if not (value > 0 and math.isfinite(value)) or ((unit or key) == "iterations" and value != int(value)):
+        raise UserError(f"{where}: should be a positive number, like {key}=60")
+    return value
 
 
 def parse_rates(text: str) -> list[float]:
@@ -177,7 +195,7 @@ def finished(run: Path) -> bool:
 def compare(
     recipe: str,
     overrides: Sequence[str],
-    cells: Mapping[str, Sequence[str]],
+    cells: dict[str, list[str]],
     budget: tuple[Unit, float],
     rates: Sequence[float] | None,
     seeds: int,
@@ -190,6 +208,7 @@ def compare(
     """Runs what is missing of a study in the folder `out`, and writes its results there."""
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
+    budgets = own_budgets(cells, budget[0])
     configs = {cell: load_config(recipe, [*overrides, *own], _note(console, cell)) for cell, own in cells.items()}
     _check(configs)
     config = next(iter(configs.values()))
@@ -198,7 +217,8 @@ def compare(
         {
             "recipe": recipe,
             "overrides": list(overrides),
-            "cells": {name: list(own) for name, own in cells.items()},
+            "cells": cells,
+            "budgets": budgets,
             "unit": budget[0],
             "budget": budget[1],
             "rates": list(rates or [config.optim.learning_rate]),
@@ -305,7 +325,9 @@ def _check_same(study: Study, out: Path) -> None:
         return
     other = resolve_as(Study, read_yaml(path), source=str(path))
     known = {name: own for name, own in study.cells.items() if name in other.cells}
-    changed = differences(study.model_copy(update={"cells": known or study.cells, "seeds": other.seeds}), other)
+    budgets = {name: own for name, own in study.budgets.items() if name in other.cells}
+    ours = study.model_copy(update={"cells": known or study.cells, "budgets": budgets, "seeds": other.seeds})
+    changed = differences(ours, other)
     gone = sorted(set(other.cells) - set(study.cells))
     if gone:
         raise UserError(f"{out} holds a study with the cells {', '.join(gone)} too; name them, or another --out")
@@ -319,14 +341,14 @@ def _check_same(study: Study, out: Path) -> None:
 def _spend(study: Study, configs: Mapping[str, Config], prices: Mapping[str, float]) -> dict[str, int]:
     """The iterations that each cell's budget buys; `prices` are seconds per evaluation."""
     if study.unit == "iterations":
-        return dict.fromkeys(configs, int(study.budget))
+        return {cell: int(study.budget_of(cell)) for cell in configs}
     iterations = {}
     for cell, config in configs.items():
-        evaluations = study.budget / (prices[cell] if study.unit == "seconds" else 1)
+        evaluations = study.budget_of(cell) / (prices[cell] if study.unit == "seconds" else 1)
         try:
             iterations[cell] = iterations_within(config, evaluations)
         except UserError as error:
-            raise UserError(f"--budget {study.unit}={study.budget:g}: cell {cell}: {error}") from None
+            raise UserError(f"--budget {study.unit}={study.budget_of(cell):g}: cell {cell}: {error}") from None
     return iterations
 
 

@@ -100,7 +100,7 @@ def markdown(
     trained: Sequence[str],
 ) -> str:
     """The results as a page."""
-    budget = f"{study.budget:g} {study.unit}"
+    budget = ", ".join([f"{study.budget:g} {study.unit}", *(f"{own:g} for {cell}" for cell, own in study.budgets.items())])
     parts = [
         f"# {', '.join(study.cells)} on {study.recipe}",
         f"Budget of a run: {budget}. {study.seeds} seeds, {prompts} held-out prompts, one noise for all. Brackets: 95 % "
