@@ -56,8 +56,8 @@ def test_without_a_weight_late_branch_steps_rule_and_with_even_none_does():
 def test_a_run_takes_the_weight():
     """One branch step alone: a weight scales its gradient by a known number."""
     one = ("algorithm.branch_steps=[2]", "algorithm.group_size=4", "optim.max_grad_norm=1e9")
-    norm = {weight: trainer(None, *one, f"algorithm.step_weight={weight}").iterate()["grad_norm"] for weight in ("none", "even")}
     t = trainer(None, *one)
+    norm = {own: trainer(None, *one, f"algorithm.step_weight={own}").iterate()["grad_norm"] for own in ("none", "even")}
     sigma, after = t.sigmas[2], t.sigmas[3]
     std = float(t.kernel(torch.zeros(1, 1), torch.zeros(1, 1), sigma, after).std)
     assert norm["even"] == pytest.approx(norm["none"] * std / float(sigma - after), rel=1e-4)

@@ -208,7 +208,8 @@ def compare(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of every run.")] = None,
     algorithms: Annotated[str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")] = "",
     cell: Annotated[
-        list[str] | None, typer.Option(help="'NAME: KEY=VALUE ...', a variant of the recipe; budget=N gives it its own; may be given often.")
+        list[str] | None,
+        typer.Option(help="'NAME: KEY=VALUE ...', a variant of the recipe; budget=N gives it its own. May be given often."),
     ] = None,
     budget: Annotated[str, typer.Option(help="Of a run: iterations=60, evaluations=100000 or seconds=300.")] = "iterations=60",
     rates: Annotated[

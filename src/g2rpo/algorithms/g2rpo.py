@@ -27,7 +27,6 @@ from g2rpo.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.types import Kernel, Plan, Steps
 
-
 StepWeight = Literal["none", "noise", "even"]
 
 
