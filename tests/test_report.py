@@ -19,7 +19,8 @@ from g2rpo.pictures import read_grid, save_grid
 from g2rpo.recipes import settings
 from g2rpo.report.charts import compact
 from g2rpo.report.history import Change, read_runs
-from g2rpo.report.page import FRAMES, decimals, render, signed, span, verdict
+from g2rpo.report.page import FRAMES, render, verdict
+from g2rpo.report.words import decimals, signed, span
 from g2rpo.runs import claim, record_start, source_commit
 from tests.commands import g2rpo
 from tests.runs import PLAIN, config, trainer

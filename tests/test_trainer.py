@@ -1,6 +1,7 @@
 """The trainer: learning, on-policy ratios, equal updates however split, and runs that repeat and resume bit for bit."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -216,7 +217,7 @@ def test_rewards_find_their_rollouts_whatever_the_decoding_batch(monkeypatch):
     torch.testing.assert_close(groups[0], groups[1])
     fresh = trainer(None)
     engine = Engine(fresh.policy, fresh.policy.encode(fresh.order.batch(0, 2)), fresh.sigmas)
-    rollouts = engine.rollout(fresh.plans(), 6, fresh.kernel, fresh._noise)
+    rollouts = engine.rollout(fresh.plans(), 6, fresh.kernel, partial(fresh.sampler.noise, 0))
     alone = torch.stack([brightness(r.finals.sigmoid().flatten(0, 1), None).unflatten(0, (2, 6)) for r in rollouts])
     torch.testing.assert_close(groups[0][:, 0], alone)
 

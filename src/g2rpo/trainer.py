@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,18 +36,18 @@ from g2rpo.evaluation import (
 from g2rpo.flow import sigma_grid
 from g2rpo.image_statistics import image_statistics, statistics_row
 from g2rpo.learner import Learner
-from g2rpo.memory import OutOfMemory, batch_sizes
+from g2rpo.memory import batch_sizes
 from g2rpo.metrics import MetricsLog, Row, read_metrics
 from g2rpo.pictures import save_curves, save_grid
 from g2rpo.prompts import PromptOrder
-from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import TailNetwork
-from g2rpo.scoring import RewardFailed, Stopwatch, score_rollouts
+from g2rpo.sampling import Sampler
+from g2rpo.scoring import RewardFailed, Stopwatch
 from g2rpo.seeding import generator_for
 from g2rpo.sharding import Replicated
 from g2rpo.trackers import Feed, TensorBoard, Tracker
-from g2rpo.types import Algorithm, Cond, Plan, Policy, Reward, Rollout
+from g2rpo.types import Algorithm, Cond, Plan, Policy, Reward
 from g2rpo.update import Experience, Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
@@ -119,6 +117,19 @@ class Trainer:
             self.notify,
         )
         self.sizes.in_step = self.shards.in_step
+        self.sampler = Sampler(
+            self.policy,
+            self.rewards,
+            c.sampling,
+            self.sigmas,
+            self.kernel,
+            self.sizes,
+            self.shards,
+            c.trainer.seed,
+            self.world.first(c.trainer.prompts_per_iteration),
+            self.tail_network,
+            lambda rows: self.on_evaluations(rows),
+        )
         self.updater = Updater(
             self.policy,
             self.algorithm,
@@ -162,11 +173,10 @@ class Trainer:
         watch.lap("encode")
 
         self._find_sizes(cond)
-        if self.tail_network is not None:
-            self.tail_network.refresh()
-        rollouts, own, evaluations, overlapped = self._sample_and_score(cond, prompts, watch)
-        rewards = self.world.gather(own)  # of all ranks: an algorithm may look at the whole batch
         algorithm = self.allocated()
+        with self._naming_the_iteration():
+            sampled = self.sampler.sample(algorithm, self.iteration, cond, prompts, watch)
+        rollouts, rewards = sampled.rollouts, self.world.gather(sampled.rewards)  # an algorithm may look at the whole batch
         advantages = algorithm.advantages(rewards, self.weights)
         experience = [
             Experience(rollout.prompt, transition, advantage)
@@ -183,7 +193,7 @@ class Trainer:
         grains_at = getattr(algorithm, "granularities_at", lambda step: tuple(range(1, rewards.shape[2] + 1)))
         learnt = self.allocator.observe(self.iteration, branches, rewards, self.weights) if self.allocator else {}
         images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
-        evaluations, images, halved = self.world.total(evaluations, images, self.sizes.halved)
+        evaluations, images, halved = self.world.total(sampled.evaluations, images, self.sizes.halved)
         self.iteration += 1
         row: Row = {
             "kind": "train",
@@ -201,7 +211,7 @@ class Trainer:
             "out_of_memory": halved,
             "ranks": self.world.size,
             "seconds": sum(watch.seconds.values()),
-            "seconds_overlapped": overlapped,
+            "seconds_overlapped": sampled.seconds_overlapped,
             **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
         }
         self._announce(self.alarms.see(row), row)
@@ -223,69 +233,6 @@ class Trainer:
     def own_heldout(self) -> Sequence[str]:
         """The held-out prompts that this rank judges: all of them where there are fewer than ranks."""
         return self.world.deal(self.heldout) if len(self.heldout) >= self.world.size else self.heldout
-
-    def _sample_and_score(
-        self, cond: Cond, prompts: Sequence[str], watch: Stopwatch
-    ) -> tuple[list[Rollout], Tensor, int, float]:
-        """Rollouts of all prompts, their rewards, the network evaluations that took, and the seconds of work done meanwhile.
-
-        `sampling.prompts_at_once` prompts are rolled out together; another thread decodes and scores the pictures of those
-        before. The last ones are scored here, after the thread has ended: no reward is asked by two threads at once.
-        """
-        rollouts, evaluations, aside = list[Rollout](), 0, Stopwatch()
-
-        def roll_out(rows: list[int]) -> list[Rollout]:
-            nonlocal evaluations
-            with self.shards.sampling():
-                new, spent = self.sizes.fit(lambda: self._rollout(cond, rows))
-            rollouts.extend(new)
-            evaluations += spent
-            watch.lap("rollout")
-            return new
-
-        def score(new: Sequence[Rollout], watch: Stopwatch) -> Tensor:
-            return self.sizes.fit(lambda: score_rollouts(self.policy, new, self.rewards, prompts, self.sizes.decode, watch))
-
-        def score_aside(new: Sequence[Rollout]) -> Tensor:
-            aside.restart()
-            return score(new, aside)
-
-        *before, last = torch.arange(len(prompts)).split(self.config.sampling.prompts_at_once or len(prompts))
-        with self._naming_the_iteration(), ThreadPoolExecutor(1, "scoring") as thread:
-            futures = [thread.submit(score_aside, roll_out(rows.tolist())) for rows in before]
-            new = roll_out(last.tolist())
-            rewards = [future.result() for future in futures]
-            if before:
-                watch.lap("waiting")
-            rewards.append(score(new, watch))
-        return rollouts, torch.cat(rewards), evaluations, sum(aside.seconds.values())
-
-    def _rollout(self, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
-        """Every plan for the prompts of some rows of `cond`, and the network evaluations that took."""
-        sampling, network = self.config.sampling, self.tail_network
-        engine = Engine(
-            self.policy,
-            cond.rows(rows),
-            self.sigmas,
-            self.sizes.rollout,
-            getattr(torch, sampling.anchor_dtype),
-            getattr(torch, sampling.sample_dtype),
-            tails=sampling.tails,
-            tail_velocity=network.velocity if network is not None else None,
-            on_rows=self.on_evaluations,
-        )
-        try:
-            algorithm = self.allocated()
-            rollouts = engine.rollout(
-                algorithm.plans(sampling.num_steps, self.iteration, self.config.trainer.seed),
-                algorithm.group_size,
-                self.kernel,
-                lambda prompt, *purpose: self._noise(rows[prompt], *purpose),
-            )
-        except OutOfMemory:
-            self.on_evaluations(-engine.evaluations)  # they will be done again
-            raise
-        return [replace(rollout, prompt=rows[rollout.prompt]) for rollout in rollouts], engine.evaluations
 
     def evaluate(self) -> Row:
         """Judges the (averaged) weights on held-out prompts, and paints the first few."""
@@ -448,10 +395,6 @@ class Trainer:
         if self._baseline is None and self.run_dir is not None:
             self._baseline = load_evaluation(self.run_dir / BASELINE, self.heldout)
         return self._baseline
-
-    def _noise(self, prompt: int, *purpose: Any) -> torch.Generator:
-        place = self.world.first(self.config.trainer.prompts_per_iteration) + prompt  # in the iteration, whatever the rank
-        return generator_for(self.config.trainer.seed, "rollout", self.iteration, place, *purpose)
 
     def _find_sizes(self, cond: Cond) -> None:
         """Settles batch sizes that are left to be found, with the largest that an iteration could use as a bound."""

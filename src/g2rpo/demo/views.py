@@ -13,7 +13,8 @@ from g2rpo.demo.studio import Drawing, Lesson, plan_labels
 from g2rpo.diagnostics import group_std
 from g2rpo.pictures import to_pil
 from g2rpo.report.history import Run
-from g2rpo.report.page import data_uri, fixed, render, signed
+from g2rpo.report.page import data_uri, render
+from g2rpo.report.words import fixed, signed
 
 LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page
 

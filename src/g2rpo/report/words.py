@@ -1,0 +1,40 @@
+"""Numbers and times as the report writes them."""
+
+from __future__ import annotations
+
+import math
+
+Z = 1.96
+"""Standard errors to either side of a 95 % interval of a normal distribution."""
+
+
+def decimals(error: float) -> int:
+    """How many decimals a number with this standard error deserves: two figures of the error."""
+    return 3 if not math.isfinite(error) or error <= 0 else min(6, max(0, 1 - math.floor(math.log10(error))))
+
+
+def fixed(value: float, digits: int) -> str:
+    """A number with so many decimals; a dash for NaN."""
+    return f"{value:,.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
+
+
+def signed(value: float, digits: int) -> str:
+    """The same with its sign."""
+    return f"{value:+,.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
+
+
+def figures(value: float | None) -> str:
+    """Three significant figures, zeros at the end included; a dash for none."""
+    return "–" if value is None else f"{value:#.3g}".rstrip(".").replace("-", "−")
+
+
+def span(seconds: float) -> str:
+    """A time for people: 0.8 s, 42 s, 5 min 1 s, 3 h 20 min."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,119 @@
+"""The first half of an iteration: prompts -> rollouts -> rewards, in batches that fit, scoring while the next are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.config import SamplingConfig
+from g2rpo.memory import BatchSizes, OutOfMemory
+from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.tails import TailNetwork
+from g2rpo.scoring import Stopwatch, score_rollouts
+from g2rpo.seeding import generator_for
+from g2rpo.sharding import Replicated
+from g2rpo.types import Algorithm, Cond, Kernel, Policy, Reward, Rollout
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """An iteration's rollouts on this rank, and what they took."""
+
+    rollouts: list[Rollout]
+    rewards: Tensor  # [N, R, M, G]
+    evaluations: int
+    """Of the network, one latent each."""
+    seconds_overlapped: float
+    """Of decoding and scoring while other prompts were sampled."""
+
+
+@dataclass
+class Sampler:
+    """Rolls out prompts as an algorithm plans it, and has `rewards` score the pictures.
+
+    `sizes` may shrink when memory runs out. `first` is the place of this rank's first prompt in the iteration: noise depends on
+    `seed`, the iteration and a prompt's place, not on the rank. `on_evaluations` hears of rows that the network has seen.
+    """
+
+    policy: Policy
+    rewards: Mapping[str, Reward]
+    config: SamplingConfig
+    sigmas: Tensor
+    kernel: Kernel
+    sizes: BatchSizes
+    shards: Replicated
+    seed: int
+    first: int
+    tail_network: TailNetwork | None
+    on_evaluations: Callable[[int], None]
+
+    def sample(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Sampled:
+        """All prompts, a row of `cond` each.
+
+        `sampling.prompts_at_once` of them are rolled out together; another thread decodes and scores the pictures of those
+        before. The last ones are scored here, after the thread has ended: no reward is asked by two threads at once.
+        """
+        rollouts, evaluations, aside = list[Rollout](), 0, Stopwatch()
+
+        def roll_out(rows: list[int]) -> list[Rollout]:
+            nonlocal evaluations
+            with self.shards.sampling():
+                new, spent = self.sizes.fit(lambda: self.roll_out(algorithm, iteration, cond, rows))
+            rollouts.extend(new)
+            evaluations += spent
+            watch.lap("rollout")
+            return new
+
+        def score(new: Sequence[Rollout], watch: Stopwatch) -> Tensor:
+            return self.sizes.fit(lambda: score_rollouts(self.policy, new, self.rewards, prompts, self.sizes.decode, watch))
+
+        def score_aside(new: Sequence[Rollout]) -> Tensor:
+            aside.restart()
+            return score(new, aside)
+
+        if self.tail_network is not None:
+            self.tail_network.refresh()
+        *before, last = torch.arange(len(prompts)).split(self.config.prompts_at_once or len(prompts))
+        with ThreadPoolExecutor(1, "scoring") as thread:
+            futures = [thread.submit(score_aside, roll_out(rows.tolist())) for rows in before]
+            new = roll_out(last.tolist())
+            rewards = [future.result() for future in futures]
+            if before:
+                watch.lap("waiting")
+            rewards.append(score(new, watch))
+        return Sampled(rollouts, torch.cat(rewards), evaluations, sum(aside.seconds.values()))
+
+    def roll_out(self, algorithm: Algorithm, iteration: int, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
+        """Every plan for the prompts of some rows of `cond`, and the network evaluations that took."""
+        engine = Engine(
+            self.policy,
+            cond.rows(rows),
+            self.sigmas,
+            self.sizes.rollout,
+            getattr(torch, self.config.anchor_dtype),
+            getattr(torch, self.config.sample_dtype),
+            tails=self.config.tails,
+            tail_velocity=self.tail_network.velocity if self.tail_network is not None else None,
+            on_rows=self.on_evaluations,
+        )
+        plans = algorithm.plans(self.config.num_steps, iteration, self.seed)
+        try:
+            rollouts = engine.rollout(
+                plans,
+                algorithm.group_size,
+                self.kernel,
+                lambda prompt, *purpose: self.noise(iteration, rows[prompt], *purpose),
+            )
+        except OutOfMemory:
+            self.on_evaluations(-engine.evaluations)  # they will be done again
+            raise
+        return [replace(rollout, prompt=rows[rollout.prompt]) for rollout in rollouts], engine.evaluations
+
+    def noise(self, iteration: int, row: int, *purpose: Any) -> torch.Generator:
+        """The noise of this rank's prompt `row`, for one purpose of the engine's."""
+        return generator_for(self.seed, "rollout", iteration, self.first + row, *purpose)
