@@ -1,18 +1,26 @@
 """Precise credit: how much of a group's policy gradient is signal, with noise at one step and with noise at many.
 
-    python -m benchmarks.credit --prompts 48                     # one stochastic step: which one, and for which reward
-    python -m benchmarks.credit --prompts 16 --windows 4 9 --own 9 --steps 0 --name credit_windows
-    python -m benchmarks.credit --prompts 6 --explained          # how much of the reward the scored noise explains
+    python -m benchmarks.credit --sets 0-3 5-8 0-8 --windows 0-1 7-8 0-8   # one stochastic step at a time, or several at once
+    python -m benchmarks.credit --prompts 6 --explained                    # how much of the reward the scored noise explains
 
 At the base model a group of one prompt gives one gradient of the surrogate (ratio 1, so that of mean A log p). Groups of
 different prompts are independent estimates of the gradient that training follows; what they agree on is signal:
 
     signal S = mean over i != j of <g_i, g_j>      share = S / mean |g_i|^2      (unbiased; 1 for equal gradients, 0 for noise)
 
-("0,1,2,3 one at a time" is G2RPO's: the mean over groups that branch off one anchor at these steps, one gradient a prompt.)
-A mean of n groups has squared cosine n rho / (1 + n rho) with the true gradient, rho = share / (1 - share); so 1 / rho groups,
-times what a group costs, are the network evaluations at which signal and noise are equal. Each variant follows a gradient of
-its own (of the expected reward through its noise): the number says how well determined that is, not how far it leads.
+("0-3 one at a time" is G2RPO's: the mean over groups that branch off one anchor at these steps, one gradient a prompt; "evened
+out" with its `step_weight=even`.) A mean of n groups has squared cosine n rho / (1 + n rho) with the true gradient, where
+rho = share / (1 - share); so 1 / rho groups, times what a group costs, are the network evaluations at which signal and noise are
+equal. Each variant follows a gradient of its own (of the expected reward through its noise): the number says how well
+determined that is, not how far it leads.
+
+Better determined is how all of them agree with one direction, the sum over prompts and single steps of the gradients of one
+reward, each step's in units of its own size:
+
+    alignment = mean over i of <g_i, C_-i> / (|g| |C|)         C_-i: without prompt i         efficiency = alignment^2 / cost
+
+C is itself mostly noise, which shortens all alignments alike; so alignments and efficiencies compare variants, and an optimizer
+that takes steps of one size gets along C in proportion to the root of efficiency times evaluations.
 Inner products are those of count sketches (Charikar et al. 2002), all by one hash: with b buckets they err by
 |g| |h| sqrt(2 / b) at most in standard deviation, 0.8 % of squared norms at the default.
 
@@ -130,6 +138,23 @@ def signal_of(gram: NDArray[np.float64]) -> Signal:
     )
 
 
+def alignment_of(vectors: Tensor, common: Tensor) -> tuple[float, float]:
+    """How gradients [P, B] agree with the direction of the others' `common` [P, B], and the standard error over prompts."""
+    size, total = vectors.square().sum(1).mean().sqrt(), common.sum(0)
+    if size == 0:
+        return 0.0, 0.0
+    along = (vectors * (total - common)).sum(1) / (size * total.norm())
+    return float(along.mean()), float(along.std() / math.sqrt(len(along)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The gradient of one prompt's groups: the mean over plans of weight times gradient."""
+
+    plans: tuple[Plan, ...]
+    weights: tuple[float, ...]
+
+
 def gradients(
     policy: Policy, kernel: Kernel, sigmas: Tensor, rollout: Rollout, advantages: Tensor, prompt: str
 ) -> list[Tensor]:
@@ -151,10 +176,10 @@ def gradients(
     return totals
 
 
-def sketch_prompt(trainer: Trainer, variants: Mapping[str, Sequence[Plan]], sketch: Sketch, number: int) -> dict[str, Tensor]:
+def sketch_prompt(trainer: Trainer, variants: Mapping[str, Variant], sketch: Sketch, number: int) -> dict[str, Tensor]:
     """Sketches [R, buckets] of one prompt's gradients by variant, for each reward alone. Variants share what noise they can."""
     (prompt,) = trainer.order.batch(number, 1)
-    plans = list(dict.fromkeys(plan for own in variants.values() for plan in own))
+    plans = list(dict.fromkeys(plan for own in variants.values() for plan in own.plans))
     engine = Engine(trainer.policy, trainer.policy.encode([prompt]), trainer.sigmas, batch_size=96)
 
     def noise(place: int, *purpose: Any) -> torch.Generator:
@@ -166,7 +191,10 @@ def sketch_prompt(trainer: Trainer, variants: Mapping[str, Sequence[Plan]], sket
     for plan, rollout, advantages in zip(plans, rollouts, group_normalize(rewards).sum(2), strict=True):
         own = gradients(trainer.policy, trainer.kernel, trainer.sigmas, rollout, advantages, prompt)
         found[plan] = torch.stack([sketch(gradient) for gradient in own])
-    return {name: torch.stack([found[plan] for plan in own]).mean(0) for name, own in variants.items()}
+    return {
+        name: torch.stack([weight * found[plan] for plan, weight in zip(own.plans, own.weights, strict=True)]).mean(0)
+        for name, own in variants.items()
+    }
 
 
 def explained(values: NDArray[np.float64], resamples: int = 2000) -> Interval:
@@ -214,26 +242,38 @@ def policy_dims(trainer: Trainer) -> int:
     return trainer.policy.noise([generator_for("shape")]).ndim - 1
 
 
-def variants_of(args: argparse.Namespace, num_steps: int) -> dict[str, list[Plan]]:
-    """Plans by variant; a variant's gradient is the mean over its plans."""
-    steps = range(num_steps - 1) if args.steps is None else args.steps
-    single = {f"step {step}": [window(step, step + 1, num_steps, shared_noise=True)] for step in steps}
-    together = [plan for plans in single.values() for plan in plans]
-    return {
-        **single,
-        **({f"{','.join(map(str, steps))} one at a time": together} if len(single) > 1 else {}),
-        **{f"steps 0-{length - 1}": [window(0, length, num_steps, shared_noise=True)] for length in args.windows},
-        **{f"steps 0-{length - 1}, own noise": [window(0, length, num_steps, shared_noise=False)] for length in args.own},
-    }
+def variants_of(args: argparse.Namespace, trainer: Trainer) -> dict[str, Variant]:
+    """Single steps; sets of them, plain and evened out; windows of steps that are all stochastic."""
+    num_steps = trainer.config.sampling.num_steps
+    steps = list(range(num_steps - 1)) if args.steps is None else args.steps
+    plans = {step: window(step, step + 1, num_steps, shared_noise=True) for step in range(num_steps - 1)}
+    found = {f"step {step}": Variant((plans[step],), (1.0,)) for step in steps}
+    for name in args.sets:
+        own = tuple(plans[step] for step in steps_of(name))
+        found[f"{name} one at a time"] = Variant(own, (1.0,) * len(own))
+        found[f"{name} evened out"] = Variant(own, tuple(evening(trainer, step) for step in steps_of(name)))
+    for kind, names, shared in (("", args.windows, True), (", own noise", args.own, False)):
+        for name in names:
+            first, *_, last = steps_of(name)
+            found[f"steps {name} at once{kind}"] = Variant((window(first, last + 1, num_steps, shared),), (1.0,))
+    return found
+
+
+def steps_of(name: str) -> list[int]:
+    """[0, 1, 2] of "0-2"."""
+    first, last = map(int, name.split("-"))
+    return list(range(first, last + 1))
+
+
+def evening(trainer: Trainer, step: int) -> float:
+    """The weight of a branch step with `step_weight=even`."""
+    sigma, after = trainer.sigmas[step], trainer.sigmas[step + 1]
+    return float(trainer.kernel(torch.zeros(1, 1), torch.zeros(1, 1), sigma, after).std / (sigma - after))
 
 
 def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per variant and reward."""
-    variants, rewards, size = (
-        variants_of(args, trainer.config.sampling.num_steps),
-        list(trainer.rewards),
-        trainer.algorithm.group_size,
-    )
+    variants, size = variants_of(args, trainer), trainer.algorithm.group_size
     sketch = Sketch(sum(p.numel() for p in trainer.learner.parameters), args.buckets)
     sketches: dict[str, list[Tensor]] = {name: [] for name in variants}
     began = time.perf_counter()
@@ -242,14 +282,17 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
             sketches[name].append(found)
         if number % 8 == 7:
             print(f"{number + 1} prompts, {time.perf_counter() - began:.0f} s", flush=True)
+    stacked = {name: torch.stack(own).double() for name, own in sketches.items()}  # [P, R, buckets]
     rows = []
-    for name, plans in variants.items():
-        cost = count_evaluations(plans, size) + TRAINED_LATENT * count_trained(plans, size)
-        stacked = torch.stack(sketches[name]).double()  # [P, R, buckets]
-        for place, reward in enumerate(rewards):
-            vectors = stacked[:, place]
+    for place, reward in enumerate(trainer.rewards):
+        singles = [own[:, place] for name, own in stacked.items() if name.startswith("step ")]
+        common = sum((own / own.square().sum(1).mean().sqrt() for own in singles if own.any()), torch.zeros(()))
+        for name, variant in variants.items():
+            cost = count_evaluations(variant.plans, size) + TRAINED_LATENT * count_trained(variant.plans, size)
+            vectors = stacked[name][:, place]
             signal = signal_of((vectors @ vectors.T).numpy())
             low, high = (cost * signal.groups(signal.share + side * Z * signal.error) for side in (1, -1))
+            alignment, error = alignment_of(vectors, common) if singles else (math.nan, math.nan)
             rows.append(
                 {
                     "variant": name,
@@ -259,6 +302,10 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
                     "evaluations_to_equal": cost * signal.groups(),
                     "evaluations_low": low,
                     "evaluations_high": high,
+                    "alignment": alignment,
+                    "alignment_error": error,
+                    "efficiency": max(0.0, alignment) ** 2 / cost * 1e6,
+                    "efficiency_error": 2 * max(0.0, alignment) * error / cost * 1e6,
                 }
             )
     return rows
@@ -280,30 +327,26 @@ def measure_explained(trainer: Trainer, args: argparse.Namespace) -> list[dict[s
 
 
 def draw_signal(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Share and evaluations to equal, by variant, a colour per reward."""
+    """Share, alignment and efficiency by variant, a colour per reward."""
     pyplot = load_pyplot()
     variants, rewards = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "reward"))
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(1.5 + 1.1 * len(variants), 6.5), sharex=True, layout="constrained")
-    for place, (reward, colour) in enumerate(zip(rewards, COLOURS, strict=False)):
-        own = [row for row in rows if row["reward"] == reward]
-        x = np.arange(len(own)) + 0.15 * (place - (len(rewards) - 1) / 2)
-        share, error = ([row[key] for row in own] for key in ("share", "error"))
-        above.errorbar(x, share, Z * np.array(error), fmt="o", color=colour, markersize=4, label=reward)
-        for at, row in zip(x, own, strict=True):
-            if math.isfinite(row["evaluations_to_equal"]):
-                top = row["evaluations_high"] if math.isfinite(row["evaluations_high"]) else 1e9
-                below.plot([at, at], [row["evaluations_low"], top], color=colour, linewidth=1)
-                below.plot(at, row["evaluations_to_equal"], "o", color=colour, markersize=4)
-    above.axhline(0, color="#888", linewidth=0.8)
-    above.set_ylabel("signal share of a group's gradient")
-    above.legend(fontsize=8)
-    below.set_yscale("log")
-    finite = [row[key] for row in rows for key in ("evaluations_low", "evaluations_to_equal") if math.isfinite(row[key])]
-    if finite:
-        below.set_ylim(min(finite) / 2, max(finite) * 4)
-    below.set_ylabel("network evaluations until\nsignal equals noise")
-    below.set_xticks(range(len(variants)), [name.replace(", ", "\n") for name in variants])
-    save_figure(figure, (above, below), path)
+    figure, axes = pyplot.subplots(3, 1, figsize=(1.5 + 0.5 * len(variants), 8), sharex=True, layout="constrained")
+    panels = (
+        ("share", "error", 100, "signal share of\none gradient, %"),
+        ("alignment", "alignment_error", 100, "alignment with the\ncommon direction, %"),
+        ("efficiency", "efficiency_error", 1, "efficiency\n(alignment² per evaluation)"),
+    )
+    for axis, (key, error, scale, label) in zip(axes, panels, strict=True):
+        for place, (reward, colour) in enumerate(zip(rewards, COLOURS, strict=False)):
+            own = [row for row in rows if row["reward"] == reward]
+            x = np.arange(len(own)) + 0.15 * (place - (len(rewards) - 1) / 2)
+            values, errors = (scale * np.array([row[name] for row in own]) for name in (key, error))
+            axis.errorbar(x, values, Z * errors, fmt="o", color=colour, markersize=4, label=reward)
+        axis.axhline(0, color="#888", linewidth=0.8)
+        axis.set_ylabel(label)
+    axes[0].legend(fontsize=8, ncols=len(rewards))
+    axes[-1].set_xticks(range(len(variants)), variants, rotation=45, ha="right", fontsize=8)
+    save_figure(figure, axes, path)
 
 
 def draw_explained(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -367,15 +410,12 @@ def main() -> None:
     path = save(name, args, began, rows)
     (draw_explained if args.explained else draw_signal)(path.with_suffix(".png"), rows)
     if not args.explained:
-        print(
-            f"{'variant':26} {'reward':11} {'share':>18} {'cosine':>16} {'silent':>6} {'cost':>6} {'evaluations to equal':>26}"
-        )
+        print(f"{'variant':26} {'reward':11} {'share':>18} {'silent':>6} {'cost':>6} {'alignment':>15} {'efficiency':>15}")
         for row in rows:
-            ends = f"[{row['evaluations_low']:,.0f}, {row['evaluations_high']:,.0f}]"
             print(
-                f"{row['variant']:26} {row['reward']:11} {row['share']:+9.4f} ± {row['error']:.4f} "
-                f"{row['cosine']:+8.3f} ± {row['cosine_error']:.3f} {row['silent']:6.2f} {row['evaluations_per_prompt']:6} "
-                f"{row['evaluations_to_equal']:10,.0f} {ends}"
+                f"{row['variant']:26} {row['reward']:11} {row['share']:+9.4f} ± {row['error']:.4f} {row['silent']:6.2f} "
+                f"{row['evaluations_per_prompt']:6} {row['alignment']:+7.3f} ± {row['alignment_error']:.3f} "
+                f"{row['efficiency']:7.2f} ± {row['efficiency_error']:.2f}"
             )
     print(path)
 
@@ -394,10 +434,9 @@ def arguments() -> argparse.Namespace:
     parser = instrument_parser(__doc__, prompts=48)
     parser.add_argument("--name", help="of the results; default credit or credit_explained")
     parser.add_argument("--steps", type=int, nargs="*", help="single stochastic steps; default all but the last")
-    parser.add_argument(
-        "--windows", type=int, nargs="*", default=[], help="numbers of stochastic steps from 0, shared initial noise"
-    )
-    parser.add_argument("--own", type=int, nargs="*", default=[], help="the same, initial noise of each member's own")
+    parser.add_argument("--sets", nargs="*", default=[], metavar="A-B", help="steps one at a time, off one anchor")
+    parser.add_argument("--windows", nargs="*", default=[], metavar="A-B", help="steps all stochastic at once")
+    parser.add_argument("--own", nargs="*", default=[], metavar="A-B", help="the same, from initial noise of each member's own")
     parser.add_argument("--explained", action="store_true", help="measure what one step's noise explains among that of all")
     parser.add_argument("--draws", type=int, default=12, help="(--explained) draws of the step's noise")
     parser.add_argument("--repeats", type=int, default=3, help="(--explained) draws of the rest for each")

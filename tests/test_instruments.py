@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from benchmarks.credit import Sketch, explained, gradients, repeat_the_rest, signal_of
+from benchmarks.credit import Sketch, alignment_of, evening, explained, gradients, repeat_the_rest, signal_of, steps_of
 from benchmarks.granularity import spearman, tails_of
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo import window
@@ -16,6 +16,7 @@ from g2rpo.objectives import group_normalize
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
+from g2rpo.types import Steps
 from tests.runs import trainer
 
 SIGMAS = sigma_grid(6, 3.0)
@@ -50,6 +51,35 @@ def test_a_cosine_is_with_the_sum_of_all_others():
     vectors[:2] = 0
     assert signal_of(vectors @ vectors.T).silent == 0.4
     assert signal_of(np.zeros((4, 4))).silent == 1 and signal_of(np.zeros((4, 4))).groups() == math.inf
+
+
+def test_an_alignment_is_with_the_direction_of_the_others():
+    """0.3 along a direction and unit noise in 100 dimensions, against that direction itself: 0.3 / sqrt(1.09), by the stated
+    error; against its own noise none is left, because a prompt's own vector is taken out."""
+    random = torch.Generator().manual_seed(0)
+    noise = torch.randn(400, 100, generator=random, dtype=torch.float64) / 10
+    direction = torch.zeros(100, dtype=torch.float64)
+    direction[3] = 1
+    found, error = alignment_of(0.3 * direction + noise, direction.expand(400, -1))
+    expected = 0.3 / math.sqrt(1.09) * 399 / 400
+    assert abs(found - expected) < 4 * error and error == pytest.approx(0.1 / math.sqrt(1.09) / 20, rel=0.2)
+    found, error = alignment_of(noise, noise)
+    assert abs(found) < 4 * error
+    vectors, common = torch.randn(2, 3, 4, generator=random, dtype=torch.float64)
+    by_hand = [float(vectors[i] @ (common.sum(0) - common[i])) for i in range(3)]
+    scale = float(vectors.square().sum(1).mean().sqrt() * common.sum(0).norm())
+    assert alignment_of(vectors, common)[0] == pytest.approx(sum(by_hand) / 3 / scale)
+    assert alignment_of(torch.zeros(3, 4), common) == (0, 0)
+
+
+def test_evening_is_the_losss_weight():
+    t = trainer(None, "algorithm.step_weight=even")
+    sigmas = t.sigmas
+    for step in steps_of("1-3"):
+        std = t.kernel(torch.zeros(1, 1), torch.zeros(1, 1), sigmas[step], sigmas[step + 1]).std
+        ones = torch.ones(1)
+        steps = Steps(ones, ones, 0 * ones, ones, std * ones, (sigmas[step] - sigmas[step + 1]) * ones)
+        assert evening(t, step) == pytest.approx(float(t.algorithm.weight_of(steps)))
 
 
 def test_sketches_keep_inner_products():
