@@ -10,8 +10,8 @@ different prompts are independent estimates of the gradient that training follow
 
 ("0-3 one at a time" is G2RPO's: the mean over groups that branch off one anchor at these steps, one gradient a prompt; "evened
 out" with its `step_weight=even`.) A mean of n groups has squared cosine n rho / (1 + n rho) with the true gradient, where
-rho = share / (1 - share); so 1 / rho groups, times what a group costs, are the network evaluations at which signal and noise are
-equal. Each variant follows a gradient of its own (of the expected reward through its noise): the number says how well
+rho = share / (1 - share); so 1 / rho groups, times what a group costs, are the network evaluations at which signal and noise
+are equal. Each variant follows a gradient of its own (of the expected reward through its noise): the number says how well
 determined that is, not how far it leads.
 
 Better determined is how all of them agree with one direction, the sum over prompts and single steps of the gradients of one
