@@ -3,7 +3,8 @@
 from hypothesis import strategies as st
 
 from g2rpo import recipes
-from g2rpo.config import ALGORITHMS, resolve
+from g2rpo.config import ALGORITHMS
+from g2rpo.settings import resolve
 
 SNIPPETS = (
     "!!python/object/apply:os.system [false]",

@@ -21,9 +21,10 @@ from g2rpo import components
 from g2rpo.cli import app
 from g2rpo.commands import compare, evaluate
 from g2rpo.commands.train import load_config
-from g2rpo.config import RewardConfig, parse_options, resolve_as
+from g2rpo.config import RewardConfig
 from g2rpo.cost.plan import find_target
 from g2rpo.judging import JudgingConfig
+from g2rpo.settings import parse_options, resolve_as
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

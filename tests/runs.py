@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from g2rpo.config import Config, resolve
+from g2rpo.config import Config
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.settings import resolve
 from g2rpo.trainer import Trainer
 
 PLAIN = {

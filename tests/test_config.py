@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import yaml
 
-from g2rpo.config import ALGORITHMS, differences, read_yaml, resolve
+from g2rpo.config import ALGORITHMS
 from g2rpo.errors import UserError
 from g2rpo.recipes import names, text
 from g2rpo.runs import choose_directory, claim
+from g2rpo.settings import differences, read_yaml, resolve
 from tests.runs import PLAIN, config
 
 

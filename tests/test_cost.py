@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo import components
 from g2rpo.commands.train import load_config
-from g2rpo.config import RewardConfig, resolve
+from g2rpo.config import RewardConfig
 from g2rpo.cost import trace
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.blueprint import PUBLISHED, build_on_meta, on_meta, read_blueprint, shapes_of, size_of
@@ -26,6 +26,7 @@ from g2rpo.cost.trace import LiveBytes, working_sets
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
+from g2rpo.settings import resolve
 from g2rpo.trainer import Trainer
 from tests.tiny import flux_pipeline, sd3_pipeline
 

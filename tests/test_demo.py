@@ -17,7 +17,7 @@ from g2rpo import components
 from g2rpo.cli import main
 from g2rpo.commands.demo import of_model, of_run, open_studio
 from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.config import ALGORITHMS, Config, resolve
+from g2rpo.config import ALGORITHMS, Config
 from g2rpo.demo.gate import MAX_BODY, Gate
 from g2rpo.demo.studio import MAX_PROMPT, MAX_SEED, draw, learn, plan_labels
 from g2rpo.demo.views import digits, drawing_html, lesson_html, run_html
@@ -28,6 +28,7 @@ from g2rpo.report.history import read_runs
 from g2rpo.rollout.engine import Engine
 from g2rpo.scoring import Stopwatch
 from g2rpo.seeding import generator_for
+from g2rpo.settings import resolve
 from g2rpo.types import Plan
 from tests.commands import TINY, g2rpo
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from g2rpo.cli import main
 from g2rpo.commands.train import load_config
-from g2rpo.config import read_yaml, resolve
 from g2rpo.errors import UserError
 from g2rpo.files import digest_of
 from g2rpo.plain import is_text, parse_yaml
 from g2rpo.prompt_sources import read_prompts
+from g2rpo.settings import read_yaml, resolve
 from tests.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts, values
 
 encoded = st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "latin-1"])

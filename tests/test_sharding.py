@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from g2rpo import components
 from g2rpo.checkpoint import checkpoints
 from g2rpo.commands.train import _run
-from g2rpo.config import resolve
 from g2rpo.distributed import ALONE, World
 from g2rpo.errors import Stopped, UserError
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.settings import resolve
 from g2rpo.sharding import Sharded
 from tests import ranks
 from tests.runs import PLAIN, config, trainer

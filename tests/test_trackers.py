@@ -9,9 +9,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from g2rpo import components
-from g2rpo.config import resolve
 from g2rpo.errors import UserError
 from g2rpo.metrics import read_metrics
+from g2rpo.settings import resolve
 from g2rpo.trackers import BACKLOG, Feed, scalars
 from tests.commands import g2rpo
 from tests.runs import PLAIN, trainer

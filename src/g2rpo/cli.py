@@ -103,8 +103,9 @@ def sample(
     """Draw pictures with a run's model, or any pipeline."""
     from g2rpo.commands.evaluate import model_settings
     from g2rpo.commands.sample import sample as draw
-    from g2rpo.config import PolicyConfig, resolve_as
+    from g2rpo.config import PolicyConfig
     from g2rpo.prompt_sources import read_prompts
+    from g2rpo.settings import resolve_as
 
     asked = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
     policy = None

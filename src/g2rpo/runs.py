@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from g2rpo import __version__
-from g2rpo.config import AlarmsConfig, Config, differences, read_yaml, resolve
+from g2rpo.config import AlarmsConfig, Config
 from g2rpo.errors import UserError
 from g2rpo.files import write_whole
+from g2rpo.settings import differences, read_yaml, resolve
 
 CONFIG = "config.yaml"
 STARTS = "starts.jsonl"

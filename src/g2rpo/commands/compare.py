@@ -36,10 +36,11 @@ from g2rpo.comparison import (
     read_run,
     seconds_per_evaluation,
 )
-from g2rpo.config import ALGORITHMS, Config, differences, read_yaml, resolve_as
+from g2rpo.config import ALGORITHMS, Config
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.files import write_whole
 from g2rpo.runs import choose_directory, weights_path
+from g2rpo.settings import differences, read_yaml, resolve_as
 
 STUDY = "study.yaml"
 NOISE = 0  # the seed of the pictures that are judged: one noise for all, so that differences are paired

@@ -15,13 +15,14 @@ from rich.console import Console
 from g2rpo import components, recipes
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.commands.evaluate import model_settings
-from g2rpo.config import Group, PolicyConfig, RewardTable, SamplingConfig, resolve, resolve_as
+from g2rpo.config import Group, PolicyConfig, RewardTable, SamplingConfig
 from g2rpo.demo.studio import Studio, Tuned
 from g2rpo.errors import UserError
 from g2rpo.memory import batch_sizes
 from g2rpo.model_card import PAPERS
 from g2rpo.rewards.server import is_loopback
 from g2rpo.runs import read_config, weights_path
+from g2rpo.settings import resolve, resolve_as
 from g2rpo.types import Algorithm
 
 EXAMPLES = 4

@@ -16,12 +16,13 @@ from torch import Tensor
 from g2rpo import components
 from g2rpo.commands.ahead import encode_ahead
 from g2rpo.commands.progress import counter, say, warn_on
-from g2rpo.config import Config, differences, read_yaml, resolve_as, shift_of
+from g2rpo.config import Config, shift_of
 from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, digest_of, local, write_whole
 from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.pictures import save_grid
 from g2rpo.runs import read_config, weights_path
+from g2rpo.settings import differences, read_yaml, resolve_as
 from g2rpo.statistics import Interval
 
 SETTINGS = "settings.yaml"

@@ -23,7 +23,7 @@ from rich.text import Text
 from g2rpo import components, recipes
 from g2rpo.commands.ahead import encode_ahead, prompts_to_come
 from g2rpo.commands.progress import say, warn_on
-from g2rpo.config import Config, read_yaml, resolve
+from g2rpo.config import Config
 from g2rpo.distributed import ALONE, World, joined
 from g2rpo.embeddings import CachedPolicy
 from g2rpo.errors import RolledBack, UserError
@@ -33,6 +33,7 @@ from g2rpo.metrics import Row
 from g2rpo.model_card import write_card
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.runs import choose_directory, claim, record_start
+from g2rpo.settings import read_yaml, resolve
 from g2rpo.trainer import Trainer
 
 

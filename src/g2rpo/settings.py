@@ -1,0 +1,188 @@
+"""How recipes, files and `key=value` overrides become a config, or any other group of settings.
+
+Unknown keys, wrong types and values out of range are refused with a `UserError` that names the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+
+from g2rpo.config import ALGORITHMS, AnyAlgorithm, Config, Group, named
+from g2rpo.errors import UserError, did_you_mean
+from g2rpo.plain import DEPTH, parse_yaml, read_text
+
+LARGEST = 2**18
+"""Bytes of a YAML file; our longest recipe has a fiftieth of that."""
+
+G = TypeVar("G", bound=Group)
+
+
+def resolve(
+    data: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "config",
+    note: Callable[[str], None] = lambda message: None,
+) -> Config:
+    """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages.
+
+    A hyper-parameter of one algorithm is none of another's, even where the names agree. So an override of `algorithm.name`
+    replaces the whole group by that algorithm's published defaults, and `note` hears what was left out.
+    """
+    return resolve_as(Config, _with_other_algorithm(data, overrides, source, note), overrides, source)
+
+
+def resolve_as(kind: type[G], data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> G:
+    """The same for any kind of group."""
+    merged: dict[str, Any] = _copied(data)
+    for override in overrides:
+        _override(merged, override)
+    _check_keys(kind, merged, "", source)
+    try:
+        return kind.model_validate(merged)
+    except ValidationError as error:
+        raise UserError("\n".join(_complaints(error, source))) from None
+
+
+def _with_other_algorithm(
+    data: Mapping[str, Any], overrides: Sequence[str], source: str, note: Callable[[str], None]
+) -> Mapping[str, Any]:
+    """`data` without its hyper-parameters, if an override names another algorithm than theirs."""
+    given = data.get("algorithm")
+    asked = [override.partition("=")[2].strip() for override in overrides if override.startswith("algorithm.name=")]
+    if not asked or not isinstance(given, Mapping) or asked[-1] == named(given)["name"] or asked[-1] not in ALGORITHMS:
+        return data
+    defaults = ALGORITHMS[asked[-1]]
+    left = ", ".join(
+        f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value
+    )
+    if left:
+        note(f"algorithm.name={asked[-1]}: its published defaults; {source}'s {left} are left out")
+    return {**data, "algorithm": {}}
+
+
+def parse_options(assignments: Sequence[str]) -> dict[str, Any]:
+    """A mapping from `key=value` words, as overrides read them."""
+    options: dict[str, Any] = {}
+    for assignment in assignments:
+        _override(options, assignment)
+    return options
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; only plain data, no tags that construct objects."""
+    try:
+        data = parse_yaml(read_text(path, LARGEST))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: should hold groups like 'policy:' and 'algorithm:', but holds {type(data).__name__}")
+    return data
+
+
+def differences(a: Group, b: Group) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    left, right = dict(_leaves(a.model_dump(mode="json"))), dict(_leaves(b.model_dump(mode="json")))
+    return {key: (left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)}
+
+
+def _copied(data: Any) -> Any:
+    return {key: _copied(value) for key, value in data.items()} if isinstance(data, Mapping) else data
+
+
+def _leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(data, Mapping) and data:
+        for key, value in data.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, data
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"'{override}' is no override; write key=value, for example trainer.iterations=100")
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        hint = "write a number, a word or a list like [1,2]"
+        reason = "" if str(error).startswith("is no YAML") else f" (it {error})"
+        raise UserError(f"{key}: '{text:.80}' is no value{reason}; {hint}") from None
+    if isinstance(value, str):
+        value = _number(value)
+    *groups, last = key.split(".")
+    if len(groups) > DEPTH:
+        raise UserError(f"'{key:.80}...' names a key inside {len(groups)} others; at most {DEPTH} are read")
+    for group in groups:
+        inner = data.get(group)
+        if not isinstance(inner, dict):
+            inner = data[group] = {} if inner is None else {"weight": inner} if isinstance(inner, int | float) else {}
+        data = inner
+    if value is None and text.strip() in ("", "~") and last in data:
+        del data[last]  # `rewards.clip=` takes a reward out
+    else:
+        data[last] = value
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads 1e-4 as a word; people mean the number."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if math.isfinite(number) else text
+
+
+def _fields(kind: Any) -> dict[str, Any] | None:
+    """Field names and types of a config group, None if `kind` is no group."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {name: field.annotation for name, field in kind.model_fields.items()}
+    if kind == AnyAlgorithm:
+        return {name: hint for each in ALGORITHMS.values() for name, hint in (_fields(each) or {}).items()}
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    return None
+
+
+def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
+    if kind == AnyAlgorithm and isinstance(data, Mapping):
+        name = str(named(data)["name"])
+        if name not in ALGORITHMS:
+            raise UserError(f"{source}: algorithm.name: unknown algorithm '{name}'.{did_you_mean(name, ALGORITHMS)}")
+        kind = ALGORITHMS[name]
+    fields = _fields(kind)
+    if get_origin(kind) is dict and isinstance(data, Mapping):
+        for name, entry in data.items():
+            _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source)
+    if fields is None or not isinstance(data, Mapping):
+        return
+    for key, value in data.items():
+        if key not in fields:
+            near = did_you_mean(str(key), fields)
+            elsewhere = [group for group, inner in fields.items() if key in (_fields(inner) or {})]
+            if elsewhere and not prefix:
+                near = f" Did you mean '{elsewhere[0]}.{key}'?"
+            raise UserError(f"{source}: unknown key '{prefix}{key}'.{near}")
+        _check_keys(fields[key], value, f"{prefix}{key}.", source)
+
+
+def _is_member(part: int | str) -> bool:
+    """Whether a part of pydantic's location names the member of a union that was tried, and no key."""
+    return part in (*ALGORITHMS, "int", "constrained-int", "constrained-float") or str(part).startswith(("literal[", "tuple["))
+
+
+def _complaints(error: ValidationError, source: str) -> Iterator[str]:
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"] if not _is_member(part))
+        if problem["type"] == "missing":
+            yield f"{source}: '{key}' is missing"
+        else:
+            given = f", got {repr(problem['input'])[:200]}" if not isinstance(problem["input"], Mapping) else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            yield f"{source}: {key}: {message[0].lower()}{message[1:]}{given}"
