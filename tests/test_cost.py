@@ -177,6 +177,13 @@ def test_published_models_have_their_published_sizes(name, part, millions):
     assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_vaes_tile_above_1024_pixels(name):
+    """Their config's sample_size. diffusers' default, 32, makes hundreds of tiles of a picture, and minutes of a plan."""
+    vae = on_meta(PUBLISHED[name].parts["vae"])
+    assert vae.tile_sample_min_size == 1024 and vae.tile_latent_min_size == 128
+
+
 @pytest.mark.parametrize("t5", [True, False])
 def test_a_folder_is_read_as_the_policy_reads_it(tmp_path, t5):
     sd3_pipeline(t5=t5).save_pretrained(tmp_path, safe_serialization=True)

@@ -149,9 +149,9 @@ _T5_XXL = {
     "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
 }  # fmt: skip
 _VAE = {
-    "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32,
-    "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159,
-    "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "sample_size": 1024, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16,
+    "norm_num_groups": 32, "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611,
+    "shift_factor": 0.1159, "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
 }  # fmt: skip
 _FLUX = {
     "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24,
