@@ -23,6 +23,7 @@ from g2rpo.cost.judges import judge
 from g2rpo.cost.plan import make_plan
 from g2rpo.cost.probe import by_probe
 from g2rpo.cost.trace import LiveBytes, working_sets
+from g2rpo.errors import UserError
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
@@ -321,6 +322,49 @@ def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory, batch
     assert 0.85 < live.peak / (working["latents"] + working["network call"]) < 1
 
 
+def test_ranks_share_the_work_and_with_pieces_the_state(deep):
+    """Of two ranks each has half of the prompts; in pieces half of the state, and gathers a block, the next, and the rest."""
+    whole, two, full, training = (
+        make_plan(
+            config(deep["flux"], "policy.tuning=full", "policy.dtype=bfloat16", f"trainer.sharding={mode}"),
+            cuda=False,
+            heldout=3,
+            distinct_prompts=6,
+            ranks=size,
+        )
+        for size, mode in ((1, "none"), (2, "none"), (2, "full"), (2, "training"))
+    )
+    for plan in (two, full, training):
+        assert 2 * plan.counts.prompts == whole.counts.prompts == 2 and plan.counts.heldout == 2
+        assert plan.counts.mean(lambda it: it.evaluations) * 2 == whole.counts.mean(lambda it: it.evaluations)
+        assert plan.memory.checkpoint == whole.memory.checkpoint and plan.memory.embeddings == whole.memory.embeddings
+    for part in ("trained weights", "gradients", "moments"):
+        assert two.memory.parts[part] == whole.memory.parts[part]
+        assert full.memory.parts[part] == training.memory.parts[part] == -(-whole.memory.parts[part] // 2)
+    transformer = whole.policy.pipeline.transformer
+    blocks = [sum(p.numel() for p in block.parameters()) for block in trace.blocks_of(transformer)]
+    everything = sum(p.numel() for p in transformer.parameters())
+    layers = 2 * (everything - sum(blocks) + 2 * max(blocks))
+    assert full.memory.working["gathered layers"] == training.memory.working["gathered layers"] == layers
+    assert training.memory.working["all weights, gathered to sample"] == 2 * everything
+    assert training.memory.moments["rollout"] - full.memory.moments["rollout"] == 2 * everything - layers
+    assert "gathered layers" not in two.memory.working
+    assert training.memory.working["network call"] < whole.memory.working["network call"]  # autocast has nothing to cast
+    with pytest.raises(UserError, match=r"prompts_per_iteration=2 cannot be dealt evenly over 3 ranks"):
+        make_plan(config(deep["flux"]), cuda=False, heldout=3, distinct_prompts=6, ranks=3)
+
+
+def test_pieces_are_advised_before_anything_is_given_up(flux_directory):
+    c = config(flux_directory, "policy.tuning=full", "policy.gradient_checkpointing=true")
+
+    def fits(*words):
+        return lambda overrides: any(f"sharding={word}" in o for o in overrides for word in words)
+
+    assert what_fits(c, 4, fits("full", "training")) == ["trainer.sharding=training"]
+    assert what_fits(c, 4, fits("full")) == ["trainer.sharding=full"]
+    assert what_fits(c, 1, fits("full")) is None
+
+
 def test_what_fits_keeps_only_what_is_needed(flux_directory):
     c = config(flux_directory, "policy.tuning=full")
     needs = {"micro": 4, "batch": 4, "checkpointing": 8, "cache": 1, "dtype": 16, "lora": 64}
@@ -328,13 +372,13 @@ def test_what_fits_keeps_only_what_is_needed(flux_directory):
     def fits(budget):
         return lambda overrides: 100 - sum(size for word, size in needs.items() if any(word in o for o in overrides)) <= budget
 
-    assert what_fits(c, fits(92)) == ["policy.gradient_checkpointing=true"]
-    assert what_fits(c, fits(76)) == ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]
-    assert what_fits(c, fits(36)) == ["policy.tuning=lora", "optim.learning_rate=1e-4"]
-    assert what_fits(c, fits(1)) is None
+    assert what_fits(c, 1, fits(92)) == ["policy.gradient_checkpointing=true"]
+    assert what_fits(c, 1, fits(76)) == ["policy.dtype=bfloat16", "policy.gradient_checkpointing=true"]
+    assert what_fits(c, 1, fits(36)) == ["policy.tuning=lora", "optim.learning_rate=1e-4"]
+    assert what_fits(c, 1, fits(1)) is None
     scored = config(flux_directory, "rewards.hpsv2=1")
     halved = ["rewards.hpsv2.options.dtype=bfloat16"]
-    assert what_fits(scored, lambda overrides: halved[0] in overrides) == halved
+    assert what_fits(scored, 1, lambda overrides: halved[0] in overrides) == halved
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,19 @@ def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
     assert changed["memory"]["fits"] and changed["memory"]["needed"] == plan["instead"]["needed"]
 
 
+def test_eight_cards_hold_in_pieces_what_none_holds_whole(capsys):
+    code, out, err = g2rpo(capsys, "plan", "flux1-dev-hps", "--device", "h200", "--ranks", "8")
+    assert code == 0, err
+    text = " ".join(out.split())
+    assert "8 x NVIDIA H200, each" in text and "one of 8 ranks, with 2 of 16 prompts" in text
+    assert "no card here would hold a rank" in text and "trainer.sharding=training" in text and "policy.tuning=lora" not in text
+    plan = told(capsys, "flux1-dev-hps", "trainer.sharding=full", "--device", "h200", "--ranks", "8")
+    assert plan["ranks"] == 8 and plan["memory"]["fits"] and plan["counts"]["evaluations_per_prompt"] == 1700
+    state = sum(plan["memory"]["parts"][part] for part in ("trained weights", "gradients", "moments"))
+    assert state == pytest.approx(11901408320 * 16 / 8, rel=1e-3)
+    assert any("gathers of 22.2 GiB" in note for note in plan["notes"])
+
+
 def test_a_small_model_on_disk_is_probed(capsys, tiny_config):
     plan = told(capsys, tiny_config, "policy.device=cpu")
     assert plan["memory"]["fits"] and plan["seconds"]["basis"].startswith("probe of this machine")
@@ -51,6 +64,9 @@ def test_tables_tell_the_same(capsys):
         (["flux1-dev-hps", "--device", "h20"], "unknown device. Did you mean 'h200'"),
         (["flux1-dev-hps", "--device", "toaster"], "unknown device. Known: a100, a100-40"),
         (["flux1-dev-hps", "--device", "h200", "--probe"], "leave one of them out"),
+        (["flux1-dev-hps", "--ranks", "3"], "cannot be dealt evenly over 3 ranks"),
+        (["flux1-dev-hps", "trainer.sharding=full"], "plan for them with --ranks"),
+        (["scenes", "--ranks", "2", "--probe"], "leave one of them out"),
         (["flux1-dev-hp"], "unknown recipe 'flux1-dev-hp'. Did you mean 'flux1-dev-hps'"),
         (["flux1-dev-hps", "policy.height=700"], "multiples of 16"),
         (["flux1-dev-hps", "algorithm.branch_steps=[15]"], "branch_steps must lie in"),

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from g2rpo import components
 from g2rpo.checkpoint import checkpoints
 from g2rpo.commands.train import _run
+from g2rpo.cost.plan import make_plan
 from g2rpo.distributed import ALONE, World
 from g2rpo.errors import Stopped, UserError
 from g2rpo.metrics import read_metrics
@@ -132,6 +133,32 @@ def test_sd3_in_pieces_with_a_kl_term_an_average_and_checkpointed_gradients(tmp_
     for row, other in zip(*rows, strict=True):
         agree_in(row, other)
     assert rows[1][1]["kl"] > 0
+
+
+def held(world, folder, model, mode):
+    """Bytes of this rank's weights, gradients and moments after an update."""
+    t = build(world, folder, model, mode)
+    t.iterate()
+
+    def local(tensor):
+        return getattr(tensor, "to_local", lambda: tensor)().nbytes
+
+    parameters = list(t.learner.parameters)
+    moments = [value for p in parameters for value in t.learner.optimizer.state[p].values()]
+    return [sum(map(local, part)) for part in (parameters, [p.grad for p in parameters], moments)]
+
+
+def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory):
+    """Rows of odd matrices fall to one of two ranks, so the larger share is above half, by a twentieth at most here."""
+    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12}
+    asked = resolve(PLAIN | {"policy": policy}, [*SMALL, "trainer.sharding=full"])
+    plan = make_plan(asked, cuda=False, heldout=2, distinct_prompts=4, ranks=2).memory
+    whole = held(ALONE, None, str(flux_directory), "none")
+    pieces = ranks.run(2, held, tmp_path, str(flux_directory), "full")
+    for name, alone, *own in zip(("trained weights", "gradients", "moments"), whole, *pieces, strict=True):
+        slack = 4 * 2 * 1000 if name == "moments" else 0  # each rank has every tensor's step counter
+        assert alone <= sum(own) <= alone + slack
+        assert plan.parts[name] <= max(own) <= 1.05 * plan.parts[name]
 
 
 # --- resuming

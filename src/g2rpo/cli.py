@@ -46,6 +46,7 @@ def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.lora_rank=64")] = None,
     device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, a device each, that share the prompts.")] = 1,
     utilisation: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="The share of a card's datasheet TFLOP/s that is assumed to be used.")
     ] = 0.4,
@@ -57,7 +58,16 @@ def plan(
     """Tell what a run will do, hold and take, before it is paid for."""
     from g2rpo.commands.plan import plan as tell
 
-    tell(recipe, overrides or [], device=device, utilisation=utilisation, probe=probe, as_json=as_json, console=console)
+    tell(
+        recipe,
+        overrides or [],
+        device=device,
+        ranks=ranks,
+        utilisation=utilisation,
+        probe=probe,
+        as_json=as_json,
+        console=console,
+    )
 
 
 @app.command()

@@ -55,15 +55,24 @@ WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip")
 
 def build_sharding(config: Config, world: World) -> Sharded | None:
     """What `trainer.sharding` asks for; UserError where it cannot be had."""
-    asked = f"trainer.sharding={config.trainer.sharding}"
+    check_sharding(config, world.size)
     if config.trainer.sharding == "none":
         return None
+    return Sharded(world, pick_device(config.policy.device), whole_samples=config.trainer.sharding == "training")
+
+
+def check_sharding(config: Config, ranks: int) -> None:
+    """Refuses a `trainer.sharding` that so many ranks cannot have."""
+    asked = f"trainer.sharding={config.trainer.sharding}"
+    if config.trainer.sharding == "none":
+        return
     if config.policy.tuning != "full":
         raise UserError(
             f"{asked} divides what policy.tuning=full trains; adapters are small, so with lora every rank has it all"
         )
-    if world.size == 1:
-        raise UserError(f"{asked} divides weights over several processes: start them with torchrun, or take it out")
+    if ranks == 1:
+        how = "start them with torchrun (plan for them with --ranks)"
+        raise UserError(f"{asked} divides weights over several processes: {how}, or take it out")
     if config.sampling.tails.own_network:
         raise UserError(
             f"{asked}: sampling.tails.compile, dtype and quantize copy weights that no rank has whole; take them out"
@@ -72,7 +81,6 @@ def build_sharding(config: Config, world: World) -> Sharded | None:
         raise UserError(
             f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
         )
-    return Sharded(world, pick_device(config.policy.device), whole_samples=config.trainer.sharding == "training")
 
 
 def build_policy(

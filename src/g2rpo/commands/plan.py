@@ -29,17 +29,19 @@ def plan(
     overrides: Sequence[str],
     *,
     device: str | None,
+    ranks: int,
     utilisation: float,
     probe: bool | None,
     as_json: bool,
     console: Console,
 ) -> None:
-    """Prints the plan of `recipe` on `device`, and what would fit where it does not.
+    """Prints the plan of `recipe` on `device`, or on `ranks` of them, and what would fit where it does not.
 
     `probe` None measures where that is quick: on this machine, with the model on disk and small enough for its CPU.
     """
     config = load_config(recipe, overrides)
     components.check_rewards({**config.rewards, **config.evaluation.rewards})
+    components.check_sharding(config, ranks)
     try:
         config.algorithm.plans(config.sampling.num_steps)
     except ValueError as error:
@@ -47,14 +49,17 @@ def plan(
     target = find_target(device or config.policy.device)
     if probe and not target.own:
         raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")
+    if probe and ranks > 1:
+        raise UserError(f"--probe measures one process, and --ranks {ranks} are not alone on a machine; leave one of them out")
     notes: list[str] = []
     heldout, distinct = _prompts(config, notes)
 
     def made(config: Config, cuda: bool = target.cuda) -> Plan:
-        return make_plan(config, cuda=cuda, heldout=heldout, distinct_prompts=distinct)
+        return make_plan(config, cuda=cuda, heldout=heldout, distinct_prompts=distinct, ranks=ranks)
 
     result = made(config)
-    quick = target.own and target.holds(result) and _on_disk(config) and (target.cuda or result.parameters < SMALL)
+    alone = ranks == 1 and target.own and target.holds(result)
+    quick = alone and _on_disk(config) and (target.cuda or result.parameters < SMALL)
     seconds = result.seconds(target.card, utilisation) if target.card else None
     if probe or (probe is None and quick):
         try:
@@ -64,7 +69,7 @@ def plan(
                 raise
             notes.append(f"No probe of this machine: {error}")
     cards = {} if seconds else _cards(result if target.cuda else made(config, True), utilisation)
-    instead = None if target.holds(result) else _instead(recipe, overrides, config, made, target, utilisation)
+    instead = None if target.holds(result) else _instead(recipe, overrides, config, ranks, made, target, utilisation)
     answer = Answer(recipe, result, target, seconds, cards, instead, [*notes, *_cautions(result, config)])
     if as_json:
         console.print(json.dumps(answer.plain(), indent=1), markup=False, highlight=False, soft_wrap=True)
@@ -73,7 +78,13 @@ def plan(
 
 
 def _instead(
-    recipe: str, overrides: Sequence[str], config: Config, made: Callable[[Config], Plan], target: Target, utilisation: float
+    recipe: str,
+    overrides: Sequence[str],
+    config: Config,
+    ranks: int,
+    made: Callable[[Config], Plan],
+    target: Target,
+    utilisation: float,
 ) -> Instead | None:
     """What fits in the place of `config`, and what it costs."""
 
@@ -81,7 +92,7 @@ def _instead(
     def changed(*extra: str) -> Plan:
         return made(load_config(recipe, [*overrides, *extra]))
 
-    extra = what_fits(config, lambda extra: target.holds(changed(*extra)))
+    extra = what_fits(config, ranks, lambda extra: target.holds(changed(*extra)))
     if extra is None:
         return None
     plan = changed(*extra)
@@ -98,6 +109,17 @@ def _prompts(config: Config, notes: list[str]) -> tuple[int, int]:
         notes.append(f"{str(error).split(';')[0]}. As many prompts as the config asks for are assumed, all different.")
         return config.evaluation.num_prompts, n + config.evaluation.num_prompts
     return len(heldout), len(prompts_of_run(config, PromptOrder(train, config.trainer.seed), heldout))
+
+
+def _gathers(result: Plan) -> str:
+    """How much that is, where weights are in pieces."""
+    sharding, policy = result.config.trainer.sharding, result.policy
+    if sharding == "none":
+        return ": gradients, after every rollout's passes"
+    whole = sum(p.numel() for p in policy.pipeline.transformer.parameters()) * policy.dtype.itemsize / 2**30
+    calls = result.counts.mean(lambda it: len(it.calls)) if sharding == "full" else 1
+    passes = result.counts.mean(lambda it: len(it.passes))
+    return f": {calls:,.0f} gathers of {whole:.1f} GiB to sample for an iteration, and {2 * passes:,.0f} in its training passes"
 
 
 def _on_disk(config: Config) -> bool:
@@ -128,6 +150,8 @@ def _cards(result: Plan, utilisation: float) -> dict[str, tuple[bool, Seconds]]:
 
 def _cautions(result: Plan, asked: Config) -> Iterator[str]:
     """What the numbers leave out, or take for granted."""
+    if result.ranks > 1:
+        yield f"What {result.ranks} ranks send each other takes time that is not counted{_gathers(result)}."
     if result.memory.unknown:
         yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
     elsewhere = [name for name, known in result.judges.items() if known and known.device not in ("cpu", "cuda", "cuda:0")]

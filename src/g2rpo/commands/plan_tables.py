@@ -19,13 +19,19 @@ from g2rpo.cost.seconds import Seconds
 def show(answer: Answer, console: Console) -> None:
     """Prints an answer as tables."""
     plan, target, policy = answer.plan, answer.target, answer.plan.config.policy
+    several = f"{plan.ranks} x {target.name}, each" if plan.ranks > 1 else target.name
     console.print(
-        f"[bold]{escape(answer.recipe)}[/] on {target.name}: a transformer of {_millions(plan.parameters)} parameters, "
+        f"[bold]{escape(answer.recipe)}[/] on {several}: a transformer of {_millions(plan.parameters)} parameters, "
         f"{_millions(plan.trained_parameters)} trained ({policy.tuning}, {policy.dtype}); "
         f"{policy.width}x{policy.height} pixels, {plan.shapes.image_tokens} image tokens and {plan.shapes.text_tokens} of text",
         highlight=False,
         soft_wrap=True,
     )
+    if plan.ranks > 1:
+        all_prompts = plan.ranks * plan.counts.prompts
+        console.print(
+            f"Below: one of {plan.ranks} ranks, with {plan.counts.prompts} of {all_prompts} prompts.", highlight=False
+        )
     console.print(_work_table(plan))
     console.print(_memory_table(plan, target))
     if answer.seconds:
@@ -137,7 +143,8 @@ def _verdict(answer: Answer, console: Console) -> None:
         console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
         return
     holding = [key for key in CARDS if find_target(key).holds(plan)]
-    elsewhere = f"; it would on {', '.join(holding)}" if holding else ", and no single card here would hold it"
+    each = "no card here would hold a rank" if plan.ranks > 1 else "no single card here would hold it"
+    elsewhere = f"; it would on {', '.join(holding)}" if holding else f", and {each}"
     console.print(f"[bold red]It does not fit[/]: {need} of {there}{elsewhere if target.cuda else ''}.", highlight=False)
     if instead is None:
         console.print("Nothing that this command knows makes it fit; a smaller model or picture might.")

@@ -13,8 +13,15 @@ Change = tuple[str, ...]
 """Overrides that belong together."""
 
 
-def same_result(config: Config) -> Iterator[Change]:
+WHOLE_SAMPLES = ("trainer.sharding=training",)
+PIECES = ("trainer.sharding=full",)
+
+
+def same_result(config: Config, ranks: int) -> Iterator[Change]:
     """Changes that cost time or disk and leave the run's mathematics alone, from the dearest to the cheapest."""
+    numbered = config.sampling.batch_size != "auto" and not config.sampling.tails.own_network
+    if ranks > 1 and config.policy.tuning == "full" and config.trainer.sharding != "full" and numbered:
+        yield PIECES
     if config.trainer.micro_batch_size > 1:
         yield ("trainer.micro_batch_size=1",)
     if config.sampling.batch_size not in ("auto", *range(9)):
@@ -46,19 +53,22 @@ def other_method(config: Config) -> Iterator[Change]:
             yield change
 
 
-def what_fits(config: Config, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """The mildest overrides with which a run fits, none of them to spare; None if there are none.
+def what_fits(config: Config, ranks: int, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
+    """The mildest overrides with which a run on so many ranks fits, none of them to spare; None if there are none.
 
     `fits` is asked about overrides on top of `config`, a handful of times.
     """
     for method in other_method(config):
-        neutral = list(same_result(config))
+        neutral = [change for change in same_result(config, ranks) if change != PIECES or "policy.tuning=lora" not in method]
         if not fits([*method, *_flat(neutral)]):
             continue
         for change in list(neutral):
             without = [other for other in neutral if other != change]
             if (without or method) and fits([*method, *_flat(without)]):
                 neutral = without
+        milder = [WHOLE_SAMPLES if change == PIECES else change for change in neutral]
+        if milder != neutral and config.trainer.sharding == "none" and fits([*method, *_flat(milder)]):
+            neutral = milder
         return [*method, *_flat(neutral)]
     return None
 

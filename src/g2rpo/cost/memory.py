@@ -13,7 +13,7 @@ from g2rpo.config import Config
 from g2rpo.cost.blueprint import Blueprint, Shapes, size_of
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.judges import Judge
-from g2rpo.cost.trace import working_sets
+from g2rpo.cost.trace import blocks_of, working_sets
 
 RESERVE, SLACK = 2**30, 0.05
 """Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
@@ -48,9 +48,14 @@ def plan_memory(
     *,
     cuda: bool,
     distinct_prompts: int,
+    ranks: int = 1,
 ) -> Memory:
-    """The memory of a run of `config`, whose policy on the meta device is `policy`."""
-    trained = trained_parts(config, policy)
+    """The memory of one of `ranks` ranks in a run of `config`, whose policy on the meta device is `policy`.
+
+    Of the three numbers beside the device's, `host` is all ranks' on one machine; `checkpoint` and `embeddings` are the run's.
+    """
+    whole = trained_parts(config, policy)
+    trained = {kind: {part: _piece(config, size, ranks) for part, size in sizes.items()} for kind, sizes in whole.items()}
     encoders = sum(size_of(getattr(policy.pipeline, name)) for name in blueprint.parts if name.startswith("text_encoder"))
     parked = cuda and config.prompts.cache != "off"  # on a CPU they stay where they are
     here = "cuda" if cuda else "cpu"
@@ -61,28 +66,32 @@ def plan_memory(
     }
     always = {**trained["weights"], "VAE": size_of(policy.pipeline.vae), **scoring}
     if config.policy.tuning == "full" and config.algorithm.kl_weight:
-        always["base copy for the KL term"] = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
+        copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
+        always["base copy for the KL term"] = _piece(config, copy, ranks)
     if config.sampling.tails.own_network:
         always["tails' own network"] = _tail_network(config, policy)
     after = {**trained["optimizer"], **({} if parked else {"text encoders": encoders})}
     work = {"latents": _latents(config, counts, shapes), "prompt embeddings": counts.prompts * _row(policy, shapes)}
     traced = working_sets(blueprint, config, counts, like_cuda=cuda)
+    layers, sampled = _gathered(config, policy)
     working = {
         **work,
+        **({"gathered layers": layers} if layers else {}),
+        **({"all weights, gathered to sample": sampled} if config.trainer.sharding == "training" else {}),
         "network call": traced.velocity,
         "decoding": traced.decode,
         "training pass": traced.training,
-        "optimizer step": _optimizer_scratch(policy, cuda),
+        "optimizer step": _piece(config, _optimizer_scratch(policy, cuda), ranks),
         **({"averaged weights swapped in": trained["weights"]["trained weights"]} if config.optim.ema_decay else {}),
     }
     stays = sum(always.values()) + sum(after.values())
     held = stays + sum(work.values())
     moments = {
         "encoding prompts": sum(always.values()) + encoders,
-        "rollout": held + traced.velocity,
-        "decoding": held + traced.decode,
-        "update": held + max(traced.training, working["optimizer step"]),
-        "evaluation": stays + working.get("averaged weights swapped in", 0) + max(traced.velocity, traced.decode),
+        "rollout": held + sampled + traced.velocity,
+        "decoding": held + working.get("all weights, gathered to sample", 0) + traced.decode,
+        "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers
+        "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + max(traced.velocity, traced.decode),
     }
     peak = max(moments.values())
     return Memory(
@@ -90,9 +99,8 @@ def plan_memory(
         working=working,
         moments=moments,
         needed=math.ceil(peak * (1 + SLACK)) + RESERVE if cuda else peak,
-        host=size_of(policy.pipeline.transformer) + size_of(policy.pipeline.vae) + encoders,
-        checkpoint=trained["weights"]["trained weights"] * (2 if config.optim.ema_decay else 1)
-        + trained["optimizer"]["moments"],
+        host=ranks * (_loaded(config, policy) + size_of(policy.pipeline.vae) + encoders),
+        checkpoint=whole["weights"]["trained weights"] * (2 if config.optim.ema_decay else 1) + whole["optimizer"]["moments"],
         embeddings=distinct_prompts * _row(policy, shapes) if config.prompts.cache != "off" else 0,
         unknown=tuple(name for name, known in judges.items() if known is None),
     )
@@ -111,6 +119,33 @@ def trained_parts(config: Config, policy: Any) -> dict[str, dict[str, int]]:
         optimizer["moving average"] = trained
     frozen = size_of(policy.pipeline.transformer) - trained
     return {"weights": {"frozen weights": frozen, "trained weights": trained}, "optimizer": optimizer}
+
+
+def _piece(config: Config, size: int, ranks: int) -> int:
+    """What one rank holds of that many bytes of trained weights, or of what goes with them."""
+    return size if config.trainer.sharding == "none" else math.ceil(size / ranks)
+
+
+def _gathered(config: Config, policy: Any) -> tuple[int, int]:
+    """Bytes that a rank gathers, where weights are in pieces: of layers at work, and of all that is there while it samples.
+
+    Layers at work are one block, the next, which comes meanwhile, and what lies outside the blocks.
+    """
+    if config.trainer.sharding == "none":
+        return 0, 0
+    transformer = policy.pipeline.transformer
+    everything = sum(p.numel() for p in transformer.parameters())
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(transformer)]
+    layers = min(everything, everything - sum(blocks) + 2 * max(blocks)) * policy.dtype.itemsize
+    return layers, everything * policy.dtype.itemsize if config.trainer.sharding == "training" else layers
+
+
+def _loaded(config: Config, policy: Any) -> int:
+    """Bytes of the transformer as it is loaded: in pieces, it comes in the dtype of its calls."""
+    transformer = policy.pipeline.transformer
+    if config.trainer.sharding == "none":
+        return size_of(transformer)
+    return sum(p.numel() for p in transformer.parameters()) * policy.dtype.itemsize
 
 
 def _optimizer_scratch(policy: Any, cuda: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from g2rpo.cost.counting import Counts, Iteration, count, settled
 from g2rpo.cost.judges import Judge, judge
 from g2rpo.cost.memory import Memory, plan_memory
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
+from g2rpo.distributed import World
 from g2rpo.errors import UserError
 
 COUNTED: dict[str, Callable[[Iteration], float]] = {
@@ -65,9 +67,10 @@ def find_target(device: str) -> Target:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run of `config` does and holds on a device of the target's kind, and what it takes on any card."""
+    """What each of `ranks` ranks does and holds on a device of the target's kind, and what it takes on any card."""
 
     config: Config
+    """A rank's: it has its share of the prompts."""
     counts: Counts
     memory: Memory
     policy: Any
@@ -75,10 +78,12 @@ class Plan:
     shapes: Shapes
     judges: dict[str, Judge | None]
     distinct_prompts: int
+    """Of all ranks."""
+    ranks: int
 
     @cached_property
     def work(self) -> Work:
-        return work_of(self.config, self.policy, self.shapes, self.judges, self.distinct_prompts)
+        return work_of(self.config, self.policy, self.shapes, self.judges, math.ceil(self.distinct_prompts / self.ranks))
 
     @property
     def parameters(self) -> int:
@@ -95,17 +100,29 @@ class Plan:
         return on_card(card, utilisation, self.counts, self.work)
 
 
-def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int) -> Plan:
-    """The plan of `config` on a CUDA device or a CPU, with `heldout` held-out prompts and so many different ones in all."""
-    config = settled(config, cuda)
+def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int, ranks: int = 1) -> Plan:
+    """The plan of one rank of a run of `config` on CUDA devices or a CPU.
+
+    The run has `heldout` held-out prompts and `distinct_prompts` different ones in all.
+    """
+    config = _dealt(settled(config, cuda), ranks)
+    heldout = math.ceil(heldout / ranks) if heldout >= ranks else heldout
     counts = count(config, heldout)
     blueprint = read_blueprint(config.policy)
     policy = build_on_meta(blueprint, config.policy)
     shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
     judges = {name: judge(entry, "cuda" if cuda else "cpu") for name, entry in table.items()}
-    memory = plan_memory(config, blueprint, policy, shapes, judges, counts, cuda=cuda, distinct_prompts=distinct_prompts)
-    return Plan(config, counts, memory, policy, shapes, judges, distinct_prompts)
+    memory = plan_memory(
+        config, blueprint, policy, shapes, judges, counts, cuda=cuda, distinct_prompts=distinct_prompts, ranks=ranks
+    )
+    return Plan(config, counts, memory, policy, shapes, judges, distinct_prompts, ranks)
+
+
+def _dealt(config: Config, ranks: int) -> Config:
+    """`config` with one rank's share of the prompts."""
+    own = World(size=ranks).share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": own})})
 
 
 @dataclass(frozen=True)
@@ -139,6 +156,7 @@ class Answer:
         return {
             "recipe": self.recipe,
             "device": self.target.name,
+            "ranks": plan.ranks,
             "parameters": plan.parameters,
             "trained_parameters": plan.trained_parameters,
             "image_tokens": shapes.image_tokens,

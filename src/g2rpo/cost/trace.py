@@ -73,13 +73,16 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
     """Traces the largest call of each kind on a shallow copy of the model whose blocks stand for those left out.
 
     Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes norms in float32 under
-    autocast, as CUDA's autocast does and the CPU's does not. `config` has settled batch sizes.
+    autocast, as CUDA's autocast does and the CPU's does not. `config` has settled batch sizes. Where ranks hold weights in
+    pieces, those that a call gathers are in its dtype, so autocast casts none; they are not counted here.
     """
     models = {name: part for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
     target, full = models["transformer"]
     shallow, standing = _shallow(blueprint.kind, full)
     small = replace(blueprint, parts={**models, "transformer": (target, shallow)})
     policy = build_on_meta(small, config.policy)
+    if config.trainer.sharding != "none":
+        nn.Module.to(policy.pipeline.transformer, policy.dtype)  # diffusers' own warns
     shapes = shapes_of(policy, blueprint)
     most = int(config.sampling.batch_size)
     rows = max(counts.largest(lambda it: it.calls), counts.largest(lambda it: it.tail_calls), min(most, counts.heldout))
@@ -149,11 +152,15 @@ def _shallow(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], list
     raise NotImplementedError(f"the blocks of a {kind} are unknown to the plan; say in {__name__} which are alike")
 
 
+def blocks_of(transformer: Any) -> list[nn.Module]:
+    """A transformer's blocks, in the order in which they run."""
+    return [*transformer.transformer_blocks, *getattr(transformer, "single_transformer_blocks", [])]
+
+
 @contextmanager
 def _standing_for(live: LiveBytes, policy: Any, times: list[int]) -> Iterator[None]:
     """While entered, what a block leaves behind in its first forward pass counts `times` times."""
-    transformer = policy.pipeline.transformer
-    blocks = [*transformer.transformer_blocks, *getattr(transformer, "single_transformer_blocks", [])]
+    blocks = blocks_of(policy.pipeline.transformer)
     before: dict[nn.Module, set[int]] = {}
 
     def enter(block: nn.Module, args: Any) -> None:
