@@ -222,6 +222,11 @@ def call(t, seed):
     return t.policy.velocity(torch.randn(1, 64, 16, generator=g), torch.tensor([0.4]), t.cond)
 
 
+def apart(a, b):
+    """The largest difference, by the size of the larger."""
+    return float((a - b).abs().max() / torch.maximum(a.abs(), b.abs()).max())
+
+
 def facts(world, folder, model):
     """What ranks of two find in one process: starting them is what takes time."""
     found = {mode: counted(world, model, mode) for mode in ("full", "training")}
@@ -234,7 +239,8 @@ def facts(world, folder, model):
     with torch.no_grad():
         with t.shards.sampling():
             own = [call(t, seed) for seed in range(1 + 2 * world.rank)]
-        found["uneven"] = [torch.equal(v, call(alone, seed)) for seed, v in enumerate(own)]
+        found["uneven"] = [apart(v, call(alone, seed)) for seed, v in enumerate(own)]
+        found["others"] = apart(call(alone, 1), call(alone, 2))
 
     found["errors"] = errors = []
     for action in (lambda: call(t, 0), lambda: one_more_pass(t, world.rank)):
@@ -304,7 +310,10 @@ def test_each_rank_has_its_share(found):
 
 
 def test_ranks_may_sample_as_often_as_they_like(found):
-    assert [rank["uneven"] for rank in found] == [[True], [True] * 3]
+    """One, and three times. A gathered weight may lie elsewhere in memory, and a processor add up in another order: sums of
+    some hundred products agree within 1e-5, where velocities of other latents are far apart."""
+    assert [len(rank["uneven"]) for rank in found] == [1, 3]
+    assert all(value < 1e-5 < 0.1 < rank["others"] for rank in found for value in rank["uneven"])
 
 
 def test_a_rank_out_of_step_is_an_error_on_all(found):
