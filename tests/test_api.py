@@ -95,3 +95,12 @@ def test_a_finished_run_paints_is_judged_and_reported(tmp_path, tiny_config):
     assert table["bright"].tuned == pytest.approx(float(brightness(pictures, None).mean()), abs=1e-5)
     assert table["bright"].base == pytest.approx(float(brightness(base, None).mean()), abs=1e-5)
     assert api.report(run) == run / "report.html" and "a red circle" in (run / "report.html").read_text()
+
+
+def test_a_study_from_python_is_the_commands(tmp_path, tiny_config):
+    cells = {"one": ["algorithm.granularities=[1]"], "more": ["budget=2"]}
+    results = api.study(str(tiny_config), cells, tmp_path / "study", budget="iterations=1", seeds=1, jobs=2)
+    assert {name: spent["iterations"] for name, spent in results["spent"].items()} == {"one": 1, "more": 2}
+    assert cells["more"] == ["budget=2"]  # is left alone
+    with pytest.raises(UserError, match="cell one: algorithm: branch_steps"):
+        api.study(str(tiny_config), {"one": ["algorithm.branch_steps=[99]"]}, tmp_path / "other")

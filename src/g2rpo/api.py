@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch import Tensor
 
 from g2rpo import components
+from g2rpo.commands.compare import compare as compare_cells
+from g2rpo.commands.compare import parse_budget
 from g2rpo.commands.report import report as write_report
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import AnyAlgorithm, Config, RewardConfig, shift_of
 from g2rpo.evaluation import Comparison, compare, sample_images
 from g2rpo.evaluation import evaluate as judge
 from g2rpo.flow import sigma_grid
+from g2rpo.plain import parse_json, read_text
 from g2rpo.runs import choose_directory, claim, read_config, record_start, weights_path
 from g2rpo.trackers import Tracker
 from g2rpo.trainer import Trainer
@@ -101,6 +105,31 @@ def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[s
         policy, sigmas = painter(run, base=base)
         evaluations.append(judge(policy, prompts, rewards, sigmas, seed=seed, batch_size=16, decode_batch_size=8))
     return compare(*evaluations)
+
+
+def study(
+    recipe: str,
+    cells: Mapping[str, Sequence[str]],
+    out: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    budget: str = "iterations=60",
+    rates: Sequence[float] | None = None,
+    seeds: int = 3,
+    pilots: int = 1,
+    steps: Sequence[int] | None = None,
+    jobs: int = 1,
+) -> dict[str, Any]:
+    """What `g2rpo compare` does, in processes of their own; returns what stands in results.json.
+
+    `cells` has overrides by name, "budget=20000" among them for a budget of a cell's own. Asked again, it finishes what is
+    missing in `out`. Raises UserError as the command does.
+    """
+    folder, own = Path(out), {name: list(words) for name, words in cells.items()}
+    asked = (parse_budget(budget), rates, seeds, pilots, steps, jobs)
+    compare_cells(recipe, overrides, own, *asked, out=folder, console=Console(quiet=True))
+    results: dict[str, Any] = parse_json(read_text(folder / "results.json"))
+    return results
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
