@@ -82,9 +82,10 @@ def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, studio
         base = {name: value for name, value in settings.items() if name != "strength"}
         expected = pictures(of_run(run).policy, None, **base), pictures(of_run(run).policy, weights, **settings)
         for evaluation, images in zip((drawing.base, drawing.tuned), expected, strict=True):
-            assert torch.equal(evaluation.images, images)
+            # weights loaded twice lie elsewhere in memory, and some processors then add up in another order
+            torch.testing.assert_close(evaluation.images, images, atol=1e-5, rtol=0)
             for name, reward in {**studio.rewards, **studio.judges}.items():
-                assert torch.equal(evaluation.scores[name], reward(images, [PROMPT]))
+                assert torch.equal(evaluation.scores[name], reward(evaluation.images, [PROMPT]))
         assert (drawing.base.images - drawing.tuned.images).abs().max() > 0.01
         assert drawing.trained == ("brightness",) and drawing.prompt == PROMPT
         assert studio.policy.guidance_scale == 3.5  # as before
