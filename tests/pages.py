@@ -135,9 +135,10 @@ def check_g2rpo(arguments: list[str]) -> None:
         if given.get("device"):
             find_target(given["device"])
     elif name == "compare":
-        for own in compare.parse_cells(given["algorithms"], given["cell"] or []).values():
+        cells = compare.parse_cells(given["algorithms"], given["cell"] or [])
+        compare.own_budgets(cells, compare.parse_budget(given["budget"])[0])
+        for own in cells.values():
             check_config(given["recipe"], [*overrides, *own])
-        compare.parse_budget(given["budget"])
         compare.parse_rates(given["rates"] or "1e-4")
         evaluate.step_counts(given["steps"] or "10")
     elif name == "evaluate":
