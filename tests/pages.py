@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from g2rpo import components
 from g2rpo.cli import app
-from g2rpo.commands import compare, evaluate
+from g2rpo.commands import compare_arguments, evaluate
 from g2rpo.commands.train import load_config
 from g2rpo.config import RewardConfig
 from g2rpo.cost.plan import find_target
@@ -135,11 +135,11 @@ def check_g2rpo(arguments: list[str]) -> None:
         if given.get("device"):
             find_target(given["device"])
     elif name == "compare":
-        cells = compare.parse_cells(given["algorithms"], given["cell"] or [])
-        compare.own_budgets(cells, compare.parse_budget(given["budget"])[0])
+        cells = compare_arguments.parse_cells(given["algorithms"], given["cell"] or [])
+        compare_arguments.own_budgets(cells, compare_arguments.parse_budget(given["budget"])[0])
         for own in cells.values():
             check_config(given["recipe"], [*overrides, *own])
-        compare.parse_rates(given["rates"] or "1e-4")
+        compare_arguments.parse_rates(given["rates"] or "1e-4")
         evaluate.step_counts(given["steps"] or "10")
     elif name == "evaluate":
         settings = evaluate.model_settings(given["model"], given["size"], given["guidance"]) if given["model"] else {}

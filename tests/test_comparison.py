@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from g2rpo.commands.compare import own_budgets, parse_budget, parse_cells, parse_rates
+from g2rpo.commands.compare_arguments import own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.commands.jobs import environment
 from g2rpo.commands.train import load_config
 from g2rpo.comparison import Run, best_rate, curve, gain, iterations_within, lines, read_run, seconds_per_evaluation, work

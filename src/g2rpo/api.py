@@ -16,7 +16,7 @@ from torch import Tensor
 
 from g2rpo import components
 from g2rpo.commands.compare import compare as compare_cells
-from g2rpo.commands.compare import parse_budget
+from g2rpo.commands.compare_arguments import parse_budget
 from g2rpo.commands.report import report as write_report
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import AnyAlgorithm, Config, RewardConfig, shift_of

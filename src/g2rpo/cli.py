@@ -234,14 +234,15 @@ def compare(
 ) -> None:
     """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
     from g2rpo.commands import compare as command
+    from g2rpo.commands import compare_arguments as words
     from g2rpo.commands.evaluate import step_counts
 
     command.compare(
         recipe,
         overrides or [],
-        command.parse_cells(algorithms, cell or []),
-        command.parse_budget(budget),
-        command.parse_rates(rates) if rates else None,
+        words.parse_cells(algorithms, cell or []),
+        words.parse_budget(budget),
+        words.parse_rates(rates) if rates else None,
         seeds,
         pilots,
         step_counts(steps) if steps else None,

@@ -12,15 +12,14 @@ Everything is kept below one folder, and what is there already is not done again
 from __future__ import annotations
 
 import math
-import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
+from g2rpo.commands.compare_arguments import own_budgets
 from g2rpo.commands.compare_results import Cell, write_results
 from g2rpo.commands.evaluate import config_settings
 from g2rpo.commands.jobs import Job, Workers, locked
@@ -36,8 +35,8 @@ from g2rpo.comparison import (
     read_run,
     seconds_per_evaluation,
 )
-from g2rpo.config import ALGORITHMS, Config
-from g2rpo.errors import UserError, did_you_mean
+from g2rpo.config import Config
+from g2rpo.errors import UserError
 from g2rpo.files import write_whole
 from g2rpo.runs import choose_directory, weights_path
 from g2rpo.settings import differences, read_yaml, resolve_as
@@ -45,74 +44,6 @@ from g2rpo.settings import differences, read_yaml, resolve_as
 STUDY = "study.yaml"
 NOISE = 0  # the seed of the pictures that are judged: one noise for all, so that differences are paired
 PROBE = 3  # iterations; the first warms up
-BUDGET = "budget="  # before what a cell has for a budget of its own, among its overrides
-SWEPT = ("optim.learning_rate", "trainer.seed", "trainer.iterations")
-
-
-def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:
-    """Overrides by cell, from "g2rpo,mixgrpo" and from words like "coarse: algorithm.granularities=[1,2] ..."."""
-    table: dict[str, list[str]] = {}
-    for name in filter(None, (word.strip() for word in algorithms.split(","))):
-        if name not in ALGORITHMS:
-            raise UserError(f"--algorithms: unknown algorithm '{name}'.{did_you_mean(name, ALGORITHMS)}")
-        _add(table, name, [f"algorithm.name={name}"])
-    for cell in cells:
-        name, colon, overrides = cell.partition(":")
-        if not colon or not re.fullmatch(r"[\w.+-]+", name):
-            example = "--cell 'coarse: algorithm.granularities=[1,2]'"
-            raise UserError(f"--cell '{cell}': should be a name (letters, digits, ._+-), a colon and overrides, like {example}")
-        _add(table, name, shlex.split(overrides))
-    if not table:
-        raise UserError("nothing to compare: name --algorithms, or a --cell or two")
-    return table
-
-
-def _add(table: dict[str, list[str]], name: str, overrides: list[str]) -> None:
-    if name in table:
-        raise UserError(f"two cells are named '{name}'; give one another name with --cell 'NAME: ...'")
-    for override in overrides:
-        if (key := override.partition("=")[0]) in SWEPT:
-            raise UserError(f"--cell {name}: {key} belongs to the study (--rates, --seeds, --budget), not to a cell")
-    table[name] = overrides
-
-
-def parse_budget(text: str) -> tuple[Unit, float]:
-    """("evaluations", 1e5) of "evaluations=100000"."""
-    unit, _, amount = text.partition("=")
-    if unit not in get_args(Unit):
-        raise UserError(f"--budget {text}: unknown unit '{unit}'.{did_you_mean(unit, get_args(Unit))}")
-    return unit, _amount(f"--budget {text}", unit, amount)  # type: ignore[return-value]
-
-
-def own_budgets(cells: dict[str, list[str]], unit: Unit) -> dict[str, float]:
-    """Takes words like "budget=20000" out of the cells' overrides: budgets of their own, in the unit of all."""
-    budgets = {}
-    for name, overrides in cells.items():
-        own = [word for word in overrides if word.startswith(BUDGET)]
-        if len(own) > 1:
-            raise UserError(f"--cell {name}: has more than one budget: {' '.join(own)}")
-        for word in own:
-            budgets[name] = _amount(f"--cell {name}: {word}", BUDGET[:-1], word.removeprefix(BUDGET), unit)
-            overrides.remove(word)
-    return budgets
-
-
-def _amount(where: str, key: str, text: str, unit: str = "") -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (value > 0 and math.isfinite(value)) or ((unit or key) == "iterations" and value != int(value)):
-        raise UserError(f"{where}: should be a positive number, like {key}=60")
-    return value
-
-
-def parse_rates(text: str) -> list[float]:
-    """[1e-4, 2e-4] of "1e-4,2e-4"."""
-    try:
-        return sorted({float(word) for word in text.split(",")})
-    except ValueError:
-        raise UserError(f"--rates {text}: should be numbers with commas between them, like 1e-4,2e-4,4e-4") from None
 
 
 @dataclass(frozen=True)

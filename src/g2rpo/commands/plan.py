@@ -16,6 +16,7 @@ from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import Config
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.cards import CARDS
+from g2rpo.cost.memory import in_calls_dtype
 from g2rpo.cost.plan import SMALL, Answer, Instead, Plan, Target, find_target, make_plan
 from g2rpo.cost.probe import by_probe
 from g2rpo.cost.seconds import Seconds
@@ -113,10 +114,10 @@ def _prompts(config: Config, notes: list[str]) -> tuple[int, int]:
 
 def _gathers(result: Plan) -> str:
     """How much that is, where weights are in pieces."""
-    sharding, policy = result.config.trainer.sharding, result.policy
+    sharding = result.config.trainer.sharding
     if sharding == "none":
         return ": gradients, after every rollout's passes"
-    whole = sum(p.numel() for p in policy.pipeline.transformer.parameters()) * policy.dtype.itemsize / 2**30
+    whole = in_calls_dtype(result.policy) / 2**30
     calls = result.counts.mean(lambda it: len(it.calls)) if sharding == "full" else 1
     passes = result.counts.mean(lambda it: len(it.passes))
     return f": {calls:,.0f} gathers of {whole:.1f} GiB to sample for an iteration, and {2 * passes:,.0f} in its training passes"

@@ -134,18 +134,20 @@ def _gathered(config: Config, policy: Any) -> tuple[int, int]:
     if config.trainer.sharding == "none":
         return 0, 0
     transformer = policy.pipeline.transformer
-    everything = sum(p.numel() for p in transformer.parameters())
-    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(transformer)]
-    layers = min(everything, everything - sum(blocks) + 2 * max(blocks)) * policy.dtype.itemsize
-    return layers, everything * policy.dtype.itemsize if config.trainer.sharding == "training" else layers
+    everything = in_calls_dtype(policy)
+    blocks = [sum(p.numel() for p in block.parameters()) * policy.dtype.itemsize for block in blocks_of(transformer)]
+    layers = min(everything, everything - sum(blocks) + 2 * max(blocks))
+    return layers, everything if config.trainer.sharding == "training" else layers
 
 
 def _loaded(config: Config, policy: Any) -> int:
     """Bytes of the transformer as it is loaded: in pieces, it comes in the dtype of its calls."""
-    transformer = policy.pipeline.transformer
-    if config.trainer.sharding == "none":
-        return size_of(transformer)
-    return sum(p.numel() for p in transformer.parameters()) * policy.dtype.itemsize
+    return size_of(policy.pipeline.transformer) if config.trainer.sharding == "none" else in_calls_dtype(policy)
+
+
+def in_calls_dtype(policy: Any) -> int:
+    """Bytes of the transformer's weights in the dtype of its calls."""
+    return sum(p.numel() for p in policy.pipeline.transformer.parameters()) * policy.dtype.itemsize
 
 
 def _optimizer_scratch(policy: Any, cuda: bool) -> int:
