@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -62,22 +62,23 @@ class Studio:
 
     @property
     def granularities(self) -> tuple[int, ...]:
-        """The algorithm's; none if it knows no such thing."""
-        return getattr(self.algorithm, "granularities", ())
+        """Those that the algorithm's first iteration finishes members at; none if it knows no such thing."""
+        at = getattr(self.algorithm, "granularities_at", lambda step: ())
+        return tuple(sorted({own for plan in self.plans for own in at(plan.branch)}))
 
     @property
     def offered(self) -> list[int]:
         """Granularities that may be looked at."""
         return sorted({*self.granularities, *GRANULARITIES}) if self.granularities else []
 
-    def with_granularities(self, granularities: Iterable[int] | None) -> Algorithm:
+    def with_granularities(self, granularities: Collection[int] | None) -> Algorithm:
         """The algorithm with other granularities; `UserError` for none at all, or any that are not `offered`."""
-        if granularities is None:
+        if granularities is None or set(granularities) == set(self.granularities):
             return self.algorithm
         chosen = tuple(sorted(set(granularities)))
         if not chosen or not set(chosen) <= set(self.offered):
             raise UserError(f"choose granularities of {', '.join(map(str, self.offered))}")
-        return replace(self.algorithm, granularities=chosen)  # type: ignore[type-var]
+        return replace(self.algorithm, granularities=chosen, granularity_weights=None)  # type: ignore[type-var]
 
     @contextmanager
     def model(self, tuned: bool, guidance: float, strength: float = 1.0) -> Iterator[None]:
@@ -169,7 +170,7 @@ def learn(
     seed: int,
     plan: int,
     tuned: bool,
-    granularities: Iterable[int] | None = None,
+    granularities: Collection[int] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Lesson:
     """Samples, scores and compares one group for `prompt` by plan number `plan` of the algorithm.
@@ -223,7 +224,7 @@ def learn(
             studio.weights,
             rewards,
             algorithm.advantages(rewards[None], studio.weights)[0],
-            tuple(getattr(algorithm, "granularities", range(1, shape[0] + 1))),
+            getattr(algorithm, "granularities_at", lambda step: tuple(range(1, shape[0] + 1)))(chosen.branch),
             studio.explain(prompt),
             f"seed {seed} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
         )
