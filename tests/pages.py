@@ -136,7 +136,7 @@ def check_g2rpo(arguments: list[str]) -> None:
             find_target(given["device"])
     elif name == "compare":
         cells = compare_arguments.parse_cells(given["algorithms"], given["cell"] or [])
-        compare_arguments.own_budgets(cells, compare_arguments.parse_budget(given["budget"])[0])
+        cells, _ = compare_arguments.own_budgets(cells, compare_arguments.parse_budget(given["budget"])[0])
         for own in cells.values():
             check_config(given["recipe"], [*overrides, *own])
         compare_arguments.parse_rates(given["rates"] or "1e-4")

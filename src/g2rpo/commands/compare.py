@@ -127,7 +127,7 @@ def finished(run: Path) -> bool:
 def compare(
     recipe: str,
     overrides: Sequence[str],
-    cells: dict[str, list[str]],
+    cells: Mapping[str, Sequence[str]],
     budget: tuple[Unit, float],
     rates: Sequence[float] | None,
     seeds: int,
@@ -140,7 +140,7 @@ def compare(
     """Runs what is missing of a study in the folder `out`, and writes its results there."""
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
-    budgets = own_budgets(cells, budget[0])
+    cells, budgets = own_budgets(cells, budget[0])
     configs = {cell: load_config(recipe, [*overrides, *own], _note(console, cell)) for cell, own in cells.items()}
     _check(configs)
     config = next(iter(configs.values()))

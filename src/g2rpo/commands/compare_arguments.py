@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from g2rpo.comparison import Unit
@@ -51,17 +51,18 @@ def parse_budget(text: str) -> tuple[Unit, float]:
     return unit, _amount(f"--budget {text}", unit, amount)  # type: ignore[return-value]
 
 
-def own_budgets(cells: dict[str, list[str]], unit: Unit) -> dict[str, float]:
-    """Takes words like "budget=20000" out of the cells' overrides: budgets of their own, in the unit of all."""
-    budgets = {}
-    for name, overrides in cells.items():
-        own = [word for word in overrides if word.startswith(BUDGET)]
+def own_budgets(cells: Mapping[str, Sequence[str]], unit: Unit) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """The cells' overrides without words like "budget=20000", and what these say: budgets of their own, in the unit of all."""
+    overrides: dict[str, list[str]] = {}
+    budgets: dict[str, float] = {}
+    for name, words in cells.items():
+        own = [word for word in words if word.startswith(BUDGET)]
         if len(own) > 1:
             raise UserError(f"--cell {name}: has more than one budget: {' '.join(own)}")
         for word in own:
             budgets[name] = _amount(f"--cell {name}: {word}", BUDGET[:-1], word.removeprefix(BUDGET), unit)
-            overrides.remove(word)
-    return budgets
+        overrides[name] = [word for word in words if word not in own]
+    return overrides, budgets
 
 
 def _amount(where: str, key: str, text: str, unit: str = "") -> float:
