@@ -130,11 +130,20 @@ def test_updates_after_so_many_members_deal_the_group(every, sizes):
     assert len(whole) == 6 and len(torch.unique(whole.flatten(1), dim=0)) == 6
 
 
-@pytest.mark.parametrize("name", ["mixgrpo", "dancegrpo", "flow_grpo_fast"])
-def test_a_resumed_run_goes_on_with_the_same_plans(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("mixgrpo", ["algorithm.schedule=random"]),
+        ("dancegrpo", []),
+        ("flow_grpo_fast", []),
+        ("g2rpo", ["algorithm.branch_schedule=turns"]),
+        ("g2rpo", ["algorithm.branch_schedule=random"]),
+    ],
+)
+def test_a_resumed_run_goes_on_with_the_same_plans(tmp_path, name, own):
     """Two iterations, a stop and two more are four: windows and trained steps are functions of the iteration."""
     options = [f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=10"]
-    options += ["algorithm.schedule=random"] if name == "mixgrpo" else []
+    options += own
     straight, stopped, resumed = (trainer(tmp_path / folder, *options) for folder in ("straight", "cut", "cut"))
     for folder in ("straight", "cut"):
         (tmp_path / folder).mkdir()

@@ -20,14 +20,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from g2rpo.algorithms.allocation import Auto
 from g2rpo.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
+from g2rpo.seeding import generator_for
 from g2rpo.types import Kernel, Plan, Steps
 
 StepWeight = Literal["none", "noise", "even"]
+BranchSchedule = Literal["all", "turns", "random"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class GranularGRPO:
     Not the paper's: a granularity may be a list with one for each branch step; `granularities="auto"` chooses one for each step
     as the run goes (`allocation`), for no more evaluations than the finest candidate takes with `group_size` members, which
     is what `plans` gives. `granularity_weights` weigh the granularities' advantages. `step_weight` evens out how much a branch
-    step counts (`weight_of`).
+    step counts (`weight_of`). `branch_schedule` spreads the branch steps over iterations: "turns" takes one an iteration, in
+    their order and then anew, "random" draws it.
     """
 
     name: Literal["g2rpo"] = "g2rpo"
@@ -58,6 +62,7 @@ class GranularGRPO:
     tail: TailEnd = "reference"
     update_every: Literal["rollout", "branch"] = "rollout"
     step_weight: StepWeight = "none"
+    branch_schedule: BranchSchedule = "all"
 
     def __post_init__(self) -> None:
         grains = self.auto.candidates if self.granularities == "auto" else self.granularities
@@ -81,6 +86,10 @@ class GranularGRPO:
                 "granularities=auto finishes a member once: granularity_weights have nothing to weigh",
             ),
             (
+                self.granularities == "auto" and self.branch_schedule != "all",
+                "granularities=auto measures all branch steps in one iteration: it needs branch_schedule=all",
+            ),
+            (
                 self.granularity_weights is not None and len(self.granularity_weights) != len(self.granularities),
                 f"granularity_weights must be one for each granularity, got {self.granularity_weights}",
             ),
@@ -101,8 +110,17 @@ class GranularGRPO:
             raise ValueError(f"{wrong}: a tail needs a step")
         return [
             Plan(step, step + 1, tuple(tail(step + 1, num_steps, grain, self.tail) for grain in self.granularities_at(step)))
-            for step in self.branch_steps
+            for step in self.steps_of(iteration, seed)
         ]
+
+    def steps_of(self, iteration: int, seed: int) -> tuple[int, ...]:
+        """The branch steps that an iteration takes."""
+        if self.branch_schedule == "all":
+            return self.branch_steps
+        if self.branch_schedule == "turns":
+            return (self.branch_steps[iteration % len(self.branch_steps)],)
+        generator = generator_for(seed, "branch step", iteration)
+        return (self.branch_steps[int(torch.randint(len(self.branch_steps), (), generator=generator))],)
 
     def granularities_at(self, step: int) -> tuple[int, ...]:
         """Those that finish what branches at `step`."""

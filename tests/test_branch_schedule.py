@@ -1,0 +1,67 @@
+"""Branch steps spread over iterations: which one an iteration takes, and what that costs."""
+
+from collections import Counter
+
+import pytest
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.algorithms.mixgrpo import MixGRPO
+from g2rpo.rollout.planning import count_evaluations, count_trained
+
+STEPS = (0, 2, 3, 5)
+
+
+def taken(algorithm, iterations, seed=0):
+    """The branch steps of each iteration."""
+    return [tuple(plan.branch for plan in algorithm.plans(10, iteration, seed)) for iteration in range(iterations)]
+
+
+def test_all_of_them_are_taken_unless_said_otherwise():
+    assert taken(GranularGRPO(branch_steps=STEPS), 3) == [STEPS] * 3
+
+
+def test_turns_follow_the_order_and_begin_anew():
+    assert taken(GranularGRPO(branch_steps=STEPS, branch_schedule="turns"), 9) == [(s,) for s in (*STEPS, *STEPS, 0)]
+    assert taken(GranularGRPO(branch_steps=(3, 0), branch_schedule="turns"), 3) == [(3,), (0,), (3,)]
+
+
+def test_random_takes_each_equally_often_and_is_a_function_of_the_seed():
+    algorithm = GranularGRPO(branch_steps=STEPS, branch_schedule="random")
+    drawn = taken(algorithm, 2000)
+    assert drawn == taken(algorithm, 2000) and drawn != taken(algorithm, 2000, seed=1)
+    often = Counter(drawn)
+    assert set(often) == {(step,) for step in STEPS}
+    assert all(abs(n - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for n in often.values())  # five standard deviations
+
+
+def test_every_plan_is_the_one_that_all_at_once_would_have():
+    plans = GranularGRPO(branch_steps=STEPS, granularities=((1, 2, 1, 3), 2)).plans(10)
+    turns = GranularGRPO(branch_steps=STEPS, granularities=((1, 2, 1, 3), 2), branch_schedule="turns")
+    assert [plan for iteration in range(4) for plan in turns.plans(10, iteration)] == plans
+
+
+def test_turns_with_the_fine_tail_are_mixgrpos_moving_window_of_one():
+    turns = GranularGRPO(branch_steps=tuple(range(8)), granularities=(1,), branch_schedule="turns")
+    mix = MixGRPO(window_size=1, window_iterations=1)
+    assert [turns.plans(10, i) for i in range(20)] == [mix.plans(10, i) for i in range(20)]
+
+
+@pytest.mark.parametrize("iteration", range(8))
+def test_an_iteration_costs_its_anchor_and_its_members_tails(iteration):
+    turns = GranularGRPO(granularities=(1,), branch_schedule="turns")
+    plans = turns.plans(16, iteration)
+    assert count_evaluations(plans, 12) == iteration + 1 + 12 * (15 - iteration)
+    assert count_trained(plans, 12) == 1
+
+
+@pytest.mark.parametrize("schedule", ["turns", "random"])
+def test_steps_that_do_not_fit_are_refused_in_whichever_iteration(schedule):
+    algorithm = GranularGRPO(branch_steps=(0, 9), branch_schedule=schedule)
+    for iteration in range(4):
+        with pytest.raises(ValueError, match=r"branch_steps must lie in 0\.\.8"):
+            algorithm.plans(10, iteration)
+
+
+def test_auto_needs_all_steps_in_an_iteration():
+    with pytest.raises(ValueError, match="branch_schedule=all"):
+        GranularGRPO(granularities="auto", branch_schedule="turns")
