@@ -33,7 +33,9 @@ PROGRAMS = ("g2rpo", "python", "torchrun", "pytest", "make", "pip", "tensorboard
 BEGINS = re.compile(rf"^(?:time )?(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS)}) ")
 PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|\.\.\.|…")
 SEPARATORS = ("\x1f", "\x1e")
-STUB = '#!/bin/sh\n{ printf "%s\\037" "${0##*/}" "$@"; printf "\\036"; } >> "$CALLS"\n'
+STUB = (  # writes once, so that programs that run beside each other do not write into each other's call
+    '#!/bin/sh\ncall=$(printf "%s\\037" "${0##*/}" "$@"; printf "\\036")\nprintf %s "$call" >> "$CALLS"\n'
+)
 
 
 @dataclass(frozen=True)
