@@ -83,7 +83,7 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "scnes"], "unknown recipe 'scnes'. Did you mean 'scenes'"),
+        (["train", "scnes"], "unknown recipe 'scnes'. Did you mean 'scenes' or 'scenes-fast'?"),
         (["train", "scenes", "algorithm.gruop_size=4"], "unknown key 'algorithm.gruop_size'. Did you mean 'group_size'?"),
         (["train", "scenes", "algorithm.name=mixgrop"], "unknown algorithm 'mixgrop'. Did you mean 'mixgrpo'"),
         (
@@ -101,7 +101,7 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
         (["train", "scenes", "policy.height=60"], "multiples of"),
         (["train", "scenes", "--resume"], "name its directory with --run-dir"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-        (["recipes", "scnes"], "Did you mean 'scenes'"),
+        (["recipes", "scnes"], "Did you mean 'scenes' or 'scenes-fast'?"),
         (["sample", "--model", "testbed"], "give prompts"),
         (["sample", "a red circle"], "name a run with --run"),
         (["sample", "a red circle", "--model", "testbed", "--guidance", "-1"], "guidance_scale: input should be greater than"),

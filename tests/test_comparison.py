@@ -125,6 +125,7 @@ def test_cells_budgets_and_rates_are_read():
     }
     own = {"a": [], "b": ["x=1", "budget=2e4", "y=2"]}
     assert own_budgets(own, "evaluations") == ({"a": [], "b": ["x=1", "y=2"]}, {"b": 2e4})
+    assert own == {"a": [], "b": ["x=1", "budget=2e4", "y=2"]}
     assert parse_budget("evaluations=1e5") == ("evaluations", 1e5) and parse_budget("seconds=0.5") == ("seconds", 0.5)
     assert parse_rates("4e-4,1e-4,4e-4") == [1e-4, 4e-4]
 

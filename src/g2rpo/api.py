@@ -125,9 +125,9 @@ def study(
     `cells` has overrides by name, "budget=20000" among them for a budget of a cell's own. Asked again, it finishes what is
     missing in `out`. Raises UserError as the command does.
     """
-    folder, own = Path(out), {name: list(words) for name, words in cells.items()}
+    folder = Path(out)
     asked = (parse_budget(budget), rates, seeds, pilots, steps, jobs)
-    compare_cells(recipe, overrides, own, *asked, out=folder, console=Console(quiet=True))
+    compare_cells(recipe, overrides, cells, *asked, out=folder, console=Console(quiet=True))
     results: dict[str, Any] = parse_json(read_text(folder / "results.json"))
     return results
 

@@ -20,3 +20,8 @@ def seed_for(*key: int | str) -> int:
 def generator_for(*key: int | str) -> torch.Generator:
     """A CPU generator seeded with `seed_for(*key)`; draws are made on the CPU so that they do not depend on the device."""
     return torch.Generator().manual_seed(seed_for(*key))
+
+
+def draw_below(count: int, *key: int | str) -> int:
+    """One of 0 .. count - 1, each as likely as any other; a function of its arguments."""
+    return int(torch.randint(count, (), generator=generator_for(*key)))

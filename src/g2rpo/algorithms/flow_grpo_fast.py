@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from g2rpo.algorithms.grpo import GRPO, SDE, window
-from g2rpo.seeding import generator_for
+from g2rpo.seeding import draw_below
 from g2rpo.types import Plan, UpdateEvery
 
 
@@ -37,6 +35,5 @@ class FlowGRPOFast(GRPO):
         if not (first >= 0 and 1 <= self.window_size <= last - first and last < num_steps):
             raise ValueError(f"window_size={self.window_size} does not fit into steps {first}..{last - 1} of {num_steps}")
         choices = last - first - self.window_size + 1
-        generator = generator_for(seed, "window", iteration)
-        start = first + int(torch.randint(choices, (), generator=generator))
+        start = first + draw_below(choices, seed, "window", iteration)
         return [window(start, start + self.window_size, num_steps, self.shared_noise)]

@@ -20,13 +20,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from g2rpo.algorithms.allocation import Auto
 from g2rpo.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.seeding import generator_for
+from g2rpo.seeding import draw_below
 from g2rpo.types import Kernel, Plan, Steps
 
 StepWeight = Literal["none", "noise", "even"]
@@ -119,8 +118,7 @@ class GranularGRPO:
             return self.branch_steps
         if self.branch_schedule == "turns":
             return (self.branch_steps[iteration % len(self.branch_steps)],)
-        generator = generator_for(seed, "branch step", iteration)
-        return (self.branch_steps[int(torch.randint(len(self.branch_steps), (), generator=generator))],)
+        return (self.branch_steps[draw_below(len(self.branch_steps), seed, "branch step", iteration)],)
 
     def granularities_at(self, step: int) -> tuple[int, ...]:
         """Those that finish what branches at `step`."""

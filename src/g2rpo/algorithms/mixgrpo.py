@@ -11,11 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from g2rpo.algorithms.grpo import GRPO, window
 from g2rpo.objectives import RewardMix
-from g2rpo.seeding import generator_for
+from g2rpo.seeding import draw_below
 from g2rpo.types import Plan, UpdateEvery
 
 Schedule = Literal["progressive", "random", "decay", "exp_decay", "frozen"]
@@ -65,8 +63,7 @@ class MixGRPO(GRPO):
         if self.schedule == "frozen":
             return 0
         if self.schedule == "random":
-            generator = generator_for(seed, "window", iteration)
-            return int(torch.randint(max(1, end - self.window_size + 1), (), generator=generator))
+            return draw_below(max(1, end - self.window_size + 1), seed, "window", iteration)
         start = 0
         while iteration >= (stay := self._stay(start, end)):
             iteration -= stay
