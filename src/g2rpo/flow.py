@@ -84,7 +84,14 @@ def sde_kernel(g: Diffusion) -> Kernel:
 
 
 class SquaredDistance(Normal):
-    """A normal whose `log_prob` is the bare -(x - mean)^2, as a mean over entries: no 1 / (2 std^2) and no constants."""
+    """A normal whose `log_prob` is the bare -(x - mean)^2, as a mean over entries: no 1 / (2 std^2) and no constants.
+
+    That is the log-prob of a variance of 1/2 but for a constant, and so is the KL: |mean - mean'|^2, as in Flow-CPS's code.
+    """
+
+    @property
+    def unit(self) -> Tensor:
+        return torch.full_like(self.std, math.sqrt(0.5))
 
     def log_prob(self, x: Tensor) -> Tensor:
         return -((precise(x) - precise(self.mean)) ** 2).flatten(1).mean(1)

@@ -77,6 +77,9 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_range: float) 
 
 
 def kernel_kl(kernel: Normal, reference: Normal) -> Tensor:
-    """KL between two step kernels of equal std, as a mean over entries, [B] (Flow-GRPO, arXiv 2505.05470, Eq. 14)."""
-    difference = (kernel.mean - reference.mean) / per_row(kernel.std, kernel.mean)
+    """KL between two step kernels of equal std, as a mean over entries, [B] (Flow-GRPO, arXiv 2505.05470, Eq. 14).
+
+    |mean - mean'|^2 / (2 unit^2); the unit is the std but for `flow.SquaredDistance`, whose KL is |mean - mean'|^2.
+    """
+    difference = (kernel.mean - reference.mean) / per_row(kernel.unit, kernel.mean)
     return 0.5 * difference.square().flatten(1).mean(1)

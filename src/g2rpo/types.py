@@ -39,6 +39,11 @@ class Normal:
     mean: Tensor
     std: Tensor
 
+    @property
+    def unit(self) -> Tensor:
+        """The distance in which log-probs and KLs are measured: one standard deviation."""
+        return self.std
+
     def sample(self, noise: Tensor) -> Tensor:
         """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean."""
         return self.mean + per_row(self.std, self.mean) * noise

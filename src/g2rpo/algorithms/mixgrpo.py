@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from g2rpo.algorithms.grpo import GRPO, window
 from g2rpo.objectives import RewardMix
 from g2rpo.seeding import draw_below
@@ -54,6 +56,11 @@ class MixGRPO(GRPO):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         start = self.window_start(num_steps, iteration, seed)
         return [window(start, min(start + self.window_size, num_steps - 2), num_steps, self.shared_noise)]
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        """With weights as shares of their sum, as in the published code: several rewards make advantages no larger."""
+        total = weights.abs().sum()
+        return super().advantages(rewards, weights / total if total > 0 else weights)
 
     def window_start(self, num_steps: int, iteration: int, seed: int = 0) -> int:
         """The window's first step in an iteration, counted from 0; always below num_steps - 2."""

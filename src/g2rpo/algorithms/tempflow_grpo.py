@@ -18,8 +18,10 @@ from g2rpo.types import Plan, Steps, UpdateEvery
 
 @dataclass(frozen=True)
 class TempFlowGRPO(GRPO):
-    """TempFlow-GRPO; defaults for SD3.5 Medium (10 steps; FLUX.1-dev: eta 0.9).
+    """TempFlow-GRPO; defaults for SD3.5 Medium (10 steps). FLUX.1-dev: `eta` 0.9 and `noise_weight` 1.73.
 
+    `noise_weight` is one over the mean noise of the trained steps, so that steps weigh 1 on average: 2.25 for SD3.5's grid
+    and eta 0.7, 1.73 for FLUX.1-dev's at 1024x1024 and eta 0.9. With another, KL is stronger or weaker against the reward.
     The published runs take four initial noises of each prompt, each with a group of six of its own. Here a prompt has one
     initial noise an iteration: four times the prompts are as many groups.
     """
@@ -28,7 +30,7 @@ class TempFlowGRPO(GRPO):
     group_size: int = 6
     shared_noise: bool = True
     kl_weight: float = 0.004
-    noise_weight: float = 1.73
+    noise_weight: float = 2.25
     update_every: UpdateEvery = 3
 
     def __post_init__(self) -> None:
