@@ -87,7 +87,7 @@ def test_a_manifest_that_is_none_is_named(tmp_path, content, message):
 
 def test_a_checkpoint_of_another_model_is_named(tmp_path):
     save_checkpoint(tmp_path / "checkpoints", 1, {"weights": [torch.zeros(3)]}, {"optimizer": {}, "averaged": 0}, 1)
-    with pytest.raises(UserError, match="iteration 1: does not fit this model"):
+    with pytest.raises(UserError, match="iteration_000001: does not fit this model"):
         trainer(tmp_path).resume()
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
 import re
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo.errors import Stopped, UserError
+from g2rpo.folders import remove, remove_unfinished, whole, writing
 from g2rpo.plain import parse_json, read_text
 
 MANIFEST = "manifest.json"
+
+Checkpoint = tuple[int, dict[str, list[Tensor]], dict[str, Any]]
+"""(iteration, tensors, state) as `save_checkpoint` was given them."""
 
 
 class BrokenCheckpoint(UserError):
@@ -29,29 +33,22 @@ class BrokenCheckpoint(UserError):
 
 
 def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]], state: dict[str, Any], keep: int) -> Path:
-    """Writes `root/iteration_NNNNNN` atomically and removes all but the newest `keep`.
+    """Writes `root/iteration_NNNNNN` atomically, and then removes earlier checkpoints but for the newest intact `keep`.
 
     `tensors` are named lists (weights, averages), one safetensors file each; `state` is nested plain data and tensors such as
-    an optimizer's state dict, stored by torch.save and read back with weights_only=True. Raises `Stopped` if it cannot be
-    written, and leaves nothing of it.
+    an optimizer's state dict, stored by torch.save and read back with weights_only=True. Raises `Stopped` if the disk refuses:
+    then nothing is left of this checkpoint, and those before are as they were.
     """
-    root.mkdir(parents=True, exist_ok=True)
     final = root / _name(iteration)
-    unfinished = root / f".unfinished_{iteration:06d}_{os.getpid()}"
-    for left in root.glob(".unfinished_*"):  # by a process that was killed: a run has one writer at a time
-        shutil.rmtree(left)
-    unfinished.mkdir()
     try:
-        _write(unfinished, iteration, tensors, state)
+        root.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(root)  # a run has one writer at a time
+        with whole(final) as folder:
+            _write(folder, iteration, tensors, state)
     except Exception as error:  # of a full disk, say: safetensors and torch have errors of their own for it
-        shutil.rmtree(unfinished)
-        raise Stopped(f"checkpoint {final}: cannot be written ({error}); the one before it is good") from error
-    if final.exists():
-        shutil.rmtree(final)
-    unfinished.rename(final)
-    _sync(root)
-    for old in checkpoints(root)[:-keep]:
-        shutil.rmtree(old)
+        raise Stopped(f"checkpoint {final}: cannot be written ({error}); the checkpoints before it are kept") from error
+    with writing(root):
+        _rotate(root, iteration, keep)
     return final
 
 
@@ -61,22 +58,81 @@ def _write(folder: Path, iteration: int, tensors: dict[str, list[Tensor]], state
     torch.save(state, folder / "state.pt")
     files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps({"iteration": iteration, "files": files}, indent=1))
-    for path in folder.iterdir():
-        _sync(path)
+
+
+def _rotate(root: Path, newest: int, keep: int) -> None:
+    """Removes checkpoints before `newest`, which has just been written, but for `keep` - 1 that are intact.
+
+    Later ones are damaged, or the run would have resumed from them: they neither count nor are touched, and the run will write
+    them again.
+    """
+    earlier = [path for path in checkpoints(root) if _iteration(path) < newest]
+    if len(earlier) < keep:
+        return
+    kept = 1
+    for path in reversed(earlier):
+        if kept < keep and _is_intact(path):
+            kept += 1
+        else:
+            remove(path)
 
 
 def checkpoints(root: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
     found = root.glob("iteration_*") if root.is_dir() else []
-    return sorted(path for path in found if re.fullmatch(r"iteration_\d{6}", path.name))
+    return sorted((path for path in found if re.fullmatch(r"iteration_\d{6,}", path.name)), key=_iteration)
 
 
-def load_checkpoint(path: Path) -> tuple[int, dict[str, list[Tensor]], dict[str, Any]]:
-    """(iteration, tensors, state) as `save_checkpoint` was given them; `BrokenCheckpoint` names the file that is wrong.
+def load_checkpoint(path: Path) -> Checkpoint:
+    """What `save_checkpoint` was given; `BrokenCheckpoint` names the file that is wrong.
 
     Tensors are read from disk when they are used, so that ranks which need pieces of them do not each hold the whole; what is
     kept is to be copied.
     """
+    iteration, names = _verified(path)
+    tensors = {}
+    try:  # the digests agree, so this is not the disk: someone wrote it so
+        for name in names:
+            if name.endswith(".safetensors"):
+                stored = load_file(path / name)
+                tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
+        return iteration, tensors, torch.load(path / "state.pt", weights_only=True, mmap=True)
+    except Exception as error:  # neither library promises particular ones
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise BrokenCheckpoint(f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})") from error
+
+
+def latest_checkpoint(
+    root: Path, take: Callable[[Checkpoint], None] = lambda found: None, until: float = math.inf
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint up to iteration `until` that is intact and that `take` accepts; None if there is none at all.
+
+    `take` raises an exception for another model's. The strings say what is wrong with newer checkpoints. Raises
+    `BrokenCheckpoint` if checkpoints exist but none can be used.
+    """
+    complaints: list[str] = []
+    for path in reversed([path for path in checkpoints(root) if _iteration(path) <= until]):
+        try:
+            found = load_checkpoint(path)
+            _give(path, found, take)
+        except BrokenCheckpoint as error:
+            complaints.append(str(error))
+        else:
+            return found, [f"{complaint}; falling back to an older one" for complaint in complaints]
+    if complaints:
+        raise BrokenCheckpoint("\n".join([*complaints, "No usable checkpoint is left; start anew in another folder."]))
+    return None, []
+
+
+def _give(path: Path, found: Checkpoint, take: Callable[[Checkpoint], None]) -> None:
+    try:
+        take(found)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise BrokenCheckpoint(f"checkpoint {path}: does not fit this model ({error})") from error
+
+
+def _verified(path: Path) -> tuple[int, list[str]]:
+    """The iteration and the files of a checkpoint whose files are what its manifest says."""
     try:
         manifest = parse_json(read_text(path / MANIFEST))
         files, iteration = dict(manifest["files"]), int(manifest["iteration"])
@@ -88,48 +144,31 @@ def load_checkpoint(path: Path) -> tuple[int, dict[str, list[Tensor]], dict[str,
         file = path / name
         if not file.is_file():
             raise BrokenCheckpoint(f"checkpoint {path}: {name} is missing")
-        if _digest(file) != digest:
-            raise BrokenCheckpoint(f"checkpoint {path}: {name} is truncated or changed ({file.stat().st_size} bytes)")
-    tensors = {}
-    try:  # the digests agree, so this is not the disk: someone wrote it so
-        for name in files:
-            if name.endswith(".safetensors"):
-                stored = load_file(path / name)
-                tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
-        return iteration, tensors, torch.load(path / "state.pt", weights_only=True, mmap=True)
-    except Exception as error:  # neither library promises particular ones
-        reason = str(error).splitlines()[0] if str(error) else ""
-        raise BrokenCheckpoint(f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})") from error
-
-
-def latest_checkpoint(root: Path) -> tuple[tuple[int, dict[str, list[Tensor]], dict[str, Any]] | None, list[str]]:
-    """The newest checkpoint that is intact (None if there is none at all), and complaints about newer ones that are not.
-
-    Raises `BrokenCheckpoint` if checkpoints exist but none is intact.
-    """
-    complaints: list[str] = []
-    for path in reversed(checkpoints(root)):
         try:
-            return load_checkpoint(path), complaints
-        except BrokenCheckpoint as error:
-            complaints.append(str(error))
-    if complaints:
-        raise BrokenCheckpoint("\n".join([*complaints, "No intact checkpoint is left; start anew in another --run-dir."]))
-    return None, complaints
+            same = _digest(file) == digest
+        except OSError as error:
+            raise BrokenCheckpoint(f"checkpoint {path}: {name} cannot be read ({error.strerror})") from None
+        if not same:
+            raise BrokenCheckpoint(f"checkpoint {path}: {name} is truncated or changed ({file.stat().st_size} bytes)")
+    return iteration, list(files)
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        _verified(path)
+    except BrokenCheckpoint:
+        return False
+    return True
 
 
 def _name(iteration: int) -> str:
     return f"iteration_{iteration:06d}"
 
 
+def _iteration(path: Path) -> int:
+    return int(path.name.removeprefix("iteration_"))
+
+
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -74,14 +74,20 @@ class Learner:
         }
 
     def take(self, tensors: Mapping[str, Sequence[Tensor]], state: Mapping[str, Any]) -> None:
-        """Goes on from what `whole` gave; KeyError, ValueError or RuntimeError if that was another model's."""
-        self._restore(tensors["weights"], self.parameters)
-        optimizer, own = state["optimizer"], list(self.parameters)
-        for place, moments in optimizer["state"].items():
-            optimizer["state"][place] = {name: self.shards.piece(value, own[place]) for name, value in moments.items()}
-        self.optimizer.load_state_dict(optimizer)
+        """Goes on from what `whole` gave; an exception, and nothing changed, if that was another model's."""
+        own = list(self.parameters)
+        averages = list(self.average.module.parameters()) if self.average is not None else []
+        _check_shapes(tensors["weights"], own)
+        _check_shapes(tensors["average"] if averages else [], averages)
+        moments = {}
+        for place, values in state["optimizer"]["state"].items():
+            whole = [value for value in values.values() if value.ndim]
+            _check_shapes(whole, [own[place]] * len(whole))
+            moments[place] = {name: self.shards.piece(value, own[place]) for name, value in values.items()}
+        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+        self._restore(tensors["weights"], own)
         if self.average is not None:
-            self._restore(tensors["average"], self.average.module.parameters())
+            self._restore(tensors["average"], averages)
             self.average.n_averaged.fill_(state["averaged"])
 
     def take_weights(self, weights: Sequence[Tensor]) -> None:
@@ -99,3 +105,13 @@ class Learner:
 def _copy(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
     for value, parameter in zip(values, into, strict=True):
         parameter.copy_(value)
+
+
+def _check_shapes(values: Sequence[Tensor], like: Sequence[Tensor]) -> None:
+    """ValueError unless both have the same shapes; copying would broadcast."""
+    given, wanted = ([list(tensor.shape) for tensor in tensors] for tensors in (values, like))
+    if len(given) != len(wanted):
+        raise ValueError(f"it has {len(given)} tensors instead of {len(wanted)}")
+    for one, other in zip(given, wanted, strict=True):
+        if one != other:
+            raise ValueError(f"it has a tensor of shape {one} instead of {other}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from g2rpo.alarms import ADVICE, judged_gain, watch_of
 from g2rpo.algorithms.allocation import Allocator
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.checkpoint import BrokenCheckpoint, latest_checkpoint, save_checkpoint
+from g2rpo.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
 from g2rpo.diagnostics import diagnose, reward_metrics
 from g2rpo.distributed import ALONE, World
@@ -333,19 +333,20 @@ class Trainer:
         return save_checkpoint(self.run_dir / "checkpoints", self.iteration, tensors, state, kept)
 
     def resume(self) -> list[str]:
-        """Continues from the newest intact checkpoint, if there is one; returns complaints about damaged newer ones."""
-        found, complaints = latest_checkpoint(self._directory() / "checkpoints")
+        """Continues from the newest checkpoint that is intact and fits, if there is one; says what is wrong with newer ones."""
+
+        def take(found: Checkpoint) -> None:
+            _, tensors, state = found
+            self.learner.take(tensors, state)
+            if self.allocator is not None:
+                self.allocator.state = state["allocation"]
+
+        found, complaints = latest_checkpoint(self._directory() / "checkpoints", take)
         if self.world.differing(torch.tensor([found[0] if found else 0])):
             raise UserError(f"ranks see different checkpoints in {self.run_dir}: it must be a folder that all of them share")
         if found is None:
             return complaints
-        self.iteration, tensors, state = found
-        try:
-            self.learner.take(tensors, state)
-            if self.allocator is not None:
-                self.allocator.state = state["allocation"]
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise BrokenCheckpoint(f"checkpoint of iteration {self.iteration}: does not fit this model ({error})") from error
+        self.iteration = found[0]
         self.alarms.rows = [row for row in read_metrics(self._directory()) if row["iteration"] <= self.iteration]
         scores = {row["iteration"]: self._scores_after(row["iteration"]) for row in self.alarms.rows if row["kind"] == "eval"}
         self.alarms.history = {i: load_tensors(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
@@ -353,7 +354,7 @@ class Trainer:
 
     def roll_back(self) -> None:
         """Takes the weights of the best evaluation, for `finish` and `export`; what `resume` continues from stays."""
-        found, _ = latest_checkpoint(self._directory() / BEST)
+        found, _ = latest_checkpoint(self._directory() / BEST, until=self.iteration)
         if found is None:
             raise Stopped(
                 f"stopped by an alarm after iteration {self.iteration}; no weights were kept to go back to: {BEST} is empty"

@@ -146,7 +146,7 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
         claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:
         for complaint in trainer.resume():
-            console.print(f"[yellow]{escape(complaint)}; falling back to an older one[/]")
+            warn(complaint)
         console.print(f"resuming after iteration {trainer.iteration}")
     if world.leads:
         record_start(directory, trainer.iteration, trainer.policy.device)

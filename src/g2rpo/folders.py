@@ -1,0 +1,184 @@
+"""Folders that a program writes: by one process at a time, whole or not at all, and with a message where the disk refuses."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from g2rpo.errors import Stopped, UserError
+
+LOCK = ".lock"
+UNFINISHED = ".unfinished_"  # how the names of files and folders begin that are being written
+
+
+class InUse(UserError):
+    """Another process holds a folder."""
+
+
+@dataclass
+class _Hold:
+    descriptor: int
+    process: int
+    depth: int = 1
+
+
+_HOLDS: dict[Path, _Hold] = {}
+
+
+@contextmanager
+def held(folder: Path, warn: Callable[[str], None] = print) -> Iterator[int]:
+    """Keeps other processes out of `folder`, which is made if need be, while entered; this process may enter it again.
+
+    The lock is the kernel's (flock) and ends with the process, however that ends; the file `.lock` only says who holds it. NFS
+    (since Linux 2.6.12) and the usual cluster file systems show it to all machines; `warn` is called where a file system has no
+    locks. A folder that was made here and in which nothing was written is removed again. Yields a file descriptor: a child that
+    inherits it keeps the lock for as long as it lives. Raises `InUse`, which names the holder, and UserError if the folder
+    cannot be written.
+    """
+    place = folder.resolve()
+    hold = _HOLDS.get(place)
+    if hold is not None and hold.process == os.getpid():  # a forked child does not hold what its parent does
+        hold.depth += 1
+        try:
+            yield hold.descriptor
+        finally:
+            hold.depth -= 1
+        return
+    try:
+        made = _make(folder)
+        hold = _HOLDS[place] = _Hold(_lock(folder, warn), os.getpid())
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+    try:
+        yield hold.descriptor
+    finally:
+        del _HOLDS[place]
+        if made and not _contents(folder):
+            _remove_empty(folder, made)
+        os.close(hold.descriptor)
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder is absent, or holds nothing but a lock and what a killed process left unfinished."""
+    return not folder.exists() or (folder.is_dir() and not _contents(folder))
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a killed process left unfinished directly in `folder`, whose lock the caller holds."""
+    for left in folder.glob(f"{UNFINISHED}*"):
+        remove(left)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+@contextmanager
+def whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write into. On leaving, it is on disk and has the place of `folder`; after an exception there is nothing
+    of it."""
+    unfinished = folder.with_name(f"{UNFINISHED}{folder.name}_{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for path in unfinished.iterdir():
+            sync(path)
+        if folder.exists():
+            remove(folder)
+        unfinished.rename(folder)
+    except BaseException:  # an interrupt too must leave nothing behind
+        shutil.rmtree(unfinished)
+        raise
+    sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what a full or failing disk raises while `path` is written into `Stopped`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise Stopped(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+
+
+def _contents(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(UNFINISHED)]
+
+
+def _make(folder: Path) -> list[Path]:
+    """The folders that had to be made, the innermost first."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _lock(folder: Path, warn: Callable[[str], None]) -> int:
+    """The descriptor of the locked file."""
+    file = folder / LOCK
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            holder = _holder(file)
+            os.close(descriptor)
+            raise InUse(f"{folder} is in use by {holder}; wait for it, stop it, or name another folder") from None
+        warn(f"{folder}: its file system has no locks ({error.strerror}); see to it that no other process writes there")
+    if not _is_at(descriptor, file):  # the process that held it has just removed the folder
+        os.close(descriptor)
+        _make(folder)
+        return _lock(folder, warn)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(), 0)
+    return descriptor
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(file: Path) -> str:
+    """Who holds the lock, in words."""
+    try:
+        owner = json.loads(file.read_text())
+        since = datetime.fromtimestamp(file.stat().st_mtime)
+        return f"process {owner['pid']} on {owner['host']} (since {since:%Y-%m-%d %H:%M})"
+    except (OSError, ValueError, TypeError, KeyError):  # it has not written its name yet
+        return "another process"
+
+
+def _remove_empty(folder: Path, made: list[Path]) -> None:
+    remove_unfinished(folder)
+    (folder / LOCK).unlink()
+    for path in made:
+        try:
+            path.rmdir()
+        except OSError:  # another process has begun to use it
+            return
