@@ -96,7 +96,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             if name.endswith(".safetensors"):
                 stored = load_file(path / name)
                 tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
-        return iteration, tensors, torch.load(path / "state.pt", weights_only=True, mmap=True)
+        return iteration, tensors, torch.load(path / "state.pt", map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # neither library promises particular ones
         reason = str(error).splitlines()[0] if str(error) else ""
         raise BrokenCheckpoint(f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})") from error

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from g2rpo.config import Config, PolicyConfig, RewardConfig
+from g2rpo.devices import empty_cache
 from g2rpo.distributed import World
 from g2rpo.embeddings import CachedPolicy, EmbeddingStore, cache_root
 from g2rpo.errors import UserError, did_you_mean
@@ -217,7 +218,7 @@ def cache_embeddings(policy: Any, config: PolicyConfig, cache: str, warn: Callab
         for encoder in encoders:
             encoder.to(device)
         if device.type == "cpu":
-            torch.cuda.empty_cache()  # does nothing where CUDA was never used
+            empty_cache()
 
     store = None
     if cache != "off":
@@ -229,7 +230,6 @@ def cache_embeddings(policy: Any, config: PolicyConfig, cache: str, warn: Callab
                 **_text_identity(config.path, FileDigests(root / "digests.json")),
                 "settings": settings,
                 "guided": config.guidance_scale > 1,  # whether a policy with true guidance encodes a negative prompt too
-                "device": policy.device.type,
             }
             store = EmbeddingStore(root, identity)
         except OSError as error:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from g2rpo.devices import accelerator
 from g2rpo.errors import RankLost, UserError
 
 Items = TypeVar("Items", list[str], Sequence[str], Tensor)
@@ -125,21 +126,22 @@ ALONE = World()
 def joined(device: str, timeout_s: float = 1800) -> Iterator[World]:
     """The world that torchrun, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, has put this process in.
 
-    On CUDA the process takes the device of its local rank. An exception that leaves the context is told to the other ranks;
+    On GPUs the process takes the device of its local rank. An exception that leaves the context is told to the other ranks;
     one that waits longer than `timeout_s` for the others, or finds one gone, raises `RankLost`.
     """
     local = int(os.environ.get("LOCAL_RANK", 0))
-    if device == "cuda" and local:
-        if local >= (count := torch.cuda.device_count()):
+    module, index = accelerator(torch.device(device)), torch.device(device).index
+    if module is not None and index is None and local:
+        if local >= (count := module.device_count()):
             raise UserError(f"local rank {local} has no GPU: this machine has {count}; start at most that many processes on it")
-        torch.cuda.set_device(local)
+        module.set_device(local)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield ALONE
         return
-    if device not in ("cpu", "cuda"):
+    if index is not None:
         raise UserError(f"policy.device={device}: with several processes write auto, and each takes the GPU of its local rank")
     timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    backend = "gloo" if module is None else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from g2rpo.devices import accelerator, empty_cache
 from g2rpo.errors import UserError
 from g2rpo.types import Cond, Policy
 
@@ -82,7 +83,7 @@ class BatchSizes:
 
     def _halve(self, kind: Kind) -> None:
         gc.collect()
-        torch.cuda.empty_cache()  # does nothing where CUDA was never used
+        empty_cache()
         size = getattr(self, kind)
         if size == 1:
             raise UserError(f"out of memory with {SETTINGS[kind]}=1, the smallest there is: {ADVICE[kind]}")
@@ -100,7 +101,7 @@ class BatchSizes:
         cond and noise have one row. Only calls of the policy as it is now are measured: what needs memory later (gradients,
         moments, copies for tails) has to fit into the margin, or sizes are halved when it does not.
         """
-        gauge = gauge or CudaGauge(policy.device)
+        gauge = gauge or AcceleratorGauge(policy.device)
         calls: dict[Kind, Callable[[int], Tensor]] = {
             "rollout": lambda rows: policy.velocity(_repeat(noise, rows), noise.new_full((rows,), 0.5), cond.rows([0] * rows)),
             "decode": lambda rows: policy.decode(_repeat(noise, rows)),
@@ -125,22 +126,22 @@ class Gauge(Protocol):
         ...
 
 
-class CudaGauge:
-    """The memory of a CUDA device."""
+class AcceleratorGauge:
+    """The memory of a CUDA device, or of one whose module in torch has the same functions."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.module = device, accelerator(device)
 
     def available(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device)
+        free, _ = self.module.mem_get_info(self.device)
+        return free + self.module.memory_reserved(self.device)
 
     def peak(self, call: Callable[[], object]) -> int:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self.module.empty_cache()
+        self.module.reset_peak_memory_stats(self.device)
         call()
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device)
+        self.module.synchronize(self.device)
+        return self.module.max_memory_allocated(self.device)
 
 
 def _peak(gauge: Gauge, call: Callable[[int], object], rows: int) -> int:
@@ -158,7 +159,7 @@ def batch_sizes(
     asked: dict[Kind, int | Literal["auto"]] = {"rollout": rollout, "decode": decode}
     auto = {kind for kind, size in asked.items() if size == "auto"}
     sizes = {kind: CPU_ROWS[kind] if size == "auto" else size for kind, size in asked.items()}
-    return BatchSizes(sizes["rollout"], sizes["decode"], micro, notify, auto if device.type == "cuda" else set())
+    return BatchSizes(sizes["rollout"], sizes["decode"], micro, notify, auto if accelerator(device) else set())
 
 
 def largest_batch(peak: Callable[[int], int], limit: int, most: int) -> int:

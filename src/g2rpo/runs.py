@@ -13,6 +13,7 @@ import torch
 
 from g2rpo import __version__
 from g2rpo.config import AlarmsConfig, Config
+from g2rpo.devices import accelerator
 from g2rpo.errors import UserError
 from g2rpo.files import write_whole
 from g2rpo.settings import differences, read_yaml, resolve
@@ -79,7 +80,7 @@ def record_start(directory: Path, iteration: int, device: torch.device) -> None:
         "commit": source_commit(Path(__file__).resolve().parents[2]),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "device": module.get_device_name(device) if (module := accelerator(device)) is not None else cpu,
     }
     with (directory / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")

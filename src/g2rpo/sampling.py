@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config import SamplingConfig
+from g2rpo.devices import same_device
 from g2rpo.memory import BatchSizes, OutOfMemory
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import TailNetwork
@@ -79,7 +80,7 @@ class Sampler:
         if self.tail_network is not None:
             self.tail_network.refresh()
         *before, last = torch.arange(len(prompts)).split(self.config.prompts_at_once or len(prompts))
-        with ThreadPoolExecutor(1, "scoring") as thread:
+        with ThreadPoolExecutor(1, "scoring", initializer=same_device(self.policy.device)) as thread:
             futures = [thread.submit(score_aside, roll_out(rows.tolist())) for rows in before]
             new = roll_out(last.tolist())
             rewards = [future.result() for future in futures]

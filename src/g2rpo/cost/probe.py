@@ -14,6 +14,7 @@ from torch import Tensor
 
 from g2rpo.cost.counting import Counts
 from g2rpo.cost.seconds import Seconds, summed
+from g2rpo.devices import accelerator
 from g2rpo.rollout.engine import Engine, Velocity
 from g2rpo.scoring import decode
 from g2rpo.seeding import generator_for
@@ -115,8 +116,8 @@ def _timed(run: Callable[[], Any], device: torch.device, clock: Clock, at_least:
     def once() -> float:
         began = clock()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if (module := accelerator(device)) is not None:
+            module.synchronize(device)
         return clock() - began
 
     once()
