@@ -114,6 +114,56 @@ def write(page, prompt):
     page.locator("textarea:visible").fill(prompt)
 
 
+def visible(locator):
+    return locator.locator("visible=true")
+
+
+LATE_FRAMES = """
+const frame = window.requestAnimationFrame;
+window.requestAnimationFrame = callback => frame(() => setTimeout(() => callback(performance.now()), 400));
+"""
+
+
+def test_what_is_typed_as_soon_as_it_can_be_stays(browser, address):
+    """On a machine that draws frames late: what comes with a frame must not undo what was typed before it."""
+    context = browser.new_context(viewport=PHONE)
+    context.add_init_script(LATE_FRAMES)
+    page = context.new_page()
+    page.goto(address)
+    page.wait_for_selector("#draw", timeout=MINUTE)
+    page.get_by_role("button", name="Settings").click()
+    seed, strength = visible(page.get_by_label("Seed")), page.get_by_role("spinbutton", name="Strength of the adapter")
+    seed.fill("7")
+    strength.fill("0")
+    page.wait_for_timeout(1000)  # more than two late frames
+    assert (seed.input_value(), strength.input_value()) == ("7", "0")
+    page.get_by_role("tab", name="How it learns").click()
+    write(page, "three blue stars")
+    page.wait_for_timeout(1000)
+    assert page.locator("textarea:visible").input_value() == "three blue stars"
+    context.close()
+
+
+def test_a_click_during_a_drawing_counts(page):
+    """The first question is held back until the second was asked with another setting."""
+    held, asked = [], []
+
+    def hold(route):
+        asked.append(route.request.post_data_json["data"])
+        held.append(route) if len(asked) == 1 else route.continue_()
+
+    page.route("**/queue/join*", hold)
+    write(page, "three blue stars")
+    page.click("#draw")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("spinbutton", name="Strength of the adapter").fill("0")
+    page.click("#draw")
+    page.wait_for_timeout(300)
+    held[0].continue_()
+    page.get_by_text("guidance 3.5 · strength 0").wait_for(timeout=MINUTE)
+    assert [data[-1] for data in asked] == [1, 0]
+
+
 def test_draw_two_pictures_with_their_scores(page):
     write(page, "two red circles")
     page.click("#draw")
@@ -148,7 +198,7 @@ def test_settings_are_used_and_mistakes_are_told(page):
     strength.press("Enter")
     page.click("#draw")
     page.wait_for_function(f"base => {sources}.every(src => src == base)", arg=base, timeout=MINUTE)
-    seed, steps = page.get_by_label("Seed"), page.get_by_role("spinbutton", name="Steps")
+    seed, steps = visible(page.get_by_label("Seed")), page.get_by_role("spinbutton", name="Steps")
     for field, wrong, right, message in (
         (page.locator("textarea:visible"), "  ", "three blue stars", "write a prompt first"),
         (seed, "99999999999999999999", "7", "the seed should be a whole number from 0 to"),

@@ -32,6 +32,13 @@ from g2rpo.errors import UserError
 from g2rpo.scoring import RewardFailed
 
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
+"""A click during an answer is answered next, with the settings of then; Gradio's default drops it without a word."""
+TO_VIEW = "() => { document.getElementById('views').dataset.view = '%s' }"
+TO_SETTINGS = """() => {
+  const open = document.getElementById("settings").toggleAttribute("data-open");
+  document.getElementById("to-settings").setAttribute("aria-expanded", open);
+}"""
 TO_OUTPUT = "() => { if (innerWidth < 640) document.getElementById('%s').scrollIntoView({behavior: 'smooth'}) }"
 WAITING = 16  # questions in the queue; more are refused
 SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
@@ -55,25 +62,40 @@ def build(stage: Stage) -> gr.Blocks:
     prompt = stage.examples[0] if stage.examples else ""
     with gr.Blocks(title=f"{stage.title} · g2rpo demo", analytics_enabled=False) as page:
         gr.HTML(f'<div class="g2"><h1>{escape(stage.title)}</h1><p class="g2-facts">{escape(stage.facts)}</p></div>')
-        with gr.Tab("Draw"):
-            _draw_tab(stage, studio, prompt)
-        with gr.Tab("How it learns"):
-            _learn_tab(stage, studio, prompt)
+        with gr.Tabs(elem_id="views"):
+            tabs = [gr.Tab("Draw"), gr.Tab("How it learns"), *([gr.Tab("The run")] if stage.report else [])]
+        with _view(tabs[0], "draw"):
+            _draw_view(stage, studio, prompt)
+        with _view(tabs[1], "learn"):
+            _learn_view(stage, studio, prompt)
         if stage.report is not None:
-            with gr.Tab("The run") as tab:
+            with _view(tabs[2], "run"):
                 shown = gr.HTML(_empty("Reading the run …"))
-            tab.select(_told(stage.report), None, shown, **ONE_AT_A_TIME)
+            tabs[2].select(_told(stage.report), None, shown, **ONE_AT_A_TIME)
     page.queue(max_size=WAITING, api_open=False)
     return page
 
 
-def _draw_tab(stage: Stage, studio: Studio, prompt: str) -> None:
+def _view(tab: gr.Tab, name: str) -> gr.Column:
+    """What is shown while `tab` is selected.
+
+    It is not the tab's own content because Gradio (6.31) renders that, and what a closed accordion holds, only when it is
+    opened, and one frame later sets every value in it back to the first: on a slow machine that undoes what was typed. The
+    style sheet hides it instead.
+    """
+    tab.select(None, js=TO_VIEW % name, api_visibility="private")
+    return gr.Column(elem_id=f"view-{name}")
+
+
+def _draw_view(stage: Stage, studio: Studio, prompt: str) -> None:
     with gr.Row():
         with gr.Column(scale=4, min_width=300):
             asked = _prompt(prompt)
             go = gr.Button("Draw", variant="primary", elem_id="draw")
             _examples(stage, asked)
-            with gr.Accordion("Settings", open=False):
+            toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
+            toggle.click(None, js=TO_SETTINGS, api_visibility="private")
+            with gr.Column(elem_id="settings"):
                 seed = _seed(studio.seed)
                 steps = gr.Slider(1, studio.most_steps, studio.sampling.num_steps, step=1, label="Steps")
                 guidance = gr.Slider(0, studio.most_guidance, studio.policy.guidance_scale, step=0.1, label="Guidance")
@@ -86,11 +108,11 @@ def _draw_tab(stage: Stage, studio: Studio, prompt: str) -> None:
     def answer(prompt: str, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
         return views.drawing_html(draw(studio, prompt, seed=seed, steps=steps, guidance=guidance, strength=strength))
 
-    asks = gr.on([go.click, asked.submit], _told(answer), [asked, seed, steps, guidance, strength], out, **ONE_AT_A_TIME)
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, seed, steps, guidance, strength], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "drawing")
 
 
-def _learn_tab(stage: Stage, studio: Studio, prompt: str) -> None:
+def _learn_view(stage: Stage, studio: Studio, prompt: str) -> None:
     labels = plan_labels(studio.plans)
     sides = ["base model", "after training"]
     with gr.Row(equal_height=False):
@@ -125,7 +147,7 @@ def _learn_tab(stage: Stage, studio: Studio, prompt: str) -> None:
         lesson = learn(studio, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=told)
         return views.lesson_html(lesson)
 
-    asks = gr.on([go.click, asked.submit], _told(answer), [asked, plan, seed, side, grains], out, **ONE_AT_A_TIME)
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, plan, seed, side, grains], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "lesson")
 
 
