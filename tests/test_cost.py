@@ -292,7 +292,7 @@ def test_traced_activations_are_the_allocators(deep, one_thread, model, override
         policy.velocity(*trace._inputs(shapes, 8, c.policy))
 
     def training():
-        trace.training_pass(policy, c, shapes, 8)
+        trace.training_pass(policy, c, shapes, 8, members=3)
 
     @torch.no_grad()
     def decode():

@@ -1,9 +1,11 @@
 """`g2rpo plan` as a person meets it."""
 
 import json
+from typing import get_args, get_type_hints
 
 import pytest
 
+from g2rpo.config import ALGORITHMS
 from tests.commands import g2rpo
 
 
@@ -51,6 +53,22 @@ def test_a_small_model_on_disk_is_probed(capsys, tiny_config):
     assert "rtx4090" in table and "It fits" in table and "granularities=auto is planned as" in table
 
 
+def schedules():
+    """Every algorithm, with each value of the field that says which steps an iteration takes, where it has one."""
+    for name, kind in ALGORITHMS.items():
+        fields = {field: hint for field, hint in get_type_hints(kind).items() if field.endswith("schedule")}
+        choices = [[f"algorithm.{field}={value}"] for field, hint in fields.items() for value in get_args(hint)]
+        yield from ([f"algorithm.name={name}", *choice] for choice in choices or [[]])
+
+
+@pytest.mark.parametrize("words", list(schedules()), ids=" ".join)
+def test_every_schedule_of_every_algorithm_can_be_planned(capsys, tiny_config, words):
+    """What is drawn anew in every iteration is drawn from real numbers, though memory is traced with fake tensors."""
+    words = [*words, "algorithm.group_size=3", "sampling.num_steps=8"]
+    plan = told(capsys, tiny_config, *words, "--device", "h200")
+    assert plan["counts"]["an_iteration"]["training_rows"] > 0 and plan["memory"]["working"]["training pass"] > 0
+
+
 def test_tables_tell_the_same(capsys):
     code, out, err = g2rpo(capsys, "plan", "sd35-medium-lora", "--device", "a100", "--utilisation", "0.25")
     assert code == 0, err
@@ -71,6 +89,7 @@ def test_tables_tell_the_same(capsys):
         (["flux1-dev-hps", "policy.height=700"], "multiples of 16"),
         (["flux1-dev-hps", "algorithm.branch_steps=[15]"], "branch_steps must lie in"),
         (["flux1-dev-hps", "rewards.hpsv3=1"], "unknown reward 'hpsv3'. Did you mean 'hpsv2'"),
+        (["scenes-fast", "algorithm.name=mixgrpo_flash"], "algorithm mixgrpo_flash does not fit sampling.tails: forecast"),
         (["sd35-medium-lora", "policy.path=black-forest-labs/FLUX.1-dev"], "is a FluxPipeline, but this recipe is for a"),
         (["scenes", "policy.path=/no/such/model"], "is no directory"),
         (["scenes", "--utilisation", "2"], ""),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config import Config
+from g2rpo.contracts import plans_of
 from g2rpo.image_statistics import TAIL
 from g2rpo.metrics import Row
 from g2rpo.types import Algorithm, Kernel, Steps
@@ -220,7 +221,7 @@ def watch_of(config: Config, algorithm: Algorithm, kernel: Kernel, sigmas: Tenso
     coarsest = max((getattr(torch, dtype) for dtype in dtypes), key=lambda dtype: torch.finfo(dtype).eps)
     off = frozenset(name for name in ADVICE if config.alarms.of(name) == "off")
     plans = (
-        plan for i in range(config.trainer.iterations) for plan in algorithm.plans(len(sigmas) - 1, i, config.trainer.seed)
+        plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )
     steps = {step for plan in plans for step in range(plan.branch, plan.merge) if plan.trains(step)}
     limit = drift_limit(algorithm, kernel, sigmas, sorted(steps), entries, coarsest)

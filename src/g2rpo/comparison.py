@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from g2rpo.config import Config, Group
+from g2rpo.contracts import plans_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation import load_tensors
 from g2rpo.metrics import read_metrics
@@ -65,7 +66,7 @@ def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
     `evaluations` are the rollout's, where they are known; ahead of it an algorithm may only promise not to take more.
     """
     algorithm = config.algorithm
-    plans = algorithm.plans(config.sampling.num_steps, iteration, config.trainer.seed)
+    plans = plans_of(algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
     passes = TRAINED_LATENT + (algorithm.kl_weight > 0)
     prompts = config.trainer.prompts_per_iteration
     if evaluations is None:

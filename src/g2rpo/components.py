@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from g2rpo.config import Config, PolicyConfig, RewardConfig
+from g2rpo.config import Config, PolicyConfig, RewardConfig, SamplingConfig
+from g2rpo.contracts import name_of, plans_of
 from g2rpo.devices import empty_cache
 from g2rpo.distributed import World
 from g2rpo.embeddings import CachedPolicy, EmbeddingStore, cache_root
@@ -23,7 +24,7 @@ from g2rpo.prompt_sources import read_prompts
 from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.sharding import Sharded
 from g2rpo.trackers import Tracker
-from g2rpo.types import Reward
+from g2rpo.types import Algorithm, Reward
 
 REWARDS = {
     "hpsv2": "g2rpo.rewards.hpsv2:HPSv2",
@@ -82,6 +83,15 @@ def check_sharding(config: Config, ranks: int) -> None:
         raise UserError(
             f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
         )
+
+
+def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
+    """Refuses an algorithm that does not fit the sampler's steps, or whose solver does not fit the sampler's tails."""
+    plans = plans_of(algorithm, sampling.num_steps)
+    try:
+        sampling.tails.walked_by(plans)
+    except ValueError as error:
+        raise UserError(f"algorithm {name_of(algorithm)} does not fit sampling.tails: {error}") from None
 
 
 def build_policy(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config import SamplingConfig
+from g2rpo.contracts import plans_of
 from g2rpo.devices import same_device
 from g2rpo.memory import BatchSizes, OutOfMemory
 from g2rpo.rollout.engine import Engine
@@ -102,7 +103,7 @@ class Sampler:
             tail_velocity=self.tail_network.velocity if self.tail_network is not None else None,
             on_rows=self.on_evaluations,
         )
-        plans = algorithm.plans(self.config.num_steps, iteration, self.seed)
+        plans = plans_of(algorithm, self.config.num_steps, iteration, self.seed)
         try:
             rollouts = engine.rollout(
                 plans,

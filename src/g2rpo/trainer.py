@@ -18,6 +18,7 @@ from g2rpo.algorithms.allocation import Allocator
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, shift_of
+from g2rpo.contracts import advantages_of, plans_of
 from g2rpo.diagnostics import diagnose, reward_metrics
 from g2rpo.distributed import ALONE, World
 from g2rpo.errors import Preempted, RolledBack, Stopped, UserError
@@ -177,7 +178,7 @@ class Trainer:
         with self._naming_the_iteration():
             sampled = self.sampler.sample(algorithm, self.iteration, cond, prompts, watch)
         rollouts, rewards = sampled.rollouts, self.world.gather(sampled.rewards)  # an algorithm may look at the whole batch
-        advantages = algorithm.advantages(rewards, self.weights)
+        advantages = advantages_of(algorithm, rewards, self.weights)
         experience = [
             Experience(rollout.prompt, transition, advantage)
             for rollout, advantage in zip(rollouts, self.world.deal(advantages), strict=True)
@@ -220,7 +221,7 @@ class Trainer:
     def plans(self, iteration: int | None = None) -> list[Plan]:
         """The plans of an iteration, by default the one at hand, as they are known ahead (`allocated` may make others)."""
         iteration = self.iteration if iteration is None else iteration
-        return self.algorithm.plans(self.config.sampling.num_steps, iteration, self.config.trainer.seed)
+        return plans_of(self.algorithm, self.config.sampling.num_steps, iteration, self.config.trainer.seed)
 
     def allocated(self) -> Algorithm:
         """The algorithm of the iteration at hand: the config's, or what has been made of it so far."""

@@ -230,11 +230,15 @@ class Algorithm(Protocol):
         ...
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        """The plans that every prompt of an iteration is sampled with: a function of its arguments, chance included."""
+        """The plans of an iteration, at least one: a function of its arguments, chance included.
+
+        Every prompt of the iteration is sampled with all of them; `plans` does not see the prompts, so plans cannot depend on
+        them. They have equally many tails, which end at `num_steps`. ValueError for hyper-parameters that do not fit.
+        """
         ...
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        """Advantages [N, G] from rewards [N, R, M, G] of N groups, whose entries may be NaN, and weights [R]."""
+        """Advantages [N, G], finite, from rewards [N, R, M, G] of N groups, whose entries may be NaN, and weights [R]."""
         ...
 
     def log_ratio(self, steps: Steps) -> Tensor:
@@ -242,5 +246,5 @@ class Algorithm(Protocol):
         ...
 
     def loss(self, steps: Steps) -> Tensor:
-        """The policy loss [B], before averaging."""
+        """The policy loss [B], before averaging; it depends on `steps.log_prob`, which carries the gradient."""
         ...

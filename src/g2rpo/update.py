@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from g2rpo.contracts import log_ratio_of, loss_of, name_of
 from g2rpo.distributed import World
 from g2rpo.errors import UserError
 from g2rpo.memory import BatchSizes, bounded_by
@@ -130,6 +131,10 @@ class Updater:
             for start in range(0, self.algorithm.group_size, every):
                 yield [item.members(start, start + every) for item in experience]
             return
+        if every != "branch":
+            raise UserError(
+                f"algorithm {name_of(self.algorithm)}: update_every is {every!r}; use 'rollout', 'branch' or a number"
+            )
         by_step: dict[int, list[Experience]] = defaultdict(list)
         for item in experience:
             by_step[item.transition.step].append(item)
@@ -157,8 +162,8 @@ class Updater:
             landing.std,
             dsigma,
         )
-        stats.log_ratios.append(self.algorithm.log_ratio(steps).detach().cpu())
-        loss = self.algorithm.loss(steps).sum()
+        stats.log_ratios.append(log_ratio_of(self.algorithm, steps).detach().cpu())
+        loss = loss_of(self.algorithm, steps, on_policy).sum()
         if base is not None:
             kl = kernel_kl(landing, base)
             stats.kls.append(kl.detach().cpu())

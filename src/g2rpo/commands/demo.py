@@ -46,10 +46,7 @@ class Cast:
         """Refuses what can be seen to be wrong before anything is loaded."""
         components.locate_pipeline(self.policy.path, self.policy.pipeline)
         components.check_rewards({**self.rewards, **self.judges})
-        try:
-            self.algorithm.plans(self.sampling.num_steps, 0, self.seed)
-        except ValueError as error:
-            raise UserError(f"algorithm: {error}") from None
+        components.check_plans(self.algorithm, self.sampling)
 
 
 class _Named(Group):

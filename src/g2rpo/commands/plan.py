@@ -43,10 +43,7 @@ def plan(
     config = load_config(recipe, overrides)
     components.check_rewards({**config.rewards, **config.evaluation.rewards})
     components.check_sharding(config, ranks)
-    try:
-        config.algorithm.plans(config.sampling.num_steps)
-    except ValueError as error:
-        raise UserError(f"algorithm: {error}") from None
+    components.check_plans(config.algorithm, config.sampling)
     target = find_target(device or config.policy.device)
     if probe and not target.own:
         raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")

@@ -64,10 +64,7 @@ def check(config: Config, given: Collection[str] = ()) -> tuple[list[str], list[
         raise UserError(f"evaluation.rewards.{clash[0]}: a trained reward has this name already; it is judged anyway")
     if not config.rewards:
         raise UserError("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
-    try:
-        config.algorithm.plans(config.sampling.num_steps)
-    except ValueError as error:
-        raise UserError(f"algorithm: {error}") from None
+    components.check_plans(config.algorithm, config.sampling)
     return prompts, heldout[: config.evaluation.num_prompts]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config import Config
+from g2rpo.contracts import plans_of
 from g2rpo.flow import sigma_grid
 from g2rpo.memory import CPU_ROWS, batch_sizes
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -95,7 +96,7 @@ def count(config: Config, heldout: int) -> Counts:
     once more for the before/after table.
     """
     trainer = config.trainer
-    kinds = Counter(tuple(plans_of(config, iteration)) for iteration in range(trainer.iterations))
+    kinds = Counter(tuple(plans_in(config, iteration)) for iteration in range(trainer.iterations))
     return Counts(
         kinds=tuple((_dry(config, plans), times) for plans, times in kinds.items()),
         prompts=trainer.prompts_per_iteration,
@@ -106,9 +107,9 @@ def count(config: Config, heldout: int) -> Counts:
     )
 
 
-def plans_of(config: Config, iteration: int) -> list[Plan]:
+def plans_in(config: Config, iteration: int) -> list[Plan]:
     """The plans of one iteration."""
-    return config.algorithm.plans(config.sampling.num_steps, iteration, config.trainer.seed)
+    return plans_of(config.algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
 
 
 def _times(iterations: int, every: int) -> int:

@@ -96,25 +96,30 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
         with torch.no_grad(), LiveBytes(kept) as velocity, _standing_for(velocity, policy, standing):
             policy.velocity(*_inputs(shapes, rows, config.policy))
         with LiveBytes(kept) as training, _standing_for(training, policy, standing):
-            training_pass(policy, config, shapes, counts.largest(lambda it: it.passes))
+            training_pass(policy, config, shapes, counts.largest(lambda it: it.passes), _widest(config, counts))
         with torch.no_grad(), LiveBytes(kept) as decode:
             policy.decode(torch.empty(min(int(config.sampling.decode_batch_size), images), *shapes.latent))
     return WorkingSets(velocity.peak, training.peak, decode.peak)
 
 
-def training_pass(policy: Any, config: Config, shapes: Shapes, rows: int) -> None:
-    """One pass of the updater over `rows` latents, a whole group for each that a group shares.
+def _widest(config: Config, counts: Counts) -> int:
+    """Members that learn from one latent: a whole group, if any iteration trains the step at which a group parts."""
+    plans = [plan for iteration, _ in counts.kinds for plan in iteration.plans]
+    return config.algorithm.group_size if any(plan.shared_noise and plan.trains(plan.branch) for plan in plans) else 1
 
-    A KL term is left out: it holds no more than the rollout's call does.
+
+def training_pass(policy: Any, config: Config, shapes: Shapes, rows: int, members: int) -> None:
+    """One pass of the updater over `rows` latents, each shared by so many `members`.
+
+    Which step it is does not change a size, so no plan is drawn here: fake tensors have no values to draw from. A KL term is
+    left out: it holds no more than the rollout's call does.
     """
     algorithm = replace(config.algorithm, kl_weight=0.0)
     sigmas = sigma_grid(config.sampling.num_steps)
-    (plan, *_) = algorithm.plans(config.sampling.num_steps)
-    members = algorithm.group_size if plan.shared_noise and plan.trains(plan.branch) else 1
 
     def experience(row: int) -> Experience:
         x, x_next = torch.zeros(1, *shapes.latent), torch.zeros(members, *shapes.latent)
-        return Experience(row, Transition(plan.branch, x, x_next, x, torch.zeros(members)), torch.zeros(members))
+        return Experience(row, Transition(0, x, x_next, x, torch.zeros(members)), torch.zeros(members))
 
     _, _, cond = _inputs(shapes, rows, config.policy)
     sizes = batch_sizes(1, 1, rows, torch.device("cpu"), print)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.config import SamplingConfig, shift_of
+from g2rpo.contracts import advantages_of, plans_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation import Evaluation, evaluate
 from g2rpo.flow import ode_step, sigma_grid
@@ -56,7 +57,7 @@ class Studio:
 
     def __post_init__(self) -> None:
         self.shift = shift_of(self.sampling.shift, self.policy)
-        self.plans = self.algorithm.plans(self.sampling.num_steps, 0, self.seed)
+        self.plans = plans_of(self.algorithm, self.sampling.num_steps, 0, self.seed)
         self.most_steps = max(MAX_STEPS, self.sampling.num_steps)
         self.most_guidance = max(MAX_GUIDANCE, self.policy.guidance_scale)
 
@@ -183,7 +184,7 @@ def learn(
     if plan not in range(len(studio.plans)):
         raise UserError(f"there is no such branch: {plan}")
     s, algorithm = studio.sampling, studio.with_granularities(granularities)
-    chosen = algorithm.plans(s.num_steps, 0, studio.seed)[plan]
+    chosen = plans_of(algorithm, s.num_steps, 0, studio.seed)[plan]
     sigmas = sigma_grid(s.num_steps, studio.shift)
     total = count_evaluations([chosen], algorithm.group_size, s.tails) + s.num_steps * chosen.shared_noise
 
@@ -223,7 +224,7 @@ def learn(
             tuple(studio.rewards),
             studio.weights,
             rewards,
-            algorithm.advantages(rewards[None], studio.weights)[0],
+            advantages_of(algorithm, rewards[None], studio.weights)[0],
             getattr(algorithm, "granularities_at", lambda step: tuple(range(1, shape[0] + 1)))(chosen.branch),
             studio.explain(prompt),
             f"seed {seed} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
