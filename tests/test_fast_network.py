@@ -151,8 +151,8 @@ def test_stable_diffusion_3_has_one_too(sd3_directory):
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("tails", [Tails(), Tails(forecast=True), Tails("ab2", stride=2)], ids=["exact", "forecast", "ab2"])
 def test_rollouts_of_a_transformer_do_not_depend_on_batch_size_or_order(policy, tails, batch_size):
-    """Matrix products of another height add in another order: a relative rounding of 6e-8 * sqrt(100) per layer, ten layers,
-    six steps, and |x| up to 5 make at most 2e-4 if all went one way."""
+    """Matrix products of another height add in another order: a relative rounding of 6e-8 * sqrt(100) per layer, ten layers and
+    six steps make at most 4e-5 of the largest entry (7 here, 34 with ab2) if all went one way."""
     sigmas, algorithm = sigma_grid(6, 3.0), GranularGRPO(branch_steps=(0, 2), granularities=(1, 2), group_size=3)
     cond = policy.encode(PROMPTS)
 
@@ -164,7 +164,7 @@ def test_rollouts_of_a_transformer_do_not_depend_on_batch_size_or_order(policy, 
     plans = algorithm.plans(6)
     one, other = finals(plans, 64), finals(plans[::-1], batch_size)
     for key, value in one.items():
-        torch.testing.assert_close(other[key], value, atol=2e-4, rtol=0)
+        torch.testing.assert_close(other[key], value, atol=4e-5 * float(value.abs().max()), rtol=0)
 
 
 def test_a_run_with_a_network_for_tails(tmp_path, capsys, tiny_config):

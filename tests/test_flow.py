@@ -11,6 +11,7 @@ from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.flow import Normal, dance_sde, flow_sde, ode_step, sde_step, sigma_grid, tail
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.types import times
 
 
 def test_sigma_grid_is_the_published_schedule():
@@ -19,6 +20,50 @@ def test_sigma_grid_is_the_published_schedule():
                 0.409091, 0.3, 0.166667, 0.0]  # fmt: skip
     torch.testing.assert_close(sigma_grid(16, 3.0), torch.tensor(expected), atol=5e-7, rtol=0)
     assert sigma_grid(16, 3.0)[0] == 1 and sigma_grid(16, 3.0)[-1] == 0
+
+
+@pytest.mark.parametrize("shift", [1.0, 1.15, 1.5, 2.0, 2.5, 3.0, 3.5, 5.0, 6.0, 7.0, 12.0, 17.0])
+def test_sigma_grid_has_the_bits_of_published_code(shift):
+    """It computes in float32, and floor(1000 sigma), which the network sees, hangs on the last bit: of 10 steps at shift 3 one
+    has 874, where float64 has 875. The first sigma is 1, also where the shift makes it 1 - 6e-8."""
+    for steps in range(1, 101):
+        u = torch.linspace(1, 0, steps + 1)
+        published = (shift * u) / (1 + (shift - 1) * u)
+        assert [int(sigma * 1000) for sigma in sigma_grid(steps, shift)] == [int(sigma * 1000) for sigma in published]
+        assert torch.equal(sigma_grid(steps, shift)[1:], published[1:])
+    assert sigma_grid(4, 1.111)[0] == 1
+
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")]),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_narrow_product_is_rounded_as_torch_rounds_it(device):
+    """The published loop multiplies bfloat16 tensors with float32 tensors without dimensions; here a batch has a number a row."""
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    values = torch.tensor([-0.0217391, 1.245], device=device)
+    theirs = torch.stack([x[0] * values[0], x[1] * values[1]])
+    assert theirs.dtype == times(values, x).dtype == torch.bfloat16
+    assert torch.equal(times(values, x), theirs) and torch.equal(times(values[1], x), x * values[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_of_a_narrow_velocity_are_the_published_expressions(device):
+    """Term by term as torch evaluates them: the SDE step's mean and sample, the ODE step, and the image x - sigma v."""
+    x, v, e = torch.randn(3, 1, 5, 16, generator=torch.Generator().manual_seed(6)).to(device)
+    v, e, sigmas = v.bfloat16(), e.bfloat16(), sigma_grid(16, 3.0).to(device)
+    for i in range(8):
+        sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
+        s = torch.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma))) * 0.7
+        mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+        kernel = sde_step(x, v, sigma, sigmas[i + 1], flow_sde(sigmas, 0.7)(sigma))
+        assert torch.equal(kernel.mean, mean)
+        assert torch.equal(kernel.sample(e), mean + s * torch.sqrt(-dt) * e)
+        assert torch.equal(ode_step(x, v, sigma, sigmas[i + 1]), x + v * dt)
+        assert torch.equal(ode_step(x, v, sigma, torch.zeros_like(sigma)), x - sigma * v)
 
 
 @pytest.mark.parametrize(("steps", "shift"), [(1, 1.0), (10, 3.0), (28, 1.15)])

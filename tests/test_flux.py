@@ -119,7 +119,7 @@ def test_ratio_is_exactly_one_before_the_first_update(flux_directory, dtype, tun
         sigma = sigmas[t.step]
         velocity = policy.velocity(t.x, sigma[None], engine.cond)
         assert velocity.requires_grad
-        log_prob = kernel(t.x, velocity, sigma, sigmas[t.step + 1]).log_prob(t.x_next)
+        log_prob = kernel(t.x, velocity.float(), sigma, sigmas[t.step + 1]).log_prob(t.x_next)
         if dtype == torch.float32:
             assert torch.equal((log_prob - t.old_log_prob).exp(), torch.ones(3))
         else:  # the anchor evaluates the unrounded latent; under bfloat16 the network rounds it to the same one

@@ -144,7 +144,7 @@ def test_ratio_is_exactly_one_before_the_first_update(sd3_directory, dtype, tuni
         (t,) = rollout.transitions
         sigma = sigmas[t.step]
         velocity = policy.velocity(t.x, sigma[None], engine.cond)
-        log_prob = kernel(t.x, velocity, sigma, sigmas[t.step + 1]).log_prob(t.x_next)
+        log_prob = kernel(t.x, velocity.float(), sigma, sigmas[t.step + 1]).log_prob(t.x_next)
         assert torch.equal((log_prob - t.old_log_prob).exp(), torch.ones(3))
         log_prob[0].backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.trainable_parameters())

@@ -134,7 +134,11 @@ class SamplingConfig(Group):
     """Prompts rolled out together; None: all of an iteration. With fewer, the pictures of those before are decoded and scored
     meanwhile, by another thread, and fewer latents wait for it."""
     anchor_dtype: Dtype = "float32"
+    """Of the latents at which noise enters."""
     sample_dtype: Dtype = "float32"
+    """Of the latents that noise leads to."""
+    step_dtype: Dtype = "float32"
+    """Of velocities and noise while training, and so of their products with a step's numbers."""
     tails: Tails = Tails()
     """What the tails of a rollout may save at the price of an error in the reward; nothing unless asked for."""
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from g2rpo.types import Kernel, Normal, per_row, precise
+from g2rpo.types import Kernel, Normal, per_row, precise, times
 
 Diffusion = Callable[[Tensor], Tensor]
 """The diffusion coefficient g of the SDE, as a function of sigma (elementwise)."""
@@ -27,22 +27,28 @@ def sigma_grid(num_steps: int, shift: float = 1.0) -> Tensor:
     """Sigmas of a sampler with `num_steps` steps under SD3's time shift (arXiv 2403.03206, Eq. 23).
 
     [num_steps + 1], float32, from exactly 1 to exactly 0; sigma = shift * u / (1 + (shift - 1) * u), u uniform.
-    `shift` > 0; 1 leaves the grid uniform, above 1 spends more steps near the noise.
+    `shift` > 0; 1 leaves the grid uniform, above 1 spends more steps near the noise. Computed in float32, as published code
+    does: floor(1000 * sigma), which G2RPO's network sees, hangs on the last bit.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
     if not shift > 0:
         raise ValueError(f"shift must be positive, got {shift}")
-    u = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-    return (shift * u / (1 + (shift - 1) * u)).float()
+    u = torch.linspace(1, 0, num_steps + 1)
+    sigmas = shift * u / (1 + (shift - 1) * u)
+    sigmas[0] = 1  # some shifts miss it by a rounding, and g is infinite just below 1
+    return sigmas
 
 
 def ode_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """One Euler step of dx = v dsigma. x, velocity [B, ...]; sigmas [B] or scalar.
 
-    A step to `sigma_next` = 0 is the prediction of the image, x - sigma * v.
+    A step to `sigma_next` = 0 is the prediction of the image, x - sigma * v. If the velocity is narrower than x, so is the
+    product (`types.times`).
     """
-    return x + per_row(sigma_next - sigma, x) * velocity
+    dsigma = sigma_next - sigma
+    narrow = dsigma.to(velocity.dtype).to(dsigma.dtype)  # published code has sigma first in sigma * v, and torch rounds it
+    return x + times(torch.where(sigma_next > 0, dsigma, narrow), velocity)
 
 
 def sde_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> Normal:
@@ -50,12 +56,13 @@ def sde_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: 
 
     dx = (v - g^2 / 2 * score) dsigma + g dw. x, velocity [B, ...]; sigma > 0, sigma_next, g: [B] or scalar.
     Flow-GRPO's and DanceGRPO's published steps are this formula with `flow_sde` and `dance_sde`. At g = 0 the mean is the ODE
-    step bit for bit, but the kernel has no density. The result is at least float32 whatever the dtype of the velocity.
+    step bit for bit, but the kernel has no density. The mean is at least float32; if the velocity is narrower, so are its
+    products (`types.times`), which are taken in the order of Flow-GRPO's code.
     """
-    x, velocity = precise(x), precise(velocity)
-    s, half_g2 = per_row(sigma, x), per_row(0.5 * g**2, x)
-    score = -(x + (1 - s) * velocity) / s
-    mean = ode_step(x, velocity - half_g2 * score, sigma, sigma_next)
+    x, dsigma = precise(x), sigma_next - sigma
+    of_x = 1 + g**2 / (2 * sigma) * dsigma  # score and velocity, sorted by x and v
+    of_v = 1 + g**2 * (1 - sigma) / (2 * sigma)
+    mean = per_row(of_x, x) * x + times(dsigma, times(of_v, velocity))
     return Normal(mean, g * (sigma - sigma_next).sqrt())
 
 

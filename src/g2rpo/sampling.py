@@ -99,6 +99,7 @@ class Sampler:
             self.sizes.rollout,
             getattr(torch, self.config.anchor_dtype),
             getattr(torch, self.config.sample_dtype),
+            getattr(torch, self.config.step_dtype),
             tails=self.config.tails,
             tail_velocity=self.tail_network.velocity if self.tail_network is not None else None,
             on_rows=self.on_evaluations,

@@ -140,6 +140,7 @@ class Trainer:
             self.sizes,
             c.optim.max_grad_norm,
             self.shards,
+            getattr(torch, c.sampling.step_dtype),
         )
 
     @property

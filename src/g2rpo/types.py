@@ -32,6 +32,17 @@ def precise(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def times(value: Tensor, x: Tensor) -> Tensor:
+    """`value` [B] (or a scalar) times x [B, ...], in the dtype of x.
+
+    If x is narrower than `value`, the result is what torch gives for `x * value` with a `value` without dimensions: a CPU
+    rounds the product alone, a GPU rounds `value` as well.
+    """
+    if x.device.type == "cpu":
+        return (per_row(value, precise(x)) * precise(x)).to(x.dtype)
+    return per_row(value, x) * x
+
+
 @dataclass(frozen=True)
 class Normal:
     """Where one stochastic step lands: independent normals around `mean` [B, ...] with `std` [B] or scalar."""
@@ -45,8 +56,8 @@ class Normal:
         return self.std
 
     def sample(self, noise: Tensor) -> Tensor:
-        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean."""
-        return self.mean + per_row(self.std, self.mean) * noise
+        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean. If it is narrow, so are std and product."""
+        return self.mean + times(self.std.to(noise.dtype), noise)
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Log density of x [B, ...], as the *mean* over a row's entries, [B].

@@ -87,6 +87,7 @@ class Updater:
     Passes of at most `sizes.micro` latents accumulate gradients; an update is the same whatever that size is. When memory runs
     out in a pass, the update's gradients are dropped and it begins again with smaller passes. Every rank has as many members as
     any other; `shards` sums their gradients: when each has all of its own or, where weights are in pieces, pass by pass.
+    `step_dtype` is the engine's.
     """
 
     policy: Policy
@@ -97,6 +98,7 @@ class Updater:
     sizes: BatchSizes
     max_grad_norm: float
     shards: Replicated = WHOLE
+    step_dtype: torch.dtype = torch.float32
     skipped_in_a_row: int = 0
 
     def update(self, experience: Sequence[Experience], cond: Cond) -> UpdateStats:
@@ -184,7 +186,8 @@ class Updater:
             offset += own
 
         def landing() -> Normal:
-            normal = self.kernel(x, self.policy.velocity(x, sigma, cond.rows(prompts)), sigma, sigma_next)
+            velocity = self.policy.velocity(x, sigma, cond.rows(prompts)).to(self.step_dtype)
+            normal = self.kernel(x, velocity, sigma, sigma_next)
             return replace(normal, mean=normal.mean[rows], std=normal.std[rows])
 
         base = None

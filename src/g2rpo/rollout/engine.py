@@ -33,6 +33,7 @@ class Engine:
 
     `batch_size` bounds the rows of one network call. `anchor_dtype` rounds the latents at which noise enters, `sample_dtype`
     the latents that the noise leads to; both before log-probs are taken, so that what is stored is what was scored.
+    `step_dtype` is the dtype of velocities and noise, and so of their products with a step's numbers (`types.times`).
     `tails` and `tail_velocity` (None: the policy's) finish members; nothing else in a rollout knows them.
     `evaluations` counts rows given to the network, `calls` its calls; `on_rows` hears of every call.
     """
@@ -43,6 +44,7 @@ class Engine:
     batch_size: int = 64
     anchor_dtype: torch.dtype = torch.float32
     sample_dtype: torch.dtype = torch.float32
+    step_dtype: torch.dtype = torch.float32
     tails: Tails = EXACT
     tail_velocity: Velocity | None = None
     on_rows: Callable[[int], None] = lambda rows: None
@@ -75,17 +77,20 @@ class Engine:
 
     def initial(self, noise: Noise) -> Tensor:
         """The shared initial latents, one per prompt."""
-        return self.policy.noise([noise(prompt, "initial") for prompt in range(len(self.cond))])
+        return self._noise([noise(prompt, "initial") for prompt in range(len(self.cond))])
+
+    def _noise(self, generators: Sequence[torch.Generator]) -> Tensor:
+        return self.policy.noise(generators).to(self.step_dtype).float()
 
     def velocity(self, x: Tensor, steps: Sequence[int], prompts: Sequence[int], network: Velocity | None = None) -> Tensor:
-        """Velocities of rows x [B, ...] at grid indices `steps` for rows `prompts` of the conditioning, float32, in batches."""
+        """Velocities, in `step_dtype`, of rows x [B, ...] at grid indices `steps` for rows `prompts` of the conditioning."""
         sigma = self.sigmas[torch.as_tensor(steps)].to(x.device)
         chunks = []
         for rows in torch.arange(len(x)).split(self.batch_size):
             picked = slice(int(rows[0]), int(rows[-1]) + 1)
             with bounded_by("rollout"):
                 cond = self.cond.rows(list(prompts[picked]))
-                chunks.append((network or self.policy.velocity)(x[picked], sigma[picked], cond).float())
+                chunks.append((network or self.policy.velocity)(x[picked], sigma[picked], cond).to(self.step_dtype))
             self.evaluations += len(rows)
             self.calls += 1
             self.on_rows(len(rows))
@@ -130,7 +135,7 @@ class Engine:
         if plan.shared_noise:
             x, v = anchors[plan.branch]
             return _Group(prompt, plan, x[prompt : prompt + 1], v[prompt : prompt + 1])
-        return _Group(prompt, plan, self.policy.noise([noise(prompt, "initial", member) for member in range(group_size)]))
+        return _Group(prompt, plan, self._noise([noise(prompt, "initial", member) for member in range(group_size)]))
 
     def _evaluate(self, groups: Sequence[_Group], steps: Sequence[int]) -> None:
         """The velocities of groups, each at a step of its own."""
@@ -145,7 +150,7 @@ class Engine:
     def _stochastic_step(self, group: _Group, step: int, group_size: int, kernel: Kernel, noise: Noise) -> None:
         landing = kernel(group.x, group.known(), self.sigmas[step], self.sigmas[step + 1])
         draw = torch.randn(group_size, *group.x.shape[1:], generator=noise(group.prompt, "branch", group.plan.branch, step))
-        x_next = landing.sample(draw.to(group.x)).to(self.sample_dtype).float()
+        x_next = landing.sample(draw.to(group.x.device, self.step_dtype)).to(self.sample_dtype).float()
         if group.plan.trains(step):
             group.transitions.append(Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next)))
         group.move(x_next)
