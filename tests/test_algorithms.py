@@ -189,7 +189,7 @@ def test_a_moving_window_of_one_visits_g2rpos_branches_one_after_the_other():
 
 def test_dancegrpo_is_flow_grpo_with_another_g():
     same = ("algorithm.sde=dance", "algorithm.eta=0.4", "algorithm.shared_noise=true", "algorithm.reward_mix=advantages")
-    flow = named("flow_grpo", *ONCE, *same, "algorithm.kl_weight=0", "algorithm.batch_std=false")
+    flow = named("flow_grpo", *ONCE, *same, "algorithm.kl_weight=0", "algorithm.batch_std=false", "algorithm.noisy_last_step=false")
     dance = named("dancegrpo", *ONCE, *same, "algorithm.trained_fraction=1")
     rows = [[t.iterate() for _ in range(2)] for t in (flow, dance)]
     assert rows[0][1]["loss"] == rows[1][1]["loss"] and torch.equal(weights(flow), weights(dance))
@@ -197,7 +197,7 @@ def test_dancegrpo_is_flow_grpo_with_another_g():
 
 def test_tempflow_branches_like_g2rpo_and_fast_can_be_as_wide_as_flow_grpo():
     assert TempFlowGRPO().plans(10) == GranularGRPO(branch_steps=tuple(range(9)), granularities=(1,)).plans(10)
-    assert FlowGRPOFast(window_size=9, window_range=(0, 9)).plans(10) == FlowGRPO().plans(10)
+    assert FlowGRPOFast(window_size=9, window_range=(0, 9)).plans(10) == FlowGRPO(noisy_last_step=False).plans(10)
 
 
 def test_flash_that_compresses_nothing_has_mixgrpos_steps():

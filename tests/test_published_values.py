@@ -8,10 +8,16 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from g2rpo.algorithms.dancegrpo import DanceGRPO
 from g2rpo.algorithms.flow_cps import FlowCPS
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.flow import cps_kernel, sigma_grid
 from g2rpo.objectives import group_normalize, kernel_kl
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.tails import Tails
+from g2rpo.seeding import generator_for
 
 
 def deployed(shift, num_steps):
@@ -64,3 +70,38 @@ def test_the_kl_of_a_squared_distance_is_one_too():
     torch.testing.assert_close(kernel_kl(now, base), (now.mean - base.mean).square().mean(1))
     variance_half = [torch.distributions.Normal(kernel.mean, math.sqrt(0.5)) for kernel in (now, base)]
     torch.testing.assert_close(kernel_kl(now, base), torch.distributions.kl_divergence(*variance_half).mean(1))
+
+
+def last_steps(algorithm, num_steps=6, solver="euler", stride=1):
+    """(the group's rollout, its velocity at the last step, the sigmas) with the Gaussian policy."""
+    policy, sigmas = GaussianPolicy(mean=0.3), sigma_grid(num_steps, 3.0)
+    tails = Tails(solver=solver, stride=stride)
+    engine = Engine(policy, policy.encode(["0"]), sigmas, tails=tails)
+    (rollout,) = engine.rollout(algorithm.plans(num_steps), 5, algorithm.kernel(sigmas), generator_for)
+    x = rollout.transitions[-1].x_next
+    with torch.no_grad():
+        return rollout, engine.velocity(x, [num_steps - 1] * 5, [0] * 5), sigmas, engine.evaluations
+
+
+@pytest.mark.parametrize(("solver", "stride"), [("euler", 1), ("ab2", 2)])
+@pytest.mark.parametrize("kind", [FlowGRPO, GRPOGuard])
+def test_the_last_step_is_stochastic_as_published_and_not_trained(kind, solver, stride):
+    """The published pipelines take one stochastic step after another down to sigma = 0, and train 99 % of them: 9 of 10."""
+    noisy, v, sigmas, evaluations = last_steps(kind(), solver=solver, stride=stride)
+    still, *_, as_many = last_steps(kind(noisy_last_step=False), solver=solver, stride=stride)
+    assert [t.step for t in noisy.transitions] == [t.step for t in still.transitions] == [0, 1, 2, 3, 4]
+    for a, b in zip(noisy.transitions, still.transitions, strict=True):
+        assert torch.equal(a.x_next, b.x_next) and torch.equal(a.old_log_prob, b.old_log_prob)
+    x, noise = noisy.transitions[-1].x_next, torch.randn(noisy.finals[0].shape, generator=generator_for(0, "branch", 0, 5))
+    sigma, g = sigmas[5], 0.7 * math.sqrt(float(sigmas[5] / (1 - sigmas[5])))
+    mean = x * (1 - g**2 / 2) - v * (sigma + g**2 * (1 - sigma) / 2)  # the published step with sigma' = 0
+    torch.testing.assert_close(noisy.finals[0], mean + g * sigma.sqrt() * noise)
+    torch.testing.assert_close(still.finals[0], x - sigma * v)
+    assert evaluations == as_many == 5 * 6 + 5  # every member at every step, and the five asked for above
+
+
+def test_a_noisy_last_step_is_next_to_nothing_on_sd3s_grid_only():
+    """Noise that is left in the latents, whose own spread is 1."""
+    for sigmas, left in ((deployed(3.0, 10), 0.006), (sigma_grid(10, 3.0), 0.202)):
+        std = FlowGRPO().kernel(sigmas)(*torch.zeros(2, 1, 1), sigmas[-2], sigmas[-1]).std
+        assert float(std) == pytest.approx(left, abs=5e-4)

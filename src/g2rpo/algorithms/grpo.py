@@ -25,6 +25,15 @@ def window(start: int, stop: int, num_steps: int, shared_noise: bool, trained: t
     return Plan(start, stop, (tuple(range(stop, num_steps + 1)),), shared_noise, trained)
 
 
+def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool) -> Plan:
+    """Every step but the last is stochastic and trained. With `noisy_last_step` the last is stochastic as well, else the ODE's;
+    its noise stays in the image, and its density is too sharp to train on."""
+    last = num_steps - 1
+    if noisy_last_step:
+        return window(0, num_steps, num_steps, shared_noise, tuple(range(last)))
+    return window(0, last, num_steps, shared_noise)
+
+
 @dataclass(frozen=True)
 class GRPO:
     """The fields are hyper-parameters.

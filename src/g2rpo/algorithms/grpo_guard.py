@@ -12,17 +12,21 @@ from typing import Literal
 
 from torch import Tensor
 
-from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.algorithms.grpo import GRPO, whole_walk
 from g2rpo.types import Plan, Steps, UpdateEvery
 
 
 @dataclass(frozen=True)
 class GRPOGuard(GRPO):
-    """GRPO-Guard; defaults for SD3.5 Medium (10 steps, 48 prompts an update). The clip range is the normalised ratio's."""
+    """GRPO-Guard; defaults for SD3.5 Medium (10 steps, 48 prompts an update). The clip range is the normalised ratio's.
+
+    `noisy_last_step`: see `flow_grpo.FlowGRPO`, whose sampler this is.
+    """
 
     name: Literal["grpo_guard"] = "grpo_guard"
     clip_range: float = 2e-6
     update_every: UpdateEvery = 12
+    noisy_last_step: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -30,7 +34,7 @@ class GRPOGuard(GRPO):
             raise ValueError("sde=cps has no density to normalise the ratio of: take flow or dance")
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [window(0, num_steps - 1, num_steps, self.shared_noise)]
+        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
     def log_ratio(self, steps: Steps) -> Tensor:
         return steps.std * (super().log_ratio(steps) + steps.old_kl)

@@ -80,7 +80,7 @@ class Tails:
         return prefix_tree([self._thinned(tail) for tail in tails], forecast=self.forecast)
 
     def _thinned(self, tail: Sequence[int]) -> Sequence[int]:
-        return (tail[0], *tail[1 : -1 : self.stride], tail[-1])
+        return (*tail[:1], *tail[1 : -1 : self.stride], *tail[1:][-1:])  # a tail of one step is over
 
     def remember(self, past: Past, x: Tensor, velocity: Tensor, sigma: float) -> Past:
         """A row's memory after the network's answer at sigma."""
