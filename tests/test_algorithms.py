@@ -189,7 +189,9 @@ def test_a_moving_window_of_one_visits_g2rpos_branches_one_after_the_other():
 
 def test_dancegrpo_is_flow_grpo_with_another_g():
     same = ("algorithm.sde=dance", "algorithm.eta=0.4", "algorithm.shared_noise=true", "algorithm.reward_mix=advantages")
-    flow = named("flow_grpo", *ONCE, *same, "algorithm.kl_weight=0", "algorithm.batch_std=false", "algorithm.noisy_last_step=false")
+    flow = named(
+        "flow_grpo", *ONCE, *same, "algorithm.kl_weight=0", "algorithm.batch_std=false", "algorithm.noisy_last_step=false"
+    )
     dance = named("dancegrpo", *ONCE, *same, "algorithm.trained_fraction=1")
     rows = [[t.iterate() for _ in range(2)] for t in (flow, dance)]
     assert rows[0][1]["loss"] == rows[1][1]["loss"] and torch.equal(weights(flow), weights(dance))

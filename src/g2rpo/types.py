@@ -236,6 +236,11 @@ class Algorithm(Protocol):
     @property
     def advantage_clip(self) -> float: ...
 
+    @property
+    def drop_zero_advantages(self) -> bool:
+        """Whether members without any advantage are left out of an update's mean, and so of the KL term."""
+        ...
+
     def kernel(self, sigmas: Tensor) -> Kernel:
         """How a stochastic step is taken in a run on the grid `sigmas`."""
         ...

@@ -27,18 +27,36 @@ class Experience:
     prompt: int  # row of the conditioning batch
     transition: Transition
     advantages: Tensor  # [G]
+    counted: Tensor | None = None  # [G], the members that an update's mean is taken over; None: all
 
     @property
     def rows(self) -> int:
         """Latents that the network has to see."""
         return len(self.transition.x)
 
+    @property
+    def mask(self) -> Tensor:
+        """Which members count, [G]."""
+        return torch.ones_like(self.advantages, dtype=torch.bool) if self.counted is None else self.counted
+
     def members(self, start: int, stop: int) -> Experience:
         """The part of members start .. stop - 1."""
         t, some = self.transition, slice(start, stop)
         own = some if self.rows > 1 else slice(None)
         x, x_next, old_mean, old_log_prob = t.x[own], t.x_next[some], t.old_mean[own], t.old_log_prob[some]
-        return Experience(self.prompt, Transition(t.step, x, x_next, old_mean, old_log_prob), self.advantages[some])
+        transition = Transition(t.step, x, x_next, old_mean, old_log_prob)
+        return Experience(self.prompt, transition, self.advantages[some], self.mask[some])
+
+
+def without_zero_advantages(experience: Sequence[Experience]) -> list[Experience]:
+    """`experience` in which a member of a prompt counts if it has an advantage other than 0 at any step.
+
+    The others teach nothing but the KL term, and would make the mean of the rest smaller (Flow-GRPO's code).
+    """
+    alive: dict[int, Tensor] = {}
+    for item in experience:
+        alive[item.prompt] = alive.get(item.prompt, False) | (item.advantages != 0)
+    return [replace(item, counted=alive[item.prompt]) for item in experience]
 
 
 @dataclass
@@ -84,6 +102,7 @@ class UpdateStats:
 class Updater:
     """Turns experience into optimizer steps: one for all of it, or one for each part, as the algorithm asks.
 
+    The loss is a mean over members and steps, with `drop_zero_advantages` over those that `without_zero_advantages` keeps.
     Passes of at most `sizes.micro` latents accumulate gradients; an update is the same whatever that size is. When memory runs
     out in a pass, the update's gradients are dropped and it begins again with smaller passes. Every rank has as many members as
     any other; `shards` sums their gradients: when each has all of its own or, where weights are in pieces, pass by pass.
@@ -103,23 +122,25 @@ class Updater:
 
     def update(self, experience: Sequence[Experience], cond: Cond) -> UpdateStats:
         stats = UpdateStats()
+        if self.algorithm.drop_zero_advantages:
+            experience = without_zero_advantages(experience)
         batches = list(self._batches(experience))
         for number, batch in enumerate(batches):
+            counted = self.shards.world.total(sum(int(item.mask.sum()) for item in batch))[0]
             with self.shards.training():
-                passes = self.sizes.fit(partial(self._accumulate, batch, cond, on_policy=number == 0))
+                passes = self.sizes.fit(partial(self._accumulate, batch, cond, counted, on_policy=number == 0))
             stats.add(passes, 1 / len(batches))
             self.shards.reduce(self.policy.trainable_parameters())
             self._step(stats)
         return stats.of_all(self.shards.world)
 
-    def _accumulate(self, batch: Sequence[Experience], cond: Cond, on_policy: bool) -> UpdateStats:
-        """Leaves the gradients of one update, and nothing else, whatever was there before."""
+    def _accumulate(self, batch: Sequence[Experience], cond: Cond, counted: int, on_policy: bool) -> UpdateStats:
+        """Leaves the gradients of one update, and nothing else, whatever was there before; `counted` members on all ranks."""
         stats = UpdateStats()
-        members = self.shards.world.size * sum(len(item.advantages) for item in batch)
         self.optimizer.zero_grad(set_to_none=True)
         for part in _passes(batch, self.sizes.micro):
             with bounded_by("micro"):
-                loss = self._loss(part, cond, on_policy, stats) / members
+                loss = self._loss(part, cond, on_policy, stats) / max(1, counted)
                 loss.backward()
             stats.loss += float(loss.detach())
         return stats
@@ -165,11 +186,12 @@ class Updater:
             dsigma,
         )
         stats.log_ratios.append(log_ratio_of(self.algorithm, steps).detach().cpu())
-        loss = loss_of(self.algorithm, steps, on_policy).sum()
+        counted = torch.cat([item.mask for item in part]).to(x_next.device)
+        loss = torch.where(counted, loss_of(self.algorithm, steps, on_policy), 0).sum()
         if base is not None:
             kl = kernel_kl(landing, base)
             stats.kls.append(kl.detach().cpu())
-            loss = loss + self.algorithm.kl_weight * kl.sum()
+            loss = loss + self.algorithm.kl_weight * torch.where(counted, kl, 0).sum()
         return loss
 
     def _landings(self, part: Sequence[Experience], cond: Cond) -> tuple[Normal, Normal | None, Tensor, Tensor]:

@@ -25,6 +25,7 @@ class FlowCPS(GRPO):
     sde: SDE = "cps"
     batch_std: bool = True
     kl_weight: float = 0.04
+    drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:

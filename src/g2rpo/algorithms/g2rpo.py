@@ -18,7 +18,7 @@ good however coarsely the rest is drawn.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -46,6 +46,8 @@ class GranularGRPO:
     step counts (`weight_of`). `branch_schedule` spreads the branch steps over iterations: "turns" takes one an iteration, in
     their order and then anew, "random" draws it.
     """
+
+    drop_zero_advantages: ClassVar[bool] = False  # its published code counts every member
 
     name: Literal["g2rpo"] = "g2rpo"
     group_size: int = 12

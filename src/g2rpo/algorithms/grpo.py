@@ -39,7 +39,9 @@ class GRPO:
     """The fields are hyper-parameters.
 
     `sde` is how a stochastic step is taken (`flow.flow_sde`, `dance_sde`, `cps_kernel`) and `eta` how noisy. `shared_noise`
-    starts a group from one initial noise. `batch_std` and `reward_mix`: see `objectives.mix_rewards`. `update_every` is
+    starts a group from one initial noise. `batch_std` and `reward_mix`: see `objectives.mix_rewards`. `drop_zero_advantages`
+    leaves members without any advantage out of an update's mean: the KL term then acts on those only that a reward speaks
+    about, and is not the stronger the more groups are of one opinion. `update_every` is
     "rollout" for one averaged update, "branch" for one after every step index, or a number of members: the group is dealt into
     parts of so many, and the weights move after each. With one update a rollout the clip is never active.
     """
@@ -54,6 +56,7 @@ class GRPO:
     batch_std: bool = False
     reward_mix: RewardMix = "rewards"
     kl_weight: float = 0.0
+    drop_zero_advantages: bool = False
     update_every: UpdateEvery = "rollout"
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ class GRPOGuard(GRPO):
 
     name: Literal["grpo_guard"] = "grpo_guard"
     clip_range: float = 2e-6
+    drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
     noisy_last_step: bool = True
 

@@ -31,6 +31,7 @@ class TempFlowGRPO(GRPO):
     shared_noise: bool = True
     kl_weight: float = 0.004
     noise_weight: float = 2.25
+    drop_zero_advantages: bool = True
     update_every: UpdateEvery = 3
 
     def __post_init__(self) -> None:
