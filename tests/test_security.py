@@ -1,11 +1,14 @@
 """Files, servers and clients that mean harm: nothing runs, nothing leaks, nobody waits for long."""
 
 import ast
+import contextlib
 import json
+import re
 import shutil
 import socket
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,7 @@ from g2rpo.model_card import _block
 from g2rpo.pictures import read_grid
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
-from g2rpo.rewards.transport import NoAnswer, endpoint, request_json, token_from
+from g2rpo.rewards.transport import NoAnswer, Refused, endpoint, request_json, token_from
 from g2rpo.rewards.weights import read_state_dict
 from tests.commands import g2rpo as command
 from tests.fuzzing import mutated
@@ -168,6 +171,16 @@ def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monk
         f"http://{SECRET}@host",
         f"http://host/?key={SECRET}",
         f"ftp://a:{SECRET}@host",
+        f"http:/me:{SECRET}@host",
+        f"http:me:{SECRET}@host",
+        f"//me:{SECRET}@host",
+        f"http://host:80;{SECRET}",
+        f"http://host:{SECRET}",
+        f"http://[{SECRET}/v1",
+        f"http://me:{SECRET}@/v1",
+        f"{SECRET}",
+        f"http://host/#{SECRET}",
+        f"http://host/ {SECRET}",
     ):
         with pytest.raises(ValueError, match="an address") as refusal:
             endpoint(url, "/score")
@@ -175,6 +188,12 @@ def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monk
         words = ["train", "scenes", "rewards.scene_accuracy=", f"rewards.r={{kind: http, options: {{url: '{url}'}}}}"]
         code, out, err = command(capsys, *words)
         assert code == 2 and SECRET not in out + err and not list(tmp_path.iterdir())
+
+
+def test_a_password_in_the_wrong_place_is_not_repeated(capsys):
+    for words in (["policy.path=", ""], ["rewards.r={kind: http, options: '", "'}"], ["trainer.seed=", ""]):
+        code, out, err = command(capsys, "train", "scenes", f"{words[0]}http://me:{SECRET}@host{words[1]}")
+        assert code == 2 and SECRET not in out + err
 
 
 def test_a_token_that_cannot_stand_in_a_header_is_refused_unrepeated(monkeypatch):
@@ -187,26 +206,66 @@ def test_a_token_that_cannot_stand_in_a_header_is_refused_unrepeated(monkeypatch
         assert SECRET not in str(refusal.value)
 
 
-def test_a_token_is_nowhere_but_in_the_request(monkeypatch, caplog):
-    caplog.set_level("DEBUG")
-    monkeypatch.setenv("TOKEN", SECRET)
+@contextlib.contextmanager
+def answering(make):
+    """The address of a server that answers one request with `make(token)`, and what it heard."""
+    heard = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        heard = []
 
         def serve():
             connection, _ = listener.accept()
             with connection:
                 heard.append(connection.recv(65536))
-                connection.sendall(b"HTTP/1.0 403 \x1b[31mno\r\n\r\nnot \x1b[2Jyou")
+                token = re.search(rb"Bearer ([^\r]*)", heard[0])[1]
+                with contextlib.suppress(OSError):
+                    connection.sendall(make(token))
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(OSError, match="answered 403") as refusal:
-            RemoteReward(url, token_env="TOKEN", timeout_s=5)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", heard
         thread.join()
+
+
+def test_a_token_is_nowhere_but_in_the_request(monkeypatch, caplog):
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("TOKEN", SECRET)
+    with (
+        answering(lambda token: b"HTTP/1.0 403 \x1b[31mno\r\n\r\nnot \x1b[2Jyou") as (url, heard),
+        pytest.raises(OSError, match="answered 403: not .*you") as refusal,
+    ):
+        RemoteReward(url, token_env="TOKEN", timeout_s=5)
     assert f"Bearer {SECRET}".encode() in heard[0]
     assert SECRET not in str(refusal.value) + caplog.text and "\x1b" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"401 no", b"403 no", b"429 slow", b"500 broken", b"302 there"])
+@pytest.mark.parametrize(
+    "echo",
+    [
+        lambda token: b"\r\n\r\nyou said Authorization: Bearer " + token,
+        lambda token: b" " + token + b"\r\n\r\n",  # as the reason
+        lambda token: b'\r\n\r\n{"said": "Bearer ' + token.replace(b"/", b"\\/") + b'"}',
+        lambda token: b"\r\n\r\n" + b"x" * 285 + token,  # cut off in its middle
+        lambda token: b"\r\n\r\n" + json.dumps({"scores": ["", token.decode()]}).encode(),
+        lambda token: b"\r\n" + token + b"\x00\r\n\r\n",  # as a header that is none
+    ],
+    ids=["body", "reason", "escaped", "cut", "scores", "header"],
+)
+def test_a_server_that_sends_the_token_back_is_not_quoted(monkeypatch, caplog, status, echo):
+    """What remains of a token in any text is seven letters or digits at most."""
+    caplog.set_level("DEBUG")
+    token = "sk-4f9a/Qm27xT+bWc/81Lp=="
+    monkeypatch.setenv("TOKEN", token)
+    with answering(lambda token: b"HTTP/1.0 " + status + echo(token)) as (url, _):
+        reward = RemoteReward(url, token_env="TOKEN", timeout_s=5, retries=0, check=False)
+        try:
+            assert reward(torch.zeros(1, 3, 8, 8), ["a"]).isnan().all()
+            said = ""
+        except Refused as error:
+            said = "".join(traceback.format_exception(error))
+    letters = "".join(filter(str.isalnum, token))
+    text = "".join(filter(str.isalnum, said + caplog.text))
+    assert not any(letters[i : i + 8] in text for i in range(len(letters) - 7)), said + caplog.text
 
 
 # --- who takes his time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -311,5 +312,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _tell(message: str, style: str) -> None:
     """A message as it is: no markup, and no control characters, which a file's or a server's words could hold."""
+    message = re.sub(r"(?<=:/)/?[^\s/]*@", "/***@", message)  # a user and a password in an address, wherever it was written
     shown = "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in message)
     Console(stderr=True).print(Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True)

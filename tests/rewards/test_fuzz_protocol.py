@@ -180,7 +180,7 @@ def test_an_answer_is_scores_or_none_or_refused(garbage, answer):
 @example({"scores": [math.nan, 1e308, -1e308]}, 3)
 def test_any_json_is_scores_or_no_answer(data, count):
     with contextlib.suppress(NoAnswer):
-        scores = parse_remote(data, count, "http://x")
+        scores = parse_remote(data, count)
         assert scores.shape == (count,) and not torch.isinf(scores).any()
     with contextlib.suppress(NoAnswer):
         assert isinstance(answer_text(data), str)

@@ -15,6 +15,7 @@ import base64
 import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,19 +79,18 @@ class RemoteReward:
         body = {"images": [encode_png(picture) for picture in to_pil(images)], "prompts": prompts}
 
         def ask() -> Tensor:
-            return parse_scores(
-                request_json(self.url, body=body, token=self.token, timeout_s=self.timeout_s), len(prompts), self.url
-            )
+            read = partial(parse_scores, count=len(prompts))
+            return request_json(self.url, body=body, token=self.token, timeout_s=self.timeout_s, read=read)
 
         scores = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
         return torch.full((len(prompts),), torch.nan) if scores is None else scores
 
 
-def parse_scores(answer: Any, count: int, url: str) -> Tensor:
+def parse_scores(answer: Any, count: int) -> Tensor:
     """`count` scores from a server's JSON, null and non-finite as NaN; `NoAnswer` if it is anything else."""
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
-        raise NoAnswer(f"{url} should answer {{'scores': [{count} numbers]}}, got {brief(answer)}")
+        raise NoAnswer(f"should answer {{'scores': [{count} numbers]}}, got {brief(answer)}")
     if not all(s is None or (isinstance(s, int | float) and not isinstance(s, bool)) for s in scores):
-        raise NoAnswer(f"{url} answered scores that are not numbers: {brief(scores)}")
+        raise NoAnswer(f"answered scores that are not numbers: {brief(scores)}")
     return torch.tensor([torch.nan if s is None or not abs(s) < LARGEST else float(s) for s in scores])

@@ -44,19 +44,35 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def endpoint(url: str, path: str) -> str:
     """`url` + `path`; ValueError unless `url` is an http(s) address without a query, a user or a password.
 
-    The message does not repeat what could hold a secret: configs, logs and cards must not either.
+    The message repeats nothing of `url`: a password may stand anywhere in an address that is mistyped.
     """
+    if fault := _fault(url):
+        raise ValueError(f"an endpoint is an address like http://127.0.0.1:8000; {fault}")
+    return url.rstrip("/") + path
+
+
+def _fault(url: Any) -> str | None:
+    """What keeps `url` from being an endpoint's address."""
+    if not isinstance(url, str) or not url.isprintable() or " " in url:
+        return "this is no text without spaces and control characters"
     try:
         parts = urllib.parse.urlsplit(url)
-        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"an endpoint is an address like http://127.0.0.1:8000; this is none ({error})") from None
-    if not usable or parts.query or parts.fragment or not url.isprintable() or " " in url:
-        raise ValueError(f"an endpoint is an address like http://127.0.0.1:8000, got {shown!r}")
-    if "@" in parts.netloc:
-        raise ValueError(f"{shown}: a password in an address would end in configs and logs; name a token's variable")
-    return url.rstrip("/") + path
+    except ValueError:
+        return "this one cannot be read"
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    for wrong, fault in (
+        (parts.scheme not in ("http", "https"), "this one does not begin with http:// or https://"),
+        ("@" in url, "a password in an address would end in configs and logs; name the variable that holds a token"),
+        (not parts.hostname, "this one names no host"),
+        (port == 0, "the port of this one is no number from 1 to 65535"),
+        ("?" in url or "#" in url, "this one has a query or a fragment"),
+    ):
+        if wrong:
+            return fault
+    return None
 
 
 def token_from(variable: str | None) -> str | None:
@@ -86,6 +102,19 @@ def check_patience(*, timeout_s: float, retries: int, backoff_s: float, concurre
             raise ValueError(f"{name} must be from {low} to {high}, got {value}")
 
 
+def without_token(text: str, token: str | None) -> str:
+    """`text`, unless it repeats `token` or a part of it: endpoints answer errors with the headers that they were sent.
+
+    Letters and digits alone are compared, eight in a row, so that neither escapes nor a cut-off end hide a token.
+    """
+    if not token:
+        return text
+    said, secret = ("".join(filter(str.isalnum, each)) for each in (text, token))
+    if not any(secret[start : start + 8] in said for start in range(max(1, len(secret) - 7))):
+        return text
+    return "(what it says repeats the token, and is not shown)"
+
+
 def request_json(
     url: str,
     *,
@@ -93,11 +122,12 @@ def request_json(
     token: str | None = None,
     timeout_s: float = 60.0,
     max_bytes: int = MAX_ANSWER,
+    read: Callable[[Any], Any] = lambda answer: answer,
 ) -> Any:
-    """The JSON that `url` answers to a GET, or to a POST of `body`.
+    """What `read` makes of the JSON that `url` answers to a GET, or to a POST of `body`.
 
-    Raises `NoAnswer` if there is none within `timeout_s` (for the whole exchange) and `max_bytes`, or the status is 408,
-    429, 3xx or 5xx; `Refused` for the other 4xx.
+    Raises `NoAnswer` if there is none within `timeout_s` (for the whole exchange) and `max_bytes`, the status is 408, 429, 3xx
+    or 5xx, or `read` raises it; `Refused` for the other 4xx. No message repeats `token`.
     """
     headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
     data = None
@@ -115,18 +145,18 @@ def request_json(
     shut.start()
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-            return parse_json(_read(response, deadline, max_bytes))
-    except urllib.error.HTTPError as error:
-        message = f"{url} answered {error.code}: {_explanation(error)}"
+            return read(parse_json(_read(response, deadline, max_bytes)))
+    except urllib.error.HTTPError as error:  # not chained: its own text has the server's words too
+        message = f"{url} answered {error.code}: {without_token(_explanation(error), token)}"
         if 400 <= error.code < 500 and error.code not in (408, 429):
-            raise Refused(message) from error
-        raise NoAnswer(message) from error
+            raise Refused(message) from None
+        raise NoAnswer(message) from None
+    except NoAnswer as error:
+        raise NoAnswer(f"{url} {without_token(str(error), token)}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        if isinstance(error, NoAnswer):
-            raise
         if time.monotonic() >= deadline:  # whatever it looked like when the socket was shut
-            raise NoAnswer(f"{url} did not finish its answer in time") from error
-        raise NoAnswer(f"{url}: {type(error).__name__}: {_printable(str(error))}") from error
+            raise NoAnswer(f"{url} did not finish its answer in time") from None
+        raise NoAnswer(f"{url}: {type(error).__name__}: {without_token(_printable(str(error)), token)}") from None
     finally:
         shut.cancel()
 
@@ -195,10 +225,10 @@ def _read(response: Any, deadline: float, max_bytes: int) -> bytes:
     while piece := response.read1(65536):
         size += len(piece)
         if size > max_bytes:
-            raise NoAnswer(f"{response.url} answered more than {max_bytes} bytes")
+            raise NoAnswer(f"answered more than {max_bytes} bytes")
         pieces.append(piece)
     if time.monotonic() >= deadline:  # the end was not the end: the socket was shut
-        raise NoAnswer(f"{response.url} did not finish its answer in time")
+        raise NoAnswer("did not finish its answer in time")
     return b"".join(pieces)
 
 

@@ -132,8 +132,8 @@ class VLMJudge:
         body = {**self.settings, "messages": [{"role": "user", "content": content}]}
 
         def ask() -> float:
-            answer = request_json(self.url, body=body, token=self.token, timeout_s=self.timeout_s)
-            return parse_scores(answer_text(answer), self.names)
+            text = request_json(self.url, body=body, token=self.token, timeout_s=self.timeout_s, read=answer_text)
+            return parse_scores(text, self.names)
 
         score = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
         return torch.nan if score is None else score
@@ -144,7 +144,7 @@ def answer_text(answer: Any) -> str:
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:
-        raise NoAnswer(f"not a chat completion: {brief(answer)}") from error
+        raise NoAnswer(f"answered no chat completion: {brief(answer)}") from error
     if not isinstance(text, str):
-        raise NoAnswer(f"a chat completion without text: {brief(answer)}")
+        raise NoAnswer(f"answered a chat completion without text: {brief(answer)}")
     return text
