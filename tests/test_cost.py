@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import FluxPipeline
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,6 +25,7 @@ from g2rpo.cost.plan import make_plan
 from g2rpo.cost.probe import by_probe
 from g2rpo.cost.trace import LiveBytes, working_sets
 from g2rpo.errors import UserError
+from g2rpo.policies.pipelines import load_pipeline
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
@@ -57,6 +59,16 @@ def train(c, run_dir=None):
 
 def planned(c, heldout=3):
     return make_plan(c, cuda=False, heldout=heldout, distinct_prompts=6)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_what_loading_takes_of_the_host_is_what_is_loaded(flux_directory, tuning):
+    """All weights are trained from float32 ones; adapters sit on weights in policy.dtype, and are not loaded."""
+    c = config(flux_directory, f"policy.tuning={tuning}", "policy.dtype=bfloat16")
+    pipeline = load_pipeline(FluxPipeline, flux_directory, torch.bfloat16, tuning)
+    loaded = sum(size_of(part) for part in pipeline.components.values() if isinstance(part, torch.nn.Module))
+    adapters = sum(p.nbytes for p in train(c).policy.trainable_parameters()) if tuning == "lora" else 0
+    assert planned(c).memory.host == loaded + adapters
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_narrow_product_is_rounded_as_torch_rounds_it(device):
-    """The published loop multiplies bfloat16 tensors with float32 tensors without dimensions; here a batch has a number a row."""
+    """The published loop multiplies bfloat16 tensors with float32 ones without dimensions; a batch here has a number a row."""
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
     values = torch.tensor([-0.0217391, 1.245], device=device)
     theirs = torch.stack([x[0] * values[0], x[1] * values[1]])

@@ -1,14 +1,17 @@
 """The FLUX policy against diffusers' own pipeline, on tiny random weights of the same classes."""
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers.image_processor import VaeImageProcessor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.evaluation import sample_images
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.pipelines import deployed_shift
+from g2rpo.rewards.pixels import to_uint8
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
 from tests.tiny import save_flux
@@ -103,6 +106,29 @@ def test_truncated_timesteps_are_the_published_ones(flux_directory):
 def test_a_size_the_model_cannot_draw_is_refused(flux_directory):
     with pytest.raises(ValueError, match="multiples of 4"):
         load(flux_directory, height=34)
+
+
+def test_weights_that_are_trained_start_as_the_checkpoint_has_them(flux_directory):
+    """The file is float32, and so are masters, whatever the calls compute in; weights under an adapter are the calls'."""
+    stored = FluxTransformer2DModel.from_pretrained(flux_directory, subfolder="transformer").state_dict()
+    masters = load(flux_directory, tuning="full", dtype=torch.bfloat16).pipeline.transformer.state_dict()
+    assert all(torch.equal(masters[name], weight) for name, weight in stored.items())
+    under = load(flux_directory, tuning="lora", dtype=torch.bfloat16).pipeline.transformer.named_parameters()
+    assert {weight.dtype for name, weight in under if "lora_" not in name} == {torch.bfloat16}
+
+
+def test_published_pictures_are_those_of_diffusers_image_processor(flux_directory):
+    """x / 2 + 1 / 2 in bfloat16, to the grey level; in float32 an eighth of the pixels and more have another level."""
+    policy = load(flux_directory, dtype=torch.bfloat16, published_pictures=True)
+    vae, latents = policy.pipeline.vae, 2 * policy.noise([generator_for(i) for i in range(4)])
+    unpacked = policy.pipeline._unpack_latents(latents, 32, 32, policy.pipeline.vae_scale_factor)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        decoded = vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+    theirs = VaeImageProcessor(16).postprocess(decoded)
+    levels = torch.stack([torch.from_numpy(np.array(picture)) for picture in theirs]).permute(0, 3, 1, 2)
+    assert torch.equal(to_uint8(policy.decode(latents)), levels)
+    exact = to_uint8(load(flux_directory, dtype=torch.bfloat16).decode(latents)).int() - levels.int()
+    assert 0.125 < float((exact != 0).float().mean()) < 0.5 and int(exact.abs().max()) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

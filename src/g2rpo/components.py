@@ -136,6 +136,7 @@ def policy_options(
         "lora_alpha": config.lora_alpha,
         "gradient_checkpointing": config.gradient_checkpointing,
         "truncate_timesteps": config.truncate_timesteps,
+        "published_pictures": config.published_pictures,
         "vae_tiling": config.vae_tiling,
         "seed": seed,
         "keep_base": keep_base,
@@ -211,7 +212,7 @@ def _hub_class(name: str) -> str:
 
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "guidance_scale", "tuning", "lora_rank", "lora_alpha", "lora_targets",
-    "gradient_checkpointing", "truncate_timesteps", "vae_tiling",
+    "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. What is not listed here is in their key."""
 

@@ -68,6 +68,9 @@ class PolicyConfig(Group):
     device: str = "auto"
     gradient_checkpointing: bool = False
     truncate_timesteps: bool = False
+    """The network sees floor(1000 sigma) / 1000, as in the published code of G2RPO."""
+    published_pictures: bool = False
+    """Latents become pictures with the roundings of the published code of G2RPO (`policies.pipelines.decode_latents`)."""
     vae_tiling: bool = False
 
 

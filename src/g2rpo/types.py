@@ -56,7 +56,7 @@ class Normal:
         return self.std
 
     def sample(self, noise: Tensor) -> Tensor:
-        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean. If it is narrow, so are std and product."""
+        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean. Narrow noise makes a narrow product."""
         return self.mean + times(self.std.to(noise.dtype), noise)
 
     def log_prob(self, x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from g2rpo.rewards.function import FunctionReward
 from g2rpo.rewards.hpsv2 import HPSv2, pad_to_square
 from g2rpo.rewards.image_reward import ImageReward
 from g2rpo.rewards.pickscore import PickScore
+from g2rpo.rewards.pixels import to_uint8
 from g2rpo.types import Reward
 
 
@@ -105,6 +106,19 @@ def test_bfloat16_is_close_and_nothing_is_trainable(built: dict[str, Callable[..
     assert not any(m.training for module in modules for m in module.modules())
     with pytest.raises(ValueError, match="bfloat16, got 'float8'"):
         built[name](dtype="float8")
+
+
+@pytest.mark.parametrize("name", ["hpsv2", "clip"])
+def test_float16_scores_are_float16_as_the_published_code_has_them(built: dict[str, Callable[..., Reward]], name: str) -> None:
+    """It multiplies features under float16 autocast: operands and the product are float16, so that scores from .25 to .5 are
+    multiples of 2^-12. In bfloat16 the product stays float32."""
+    half, images = built[name](dtype="float16"), pictures(5)
+    scores = half(images, PROMPTS)
+    assert torch.equal(scores, scores.half().float()) and not torch.equal(scores, built[name]()(images, PROMPTS))
+    image, text = half.encoder.image_features(to_uint8(images)), half.encoder.text_features(PROMPTS)
+    assert torch.equal(scores, torch.diagonal(image.half() @ text.half().T).float())
+    coarse = built[name](dtype="bfloat16")(images, PROMPTS)
+    assert not torch.equal(coarse, coarse.bfloat16().float())
 
 
 @pytest.mark.parametrize("kind", [HPSv2, PickScore, CLIPScore, Aesthetic, ImageReward, JPEGSize, Brightness])

@@ -65,7 +65,9 @@ def plan_memory(
         if known is not None and known.bytes and known.device.removesuffix(":0") == here
     }
     always = {**trained["weights"], "VAE": size_of(policy.pipeline.vae), **scoring}
+    loaded = size_of(policy.pipeline.transformer) + size_of(policy.pipeline.vae) + encoders
     if config.policy.tuning == "full" and config.algorithm.kl_weight:
+        loaded += size_of(policy.pipeline.transformer)
         copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
         always["base copy for the KL term"] = _piece(config, copy, ranks)
     if config.sampling.tails.own_network:
@@ -99,7 +101,7 @@ def plan_memory(
         working=working,
         moments=moments,
         needed=math.ceil(peak * (1 + SLACK)) + RESERVE if cuda else peak,
-        host=ranks * (_loaded(config, policy) + size_of(policy.pipeline.vae) + encoders),
+        host=ranks * loaded,
         checkpoint=whole["weights"]["trained weights"] * (2 if config.optim.ema_decay else 1) + whole["optimizer"]["moments"],
         embeddings=distinct_prompts * _row(policy, shapes) if config.prompts.cache != "off" else 0,
         unknown=tuple(name for name, known in judges.items() if known is None),
@@ -138,11 +140,6 @@ def _gathered(config: Config, policy: Any) -> tuple[int, int]:
     blocks = [sum(p.numel() for p in block.parameters()) * policy.dtype.itemsize for block in blocks_of(transformer)]
     layers = min(everything, everything - sum(blocks) + 2 * max(blocks))
     return layers, everything if config.trainer.sharding == "training" else layers
-
-
-def _loaded(config: Config, policy: Any) -> int:
-    """Bytes of the transformer as it is loaded: in pieces, it comes in the dtype of its calls."""
-    return size_of(policy.pipeline.transformer) if config.trainer.sharding == "none" else in_calls_dtype(policy)
 
 
 def in_calls_dtype(policy: Any) -> int:

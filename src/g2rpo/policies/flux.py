@@ -24,7 +24,8 @@ class FluxPolicy:
 
     Latents are packed 2x2: [B, tokens, 4 * channels]. `guidance_scale` feeds the guidance embedding of distilled models and
     is ignored by those without one. `truncate_timesteps` feeds the network floor(1000 sigma) / 1000, as the published code
-    of G2RPO does; diffusers' pipeline does not. Height and width are pixels, multiples of 16 for FLUX's VAE.
+    of G2RPO does; diffusers' pipeline does not. `published_pictures`: see `pipelines.decode_latents`. Height and width are
+    pixels, multiples of 16 for FLUX's VAE.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class FluxPolicy:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         truncate_timesteps: bool = False,
+        published_pictures: bool = False,
         vae_tiling: bool = False,
         gradient_checkpointing: bool = False,
         keep_base: bool = True,
@@ -56,6 +58,7 @@ class FluxPolicy:
         self.guidance_scale = guidance_scale
         self.max_sequence_length = max_sequence_length
         self.truncate_timesteps = truncate_timesteps
+        self.published_pictures = published_pictures
         self.dtype = dtype
         self._device = torch.device(device)
         self.tuning = Tuning(
@@ -85,7 +88,7 @@ class FluxPolicy:
         """Loads a FluxPipeline from a directory or a hub id; `options` are the constructor's."""
         from diffusers import FluxPipeline
 
-        return cls(load_pipeline(FluxPipeline, path, dtype), dtype=dtype, **options)
+        return cls(load_pipeline(FluxPipeline, path, dtype, options.get("tuning", "lora")), dtype=dtype, **options)
 
     @property
     def device(self) -> torch.device:
@@ -129,7 +132,7 @@ class FluxPolicy:
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         latents = self.pipeline._unpack_latents(x, self.height, self.width, self.pipeline.vae_scale_factor)
-        return decode_latents(self.pipeline.vae, latents)
+        return decode_latents(self.pipeline.vae, latents, self.published_pictures)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return list(self.tuning.named().values())

@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from g2rpo.policies.tuning import TuningMode
 
-def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype) -> Any:
-    """A pipeline in `dtype` from a directory or a hub id; parts that its index leaves empty (SD3 without T5) stay empty."""
+
+def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora") -> Any:
+    """A pipeline in `dtype` from a directory or a hub id; parts that its index leaves empty (SD3 without T5) stay empty.
+
+    A transformer that is trained whole is float32: rounded to `dtype` on its way, the masters would start elsewhere.
+    """
     index = pipeline_class.load_config(str(path))
     empty = {name: None for name, entry in index.items() if entry == [None, None]}
-    pipeline = pipeline_class.from_pretrained(str(path), dtype=dtype, use_safetensors=True, **empty)
+    dtypes = {"transformer": torch.float32 if tuning == "full" else dtype, "default": dtype}
+    pipeline = pipeline_class.from_pretrained(str(path), dtype=dtypes, use_safetensors=True, **empty)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -33,11 +39,16 @@ def place(pipeline: Any, *, dtype: torch.dtype, device: torch.device, vae_tiling
         pipeline.transformer.enable_gradient_checkpointing()
 
 
-def decode_latents(vae: Any, latents: Tensor) -> Tensor:
-    """Images [B, 3, H, W], float32 in [0, 1], of unpacked latents [B, channels, h, w] at sigma = 0."""
+def decode_latents(vae: Any, latents: Tensor, published: bool = False) -> Tensor:
+    """Images [B, 3, H, W], float32 in [0, 1], of unpacked latents [B, channels, h, w] at sigma = 0.
+
+    `published` is how the published code of G2RPO decodes: a bfloat16 VAE under autocast, which on a GPU computes its norms in
+    float32, and x / 2 + 1 / 2 in the dtype of the VAE's answer, as diffusers' image processor does.
+    """
     latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-    images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-    return (images.float() / 2 + 0.5).clamp(0, 1)
+    with torch.autocast(latents.device.type, vae.dtype, enabled=published and vae.dtype != torch.float32):
+        images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
+    return ((images if published else images.float()) / 2 + 0.5).clamp(0, 1).float()
 
 
 def deployed_shift(scheduler: Any, tokens: int) -> float:

@@ -28,7 +28,8 @@ class SD3Policy:
     Latents are [B, channels, h, w]. With `guidance_scale` > 1 every row is evaluated twice in one call of 2B rows, with the
     prompt and with `negative_prompt`: v = v_negative + guidance_scale * (v_prompt - v_negative). At 1 and below there is no
     guidance and one evaluation, as in the pipeline. `truncate_timesteps` feeds the network floor(1000 sigma), as the
-    published code of G2RPO does; diffusers' pipeline does not. Height and width are pixels, multiples of 16 for SD3's VAE.
+    published code of G2RPO does; diffusers' pipeline does not. `published_pictures`: see `pipelines.decode_latents`. Height
+    and width are pixels, multiples of 16 for SD3's VAE.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SD3Policy:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         truncate_timesteps: bool = False,
+        published_pictures: bool = False,
         vae_tiling: bool = False,
         gradient_checkpointing: bool = False,
         keep_base: bool = True,
@@ -66,6 +68,7 @@ class SD3Policy:
         self.guidance_scale, self.negative_prompt = guidance_scale, negative_prompt
         self.max_sequence_length = max_sequence_length
         self.truncate_timesteps = truncate_timesteps
+        self.published_pictures = published_pictures
         self.dtype = dtype
         self._device = torch.device(device)
         self.tuning = Tuning(
@@ -95,7 +98,7 @@ class SD3Policy:
         """Loads a StableDiffusion3Pipeline from a directory or a hub id; `options` are the constructor's."""
         from diffusers import StableDiffusion3Pipeline
 
-        return cls(load_pipeline(StableDiffusion3Pipeline, path, dtype), dtype=dtype, **options)
+        return cls(load_pipeline(StableDiffusion3Pipeline, path, dtype, options.get("tuning", "lora")), dtype=dtype, **options)
 
     @property
     def device(self) -> torch.device:
@@ -153,7 +156,7 @@ class SD3Policy:
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        return decode_latents(self.pipeline.vae, x)
+        return decode_latents(self.pipeline.vae, x, self.published_pictures)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return list(self.tuning.named().values())

@@ -23,7 +23,8 @@ class ClipEncoder:
     """Unit-length CLIP features of pictures and prompts; the text features of the last prompts are remembered.
 
     `preprocess` turns uint8 pictures [B, 3, H, W] into the vision tower's input; `clean` prepares a prompt for the
-    tokenizer. The model is frozen and moved to `device` and `dtype`; features are float32 on `device`.
+    tokenizer. The model is frozen and moved to `device` and `dtype`; features are float32 on `device`. Cosines
+    are float32 too, but for `dtype` float16: that is what published rewards score in, and their products are float16 as well.
     """
 
     def __init__(
@@ -65,8 +66,13 @@ class ClipEncoder:
         return rows
 
     def similarity(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Cosines [B] of uint8 `images` [B, 3, H, W], each with its own prompt."""
-        return (self.image_features(images) * self.text_features(prompts)).sum(dim=-1)
+        """Cosines [B] of uint8 `images` [B, 3, H, W], each with its own prompt; in float16 multiples of 2^-12 from .25 to .5.
+
+        bfloat16's would be 2^-10 apart, too coarse to tell the members of a group from each other.
+        """
+        kind = torch.float16 if self.dtype == torch.float16 else torch.float32
+        image, text = self.image_features(images).to(kind), self.text_features(prompts).to(kind)
+        return (image.float() * text.float()).sum(dim=-1).to(kind).float()
 
     def token_ids(self, prompts: Sequence[str]) -> Tensor:
         """Token ids [B, context], cut to the context with the end token kept.
