@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 import g2rpo.checkpoint
 from g2rpo.checkpoint import checkpoints
 from g2rpo.commands.train import ended_by_sigterm
-from g2rpo.errors import Stopped
+from g2rpo.errors import RewardFailed, Stopped
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.scoring import RewardFailed
 from tests import ranks
 from tests.commands import g2rpo as command
 from tests.commands import small_files
@@ -300,7 +299,11 @@ def raises(images):
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        (raises, "after iteration 2: reward 'bright' failed on .* pictures: KeyError: 'no such word'"),
+        (
+            raises,
+            r"after iteration 2: reward 'bright' failed on .* pictures: KeyError: 'no such word' "
+            r"\(in raises, .*test_faults\.py:\d+: raise KeyError\(\"no such word\"\)\)\nThe whole traceback is in .*rank0\.txt",
+        ),
         (lambda images: torch.zeros(len(images), 2), "after iteration 2: reward 'bright' should return .* scores"),
         (lambda images: "good", "after iteration 2: reward 'bright' failed"),
     ],
@@ -309,8 +312,9 @@ def test_a_reward_that_breaks_is_named_with_the_iteration_and_the_checkpoint_is_
     """One call for the base model's evaluation and one for each iteration: the fourth is the third iteration's."""
     one_call = ("sampling.decode_batch_size=1000", "evaluation.every=100")
     t = trainer(tmp_path, *LONG, *one_call, rewards={"bright": failing_from(4, failure)})
-    with pytest.raises(RewardFailed, match=message):
+    with pytest.raises(RewardFailed, match=message) as failed:
         list(t.train())
+    assert (failed.value.__cause__ is None) or "Traceback" in (tmp_path / "traceback_rank0.txt").read_text()
     again = trainer(tmp_path, *LONG, *one_call)
     assert again.resume() == [] and again.iteration == 2
     list(again.train())

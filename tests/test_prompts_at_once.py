@@ -5,9 +5,8 @@ import threading
 import pytest
 import torch
 
-from g2rpo.errors import UserError
+from g2rpo.errors import RewardFailed, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.scoring import RewardFailed
 from tests.runs import trainer
 from tests.test_memory import Small
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from g2rpo.checkpoint import BrokenCheckpoint, checkpoints, load_checkpoint
+from g2rpo.errors import RewardFailed
 from g2rpo.flow import sigma_grid
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.scoring import RewardFailed
 from tests.runs import brightness, trainer
 
 

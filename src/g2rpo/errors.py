@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
+"""Where Python's own code, installed packages and this one lie."""
 
 
 class UserError(Exception):
@@ -28,6 +34,16 @@ class RolledBack(Stopped):
 
 class RankLost(Stopped):
     """Another rank has died, or did not answer in time."""
+
+
+class RewardFailed(Stopped):
+    """A reward raised an exception, or answered nonsense. Its cause, if any, has the traceback."""
+
+
+def where(error: BaseException) -> str:
+    """ " (in NAME, FILE:LINE: CODE)" of the innermost line on the way to `error` that is no library's; "" if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
+    return f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

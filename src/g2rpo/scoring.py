@@ -9,13 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.errors import UserError
+from g2rpo.errors import RewardFailed, UserError, where
 from g2rpo.memory import bounded_by
 from g2rpo.types import Policy, Reward, Rollout
-
-
-class RewardFailed(Exception):
-    """A reward raised an exception, or answered nonsense."""
 
 
 @dataclass
@@ -58,7 +54,8 @@ def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str])
         except (torch.OutOfMemoryError, UserError):
             raise
         except Exception as error:
-            raise RewardFailed(f"reward '{name}' failed on {len(images)} pictures: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {error}{where(error)}"
+            raise RewardFailed(f"reward '{name}' failed on {len(images)} pictures: {what}") from error
         if values.shape != (len(images),):
             shape = list(values.shape)
             raise RewardFailed(f"reward '{name}' should return {len(images)} scores, one per image, but returned {shape}")

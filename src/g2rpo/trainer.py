@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,7 @@ from g2rpo.config import Config, shift_of
 from g2rpo.contracts import advantages_of, plans_of
 from g2rpo.diagnostics import diagnose, reward_metrics
 from g2rpo.distributed import ALONE, World
-from g2rpo.errors import Preempted, RolledBack, Stopped, UserError
+from g2rpo.errors import Preempted, RewardFailed, RolledBack, Stopped, UserError
 from g2rpo.evaluation import (
     Comparison,
     Evaluation,
@@ -44,7 +45,7 @@ from g2rpo.prompts import PromptOrder
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.sampling import Sampler
-from g2rpo.scoring import RewardFailed, Stopwatch
+from g2rpo.scoring import Stopwatch
 from g2rpo.seeding import generator_for
 from g2rpo.sharding import Replicated
 from g2rpo.trackers import Feed, TensorBoard, Tracker
@@ -446,7 +447,18 @@ class Trainer:
         try:
             yield
         except RewardFailed as error:
-            raise RewardFailed(f"after iteration {self.iteration}: {error}") from error.__cause__
+            raise RewardFailed(f"after iteration {self.iteration}: {error}{self._keep_traceback(error)}") from error.__cause__
+
+    def _keep_traceback(self, error: BaseException) -> str:
+        """Writes the traceback of an error's cause into the run directory; returns where, as the end of a message."""
+        if self.run_dir is None or not self.run_dir.is_dir() or error.__cause__ is None:
+            return ""
+        path = self.run_dir / f"traceback_rank{self.world.rank}.txt"
+        try:
+            path.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
+        except OSError as full:
+            return f"\nThe whole traceback could not be written to {path} ({full.strerror})."
+        return f"\nThe whole traceback is in {path}; --resume goes on from the last checkpoint."
 
     def _paint(self, name: str, rows: Sequence[Tensor], labels: Sequence[str]) -> None:
         save_grid(self._picture(name), rows, list(self.heldout)[: self._shown], labels)

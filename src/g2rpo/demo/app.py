@@ -28,8 +28,7 @@ from g2rpo.demo.studio import (
     learn,
     plan_labels,
 )
-from g2rpo.errors import UserError
-from g2rpo.scoring import RewardFailed
+from g2rpo.errors import RewardFailed, UserError
 
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
