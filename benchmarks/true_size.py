@@ -22,7 +22,7 @@ from benchmarks.fast_tails import OPTIONS
 from benchmarks.machine import describe, peak_bytes
 from g2rpo.components import build_tail_network
 from g2rpo.config import Config
-from g2rpo.embeddings import CachedPolicy
+from g2rpo.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.planning import count_evaluations
@@ -48,12 +48,17 @@ SMALL_TRANSFORMER = {
 SMALL_VAE = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
 
 
-class RandomText(CachedPolicy):
-    """A policy whose prompts have random embeddings of the true shape."""
+class RandomText:
+    """Random embeddings of the true shape, in the place of text encoders."""
+
+    def __init__(self, policy: FluxPolicy) -> None:
+        self.policy, self.device = policy, policy.device
+
+    def park(self) -> None:
+        """There is nothing to move."""
 
     def encode(self, prompts: Sequence[str]) -> Cond:
         policy = self.policy
-        assert isinstance(policy, FluxPolicy)
         config = policy.pipeline.transformer.config
         shapes = {
             "sequence": (policy.max_sequence_length, config.joint_attention_dim),
@@ -136,7 +141,14 @@ def main() -> None:
         config = make_config(args, tails)
         network = build_tail_network(policy, tails)
         reward = {"brightness": Brightness()}
-        trainer = Trainer(config, RandomText(policy, None, warn=print), reward, names, names, tail_network=network)
+        trainer = Trainer(
+            config,
+            CachedPolicy(policy, CachedEncoder(RandomText(policy), None, warn=print)),
+            reward,
+            names,
+            names,
+            tail_network=network,
+        )
         evaluations[option] = count_evaluations(trainer.plans(), config.algorithm.group_size, tails)
         for _ in range(config.trainer.iterations):
             if cuda:

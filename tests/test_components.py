@@ -20,7 +20,7 @@ def test_the_pipelines_class_chooses_the_policy(flux_directory, sd3_directory):
     flux = components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen")
     sd3 = components.build_policy(PolicyConfig(path=str(sd3_directory), **SIZE, negative_prompt="blue"), tuning="frozen")
     assert isinstance(flux, FluxPolicy) and isinstance(sd3, SD3Policy)
-    assert sd3.negative_prompt == "blue" and sd3.guided
+    assert sd3.text.negative_prompt == "blue" and sd3.guided
 
 
 def test_an_option_that_a_model_does_not_have_is_refused(flux_directory):

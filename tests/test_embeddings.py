@@ -10,7 +10,7 @@ from rich.console import Console
 from g2rpo import components
 from g2rpo.commands.ahead import encode_ahead, prompts_to_come
 from g2rpo.config import PolicyConfig
-from g2rpo.embeddings import CachedPolicy, DamagedEmbedding, EmbeddingStore, cache_root
+from g2rpo.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore, cache_root
 from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, write_whole
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -29,9 +29,24 @@ def complain(message):
 
 
 def cached(path, cache="auto", warn=complain, **options):
-    """The tiny FLUX in `path` behind the cache."""
+    """The text encoders of the tiny FLUX in `path` behind the cache."""
     config = PolicyConfig(path=str(path), **{**SIZE, **options})
-    return components.cache_embeddings(components.build_policy(config, tuning="frozen"), config, str(cache), warn)
+    return components.cache_embeddings(components.load_pipeline(config, tuning="frozen").text, config, str(cache), warn)
+
+
+class Parked(GaussianPolicy):
+    """The Gaussian policy as its own text encoder, with a note of every time it was to leave its device."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def park(self):
+        self.times += 1
+
+
+def gaussian(store, warn=complain):
+    return CachedPolicy(GaussianPolicy(), CachedEncoder(Parked(), store, warn=warn))
 
 
 def equal(a, b):
@@ -51,7 +66,7 @@ def test_what_is_found_is_what_was_made_bit_for_bit(flux_directory, dtype):
     assert equal(made, found) and equal(made, without)
     assert made.tensors["sequence"].dtype == getattr(torch, dtype)
     torch.testing.assert_close(
-        made.tensors, cold.policy.encode(TEXTS).tensors, atol=1e-2 if dtype == "bfloat16" else 1e-5, rtol=0
+        made.tensors, cold.encoder.encode(TEXTS).tensors, atol=1e-2 if dtype == "bfloat16" else 1e-5, rtol=0
     )
 
 
@@ -174,13 +189,13 @@ def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_p
 
     plain = trained(GaussianPolicy())
     warnings = []
-    full = CachedPolicy(GaussianPolicy(), EmbeddingStore(tmp_path, {}, reserve=0), warn=warnings.append)
+    full = gaussian(EmbeddingStore(tmp_path, {}, reserve=0), warnings.append)
     with small_files(100):
         rows, weights = trained(full)
     assert rows == plain[0] and torch.equal(weights, plain[1])
     (warning,) = warnings
     assert "File too large" in warning and "prompts.cache" in warning
-    assert full.missing(PROMPTS) == PROMPTS and not full.fill(PROMPTS)
+    assert full.encoder.missing(PROMPTS) == PROMPTS and not full.encoder.fill(PROMPTS)
 
 
 def test_some_of_the_disk_is_left_to_others(tmp_path):
@@ -192,16 +207,16 @@ def test_some_of_the_disk_is_left_to_others(tmp_path):
 
 def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):
     warnings = []
-    policy = CachedPolicy(GaussianPolicy(), EmbeddingStore(tmp_path, {}, reserve=0), warn=warnings.append)
+    encoder = CachedEncoder(Parked(), EmbeddingStore(tmp_path, {}, reserve=0), warn=warnings.append)
     monkeypatch.setattr(EmbeddingStore, "fits", lambda store, prompts, like: prompts < 4)
-    assert not encode_ahead(policy, PROMPTS, Console(quiet=True))
-    assert policy.encoded == 1 and not policy.parked and "5 prompts need" in warnings[0]
-    assert encode_ahead(policy, PROMPTS[:4], Console(quiet=True))
-    assert policy.encoded == 4 and policy.parked
+    assert not encode_ahead(encoder, PROMPTS, Console(quiet=True))
+    assert encoder.encoded == 1 and not encoder.encoder.times and "5 prompts need" in warnings[0]
+    assert encode_ahead(encoder, PROMPTS[:4], Console(quiet=True))
+    assert encoder.encoded == 4 and encoder.encoder.times == 1
 
 
 def test_a_cached_policy_is_a_policy_and_trains_like_its_own(tmp_path):
-    plain, behind = GaussianPolicy(), CachedPolicy(GaussianPolicy(), EmbeddingStore(tmp_path, {}, reserve=0), warn=complain)
+    plain, behind = GaussianPolicy(), gaussian(EmbeddingStore(tmp_path, {}, reserve=0))
     assert isinstance(behind, Policy)
     one, two = trainer(None, policy=plain), trainer(None, policy=behind, rewards={"bright": brightness})
     assert [one.iterate()["loss"] for _ in range(2)] == [two.iterate()["loss"] for _ in range(2)]
@@ -216,33 +231,40 @@ def test_a_run_asks_for_the_prompts_it_was_said_to_ask_for():
             asked.update(prompts)
             return super().encode(prompts)
 
-    t = trainer(None, "trainer.iterations=2", policy=Listening())
-    t.prompts = t.order.prompts = [str(number) for number in range(20)]
-    announced = prompts_to_come(t)
+    prompts = [str(number) for number in range(20)]
+    t = trainer(None, "trainer.iterations=2", policy=Listening(), prompts=prompts)
+    announced = prompts_to_come(t.config, prompts, t.heldout)
     for _ in range(2):
         t.iterate()
     t.evaluate()
     assert asked == set(announced) and len(announced) < 4 + 3 + 1
 
 
-def test_parked_encoders_come_back_for_a_new_prompt_only(tmp_path):
-    moves = []
-    policy = CachedPolicy(GaussianPolicy(), EmbeddingStore(tmp_path, {}), move_encoders=moves.append, warn=complain)
-    policy.encode(["1"])
-    assert moves == []
-    policy.park()
-    policy.encode(["1"])
-    assert moves == [torch.device("cpu")]
-    policy.encode(["1", "2"])
-    assert moves == [torch.device("cpu"), policy.device, torch.device("cpu")]
+def test_parked_encoders_come_back_for_a_new_prompt_only(flux_directory, tmp_path):
+    """On "cpu:0", which is the CPU by another name, so that moves can be told apart."""
+    text = components.load_pipeline(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen").text
+    text.device, moves = torch.device("cpu:0"), []
+    for module in text.modules:
+        module.to = lambda device, *more: moves.append(str(device))
+    encoder = CachedEncoder(text, EmbeddingStore(tmp_path, {}), warn=complain)
+    assert moves == []  # a run whose prompts are all stored never moves them
+    encoder.encode(["red"])
+    assert moves == ["cpu:0"] * 2
+    encoder.park()
+    encoder.encode(["red"])
+    assert moves[2:] == ["cpu"] * 2
+    encoder.encode(["red", "blue"])
+    assert moves[4:] == ["cpu:0"] * 2 + ["cpu"] * 2
 
 
-def test_parking_moves_the_text_encoders_and_nothing_else(flux_directory):
-    policy = cached(flux_directory)
-    pipeline = policy.policy.pipeline
-    policy.move_encoders(torch.device("meta"))
-    parts = {name for name, part in pipeline.components.items() if getattr(part, "device", None) == torch.device("meta")}
-    assert parts == {"text_encoder", "text_encoder_2"}
+@pytest.mark.parametrize("kind", ["flux", "sd3"])
+def test_text_encoders_and_nothing_else_leave_the_device(kind, request):
+    config = PolicyConfig(path=str(request.getfixturevalue(f"{kind}_directory")), **SIZE)
+    loaded = components.load_pipeline(config, tuning="frozen")
+    policy = loaded.policy()
+    loaded.text._move(torch.device("meta"))
+    parts = {name for name, part in policy.pipeline.components.items() if getattr(part, "device", None) == torch.device("meta")}
+    assert parts == {name for name in policy.pipeline.components if name.startswith("text_encoder")}
 
 
 def test_digests_are_remembered_until_a_file_changes(tmp_path):

@@ -15,12 +15,13 @@ from rich.console import Console
 from torch import Tensor
 
 from g2rpo import components
+from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.compare import compare as compare_cells
 from g2rpo.commands.compare_arguments import parse_budget
 from g2rpo.commands.report import report as write_report
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import AnyAlgorithm, Config, RewardConfig, shift_of
-from g2rpo.evaluation import Comparison, compare, sample_images
+from g2rpo.evaluation import Comparison, Evaluation, compare, sample_images
 from g2rpo.evaluation import evaluate as judge
 from g2rpo.flow import sigma_grid
 from g2rpo.plain import parse_json, read_text
@@ -89,7 +90,12 @@ def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
     policy = components.build_policy(config.policy, tuning="frozen")
     if not base:
         policy.load(weights_path(Path(run)), 1.0)
-    return policy, sigma_grid(config.evaluation.num_steps or config.sampling.num_steps, shift_of(config.sampling.shift, policy))
+    return policy, _sigmas(config, policy)
+
+
+def _sigmas(config: Config, policy: Policy) -> Tensor:
+    """The grid that a run of `config` was judged on."""
+    return sigma_grid(config.evaluation.num_steps or config.sampling.num_steps, shift_of(config.sampling.shift, policy))
 
 
 def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed: int = 0) -> Tensor:
@@ -100,11 +106,18 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
 
 def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
     """Base against tuned for any rewards on any prompts, from the same noise. Bootstrap intervals: `g2rpo evaluate`."""
-    evaluations = []
-    for base in (True, False):
-        policy, sigmas = painter(run, base=base)
-        evaluations.append(judge(policy, prompts, rewards, sigmas, seed=seed, batch_size=16, decode_batch_size=8))
-    return compare(*evaluations)
+    config, weights = read_config(Path(run)), weights_path(Path(run))
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    cached = policy_after_encoding(loaded, config.prompts.cache, prompts, Console(quiet=True), print)
+    policy: Any = cached.policy
+    sigmas = _sigmas(config, cached)
+
+    def judged() -> Evaluation:
+        return judge(cached, prompts, rewards, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
+
+    base = judged()
+    policy.load(weights, 1.0)  # one model in the device's memory, and then another
+    return compare(base, judged())
 
 
 def study(

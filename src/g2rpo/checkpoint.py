@@ -83,6 +83,11 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted((path for path in found if re.fullmatch(r"iteration_\d{6,}", path.name)), key=_iteration)
 
 
+def newest_iteration(root: Path) -> int:
+    """The iteration of the newest checkpoint, whether it is intact or not; 0 if there is none."""
+    return _iteration(found[-1]) if (found := checkpoints(root)) else 0
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """What `save_checkpoint` was given; `BrokenCheckpoint` names the file that is wrong.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,8 @@ from huggingface_hub import try_to_load_from_cache
 
 from g2rpo.config import Config, PolicyConfig, RewardConfig, SamplingConfig
 from g2rpo.contracts import name_of, plans_of
-from g2rpo.devices import empty_cache
 from g2rpo.distributed import World
-from g2rpo.embeddings import CachedPolicy, EmbeddingStore, cache_root
+from g2rpo.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.files import FileDigests, digest_of, local
 from g2rpo.plain import parse_json, read_text
@@ -94,24 +95,48 @@ def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
         raise UserError(f"algorithm {name_of(algorithm)} does not fit sampling.tails: {error}") from None
 
 
-def build_policy(
-    config: PolicyConfig,
-    *,
-    seed: int = 0,
-    tuning: str | None = None,
-    keep_base: bool = False,
-    sharding: Sharded | None = None,
-) -> Any:
-    """The policy that reads the pipeline at `config.path`, chosen by the pipeline's own class name.
+@dataclass(frozen=True)
+class Loaded:
+    """A pipeline in the machine's memory, for a policy of class `kind` with `options`.
 
-    `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning;
-    `sharding` divides the trained weights.
+    Its text encoders can work before the policy is built, and so before the transformer takes its part of the device's memory.
     """
-    path, kind = locate_pipeline(config.path, config.pipeline)
+
+    config: PolicyConfig
+    kind: Any
+    options: dict[str, Any]
+    pipeline: Any
+    text: Encoder
+
+    def policy(self, sharding: Sharded | None = None) -> Any:
+        """The policy, on its device; `sharding` divides the trained weights."""
+        with _loading(self.config):
+            return self.kind(self.pipeline, **self.options, sharding=sharding, text=self.text)
+
+
+def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = None, keep_base: bool = False) -> Loaded:
+    """The pipeline at `config.path`, for the policy that its class name asks for.
+
+    `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
+    """
+    path, name = locate_pipeline(config.path, config.pipeline)
     device = pick_device(config.device)
-    policy, options = policy_options(config, kind, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
+    kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
+    with _loading(config):
+        pipeline = kind.load_pipeline(path, **options)
+        return Loaded(config, kind, options, pipeline, kind.encoders(pipeline, **options))
+
+
+def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **options: Any) -> Any:
+    """The policy of `load_pipeline(config, **options)`, at once."""
+    return load_pipeline(config, **options).policy(sharding)
+
+
+@contextmanager
+def _loading(config: PolicyConfig) -> Iterator[None]:
+    """Names the pipeline that cannot be loaded."""
     try:
-        return policy.from_pretrained(path, **options, sharding=sharding)
+        yield
     except (OSError, ValueError) as error:
         raise UserError(f"policy.path={config.path}: the pipeline cannot be loaded: {error}") from error
 
@@ -217,20 +242,8 @@ NOT_IN_EMBEDDINGS = {
 """Settings of a policy that text embeddings do not depend on. What is not listed here is in their key."""
 
 
-def cache_embeddings(policy: Any, config: PolicyConfig, cache: str, warn: Callable[[str], None]) -> CachedPolicy:
-    """`policy`, built from `config`, with its text embeddings kept as `prompts.cache` says: "auto", "off" or a folder."""
-    encoders = [
-        part
-        for name, part in policy.pipeline.components.items()
-        if name.startswith("text_encoder") and part is not None  # diffusers' names; SD3 may come without its third
-    ]
-
-    def move_encoders(device: torch.device) -> None:
-        for encoder in encoders:
-            encoder.to(device)
-        if device.type == "cpu":
-            empty_cache()
-
+def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, warn: Callable[[str], None]) -> CachedEncoder:
+    """`text`, the encoders of `config`, with their embeddings kept as `prompts.cache` says: "auto", "off" or a folder."""
     store = None
     if cache != "off":
         root = local(cache) if cache != "auto" else cache_root() / "embeddings"
@@ -246,7 +259,7 @@ def cache_embeddings(policy: Any, config: PolicyConfig, cache: str, warn: Callab
         except OSError as error:
             hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
             raise UserError(f"embedding cache {root}: cannot be written ({error.strerror}); {hint}") from None
-    return CachedPolicy(policy, store, move_encoders=move_encoders, warn=warn)
+    return CachedEncoder(text, store, warn=warn)
 
 
 def _text_identity(name: str, digests: FileDigests) -> dict[str, str]:

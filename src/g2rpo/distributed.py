@@ -56,6 +56,10 @@ class World:
         """This rank's items: a piece of the whole, so that the pieces of all ranks, in their order, are the whole again."""
         return items[self.first(len(items)) : (self.rank + 1) * len(items) // self.size]
 
+    def deal_enough(self, items: Items) -> Items:
+        """This rank's items, or all of them where there are fewer than ranks."""
+        return self.deal(items) if len(items) >= self.size else items
+
     def gather(self, own: Tensor) -> Tensor:
         """The rows of all ranks in their order, on every rank; `own` [rows, ...] is on the CPU, and rows may differ."""
         if self.size == 1:

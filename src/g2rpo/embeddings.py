@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -101,28 +101,84 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class CachedPolicy:
-    """A policy that encodes each prompt once and finds it in `store` afterwards; the rest is the policy's own.
+class Encoder(Protocol):
+    """What makes conditioning of prompts, on `device`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        """Conditioning for each prompt, on the device."""
+        ...
+
+    def park(self) -> None:
+        """Takes the text encoders off the device, for others to use its memory."""
+        ...
+
+
+class CachedEncoder:
+    """Encodes each prompt once with `encoder`, and finds it in `store` afterwards.
 
     Prompts are encoded one at a time, so a row is a function of its prompt, whatever its batch and whether it was found or
-    made: a run repeats bit for bit with a cold cache, a warm one, or none (`store=None`). `move_encoders` takes the text
-    encoders to a device; after `park` they wait on the CPU and are fetched only for a prompt that is not stored. When the disk
-    is full, `warn` hears of it once and later prompts are encoded anew each time: a run is worth more than its cache.
+    made: a run repeats bit for bit with a cold cache, a warm one, or none (`store=None`). When the disk is full, `warn` is
+    called once and later prompts are encoded anew each time: a run is worth more than its cache.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        store: EmbeddingStore | None,
-        *,
-        move_encoders: Callable[[torch.device], None] = lambda device: None,
-        warn: Callable[[str], None],
-    ) -> None:
-        self.policy, self.store = policy, store
-        self.move_encoders, self.warn = move_encoders, warn
+    def __init__(self, encoder: Encoder, store: EmbeddingStore | None, *, warn: Callable[[str], None]) -> None:
+        self.encoder, self.store, self.warn = encoder, store, warn
         self.full = store is None  # no further rows are stored
-        self.parked = False
         self.encoded = 0  # prompts that were not found
+
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        """Conditioning for each prompt, on the encoder's device."""
+        rows = {prompt: self._row(prompt) for prompt in dict.fromkeys(prompts)}
+        names = next(iter(rows.values())).tensors
+        return Cond({name: torch.cat([rows[prompt].tensors[name] for prompt in prompts]) for name in names})
+
+    def missing(self, prompts: Iterable[str]) -> list[str]:
+        """The different prompts that are not stored."""
+        return [prompt for prompt in dict.fromkeys(prompts) if self.store is None or prompt not in self.store]
+
+    def fill(self, prompts: Iterable[str], done: Callable[[], None] = lambda: None) -> bool:
+        """Encodes and stores what is missing, and calls `done` after each; False if the disk became full."""
+        for prompt in self.missing(prompts):
+            if self.full:
+                return False
+            self._row(prompt)
+            done()
+        return not self.full
+
+    def park(self) -> None:
+        """Takes the text encoders off the device."""
+        self.encoder.park()
+
+    def _row(self, prompt: str) -> Cond:
+        if self.store is not None:
+            try:
+                found = self.store.read(prompt)
+            except DamagedEmbedding as damage:
+                self.warn(f"embedding cache: {damage}; encoding the prompt again")
+                found = None
+            if found is not None:
+                return found.to(self.encoder.device)
+        self.encoded += 1
+        row = self.encoder.encode([prompt])
+        if self.store is not None and not self.full:
+            try:
+                self.store.write(prompt, row)
+            except OSError as error:
+                self.full = True
+                free = "no further prompts are stored; free some space, or set prompts.cache to another disk's folder"
+                self.warn(f"embedding cache {self.store.folder}: {error.strerror}; {free}")
+        return row
+
+
+class CachedPolicy:
+    """`policy` with the conditioning that `encoder` makes or finds; the rest is the policy's own."""
+
+    def __init__(self, policy: Policy, encoder: CachedEncoder) -> None:
+        self.policy, self.encoder = policy, encoder
+        self.encode = encoder.encode
         # bound once: these are the policy's, and the cache has no part in them
         self.noise, self.velocity, self.decode = policy.noise, policy.velocity, policy.decode
         self.trainable_parameters, self.base, self.save = policy.trainable_parameters, policy.base, policy.save
@@ -134,55 +190,3 @@ class CachedPolicy:
     @property
     def shift(self) -> float:
         return self.policy.shift
-
-    def encode(self, prompts: Sequence[str]) -> Cond:
-        rows = {prompt: self._row(prompt) for prompt in dict.fromkeys(prompts)}
-        names = next(iter(rows.values())).tensors
-        return Cond({name: torch.cat([rows[prompt].tensors[name] for prompt in prompts]) for name in names})
-
-    def missing(self, prompts: Iterable[str]) -> list[str]:
-        """The different prompts that are not stored."""
-        return [prompt for prompt in dict.fromkeys(prompts) if self.store is None or prompt not in self.store]
-
-    def fill(self, prompts: Iterable[str], done: Callable[[], None] = lambda: None) -> bool:
-        """Encodes and stores what is missing, `done` hears of each; False if the disk became full."""
-        for prompt in self.missing(prompts):
-            if self.full:
-                return False
-            self._row(prompt)
-            done()
-        return not self.full
-
-    def park(self) -> None:
-        """Takes the text encoders off the device."""
-        self.move_encoders(torch.device("cpu"))
-        self.parked = True
-
-    def _row(self, prompt: str) -> Cond:
-        if self.store is not None:
-            try:
-                found = self.store.read(prompt)
-            except DamagedEmbedding as damage:
-                self.warn(f"embedding cache: {damage}; encoding the prompt again")
-                found = None
-            if found is not None:
-                return found.to(self.device)
-        row = self._encode(prompt)
-        if self.store is not None and not self.full:
-            try:
-                self.store.write(prompt, row)
-            except OSError as error:
-                self.full = True
-                free = "no further prompts are stored; free some space, or set prompts.cache to another disk's folder"
-                self.warn(f"embedding cache {self.store.folder}: {error.strerror}; {free}")
-        return row
-
-    def _encode(self, prompt: str) -> Cond:
-        self.encoded += 1
-        if not self.parked:
-            return self.policy.encode([prompt])
-        self.move_encoders(self.device)
-        try:
-            return self.policy.encode([prompt])
-        finally:
-            self.move_encoders(torch.device("cpu"))

@@ -235,7 +235,7 @@ class Trainer:
 
     def own_heldout(self) -> Sequence[str]:
         """The held-out prompts that this rank judges: all of them where there are fewer than ranks."""
-        return self.world.deal(self.heldout) if len(self.heldout) >= self.world.size else self.heldout
+        return self.world.deal_enough(self.heldout)
 
     def evaluate(self) -> Row:
         """Judges the (averaged) weights on held-out prompts, and paints the first few."""

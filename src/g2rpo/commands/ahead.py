@@ -1,53 +1,68 @@
-"""Work before the work: the embeddings a run will need, so that its text encoders can leave the device."""
+"""Prompts are encoded before the policy is built, so that its transformer finds the device without the text encoders."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from rich.console import Console
 from rich.filesize import decimal
 
+from g2rpo import components
 from g2rpo.commands.progress import counter, say
 from g2rpo.config import Config
-from g2rpo.embeddings import CachedPolicy
+from g2rpo.distributed import ALONE, World
+from g2rpo.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.prompts import PromptOrder
-from g2rpo.trainer import Trainer
+from g2rpo.sharding import Sharded
 
 
-def encode_ahead(policy: CachedPolicy, prompts: Sequence[str], console: Console) -> bool:
+def policy_after_encoding(
+    loaded: components.Loaded,
+    cache: str,
+    prompts: Iterable[str],
+    console: Console,
+    warn: Callable[[str], None],
+    sharding: Sharded | None = None,
+) -> CachedPolicy:
+    """The policy of `loaded` with its embeddings kept as `cache` says: those of `prompts` are made first.
+
+    The text encoders then leave the device. Where nothing is kept, or there is no room for all, they come with the first prompt
+    and stay.
+    """
+    encoder = components.cache_embeddings(loaded.text, loaded.config, cache, warn)
+    encode_ahead(encoder, list(dict.fromkeys(prompts)), console)
+    return CachedPolicy(loaded.policy(sharding), encoder)
+
+
+def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], console: Console) -> bool:
     """Stores the embeddings of `prompts` and parks the text encoders; False, and nothing is parked, if they do not fit.
 
     One prompt tells how large the rest will be, so a disk that is too small is known at once and stays as free as it was.
     """
-    missing = policy.missing(prompts)
+    if encoder.store is None:
+        return False
+    missing = encoder.missing(prompts)
     if missing:
-        if not policy.fill(missing[:1]):
+        if not encoder.fill(missing[:1]):
             return False
-        assert policy.store is not None  # fill has stored one
-        size = decimal(policy.store.size(missing[0]) * len(missing))
-        if not policy.store.fits(len(missing) - 1, like=missing[0]):
-            policy.warn(f"embedding cache {policy.store.folder}: {len(missing)} prompts need {size}, more than is free")
+        size = decimal(encoder.store.size(missing[0]) * len(missing))
+        if not encoder.store.fits(len(missing) - 1, like=missing[0]):
+            encoder.warn(f"embedding cache {encoder.store.folder}: {len(missing)} prompts need {size}, more than is free")
             return False
-        say(console, f"encoding {len(missing)} prompts, {size} in {policy.store.folder}")
+        say(console, f"encoding {len(missing)} prompts, {size} in {encoder.store.folder}")
         with counter(console, "prompts") as progress:
             task = progress.add_task("encoding", total=len(missing), completed=1)
-            if not policy.fill(missing[1:], lambda: progress.advance(task)):
+            if not encoder.fill(missing[1:], lambda: progress.advance(task)):
                 return False
-    policy.park()
+    encoder.park()
     return True
 
 
-def prompts_to_come(trainer: Trainer) -> list[str]:
-    """The different prompts that this rank will meet in the iterations that are left, and the held-out ones."""
-    left = range(trainer.iteration, trainer.config.trainer.iterations)
-    return _different([trainer.prompts_of(iteration) for iteration in left], trainer.own_heldout())
-
-
-def prompts_of_run(config: Config, order: PromptOrder, heldout: Sequence[str]) -> list[str]:
-    """The different prompts of a whole run, and the held-out ones."""
-    number = config.trainer.prompts_per_iteration
-    return _different([order.batch(iteration, number) for iteration in range(config.trainer.iterations)], heldout)
-
-
-def _different(batches: Sequence[Sequence[str]], heldout: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys([*(prompt for batch in batches for prompt in batch), *heldout]))
+def prompts_to_come(
+    config: Config, prompts: Sequence[str], heldout: Sequence[str], world: World = ALONE, iteration: int = 0
+) -> list[str]:
+    """The different prompts that this rank will meet from `iteration` on: those to train on, and its held-out ones."""
+    order, count = PromptOrder(prompts, config.trainer.seed), config.trainer.prompts_per_iteration
+    batches = [world.deal(order.batch(later, count)) for later in range(iteration, config.trainer.iterations)]
+    return list(dict.fromkeys(chain(*batches, world.deal_enough(heldout))))

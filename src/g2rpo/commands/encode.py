@@ -21,8 +21,8 @@ def encode(recipe: str, overrides: Sequence[str], console: Console) -> None:
     prompts = components.build_prompts(config.prompts.train, "prompts.train")
     heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
     wanted = list(dict.fromkeys([*prompts, *heldout[: config.evaluation.num_prompts]]))
-    policy = components.build_policy(config.policy, tuning="frozen")
-    cached = components.cache_embeddings(policy, config.policy, config.prompts.cache, warn_on(console))
-    if not encode_ahead(cached, wanted, console):
+    text = components.load_pipeline(config.policy, tuning="frozen").text
+    encoder = components.cache_embeddings(text, config.policy, config.prompts.cache, warn_on(console))
+    if not encode_ahead(encoder, wanted, console):
         raise UserError("the embeddings do not fit on the disk; free some space, or name another one with prompts.cache=FOLDER")
-    console.print(f"{len(wanted)} prompts are stored, {cached.encoded} of them new", highlight=False)
+    console.print(f"{len(wanted)} prompts are stored, {encoder.encoded} of them new", highlight=False)

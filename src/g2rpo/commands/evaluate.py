@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from g2rpo import components
-from g2rpo.commands.ahead import encode_ahead
+from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.progress import counter, say, warn_on
 from g2rpo.config import Config, shift_of
 from g2rpo.errors import UserError
@@ -143,8 +143,10 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
     config, out = judging.config, judging.directory
     console.print(f"building the policy and {len(config.rewards)} rewards ...")
     rewards = components.build_rewards(config.rewards, components.pick_device(config.policy.device))
-    policy = components.build_policy(config.policy, tuning="frozen")
-    cached = components.cache_embeddings(policy, config.policy, config.cache, warn_on(console))
+    prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    cached = policy_after_encoding(loaded, config.cache, prompts, console, warn_on(console))
+    policy: Any = cached.policy
     done = len(judging.chunks()) - len(missing)
     if done:
         say(console, f"{done} of {len(judging.chunks())} chunks in {out} are finished already")
@@ -156,8 +158,6 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{weights}: the weights do not fit {config.policy.path}: {error}") from error
 
-    if cached.store is not None:
-        encode_ahead(cached, [prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop]], console)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / SETTINGS, config.to_yaml().encode())

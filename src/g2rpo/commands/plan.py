@@ -10,7 +10,7 @@ from functools import cache
 from rich.console import Console
 
 from g2rpo import components
-from g2rpo.commands.ahead import prompts_of_run
+from g2rpo.commands.ahead import prompts_to_come
 from g2rpo.commands.plan_tables import show
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import Config
@@ -22,7 +22,6 @@ from g2rpo.cost.probe import by_probe
 from g2rpo.cost.seconds import Seconds
 from g2rpo.errors import UserError
 from g2rpo.files import local
-from g2rpo.prompts import PromptOrder
 
 
 def plan(
@@ -106,7 +105,7 @@ def _prompts(config: Config, notes: list[str]) -> tuple[int, int]:
     except UserError as error:
         notes.append(f"{str(error).split(';')[0]}. As many prompts as the config asks for are assumed, all different.")
         return config.evaluation.num_prompts, n + config.evaluation.num_prompts
-    return len(heldout), len(prompts_of_run(config, PromptOrder(train, config.trainer.seed), heldout))
+    return len(heldout), len(prompts_to_come(config, train, heldout))
 
 
 def _gathers(result: Plan) -> str:

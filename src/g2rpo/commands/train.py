@@ -21,11 +21,11 @@ from rich.table import Table
 from rich.text import Text
 
 from g2rpo import components, recipes
-from g2rpo.commands.ahead import encode_ahead, prompts_to_come
+from g2rpo.checkpoint import newest_iteration
+from g2rpo.commands.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.commands.progress import say, warn_on
 from g2rpo.config import Config
 from g2rpo.distributed import ALONE, World, joined
-from g2rpo.embeddings import CachedPolicy
 from g2rpo.errors import RolledBack, UserError
 from g2rpo.evaluation import Comparison
 from g2rpo.files import digest_of
@@ -74,14 +74,17 @@ def build_trainer(
     warn: Callable[[str], None] = print,
     world: World = ALONE,
     given: Mapping[str, Any] | None = None,
+    console: Console | None = None,
 ) -> Trainer:
     """A trainer with the policy, rewards and prompts that `config` names, or with the objects `given` in their place.
 
-    `warn` hears of trouble with the embedding cache, batch sizes and trackers. `given` may have what `check` lists.
+    Prompts are encoded before the policy takes the device, with progress on `console`. `warn(message)` is called for trouble
+    with the embedding cache, batch sizes and trackers. `given` may have what `check` lists.
     """
     world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
     given = given or {}
     prompts, heldout = check(config, given)
+    prompts, heldout = given.get("prompts") or prompts, given.get("heldout") or heldout
     if "policy" in given and config.trainer.sharding != "none":
         raise UserError(
             f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
@@ -91,20 +94,21 @@ def build_trainer(
     rewards = given.get("rewards") or components.build_rewards(config.rewards, device)
     judges = given["judges"] if "judges" in given else components.build_rewards(config.evaluation.rewards, device)
     if "policy" in given:
-        policy = cached = given["policy"]
+        policy = given["policy"]
     else:
-        keep_base = config.algorithm.kl_weight > 0
-        policy = components.build_policy(config.policy, seed=config.trainer.seed, keep_base=keep_base, sharding=sharding)
-        cached = components.cache_embeddings(policy, config.policy, config.prompts.cache, warn)
+        loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.kl_weight > 0)
+        begun = newest_iteration(run_dir / "checkpoints") if run_dir is not None else 0
+        to_come = prompts_to_come(config, prompts, heldout, world, begun)
+        policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), warn, sharding)
     return Trainer(
         config,
-        cached,
+        policy,
         rewards,
-        given.get("prompts") or prompts,
-        given.get("heldout") or heldout,
+        prompts,
+        heldout,
         judges,
         run_dir,
-        tail_network=components.build_tail_network(policy, config.sampling.tails),
+        tail_network=components.build_tail_network(getattr(policy, "policy", policy), config.sampling.tails),
         notify=warn,
         world=world,
         sharding=sharding,
@@ -138,7 +142,7 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
     console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {len(config.rewards)} rewards and the prompts ...")
     warn = warn_on(console) if world.leads else partial(_warn_from, world.rank)
-    trainer = build_trainer(config, directory, warn, world)
+    trainer = build_trainer(config, directory, warn, world, console=console)
     if world.leads:
         claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:
@@ -147,8 +151,6 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
         console.print(f"resuming after iteration {trainer.iteration}")
     if world.leads:
         record_start(directory, trainer.iteration, trainer.policy.device)
-    if isinstance(trainer.policy, CachedPolicy) and trainer.policy.store is not None:
-        encode_ahead(trainer.policy, prompts_to_come(trainer), console)  # without room for them all, each when it comes
     began = time.perf_counter()
     ended: RolledBack | None = None
     try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.policies.pipelines import decode_latents, deployed_shift, load_pipeline, place
+from g2rpo.policies.text import FluxText
 from g2rpo.policies.tuning import Tuning, TuningMode
 from g2rpo.sharding import Sharded
 from g2rpo.types import Cond
@@ -49,6 +50,7 @@ class FluxPolicy:
         gradient_checkpointing: bool = False,
         keep_base: bool = True,
         sharding: Sharded | None = None,
+        text: FluxText | None = None,
     ) -> None:
         patch = 2 * pipeline.vae_scale_factor
         if height % patch or width % patch:
@@ -61,6 +63,7 @@ class FluxPolicy:
         self.published_pictures = published_pictures
         self.dtype = dtype
         self._device = torch.device(device)
+        self.text = text or self.encoders(pipeline, dtype=dtype, device=device, max_sequence_length=max_sequence_length)
         self.tuning = Tuning(
             pipeline.transformer,
             tuning,
@@ -86,9 +89,21 @@ class FluxPolicy:
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> FluxPolicy:
         """Loads a FluxPipeline from a directory or a hub id; `options` are the constructor's."""
+        return cls(cls.load_pipeline(path, dtype=dtype, **options), dtype=dtype, **options)
+
+    @staticmethod
+    def load_pipeline(path: str | Path, *, dtype: torch.dtype, **options: Any) -> Any:
+        """The FluxPipeline in a directory or of a hub id, on the CPU, for a policy with these options."""
         from diffusers import FluxPipeline
 
-        return cls(load_pipeline(FluxPipeline, path, dtype, options.get("tuning", "lora")), dtype=dtype, **options)
+        return load_pipeline(FluxPipeline, path, dtype, options.get("tuning", "lora"))
+
+    @staticmethod
+    def encoders(
+        pipeline: Any, *, dtype: torch.dtype, device: torch.device | str, max_sequence_length: int = 512, **options: Any
+    ) -> FluxText:
+        """The text encoders of a policy with these options: they work before there is a policy, too."""
+        return FluxText(pipeline, dtype=dtype, device=device, max_sequence_length=max_sequence_length)
 
     @property
     def device(self) -> torch.device:
@@ -99,12 +114,8 @@ class FluxPolicy:
         """The time shift with which the pipeline itself samples this size."""
         return deployed_shift(self.pipeline.scheduler, len(self._image_ids))
 
-    @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
-        sequence, pooled, _ = self.pipeline.encode_prompt(
-            prompt=list(prompts), prompt_2=None, device=self._device, max_sequence_length=self.max_sequence_length
-        )
-        return Cond({"sequence": sequence, "pooled": pooled})
+        return self.text.encode(prompts)
 
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
         latents = torch.stack([torch.randn(self._latent, generator=generator) for generator in generators])

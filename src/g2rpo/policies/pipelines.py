@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from g2rpo.policies.tuning import TuningMode
 
@@ -26,11 +26,10 @@ def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tun
 
 
 def place(pipeline: Any, *, dtype: torch.dtype, device: torch.device, vae_tiling: bool, gradient_checkpointing: bool) -> None:
-    """Freezes all parts but the transformer (which `Tuning` looks after) in `dtype`, and moves everything to `device`."""
-    for part in pipeline.components.values():
-        if isinstance(part, nn.Module) and part is not pipeline.transformer:
-            part.requires_grad_(False).eval().to(dtype)
-    pipeline.to(device)
+    """Moves the transformer, which `Tuning` looks after, and the VAE, frozen in `dtype`, to `device`."""
+    pipeline.vae.requires_grad_(False).eval().to(dtype)
+    pipeline.transformer.to(device)
+    pipeline.vae.to(device)
     pipeline.vae.to(memory_format=torch.channels_last)  # convolutions on interleaved channels are faster, on CPU and GPU
     pipeline.transformer.eval()  # the models have no dropout; eval keeps adapters without it too
     if vae_tiling:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.policies.pipelines import decode_latents, deployed_shift, load_pipeline, place
+from g2rpo.policies.text import SD3Text
 from g2rpo.policies.tuning import Tuning, TuningMode
 from g2rpo.sharding import Sharded
 from g2rpo.types import Cond
@@ -54,6 +55,7 @@ class SD3Policy:
         gradient_checkpointing: bool = False,
         keep_base: bool = True,
         sharding: Sharded | None = None,
+        text: SD3Text | None = None,
     ) -> None:
         config, scale = pipeline.transformer.config, pipeline.vae_scale_factor
         patch = config.patch_size * scale
@@ -65,12 +67,20 @@ class SD3Policy:
             )
         self.pipeline = pipeline
         self.height, self.width = height, width
-        self.guidance_scale, self.negative_prompt = guidance_scale, negative_prompt
+        self.guidance_scale = guidance_scale
         self.max_sequence_length = max_sequence_length
         self.truncate_timesteps = truncate_timesteps
         self.published_pictures = published_pictures
         self.dtype = dtype
         self._device = torch.device(device)
+        self.text = text or self.encoders(
+            pipeline,
+            dtype=dtype,
+            device=device,
+            guidance_scale=guidance_scale,
+            negative_prompt=negative_prompt,
+            max_sequence_length=max_sequence_length,
+        )
         self.tuning = Tuning(
             pipeline.transformer,
             tuning,
@@ -96,9 +106,35 @@ class SD3Policy:
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> SD3Policy:
         """Loads a StableDiffusion3Pipeline from a directory or a hub id; `options` are the constructor's."""
+        return cls(cls.load_pipeline(path, dtype=dtype, **options), dtype=dtype, **options)
+
+    @staticmethod
+    def load_pipeline(path: str | Path, *, dtype: torch.dtype, **options: Any) -> Any:
+        """The StableDiffusion3Pipeline in a directory or of a hub id, on the CPU, for a policy with these options."""
         from diffusers import StableDiffusion3Pipeline
 
-        return cls(load_pipeline(StableDiffusion3Pipeline, path, dtype, options.get("tuning", "lora")), dtype=dtype, **options)
+        return load_pipeline(StableDiffusion3Pipeline, path, dtype, options.get("tuning", "lora"))
+
+    @staticmethod
+    def encoders(
+        pipeline: Any,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        guidance_scale: float = 4.5,
+        negative_prompt: str = "",
+        max_sequence_length: int = 256,
+        **options: Any,
+    ) -> SD3Text:
+        """The text encoders of a policy with these options: they work before there is a policy, too."""
+        return SD3Text(
+            pipeline,
+            dtype=dtype,
+            device=device,
+            max_sequence_length=max_sequence_length,
+            negative_prompt=negative_prompt,
+            guided=guidance_scale > 1,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -114,21 +150,8 @@ class SD3Policy:
         """Whether a velocity takes two evaluations."""
         return self.guidance_scale > 1
 
-    @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
-        sequence, negative_sequence, pooled, negative_pooled = self.pipeline.encode_prompt(
-            prompt=list(prompts),
-            prompt_2=None,
-            prompt_3=None,
-            negative_prompt=[self.negative_prompt] * len(prompts),
-            do_classifier_free_guidance=self.guided,
-            device=self._device,
-            max_sequence_length=self.max_sequence_length,
-        )
-        tensors = {"sequence": sequence, "pooled": pooled}
-        if self.guided:
-            tensors |= {"negative_sequence": negative_sequence, "negative_pooled": negative_pooled}
-        return Cond(tensors)
+        return self.text.encode(prompts, guided=self.guided)
 
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
         return torch.stack([torch.randn(self._latent, generator=generator) for generator in generators]).to(self._device)

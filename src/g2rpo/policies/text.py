@@ -1,0 +1,106 @@
+"""Text encoders of a diffusers pipeline. They work before the transformer does, and need not share the device with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from g2rpo.devices import empty_cache
+from g2rpo.types import Cond
+
+CPU = torch.device("cpu")
+
+
+class TextEncoders:
+    """The text encoders of `pipeline`, frozen in `dtype`, that encode prompts on `device`.
+
+    They move there for the first prompt and stay; after `park` they wait on the CPU, and move only while they encode.
+    """
+
+    def __init__(self, pipeline: Any, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.pipeline = pipeline
+        self.device = torch.device(device)
+        self.modules: list[nn.Module] = [
+            part.requires_grad_(False).eval().to(dtype)
+            for name, part in pipeline.components.items()
+            if name.startswith("text_encoder") and part is not None  # diffusers' names; SD3 may come without its third
+        ]
+        self._parked = False
+
+    def park(self) -> None:
+        """Takes the encoders off the device."""
+        self._parked = True
+        self._move(CPU)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        self._move(self.device)
+        try:
+            yield
+        finally:
+            if self._parked:
+                self._move(CPU)
+
+    def _move(self, device: torch.device) -> None:
+        for module in self.modules:
+            module.to(device)
+        if device == CPU:
+            empty_cache()
+
+
+class FluxText(TextEncoders):
+    """CLIP's pooled embedding and T5's sequence of `max_sequence_length` tokens."""
+
+    def __init__(self, pipeline: Any, *, dtype: torch.dtype, device: torch.device | str, max_sequence_length: int) -> None:
+        super().__init__(pipeline, dtype=dtype, device=device)
+        self.max_sequence_length = max_sequence_length
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        """Conditioning for each prompt."""
+        with self._at_work():
+            sequence, pooled, _ = self.pipeline.encode_prompt(
+                prompt=list(prompts), prompt_2=None, device=self.device, max_sequence_length=self.max_sequence_length
+            )
+        return Cond({"sequence": sequence, "pooled": pooled})
+
+
+class SD3Text(TextEncoders):
+    """Two CLIPs' and T5's tokens, and the CLIPs' pooled embeddings; with `guided` those of `negative_prompt` too."""
+
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_sequence_length: int,
+        negative_prompt: str,
+        guided: bool,
+    ) -> None:
+        super().__init__(pipeline, dtype=dtype, device=device)
+        self.max_sequence_length = max_sequence_length
+        self.negative_prompt, self.guided = negative_prompt, guided
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
+        """Conditioning for each prompt; `guided` stands in for the encoders' own setting."""
+        guided = self.guided if guided is None else guided
+        with self._at_work():
+            sequence, negative_sequence, pooled, negative_pooled = self.pipeline.encode_prompt(
+                prompt=list(prompts),
+                prompt_2=None,
+                prompt_3=None,
+                negative_prompt=[self.negative_prompt] * len(prompts),
+                do_classifier_free_guidance=guided,
+                device=self.device,
+                max_sequence_length=self.max_sequence_length,
+            )
+        tensors = {"sequence": sequence, "pooled": pooled}
+        if guided:
+            tensors |= {"negative_sequence": negative_sequence, "negative_pooled": negative_pooled}
+        return Cond(tensors)
