@@ -24,6 +24,7 @@ PLAIN = {
     "prompts": "none",
     "rewards": {"bright": {"kind": "bright"}, "dark": {"kind": "dark"}},
     "steps": [4, 2],
+    "shift": 3.0,
     "batch_size": 3,
     "seed": 5,
 }
@@ -42,7 +43,7 @@ def run(judged, chunks=None, rewards=None):
             policy.mean.fill_(0.5)
 
     rewards = rewards or {"bright": brightness, "dark": darkness}
-    judged.run(judged.missing() if chunks is None else chunks, policy, use_weights, rewards, 3.0)
+    judged.run(judged.missing() if chunks is None else chunks, policy, use_weights, rewards)
     return policy
 
 

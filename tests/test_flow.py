@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from g2rpo.algorithms.dancegrpo import DanceGRPO
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.flow import Normal, dance_sde, flow_sde, ode_step, sde_step, sigma_grid, tail
+from g2rpo.flow import Normal, dance_sde, flow_sde, ode_step, scheduler_grid, sde_step, sigma_grid, tail
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.types import times
 
@@ -66,9 +67,23 @@ def test_steps_of_a_narrow_velocity_are_the_published_expressions(device):
         assert torch.equal(ode_step(x, v, sigma, torch.zeros_like(sigma)), x - sigma * v)
 
 
+@pytest.mark.parametrize("shift", [1.0, 1.111, 3.0, 7.0])
+def test_the_schedulers_grid_is_diffusers(shift):
+    """At every number of steps; it is not the even grid, where the last step is a wide one. Two roundings of float32: diffusers
+    keeps its lowest and highest sigma in float32, the latter 1 - 1.2e-7 for some shifts, and shifts them again."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    for steps in range(1, 101):
+        scheduler.set_timesteps(steps)
+        torch.testing.assert_close(scheduler_grid(steps, shift), scheduler.sigmas, atol=1.3e-7, rtol=0)
+        assert scheduler_grid(steps, shift)[0] == 1 and scheduler_grid(steps, shift)[-1] == 0
+    assert (scheduler_grid(10, shift) - sigma_grid(10, shift)).abs().max() > 0.09
+    for wrong in ((0, 3.0), (10, 0.0)):
+        with pytest.raises(ValueError, match="num_steps|shift"):
+            scheduler_grid(*wrong)
+
+
 @pytest.mark.parametrize(("steps", "shift"), [(1, 1.0), (10, 3.0), (28, 1.15)])
 def test_sigma_grid_and_ode_are_diffusers_euler_scheduler(steps, shift):
-    from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())

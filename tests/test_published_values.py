@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 
 from g2rpo.algorithms.dancegrpo import DanceGRPO
 from g2rpo.algorithms.flow_cps import FlowCPS
@@ -12,7 +11,7 @@ from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
-from g2rpo.flow import cps_kernel, sigma_grid
+from g2rpo.flow import cps_kernel, scheduler_grid, sigma_grid
 from g2rpo.objectives import group_normalize, kernel_kl
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
@@ -20,17 +19,10 @@ from g2rpo.rollout.tails import Tails
 from g2rpo.seeding import generator_for
 
 
-def deployed(shift, num_steps):
-    """The sigmas of SD3's pipeline, by diffusers itself."""
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-    scheduler.set_timesteps(num_steps)
-    return scheduler.sigmas
-
-
 @pytest.mark.parametrize(
     ("sigmas", "eta", "weight"),
     [
-        (deployed(3.0, 10), 0.7, TempFlowGRPO().noise_weight),
+        (scheduler_grid(10, 3.0), 0.7, TempFlowGRPO().noise_weight),
         (sigma_grid(10, math.exp(1.15)), 0.9, 1.73),  # FLUX.1-dev's shift at 1024x1024
     ],
     ids=["SD3.5", "FLUX"],
@@ -102,6 +94,6 @@ def test_the_last_step_is_stochastic_as_published_and_not_trained(kind, solver, 
 
 def test_a_noisy_last_step_is_next_to_nothing_on_sd3s_grid_only():
     """Noise that is left in the latents, whose own spread is 1."""
-    for sigmas, left in ((deployed(3.0, 10), 0.006), (sigma_grid(10, 3.0), 0.202)):
+    for sigmas, left in ((scheduler_grid(10, 3.0), 0.006), (sigma_grid(10, 3.0), 0.202)):
         std = FlowGRPO().kernel(sigmas)(*torch.zeros(2, 1, 1), sigmas[-2], sigmas[-1]).std
         assert float(std) == pytest.approx(left, abs=5e-4)

@@ -8,7 +8,7 @@ import torch
 
 from g2rpo.checkpoint import BrokenCheckpoint, checkpoints, load_checkpoint
 from g2rpo.errors import RewardFailed
-from g2rpo.flow import sigma_grid
+from g2rpo.flow import scheduler_grid, sigma_grid
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
@@ -62,6 +62,8 @@ def test_the_ratio_is_exactly_one_before_the_first_update(update_every, dtype):
 def test_the_shift_can_be_the_models_own():
     """The Gaussian policy is deployed without a shift; the config's default is 3."""
     assert torch.equal(trainer(None, "sampling.shift=model").sigmas, sigma_grid(6, 1.0))
+    walked = trainer(None, "sampling.shift=scheduler", "evaluation.num_steps=9")
+    assert torch.equal(walked.sigmas, scheduler_grid(6, 1.0)) and torch.equal(walked.evaluated_on, scheduler_grid(9, 1.0))
     assert torch.equal(trainer(None).sigmas, sigma_grid(6, 3.0))
 
 

@@ -20,10 +20,9 @@ from g2rpo.commands.compare import compare as compare_cells
 from g2rpo.commands.compare_arguments import parse_budget
 from g2rpo.commands.report import report as write_report
 from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.config import AnyAlgorithm, Config, RewardConfig, shift_of
+from g2rpo.config import AnyAlgorithm, Config, RewardConfig, grid_of
 from g2rpo.evaluation import Comparison, Evaluation, compare, sample_images
 from g2rpo.evaluation import evaluate as judge
-from g2rpo.flow import sigma_grid
 from g2rpo.plain import parse_json, read_text
 from g2rpo.runs import choose_directory, claim, read_config, record_start, weights_path
 from g2rpo.trackers import Tracker
@@ -95,7 +94,7 @@ def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
 
 def _sigmas(config: Config, policy: Policy) -> Tensor:
     """The grid that a run of `config` was judged on."""
-    return sigma_grid(config.evaluation.num_steps or config.sampling.num_steps, shift_of(config.sampling.shift, policy))
+    return grid_of(config.sampling.shift, policy, config.evaluation.num_steps or config.sampling.num_steps)
 
 
 def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed: int = 0) -> Tensor:

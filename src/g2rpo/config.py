@@ -14,6 +14,7 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
 )
+from torch import Tensor
 
 from g2rpo.algorithms.dancegrpo import DanceGRPO
 from g2rpo.algorithms.flow_cps import FlowCPS
@@ -23,6 +24,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
+from g2rpo.flow import scheduler_grid, sigma_grid
 from g2rpo.rollout.tails import Tails
 from g2rpo.sharding import ShardingMode
 from g2rpo.types import Policy
@@ -30,8 +32,9 @@ from g2rpo.types import Policy
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(gt=0, le=10**6)]
 """More than a million is a slip of the finger, and takes the memory before anybody can say so."""
-Shift = PositiveFloat | Literal["model"]
-"""The time shift of the sigma grid; "model": the one that the pipeline is deployed with at this size."""
+Shift = PositiveFloat | Literal["model", "scheduler"]
+"""The time shift of the sigma grid. "model": the one that the pipeline is deployed with at this size; "scheduler": the same on
+the grid of diffusers' scheduler, as SD3's pipelines walk it (`flow.scheduler_grid`)."""
 
 
 class Group(BaseModel):
@@ -260,6 +263,8 @@ class Config(Group):
     """Where the log is shown while a run goes on; metrics.jsonl is written in any case."""
 
 
-def shift_of(shift: Shift, policy: Policy) -> float:
-    """The number that a config's shift means for a policy."""
-    return policy.shift if shift == "model" else float(shift)
+def grid_of(shift: Shift, policy: Policy, num_steps: int) -> Tensor:
+    """The sigmas [num_steps + 1] that a config's shift means for a policy."""
+    if shift == "scheduler":
+        return scheduler_grid(num_steps, policy.shift)
+    return sigma_grid(num_steps, policy.shift if shift == "model" else float(shift))

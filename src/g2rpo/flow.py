@@ -40,6 +40,25 @@ def sigma_grid(num_steps: int, shift: float = 1.0) -> Tensor:
     return sigmas
 
 
+def scheduler_grid(num_steps: int, shift: float = 1.0) -> Tensor:
+    """The sigmas of diffusers' FlowMatchEulerDiscreteScheduler for a number of steps and a constant shift.
+
+    [num_steps + 1], float32, from exactly 1 to exactly 0. `num_steps` evenly spaced points end at the lowest sigma that the
+    model was trained at, which is the shift of 1/1000, and are shifted once more; 0 follows. So the lower end is shifted twice
+    (huggingface/diffusers#13243), and the last step is next to nothing: 0.0089 -> 0 at shift 3. SD3's pipelines walk on
+    this grid, FLUX's do not.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    if not shift > 0:
+        raise ValueError(f"shift must be positive, got {shift}")
+    lowest = shift * 0.001 / (1 + (shift - 1) * 0.001)
+    u = torch.linspace(1, lowest, num_steps, dtype=torch.float64)
+    sigmas = (shift * u / (1 + (shift - 1) * u)).float()
+    sigmas[0] = 1
+    return torch.cat([sigmas, torch.zeros(1)])
+
+
 def ode_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """One Euler step of dx = v dsigma. x, velocity [B, ...]; sigmas [B] or scalar.
 

@@ -15,11 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from g2rpo.config import CacheFolder, Group, PolicyConfig, RewardTable, Shift
+from g2rpo.config import CacheFolder, Group, PolicyConfig, RewardTable, Shift, grid_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation import Evaluation, evaluate
 from g2rpo.files import write_whole
-from g2rpo.flow import sigma_grid
 from g2rpo.pictures import to_pil
 from g2rpo.plain import parse_json, read_text
 from g2rpo.statistics import Interval, bootstrap_mean
@@ -110,7 +109,6 @@ class Judging:
         policy: Policy,
         use_weights: Callable[[], None],
         rewards: Mapping[str, Reward],
-        shift: float,
         done: Callable[[int], None] = lambda pictures: None,
     ) -> None:
         """Samples, scores and stores `chunks`; `use_weights` is called once, before the first tuned one.
@@ -126,7 +124,7 @@ class Judging:
                 policy,
                 self.prompts[chunk.start : chunk.stop],
                 rewards,
-                sigma_grid(chunk.steps, shift),
+                grid_of(self.config.shift, policy, chunk.steps),
                 seed=self.config.seed,
                 batch_size=self.config.batch_size,
                 decode_batch_size=self.config.batch_size,

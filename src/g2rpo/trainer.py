@@ -18,7 +18,7 @@ from g2rpo.alarms import ADVICE, judged_gain, watch_of
 from g2rpo.algorithms.allocation import Allocator
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from g2rpo.config import Config, shift_of
+from g2rpo.config import Config, grid_of
 from g2rpo.contracts import advantages_of, plans_of
 from g2rpo.diagnostics import diagnose, reward_metrics
 from g2rpo.distributed import ALONE, World
@@ -35,7 +35,6 @@ from g2rpo.evaluation import (
     save_evaluation,
     save_scores,
 )
-from g2rpo.flow import sigma_grid
 from g2rpo.image_statistics import image_statistics, statistics_row
 from g2rpo.learner import Learner
 from g2rpo.memory import batch_sizes
@@ -100,8 +99,8 @@ class Trainer:
         self.allocator = None
         if isinstance(c.algorithm, GranularGRPO) and c.algorithm.granularities == "auto":
             self.allocator = Allocator(c.algorithm, c.sampling.num_steps, partial(count_evaluations, tails=c.sampling.tails))
-        self.shift = shift_of(c.sampling.shift, self.policy)
-        self.sigmas = sigma_grid(c.sampling.num_steps, self.shift)
+        self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
+        self.evaluated_on = grid_of(c.sampling.shift, self.policy, c.evaluation.num_steps or c.sampling.num_steps)
         self.kernel = self.algorithm.kernel(self.sigmas)
         entries = self.policy.noise([generator_for("alarms")]).numel()
         self.alarms = watch_of(c, self.algorithm, self.kernel, self.sigmas, entries)
@@ -267,7 +266,6 @@ class Trainer:
     def judge(self) -> Evaluation:
         """Held-out pictures and all their scores, of the (averaged) weights."""
         c = self.config
-        steps = c.evaluation.num_steps or c.sampling.num_steps
         own = self.own_heldout()
         if self.sizes.auto:
             self._find_sizes(self.policy.encode(own[:1]))
@@ -277,7 +275,7 @@ class Trainer:
                 self.policy,
                 own,
                 {**self.rewards, **self.judges},
-                sigma_grid(steps, self.shift),
+                self.evaluated_on,
                 seed=c.trainer.seed,
                 batch_size=self.sizes.rollout,
                 decode_batch_size=self.sizes.decode,
@@ -290,10 +288,9 @@ class Trainer:
 
     def sample(self, prompts: Sequence[str], seed: int = 0) -> Tensor:
         """Pictures [B, 3, H, W] in [0, 1] of the (averaged) weights, on the CPU; picture i starts from noise (seed, i)."""
-        sigmas = sigma_grid(self.config.evaluation.num_steps or self.config.sampling.num_steps, self.shift)
         rows, decoded = self.sizes.rollout, self.sizes.decode
         with self.learner.averaged():
-            return sample_images(self.policy, prompts, sigmas, seed=seed, batch_size=rows, decode_batch_size=decoded)
+            return sample_images(self.policy, prompts, self.evaluated_on, seed=seed, batch_size=rows, decode_batch_size=decoded)
 
     def finish(self) -> dict[str, Comparison]:
         """Base against tuned on the held-out prompts; writes the table, the before/after grid and the curves."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from g2rpo import components
 from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.progress import counter, say, warn_on
-from g2rpo.config import Config, shift_of
+from g2rpo.config import Config
 from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, digest_of, local, write_whole
 from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
@@ -165,8 +165,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
         raise UserError(f"{out}: cannot be written ({error.strerror}); name another --out") from None
     with counter(console, "pictures") as progress:
         task = progress.add_task("judging", total=sum(chunk.stop - chunk.start for chunk in missing))
-        shift = shift_of(config.shift, policy)
-        judging.run(missing, cached, use_weights, rewards, shift, lambda pictures: progress.advance(task, pictures))
+        judging.run(missing, cached, use_weights, rewards, lambda pictures: progress.advance(task, pictures))
 
 
 def _save_grid(judging: Judging, steps: int) -> None:

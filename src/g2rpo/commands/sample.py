@@ -10,10 +10,9 @@ from rich.console import Console
 
 from g2rpo import components
 from g2rpo.commands.progress import say
-from g2rpo.config import PolicyConfig, Shift, shift_of
+from g2rpo.config import PolicyConfig, Shift, grid_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation import sample_images
-from g2rpo.flow import sigma_grid
 from g2rpo.pictures import save_grid, to_pil
 from g2rpo.runs import read_config, weights_path
 
@@ -50,7 +49,7 @@ def sample(
             painter.load(weights, strength)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{weights}: the weights do not fit {policy.path}: {error}") from error
-    sigmas = sigma_grid(steps or 28, shift_of(shift or "model", painter))
+    sigmas = grid_of(shift or "model", painter, steps or 28)
     images = sample_images(painter, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=batch_size)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:

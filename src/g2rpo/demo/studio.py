@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from g2rpo.config import SamplingConfig, shift_of
+from g2rpo.config import SamplingConfig, grid_of
 from g2rpo.contracts import advantages_of, plans_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation import Evaluation, evaluate
-from g2rpo.flow import ode_step, sigma_grid
+from g2rpo.flow import ode_step
 from g2rpo.memory import BatchSizes
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
@@ -56,10 +56,13 @@ class Studio:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        self.shift = shift_of(self.sampling.shift, self.policy)
         self.plans = plans_of(self.algorithm, self.sampling.num_steps, 0, self.seed)
         self.most_steps = max(MAX_STEPS, self.sampling.num_steps)
         self.most_guidance = max(MAX_GUIDANCE, self.policy.guidance_scale)
+
+    def grid(self, num_steps: int) -> Tensor:
+        """The sigmas of so many steps."""
+        return grid_of(self.sampling.shift, self.policy, num_steps)
 
     @property
     def granularities(self) -> tuple[int, ...]:
@@ -125,7 +128,7 @@ def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float,
             got = "nothing" if value is None else f"{value:g}"
             raise UserError(f"{name} should be {'a whole number ' if name == 'steps' else ''}from {low} to {high:g}, got {got}")
     steps, rewards = int(steps), {**studio.rewards, **studio.judges}
-    sigmas = sigma_grid(steps, studio.shift)
+    sigmas = studio.grid(steps)
 
     def judged(tuned: bool) -> Evaluation:
         with studio.model(tuned, guidance, strength):
@@ -185,7 +188,7 @@ def learn(
         raise UserError(f"there is no such branch: {plan}")
     s, algorithm = studio.sampling, studio.with_granularities(granularities)
     chosen = plans_of(algorithm, s.num_steps, 0, studio.seed)[plan]
-    sigmas = sigma_grid(s.num_steps, studio.shift)
+    sigmas = studio.grid(s.num_steps)
     total = count_evaluations([chosen], algorithm.group_size, s.tails) + s.num_steps * chosen.shared_noise
 
     def noise(row: int, *purpose: int | str) -> torch.Generator:
