@@ -279,4 +279,4 @@ def test_two_studies_do_not_meet_in_one_folder(capsys, tmp_path, tiny_config):
     with (out / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, err = g2rpo(capsys, "compare", tiny_config, "--cell", "a:", "--out", out)
-    assert code == 2 and "is at work there" in err
+    assert code == 2 and "is in use by another process" in err

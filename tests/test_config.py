@@ -8,7 +8,7 @@ import yaml
 from g2rpo.config import ALGORITHMS
 from g2rpo.errors import UserError
 from g2rpo.recipes import names, text
-from g2rpo.runs import choose_directory, claim
+from g2rpo.runs import claim, entered
 from g2rpo.settings import differences, read_yaml, resolve
 from tests.runs import PLAIN, config
 
@@ -133,8 +133,8 @@ def test_a_missing_config_is_named(tmp_path):
 
 
 def open_run(config, run_dir, resume):
-    directory = choose_directory(config, run_dir, resume)
-    claim(directory, config)
+    with entered(config, run_dir, resume) as directory:
+        claim(directory, config)
     return directory
 
 

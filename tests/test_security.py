@@ -26,10 +26,12 @@ from g2rpo.errors import UserError
 from g2rpo.metrics import read_metrics
 from g2rpo.model_card import _block
 from g2rpo.pictures import read_grid
+from g2rpo.report.history import read_runs
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, endpoint, request_json, token_from
 from g2rpo.rewards.weights import read_state_dict
+from g2rpo.runs import claim, record_start
 from tests.commands import g2rpo as command
 from tests.fuzzing import mutated
 from tests.runs import trainer
@@ -345,6 +347,31 @@ def test_a_damaged_log_is_named_and_a_torn_last_line_is_not_missed(tmp_path, lin
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{good[:20]}")
     assert len(read_metrics(tmp_path)) == 1
+
+
+def test_a_log_cut_within_a_letter_is_gone_on_with(tmp_path):
+    t = trainer(tmp_path)
+    list(t.train())
+    log = tmp_path / "metrics.jsonl"
+    whole = log.read_bytes()
+    log.write_bytes(whole + '{"kind": "eval", "alarms": {"x": "é'.encode()[:-1])
+    again = trainer(tmp_path, "trainer.iterations=5")
+    assert again.resume() == [] and len(list(again.train())) == 2
+    assert log.read_bytes().startswith(whole) and len(read_metrics(tmp_path)) == len(whole.splitlines()) + 2
+
+
+def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(tmp_path):
+    list(trainer(tmp_path).train())
+    claim(tmp_path, trainer(None).config)
+    record_start(tmp_path, 0, torch.device("cpu"))
+    with (tmp_path / "starts.jsonl").open("ab") as file:
+        file.write(b'{"time": "2026-')
+    assert len(read_runs([tmp_path])[0].starts) == 1
+    record_start(tmp_path, 3, torch.device("cpu"))
+    assert [start["iteration"] for start in read_runs([tmp_path])[0].starts] == [0, 3]
+    (tmp_path / "starts.jsonl").write_text("{}\n{\n{}\n")
+    with pytest.raises(UserError, match=r"starts\.jsonl: line 2: is damaged"):
+        read_runs([tmp_path])
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "other"])

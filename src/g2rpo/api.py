@@ -24,7 +24,7 @@ from g2rpo.config import AnyAlgorithm, Config, RewardConfig, grid_of
 from g2rpo.evaluation import Comparison, Evaluation, compare, sample_images
 from g2rpo.evaluation import evaluate as judge
 from g2rpo.plain import parse_json, read_text
-from g2rpo.runs import choose_directory, claim, read_config, record_start, weights_path
+from g2rpo.runs import claim, entered, read_config, record_start, weights_path
 from g2rpo.trackers import Tracker
 from g2rpo.trainer import Trainer
 from g2rpo.types import Policy, Reward
@@ -71,10 +71,11 @@ def trainer(
         "heldout": heldout,
         "trackers": trackers,
     }
-    directory = choose_directory(config, Path(run_dir), resume) if run_dir is not None else None
     given = {name: thing for name, thing in objects.items() if thing is not None}
-    built = build_trainer(config, directory, notify, given=given)
-    if directory is not None:
+    if run_dir is None:
+        return build_trainer(config, None, notify, given=given)
+    with entered(config, Path(run_dir), resume, notify) as directory:
+        built = build_trainer(config, directory, notify, given=given)
         claim(directory, config)
         if resume:
             for complaint in built.resume():

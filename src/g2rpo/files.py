@@ -6,9 +6,12 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+UNFINISHED = ".unfinished_"  # how the names of files and folders begin that are being written
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -16,13 +19,26 @@ def write_whole(path: Path, content: bytes) -> None:
 
     Raises OSError when the disk is full or refuses; nothing is left behind then.
     """
-    unfinished = path.with_name(f".unfinished_{uuid.uuid4().hex}")
-    try:
+    with whole_file(path) as unfinished:
         unfinished.write_bytes(content)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Another name to write a file under, with the same suffix. It becomes `path` on leaving, and goes after an exception."""
+    unfinished = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex}{path.suffix}")
+    try:
+        yield unfinished
         os.replace(unfinished, path)
     except BaseException:  # an interrupt too must leave nothing behind
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def append_line(path: Path, line: str) -> None:
+    """Adds a line to a log, in the place of what an interruption may have left of a last one; OSError as `write_whole`."""
+    before = path.read_bytes() if path.exists() else b""
+    write_whole(path, before[: before.rfind(b"\n") + 1] + line.encode() + b"\n")
 
 
 def local(name: str | Path) -> Path:

@@ -17,9 +17,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from g2rpo.errors import Stopped, UserError
+from g2rpo.files import UNFINISHED
 
 LOCK = ".lock"
-UNFINISHED = ".unfinished_"  # how the names of files and folders begin that are being written
 
 
 class InUse(UserError):
@@ -169,7 +169,7 @@ def _holder(file: Path) -> str:
     try:
         owner = json.loads(file.read_text())
         since = datetime.fromtimestamp(file.stat().st_mtime)
-        return f"process {owner['pid']} on {owner['host']} (since {since:%Y-%m-%d %H:%M})"
+        return f"process {owner['pid']} on {owner['host']}, or one that it started, since {since:%Y-%m-%d %H:%M}"
     except (OSError, ValueError, TypeError, KeyError):  # it has not written its name yet
         return "another process"
 

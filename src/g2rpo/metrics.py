@@ -11,7 +11,8 @@ from typing import Any
 
 from g2rpo.errors import UserError
 from g2rpo.files import write_whole
-from g2rpo.plain import parse_json, read_text
+from g2rpo.folders import writing
+from g2rpo.plain import read_json_lines
 
 Row = dict[str, Any]
 NEEDED = {"train": ("iteration", "evaluations", "images", "seconds", "seconds/rollout"), "eval": ("iteration", "seconds")}
@@ -24,8 +25,9 @@ class MetricsLog:
     def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
         self.path = run_dir / "metrics.jsonl"
         kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
-        write_whole(self.path, "".join(_line(row) for row in kept).encode())
-        self._file = self.path.open("a", encoding="utf-8")
+        with writing(self.path):
+            write_whole(self.path, "".join(_line(row) for row in kept).encode())
+            self._file = self.path.open("ab", buffering=0)  # what a full disk refuses is not tried again when it is closed
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -34,27 +36,20 @@ class MetricsLog:
         self._file.close()
 
     def write(self, row: Row) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
-        os.fsync(self._file.fileno())  # a checkpoint that comes later must not outlive the rows before it
+        line = _line(row).encode()
+        with writing(self.path):
+            while line:  # the last bytes of a disk's room are taken without an error
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())  # a checkpoint that comes later must not outlive the rows before it
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
     """All rows so far; a last line that an interruption cut short is left out. UserError names another that is damaged."""
     path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
     try:
-        *lines, _ = read_text(path).split("\n")
+        return read_json_lines(path, _checked) if path.exists() else []
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(_checked(parse_json(line)))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: is damaged: {error}") from None
-    return rows
 
 
 def _checked(row: Any) -> Row:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+
+T = TypeVar("T")
 
 DEPTH = 32
 """Levels of lists and mappings; ours have five."""
@@ -91,18 +94,40 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_text(path: Path, largest: int | None = None) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark. ValueError, not OSError, says why there is none.
+    """The text of a UTF-8 file, with or without a byte order mark. ValueError, not OSError, says why there is none."""
+    return _decoded(_read(path, largest))
 
-    Only regular files are read: a pipe may never end, and has nothing for a second reader.
+
+def read_json_lines(path: Path, check: Callable[[Any], T]) -> list[T]:
+    """What `check` makes of the values in a log, one a line; a last line that an interruption cut short is left out.
+
+    ValueError says which line is damaged; `check` raises ValueError or TypeError for one that is none of the log's.
     """
+    *lines, _ = _read(path).split(b"\n")
+    values = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values.append(check(parse_json(_decoded(line))))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"line {number}: is damaged: {error}") from None
+    return values
+
+
+def _read(path: Path, largest: int | None = None) -> bytes:
+    """Only regular files are read: a pipe may never end, and has nothing for a second reader."""
     try:
         state = path.stat()
         if not stat.S_ISREG(state.st_mode):
             raise ValueError("cannot be read (it is no regular file)")
         if largest is not None and state.st_size > largest:
             raise ValueError(f"is {state.st_size} bytes large; at most {largest} are read")
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")  # as files are read in text mode
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start}); convert it, say with iconv") from None

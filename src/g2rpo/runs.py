@@ -6,6 +6,8 @@ import json
 import platform
 import re
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from g2rpo import __version__
 from g2rpo.config import AlarmsConfig, Config
 from g2rpo.devices import accelerator
 from g2rpo.errors import UserError
-from g2rpo.files import write_whole
+from g2rpo.files import append_line, write_whole
+from g2rpo.folders import InUse, held, is_empty, remove_unfinished, writing
 from g2rpo.settings import differences, read_yaml, resolve
 
 CONFIG = "config.yaml"
@@ -39,31 +42,43 @@ MAY_CHANGE = (
 """Keys that a resumed run may set anew; nothing already computed depends on them, and what comes only by rounding."""
 
 
-def choose_directory(config: Config, run_dir: Path | None, resume: bool) -> Path:
-    """The directory for a run of `config`; nothing is written.
+@contextmanager
+def entered(config: Config, run_dir: Path | None, resume: bool, warn: Callable[[str], None] = print) -> Iterator[Path]:
+    """The directory for a run of `config`, kept for this process while entered; what is made here and left empty goes again.
 
     Without `run_dir` a fresh `runs/NAME`, `runs/NAME-2`, ... is taken. A directory that holds a run is only entered with
     `resume` and the same config.
     """
     if resume and run_dir is None:
         raise UserError("--resume continues a run: name its directory with --run-dir")
-    directory = run_dir or _fresh(Path("runs"), config.recipe or "run")
-    existing = directory / CONFIG
-    if existing.is_file() and not resume:
-        raise UserError(f"{directory} already holds a run; continue it with --resume, or name another --run-dir")
-    if existing.is_file():
+    with ExitStack() as stack:
+        if run_dir is None:
+            directory = _enter_fresh(stack, config.recipe or "run", warn)
+        else:
+            directory = run_dir
+            check_directory(config, directory, resume)  # before it is touched
+            stack.enter_context(held(directory, warn))
+            check_directory(config, directory, resume)  # as the last process that held it left it
+        yield directory
+
+
+def check_directory(config: Config, directory: Path, resume: bool) -> None:
+    """Refuses a directory that a run of `config` cannot begin in, or go on in with `resume`; nothing is written."""
+    if (directory / CONFIG).is_file():
+        if not resume:
+            raise UserError(f"{directory} already holds a run; continue it with --resume, or name another --run-dir")
         _check_same(config, read_config(directory), directory)
-    elif directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
+    elif not is_empty(directory):
         raise UserError(f"{directory} is not empty and holds no run (no {CONFIG}); name another --run-dir")
     elif resume:
         raise UserError(f"{directory} holds no run to resume (no {CONFIG})")
-    return directory
 
 
 def claim(directory: Path, config: Config) -> None:
-    """Makes a chosen directory this run's, by writing config.yaml."""
+    """Makes a directory this run's, by writing config.yaml."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(directory)
         write_whole(directory / CONFIG, config.to_yaml().encode())
     except OSError as error:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
@@ -82,8 +97,8 @@ def record_start(directory: Path, iteration: int, device: torch.device) -> None:
         "torch": torch.__version__,
         "device": module.get_device_name(device) if (module := accelerator(device)) is not None else cpu,
     }
-    with (directory / STARTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start) + "\n")
+    with writing(directory / STARTS):
+        append_line(directory / STARTS, json.dumps(start))
 
 
 def source_commit(root: Path) -> str | None:
@@ -121,8 +136,24 @@ def _check_same(config: Config, other: Config, directory: Path) -> None:
         raise UserError(f"{directory} belongs to a run with another config:\n{listed}\nName another --run-dir for this one.")
 
 
+def _enter_fresh(stack: ExitStack, name: str, warn: Callable[[str], None]) -> Path:
+    """The first of runs/NAME, runs/NAME-2, ... that is new; runs that begin at one time get one each."""
+    while True:
+        directory = _fresh(Path("runs"), name)
+        with ExitStack() as attempt:
+            try:
+                attempt.enter_context(held(directory, warn))
+            except InUse:
+                continue
+            if is_empty(directory):  # else another run has come and gone
+                stack.enter_context(attempt.pop_all())
+                return directory
+
+
 def _fresh(root: Path, name: str) -> Path:
     stem = re.sub(r"[^\w.-]+", "-", name)
+    if not stem.strip("."):
+        raise UserError(f"recipe: {name!r} cannot name a folder below {root}/; name one with --run-dir")
     candidate, number = root / stem, 1
     while candidate.exists():
         number += 1

@@ -35,6 +35,8 @@ from g2rpo.evaluation import (
     save_evaluation,
     save_scores,
 )
+from g2rpo.files import whole_file
+from g2rpo.folders import held, whole, writing
 from g2rpo.image_statistics import image_statistics, statistics_row
 from g2rpo.learner import Learner
 from g2rpo.memory import batch_sizes
@@ -245,8 +247,10 @@ class Trainer:
             self._baseline = evaluation
         if self.run_dir is not None and self.world.leads:
             if self.iteration == 0:
-                save_evaluation(self.run_dir / BASELINE, evaluation)
-            save_scores(self._scores_after(self.iteration), evaluation)
+                with self._written(BASELINE) as path:
+                    save_evaluation(path, evaluation)
+            with self._written(_scores_after(self.iteration)) as path:
+                save_scores(path, evaluation)
             self._paint(_named(self.iteration), [evaluation.images[: self._shown]], [""])
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self._base()
@@ -299,21 +303,27 @@ class Trainer:
         if base is None:
             raise ValueError("this trainer has neither evaluated the base model nor a run_dir that holds its evaluation")
         table = compare(base, tuned)
-        if self.run_dir is not None and self.world.leads:
+        if self.writes:
             self._paint("before_after", [base.images[: self._shown], tuned.images[: self._shown]], ["base", "tuned"])
             rewards = {name: asdict(row) for name, row in table.items()}
             results = {"iteration": self.iteration, "prompts": len(base.prompts), "rewards": rewards}
             if self.rolled_back_from is not None:
                 results["rolled_back_from"] = self.rolled_back_from
-            (self.run_dir / "results.json").write_text(json.dumps(results, indent=1))
-            save_curves(self.run_dir / "curves.png", read_metrics(self.run_dir), list(self.rewards))
+            with self._written("results.json") as path:
+                path.write_text(json.dumps(results, indent=1))
+            with self._written("curves.png") as path:
+                save_curves(path, read_metrics(self._directory()), list(self.rewards))
         return table
 
     def export(self) -> Path:
         """Writes the (averaged) weights as diffusers reads them, and returns where; for all ranks to call, one writes."""
         folder = self._directory() / ("adapter" if self.config.policy.tuning == "lora" else "transformer")
-        with self.learner.averaged():
-            return self.policy.save(folder) if self.world.leads or self.sharding is not None else folder
+        with self.learner.averaged(), self._holding():
+            if not self.writes:  # but their pieces are gathered
+                return self.policy.save(folder) if self.sharding is not None else folder
+            with writing(folder), whole(folder) as unfinished:
+                saved = self.policy.save(unfinished)
+        return folder / saved.relative_to(unfinished)
 
     def save(self) -> Path | None:
         """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept.
@@ -330,7 +340,8 @@ class Trainer:
             return None
         state["allocation"] = self.allocator.state if self.allocator else {}
         kept = self.config.trainer.keep_checkpoints
-        return save_checkpoint(self.run_dir / "checkpoints", self.iteration, tensors, state, kept)
+        with self._holding():
+            return save_checkpoint(self.run_dir / "checkpoints", self.iteration, tensors, state, kept)
 
     def resume(self) -> list[str]:
         """Continues from the newest checkpoint that is intact and fits, if there is one; says what is wrong with newer ones."""
@@ -348,7 +359,8 @@ class Trainer:
             return complaints
         self.iteration = found[0]
         self.alarms.rows = [row for row in read_metrics(self._directory()) if row["iteration"] <= self.iteration]
-        scores = {row["iteration"]: self._scores_after(row["iteration"]) for row in self.alarms.rows if row["kind"] == "eval"}
+        judged = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
+        scores = {iteration: self._directory() / _scores_after(iteration) for iteration in judged}
         self.alarms.history = {i: load_tensors(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
         return complaints
 
@@ -428,16 +440,35 @@ class Trainer:
             return
         directory, config = self._directory(), self.config.model_dump(mode="json")
         with (
+            self._holding(),
             MetricsLog(directory, self.iteration) as log,
             Feed(self.trackers, directory, self.iteration, config, self.notify) as feed,
         ):
 
             def logged(row: Row) -> Row:
                 log.write(row)
-                feed.log(row, {"eval/samples": self._picture(_named(row["iteration"]))} if row["kind"] == "eval" else {})
+                feed.log(row, {"eval/samples": directory / _picture(_named(row["iteration"]))} if row["kind"] == "eval" else {})
                 return row
 
             yield logged
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Keeps other processes out of the run directory, where this trainer writes it."""
+        if not self.writes:
+            yield
+            return
+        with held(self._directory(), self.notify):
+            yield
+
+    @contextmanager
+    def _written(self, name: str) -> Iterator[Path]:
+        """Where to write a file of the run, which is then there as a whole; `Stopped` if the disk refuses."""
+        path = self._directory() / name
+        with self._holding(), writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as unfinished:
+                yield unfinished
 
     @contextmanager
     def _naming_the_iteration(self) -> Iterator[None]:
@@ -458,13 +489,8 @@ class Trainer:
         return f"\nThe whole traceback is in {path}; --resume goes on from the last checkpoint."
 
     def _paint(self, name: str, rows: Sequence[Tensor], labels: Sequence[str]) -> None:
-        save_grid(self._picture(name), rows, list(self.heldout)[: self._shown], labels)
-
-    def _picture(self, name: str) -> Path:
-        return self._directory() / "samples" / f"{name}.png"
-
-    def _scores_after(self, iteration: int) -> Path:
-        return self._directory() / SCORES / f"{_named(iteration)}.safetensors"
+        with self._written(_picture(name)) as path:
+            save_grid(path, rows, list(self.heldout)[: self._shown], labels)
 
     def _directory(self) -> Path:
         if self.run_dir is None:
@@ -474,3 +500,11 @@ class Trainer:
 
 def _named(iteration: int) -> str:
     return f"iteration_{iteration:06d}"
+
+
+def _picture(name: str) -> str:
+    return f"samples/{name}.png"
+
+
+def _scores_after(iteration: int) -> str:
+    return f"{SCORES}/{_named(iteration)}.safetensors"

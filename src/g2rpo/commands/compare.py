@@ -38,7 +38,8 @@ from g2rpo.comparison import (
 from g2rpo.config import Config
 from g2rpo.errors import UserError
 from g2rpo.files import write_whole
-from g2rpo.runs import choose_directory, weights_path
+from g2rpo.folders import is_empty
+from g2rpo.runs import check_directory, weights_path
 from g2rpo.settings import differences, read_yaml, resolve_as
 
 STUDY = "study.yaml"
@@ -59,7 +60,7 @@ class Grid:
     def training(self, title: str, folder: Path, overrides: Sequence[str]) -> Job | None:
         """The job that trains, or goes on training, in `folder`; None where that is done. Another run there is refused."""
         begun = (folder / "config.yaml").is_file()
-        choose_directory(self.config(overrides), folder, resume=begun)
+        check_directory(self.config(overrides), folder, resume=begun)
         if finished(folder):
             return None
         resume = ["--resume"] if begun else []
@@ -252,7 +253,7 @@ def _check_same(study: Study, out: Path) -> None:
     """Refuses a folder that holds another study, or anything else; cells and seeds may be added."""
     path = out / STUDY
     if not path.is_file():
-        if out.is_file() or (out.is_dir() and any(other.name != ".lock" for other in out.iterdir())):
+        if not is_empty(out):
             raise UserError(f"{out} is not empty and holds no study (no {STUDY}); name another --out")
         return
     other = resolve_as(Study, read_yaml(path), source=str(path))

@@ -19,6 +19,7 @@ from g2rpo.commands.progress import counter, say, warn_on
 from g2rpo.config import Config
 from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, digest_of, local, write_whole
+from g2rpo.folders import held, is_empty
 from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.pictures import save_grid
 from g2rpo.runs import read_config, weights_path
@@ -81,13 +82,15 @@ def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console
     config = config.model_copy(update={"contents": _contents(config, prompts)})
     _check_folder(out, config)
     judging = Judging(config, prompts, out)
-    missing = judging.missing()
-    if missing:
-        _judge(judging, missing, console)
-    results = judging.write_results()
-    console.print(results_table(judging))
-    for steps in sorted(set(config.steps)):
-        _save_grid(judging, steps)
+    with held(out, warn_on(console)):
+        _check_folder(out, config)
+        missing = judging.missing()
+        if missing:
+            _judge(judging, missing, console)
+        results = judging.write_results()
+        console.print(results_table(judging))
+        for steps in sorted(set(config.steps)):
+            _save_grid(judging, steps)
     for what, where in (("numbers", results), ("pictures", out / "pictures.jsonl"), ("grids", out / "grid_steps_*.png")):
         say(console, f"{what:>9}  {where}")
 
@@ -134,7 +137,7 @@ def _check_folder(out: Path, config: JudgingConfig) -> None:
         if changed:
             listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
             raise UserError(f"{out} holds an evaluation with other settings:\n{listed}\nName another --out for this one.")
-    elif out.is_file() or (out.is_dir() and any(out.iterdir())):
+    elif not is_empty(out):
         raise UserError(f"{out} is not empty and holds no evaluation (no {SETTINGS}); name another --out")
 
 

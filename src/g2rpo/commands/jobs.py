@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import queue
 import signal
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from g2rpo.commands.progress import say
 from g2rpo.errors import UserError
+from g2rpo.folders import held
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,9 @@ def environment(slot: int, count: int) -> dict[str, str]:
 @contextmanager
 def locked(out: Path) -> Iterator[int]:
     """One study at a time in a folder; a SIGTERM ends the jobs as an interrupt does."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = (out / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}); name another --out") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{out}: another `g2rpo compare`, or a run that it began, is at work there") from None
+    with held(out) as descriptor:
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
-            yield file.fileno()
+            yield descriptor
         finally:
             signal.signal(signal.SIGTERM, before)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from g2rpo.files import digest_of
 from g2rpo.metrics import Row
 from g2rpo.model_card import write_card
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.runs import choose_directory, claim, record_start
+from g2rpo.runs import claim, entered, record_start
 from g2rpo.settings import read_yaml, resolve
 from g2rpo.trainer import Trainer
 
@@ -120,7 +120,7 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
     """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks that do not lead."""
     notes: list[str] = []
     config = load_config(recipe, overrides, notes.append)
-    with joined(components.pick_device(config.policy.device), config.trainer.rank_timeout_s) as world:
+    with joined(components.pick_device(config.policy.device), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
         if not world.leads:
             console = Console(quiet=True)
         for note in notes:
@@ -130,8 +130,8 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
             raise UserError(
                 f"ranks {parted} were started with another config than rank 0; give all the same recipe and overrides"
             )
-        chosen = str(choose_directory(config, run_dir, resume)) if world.leads else ""
-        directory = Path(world.text_of_leader(chosen))
+        chosen = stack.enter_context(entered(config, run_dir, resume, warn_on(console))) if world.leads else ""
+        directory = Path(world.text_of_leader(str(chosen)))
         _run(config, directory, resume, world, console)
         return directory if world.leads else None
 

@@ -11,7 +11,7 @@ from typing import Any
 from g2rpo.config import Config
 from g2rpo.errors import UserError
 from g2rpo.metrics import Row, read_metrics
-from g2rpo.plain import parse_json, read_text
+from g2rpo.plain import parse_json, read_json_lines, read_text
 from g2rpo.runs import STARTS, read_config
 
 
@@ -131,10 +131,13 @@ def _read(directory: Path, name: str) -> Run:
     rows = read_metrics(directory)
     starts, results = directory / STARTS, directory / "results.json"
     try:
-        started = [dict(parse_json(line)) for line in read_text(starts).split("\n") if line] if starts.exists() else []
+        started = read_json_lines(starts, dict) if starts.exists() else []
+    except ValueError as error:
+        raise UserError(f"{starts}: {error}") from None
+    try:
         result = _checked(parse_json(read_text(results)), rows) if results.exists() else None
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{directory}: {STARTS} or results.json is damaged: {error}") from None
+        raise UserError(f"{results}: is damaged: {error}") from None
     return Run(name, directory, config, rows, started, result)
 
 
