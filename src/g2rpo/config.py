@@ -165,6 +165,11 @@ class OptimConfig(Group):
     """What the rate does after the warm-up; "cosine" reaches zero at the last iteration."""
     ema_decay: Share = 0.0
     """Evaluation and the saved weights use an exponential moving average; 0 turns it off."""
+    ema_every: Count | None = None
+    """Optimizer steps between updates of the average; None: one after each iteration."""
+    ema_warmup: bool = False
+    """The average begins at the untrained weights, and its decay rises as (1 + t) / (10 + t) with the optimizer steps t, up to
+    `ema_decay`. Flow-GRPO's is ema_decay=0.9 ema_every=8 ema_warmup=true."""
 
 
 class TrainerConfig(Group):

@@ -29,8 +29,21 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
         )
-        decay = config.ema_decay
-        self.average = AveragedModel(self.parameters, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
+        self.average = AveragedModel(self.parameters, multi_avg_fn=self._blend) if config.ema_decay else None
+        if self.average is not None and config.ema_warmup:
+            self.average.n_averaged.fill_(1)  # it begins at the untrained weights; otherwise the first update is a copy
+        self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken so far."""
+        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+
+    @property
+    def ema_decay(self) -> float:
+        """How much of the average an update keeps: `ema_decay`, after a warm-up of (1 + t) / (10 + t) at optimizer step t."""
+        warm = (1 + self.steps) / (10 + self.steps) if self.config.ema_warmup else 1.0
+        return min(warm, self.config.ema_decay)
 
     def set_rate(self, iteration: int, iterations: int) -> float:
         """The learning rate of an iteration, counted from 0: linear warm-up, then constant or a cosine to zero at the end."""
@@ -42,8 +55,17 @@ class Learner:
         return rate
 
     def update_average(self) -> None:
-        if self.average is not None:
+        """After an iteration; does nothing where `ema_every` counts optimizer steps."""
+        if self.average is not None and self.config.ema_every is None:
             self.average.update_parameters(self.parameters)
+
+    def _after_step(self) -> None:
+        every = self.config.ema_every
+        if self.average is not None and every is not None and (self.steps + 1) % every == 0:  # 7, 15, ... of 8, as Flow-GRPO
+            self.average.update_parameters(self.parameters)
+
+    def _blend(self, averages: Sequence[Tensor], weights: Sequence[Tensor], updates: Any) -> None:
+        get_ema_multi_avg_fn(self.ema_decay)(averages, weights, updates)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
