@@ -464,7 +464,7 @@ def steps_of(new, old, x_next, advantages=None, dsigma=0.1):
     ones = torch.ones(len(x_next))
     return Steps(
         new.log_prob(x_next), old.log_prob(x_next), kernel_kl(new, old) * ones, advantages if advantages is not None else ones,
-        new.std * ones, dsigma * ones,
+        new.std * ones, dsigma * ones, torch.zeros(len(x_next), dtype=torch.int64),
     )  # fmt: skip
 
 

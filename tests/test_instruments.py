@@ -78,7 +78,7 @@ def test_evening_is_the_losss_weight():
     for step in steps_of("1-3"):
         std = t.kernel(torch.zeros(1, 1), torch.zeros(1, 1), sigmas[step], sigmas[step + 1]).std
         ones = torch.ones(1)
-        steps = Steps(ones, ones, 0 * ones, ones, std * ones, (sigmas[step] - sigmas[step + 1]) * ones)
+        steps = Steps(ones, ones, 0 * ones, ones, std * ones, (sigmas[step] - sigmas[step + 1]) * ones, step * ones)
         assert evening(t, step) == pytest.approx(float(t.algorithm.weight_of(steps)))
 
 

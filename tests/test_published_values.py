@@ -1,6 +1,7 @@
 """The neighbours' published numbers: where they come from, and that a rule of the published code is kept."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
 from g2rpo.seeding import generator_for
+from g2rpo.types import Normal, Steps
+from tests.runs import trainer
 
 
 @pytest.mark.parametrize(
@@ -97,3 +100,44 @@ def test_a_noisy_last_step_is_next_to_nothing_on_sd3s_grid_only():
     for sigmas, left in ((scheduler_grid(10, 3.0), 0.006), (sigma_grid(10, 3.0), 0.202)):
         std = FlowGRPO().kernel(sigmas)(*torch.zeros(2, 1, 1), sigmas[-2], sigmas[-1]).std
         assert float(std) == pytest.approx(left, abs=5e-4)
+
+
+def published_guard(new, old, x_next, advantages, std, dsigma, clip=2e-6):
+    """The loss of GRPO-Guard's code for one step of a batch: the correction is averaged over everything, the batch too."""
+    log_ratio = ((x_next - old) ** 2 - (x_next - new) ** 2).mean(1) / (2 * std**2)
+    ratio = ((log_ratio + ((new - old) ** 2).mean() / (2 * std**2)) * std).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)) / dsigma
+
+
+def test_guards_batch_correction_is_the_published_one():
+    """Two steps in one pass, each a batch of its own; values and gradients, the correction's own gradient among them."""
+    generator = torch.Generator().manual_seed(0)
+    new = torch.randn(2, 5, 8, generator=generator, requires_grad=True)
+    old, x_next = new.detach() + 0.1 * torch.randn(2, 2, 5, 8, generator=generator)
+    advantages, stds, dsigmas = torch.randn(2, 5, generator=generator), (0.3, 0.5), (0.08, 0.11)
+    expected = torch.cat([published_guard(*of) for of in zip(new, old, x_next, advantages, stds, dsigmas, strict=True)])
+
+    std, dsigma, step = (torch.tensor(pair).repeat_interleave(5) for pair in (stds, dsigmas, (3, 7)))
+    now, before = Normal(new.flatten(0, 1), std), Normal(old.flatten(0, 1), std)
+    taken = x_next.flatten(0, 1)
+    steps = Steps(now.log_prob(taken), before.log_prob(taken), kernel_kl(now, before), advantages.flatten(), std, dsigma, step)
+    losses = [GRPOGuard(correction=kind).loss(steps) for kind in ("batch", "member")]
+    torch.testing.assert_close(losses[0], expected, rtol=1e-5, atol=1e-6)
+    theirs, batch, member = (torch.autograd.grad(loss.sum(), new, retain_graph=True)[0] for loss in (expected, *losses))
+    torch.testing.assert_close(batch, theirs, rtol=1e-4, atol=1e-6)
+    assert float((member - theirs).norm()) > 0.01 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("name", ["grpo_guard", "tempflow_grpo"])
+def test_a_loss_knows_which_step_each_of_its_rows_is(name):
+    """With latents of their own or a shared one; passes are cut anywhere."""
+    t = trainer(None, f"algorithm.name={name}", "algorithm.group_size=6", "trainer.micro_batch_size=4", "trainer.iterations=1")
+    seen = []
+    own = t.updater.algorithm.loss
+    t.updater.algorithm = SimpleNamespace(**{key: getattr(t.algorithm, key) for key in dir(t.algorithm) if key[0] != "_"})
+    t.updater.algorithm.loss = lambda steps: seen.append(steps) or own(steps)
+    t.iterate()
+    assert sum(len(steps.step) for steps in seen) == 2 * 6 * 5
+    for steps in seen:
+        torch.testing.assert_close(steps.dsigma, t.sigmas[steps.step] - t.sigmas[steps.step + 1])
+    assert len(torch.cat([steps.step for steps in seen]).unique()) == 5

@@ -21,7 +21,13 @@ def pushed(algorithm, step, advantage=1.0):
     log_prob = landing.log_prob(landing.mean.detach() + landing.std * noise)
     ones = torch.ones(1)
     steps = Steps(
-        log_prob, log_prob.detach(), 0 * ones, advantage * ones, landing.std * ones, (sigmas[step] - sigmas[step + 1]) * ones
+        log_prob,
+        log_prob.detach(),
+        0 * ones,
+        advantage * ones,
+        landing.std * ones,
+        (sigmas[step] - sigmas[step + 1]) * ones,
+        torch.tensor([step]),
     )
     algorithm.loss(steps).sum().backward()
     return v.grad, noise

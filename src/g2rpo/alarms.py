@@ -207,7 +207,7 @@ def drift_limit(
         e = 2 * torch.finfo(dtype).eps * math.sqrt(2) * float((moved.mean - still.mean).abs()) / float(std)
         scale = 2 * float(still.log_prob(still.mean) - still.log_prob(still.mean + std))  # 1, or 2 std^2 without the constants
         allowed = max(allowed, scale * (4 * e / math.sqrt(entries) + e**2 / 2))
-        off_by_one = Steps(torch.ones(1), nothing, nothing, nothing, std, (sigma - sigma_next).reshape(1))
+        off_by_one = Steps(torch.ones(1), nothing, nothing, nothing, std, (sigma - sigma_next).reshape(1), torch.tensor([step]))
         unit = max(unit, float(algorithm.log_ratio(off_by_one)))
     half = algorithm.clip_range / 2 / unit
     every = algorithm.update_every

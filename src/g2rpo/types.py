@@ -143,7 +143,8 @@ class Transition:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a training pass knows about B stochastic steps: every field is [B], float32, one entry per member and step."""
+    """What a training pass knows about B stochastic steps: every field is [B], one entry per member and step; float32 but the
+    last."""
 
     log_prob: Tensor  # of the step that was taken, under the weights being trained; carries the gradient
     old_log_prob: Tensor  # under the weights that took it
@@ -151,6 +152,7 @@ class Steps:
     advantages: Tensor
     std: Tensor  # of the noise that entered
     dsigma: Tensor  # how far the step went, |sigma_next - sigma|
+    step: Tensor  # its index on the sigma grid, int64
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,7 @@ class Updater:
             torch.cat([item.advantages for item in part]).to(x_next.device),
             landing.std,
             dsigma,
+            torch.tensor([item.transition.step for item in part for _ in item.advantages]).to(x_next.device),
         )
         stats.log_ratios.append(log_ratio_of(self.algorithm, steps).detach().cpu())
         counted = torch.cat([item.mask for item in part]).to(x_next.device)

@@ -20,7 +20,9 @@ from g2rpo.types import Plan, Steps, UpdateEvery
 class GRPOGuard(GRPO):
     """GRPO-Guard; defaults for SD3.5 Medium (10 steps, 48 prompts an update). The clip range is the normalised ratio's.
 
-    `noisy_last_step`: see `flow_grpo.FlowGRPO`, whose sampler this is.
+    `noisy_last_step`: see `flow_grpo.FlowGRPO`, whose sampler this is. `correction`: "member" adds each member's own b back, as
+    in the paper (Eq. 8); "batch" the mean of b over the members of a training pass at the same step, as the published code
+    does. Only with "batch" does an update depend on `trainer.micro_batch_size`.
     """
 
     name: Literal["grpo_guard"] = "grpo_guard"
@@ -28,6 +30,7 @@ class GRPOGuard(GRPO):
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
     noisy_last_step: bool = True
+    correction: Literal["member", "batch"] = "member"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +41,14 @@ class GRPOGuard(GRPO):
         return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
     def log_ratio(self, steps: Steps) -> Tensor:
-        return steps.std * (super().log_ratio(steps) + steps.old_kl)
+        bias = steps.old_kl if self.correction == "member" else mean_of_each_step(steps.old_kl, steps.step)
+        return steps.std * (super().log_ratio(steps) + bias)
 
     def loss(self, steps: Steps) -> Tensor:
         return super().loss(steps) / steps.dsigma
+
+
+def mean_of_each_step(values: Tensor, step: Tensor) -> Tensor:
+    """For each entry of values [B] the mean over all entries of its step; step [B]."""
+    same = (step[:, None] == step).to(values)
+    return same @ values / same.sum(1)
