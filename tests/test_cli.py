@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -189,6 +190,32 @@ def test_push_uploads_weights_and_card(tmp_path):
     for run, repository, message in ((tmp_path, "mine", "write owner/name"), (tmp_path / "no", "me/mine", "no weights yet")):
         with pytest.raises(UserError, match=message):
             push(run, repository, private=False, console=Console(), api=hub)
+
+
+def test_a_push_without_a_network_is_one_message_that_says_how_to_try_again(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "README.md").touch()
+    nowhere = HfApi(endpoint="http://127.0.0.1:9", token="hf_x")
+    with pytest.raises(UserError, match=r"me/mine: the upload failed: .*\n.*`g2rpo push .* me/mine` tries again"):
+        push(tmp_path, "me/mine", private=False, console=Console(), api=nowhere)
+
+
+@pytest.mark.parametrize(
+    ("repository", "token", "message"),
+    [
+        ("not a repo", "hf_x", "'not a repo' is no repository"),
+        ("mine", "hf_x", "'mine' is no repository; write owner/name"),
+        ("me/mi/ne", "hf_x", "is no repository"),
+        ("me/mine", "", "needs a token"),
+    ],
+)
+def test_what_could_not_be_pushed_is_refused_before_training(capsys, tmp_path, monkeypatch, repository, token, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setenv("HF_TOKEN", token)
+    code, out, err = g2rpo(capsys, "train", "scenes", "--push-to-hub", repository)
+    assert code == 2 and message in " ".join(err.split()) and out == "" and not list(tmp_path.iterdir())
 
 
 def test_a_served_reward_answers_a_remote_one(tmp_path):

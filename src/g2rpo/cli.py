@@ -35,8 +35,11 @@ def train(
     push_to_hub: Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")] = None,
 ) -> None:
     """Train a model on rewards."""
+    from g2rpo.commands.push import check_push
     from g2rpo.commands.train import train as run
 
+    if push_to_hub is not None:
+        check_push(push_to_hub)
     directory = run(recipe, overrides or [], run_dir, resume, console)
     if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import yaml
 from g2rpo import __version__
 from g2rpo.config import Config
 from g2rpo.evaluation import Comparison
+from g2rpo.files import local
 
 PICTURES = ("samples/before_after.png", "curves.png")
 PAPERS = {
@@ -36,7 +38,7 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
         shutil.copy(run_dir / picture, folder / Path(picture).name)
     lora = config.policy.tuning == "lora"
     header: dict[str, Any] = {
-        "base_model": config.policy.path,
+        **({"base_model": config.policy.path} if _is_hub_id(config.policy.path) else {}),
         "library_name": "diffusers",
         "pipeline_tag": "text-to-image",
         "tags": ["g2rpo", "reinforcement-learning", "text-to-image", *(["lora"] if lora else [])],
@@ -46,7 +48,7 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
         "\n\n".join(
             [
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
-                f"# {config.policy.path}, tuned with {PAPERS[config.algorithm.name][0]}",
+                f"# {_code(config.policy.path)}, tuned with {PAPERS[config.algorithm.name][0]}",
                 _what(config),
                 "![before and after](before_after.png)",
                 _results(config, table, prompts),
@@ -63,6 +65,19 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
     return card
 
 
+def _is_hub_id(path: str) -> bool:
+    """Whether `path` can be a repository's id: the hub refuses a card whose base_model is a folder of this machine."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None and not os.path.isdir(local(path))
+
+
+def _code(text: str) -> str:
+    """Words that users chose, as a code span: nothing in them is a heading, a link or HTML."""
+    text = " ".join(text.split())
+    ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    room = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{ticks}{room}{text}{room}{ticks}"
+
+
 def _block(language: str, code: str) -> str:
     """A code block that nothing in `code` can end."""
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", code))])
@@ -72,7 +87,7 @@ def _block(language: str, code: str) -> str:
 def _what(config: Config) -> str:
     rewards = ", ".join(f"{name} (weight {entry.weight:g})" for name, entry in config.rewards.items())
     kind = f"LoRA of rank {config.policy.lora_rank}" if config.policy.tuning == "lora" else "fully tuned transformer"
-    recipe = f" with the recipe `{config.recipe}`" if config.recipe else ""
+    recipe = f" with the recipe {_code(config.recipe)}" if config.recipe else ""
     method, paper = PAPERS[config.algorithm.name]
     return (
         f"A {kind}, trained by g2rpo {__version__}{recipe} ({method}, arXiv {paper}) for "

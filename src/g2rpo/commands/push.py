@@ -12,13 +12,33 @@ from g2rpo.errors import UserError
 from g2rpo.runs import weights_path
 
 
+def check_repository(repository: str) -> None:
+    """Refuses what is no OWNER/NAME of the hub."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(f"'{repository}' is no repository ({error}); write owner/name") from None
+    if repository.count("/") != 1:
+        raise UserError(f"'{repository}' is no repository; write owner/name")
+
+
+def check_push(repository: str) -> None:
+    """Refuses what would be refused after training: a name that is none, or no token to upload with."""
+    from huggingface_hub import get_token
+
+    check_repository(repository)
+    if get_token() is None:
+        raise UserError("--push-to-hub needs a token of the Hugging Face Hub: `hf auth login` stores one, or leave it out")
+
+
 def push(run: Path, repository: str, *, private: bool, console: Console, api: Any = None) -> str:
     """Uploads the weights folder of `run` and returns its address; `api` is an HfApi, by default one with the stored token."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
-    if repository.count("/") != 1:
-        raise UserError(f"'{repository}' is no repository; write owner/name")
+    check_repository(repository)
     folder = weights_path(run)
     if not (folder / "README.md").is_file():
         raise UserError(f"{folder} has no model card; has the run finished?")
@@ -26,7 +46,8 @@ def push(run: Path, repository: str, *, private: bool, console: Console, api: An
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         address = str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Weights tuned with g2rpo"))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"{repository}: the hub refused the upload: {error}") from error
+    except Exception as error:  # without a network the hub's library raises what its HTTP library does
+        again = f"the weights stay in {folder}; `g2rpo push {run} {repository}` tries again"
+        raise UserError(f"{repository}: the upload failed: {type(error).__name__}: {error}\n{again}") from error
     say(console, f"pushed {folder} to {address}")
     return address
