@@ -32,7 +32,6 @@ from torch import Tensor
 from benchmarks.credit import instrument_parser, save
 from g2rpo.algorithms.allocation import best_ratio
 from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.diagnostics import ranks
 from g2rpo.flow import tail
 from g2rpo.objectives import group_normalize, mix_rewards
 from g2rpo.rollout.engine import Engine
@@ -40,6 +39,7 @@ from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import Tails
 from g2rpo.scoring import Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
+from g2rpo.statistics import ranks
 from g2rpo.trainer import Trainer
 from g2rpo.types import Plan
 

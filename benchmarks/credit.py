@@ -288,7 +288,8 @@ def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str,
         singles = [own[:, place] for name, own in stacked.items() if name.startswith("step ")]
         common = sum((own / own.square().sum(1).mean().sqrt() for own in singles if own.any()), torch.zeros(()))
         for name, variant in variants.items():
-            cost = count_evaluations(variant.plans, size) + TRAINED_LATENT * count_trained(variant.plans, size)
+            trained, _ = count_trained(trainer.algorithm, variant.plans, trainer.config.sampling.num_steps)
+            cost = count_evaluations(variant.plans, size) + TRAINED_LATENT * trained
             vectors = stacked[name][:, place]
             signal = signal_of((vectors @ vectors.T).numpy())
             low, high = (cost * signal.groups(signal.share + side * Z * signal.error) for side in (1, -1))

@@ -19,7 +19,6 @@ from g2rpo.alarms import (
     Watch,
     chance_of_fall,
     crowd,
-    drift_limit,
     fallen_rewards,
     judged_gain,
     picture_alarms,
@@ -75,7 +74,7 @@ def test_a_drift_that_is_not_a_number_is_one_and_an_older_log_has_none():
 def limit_of(*overrides, entries=48, dtype=torch.float32):
     c = config(*overrides)
     sigmas = sigma_grid(c.sampling.num_steps, 3.0)
-    return drift_limit(c.algorithm, c.algorithm.kernel(sigmas), sigmas, range(5), entries, dtype)
+    return c.algorithm.drift_limit(sigmas, range(5), entries, dtype)
 
 
 def test_half_the_clip_range_is_what_a_later_update_can_bear():
@@ -91,7 +90,7 @@ def test_half_the_clip_range_is_what_a_later_update_can_bear():
     kernel = c.algorithm.kernel(sigmas)
     stds = [float(kernel(torch.ones(1, 1), torch.ones(1, 1), a, b).std) for a, b in pairwise(sigmas[:-1])]
     expected = c.algorithm.clip_range / 2 / max(stds)
-    assert drift_limit(c.algorithm, kernel, sigmas, range(5), 48, torch.float32) == pytest.approx(expected, rel=1e-5)
+    assert c.algorithm.drift_limit(sigmas, range(5), 48, torch.float32) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("sde", ["flow", "dance", "cps"])
@@ -110,7 +109,7 @@ def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(sde, entries)
         sampled, trained = (kernel(x, velocity, sigmas[step], sigmas[step + 1]) for velocity in (v, v + error))
         x_next = sampled.sample(random(300, entries, seed=4 + step))
         worst = max(worst, float((trained.log_prob(x_next) - sampled.log_prob(x_next)).abs().max()))
-    limit = drift_limit(c.algorithm, kernel, sigmas, range(5), entries, torch.bfloat16)
+    limit = c.algorithm.drift_limit(sigmas, range(5), entries, torch.bfloat16)
     assert limit / 3 < worst <= limit
 
 

@@ -14,6 +14,7 @@ from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
+from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.config import ALGORITHMS
 from g2rpo.flow import cps_kernel, dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
@@ -22,7 +23,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.seeding import generator_for
-from g2rpo.types import Normal, Plan, Steps
+from g2rpo.types import Normal, Plan
 from tests.runs import trainer
 
 NAMES = list(ALGORITHMS)
@@ -121,12 +122,12 @@ def test_updates_after_so_many_members_deal_the_group(every, sizes):
     t = named("flow_grpo", "algorithm.group_size=6", f"algorithm.update_every={every}")
     seen, updates = [], []
     batches, step = t.updater._batches, t.learner.optimizer.step
-    t.updater._batches = lambda experience: seen.extend(list(batches(experience))) or iter(seen)
+    t.updater._batches = lambda examples: seen.extend(list(batches(examples))) or iter(seen)
     t.learner.optimizer.step = lambda *a, **k: (updates.append(1), step(*a, **k))
     row = t.iterate()
     assert [len(batch[0].advantages) for batch in seen] == sizes and len(updates) == len(sizes)
     assert (row["ratio_deviation"] > 0) == (len(sizes) > 1)
-    whole = torch.cat([batch[0].transition.x_next for batch in seen])
+    whole = torch.cat([batch[0].data["x_next"] for batch in seen])
     assert len(whole) == 6 and len(torch.unique(whole.flatten(1), dim=0)) == 6
 
 
@@ -169,14 +170,12 @@ def test_mixgrpo_with_a_window_of_one_is_g2rpo_with_one_branch_and_the_fine_tail
         t = named(name, *ONCE, *options)
         seen = []
         update = t.updater.update
-        t.updater.update = lambda experience, cond, update=update, seen=seen: (
-            seen.extend(experience) or update(experience, cond)
-        )
+        t.updater.update = lambda examples, cond, update=update, seen=seen: seen.extend(examples) or update(examples, cond)
         rows = [t.iterate() for _ in range(3)]
         runs.append((seen, [row["loss"] for row in rows], weights(t)))
     (a, losses, end), (b, other_losses, other_end) = runs
     for x, y in zip(a, b, strict=True):
-        assert torch.equal(x.transition.x_next, y.transition.x_next) and torch.equal(x.advantages, y.advantages)
+        assert torch.equal(x.data["x_next"], y.data["x_next"]) and torch.equal(x.advantages, y.advantages)
     assert losses == other_losses and torch.equal(end, other_end)
 
 
@@ -501,7 +500,7 @@ def test_guards_loss_is_the_published_one():
     ratio = ((now.log_prob(x_next) - before.log_prob(x_next) + bias) * 0.3).exp()
     clipped = ratio.clamp(1 - 2e-6, 1 + 2e-6)
     expected = torch.maximum(-advantages * ratio, -advantages * clipped) / dsigma
-    torch.testing.assert_close(GRPOGuard().loss(steps_of(now, before, x_next, advantages, dsigma)), expected)
+    torch.testing.assert_close(GRPOGuard().policy_loss(steps_of(now, before, x_next, advantages, dsigma)), expected)
 
 
 def test_guard_needs_a_density():
@@ -512,8 +511,8 @@ def test_guard_needs_a_density():
 def collected(monkeypatch, kind):
     """What the losses of `kind` are given from now on."""
     seen = []
-    loss = kind.loss
-    monkeypatch.setattr(kind, "loss", lambda self, steps: seen.append(steps) or loss(self, steps))
+    loss = kind.policy_loss
+    monkeypatch.setattr(kind, "policy_loss", lambda self, steps: seen.append(steps) or loss(self, steps))
     return seen
 
 
@@ -542,7 +541,7 @@ def test_tempflow_weighs_a_step_by_its_noise(monkeypatch):
     torch.testing.assert_close(steps.std, std.repeat_interleave(6).repeat(2))
     torch.testing.assert_close(steps.dsigma, (sigmas[:7] - sigmas[1:8]).repeat_interleave(6).repeat(2))
     plain = clipped_surrogate(steps.log_prob - steps.old_log_prob, steps.advantages, 1e-4)
-    torch.testing.assert_close(TempFlowGRPO(group_size=6).loss(steps), 2.25 * steps.std * plain)
+    torch.testing.assert_close(TempFlowGRPO(group_size=6).policy_loss(steps), 2.25 * steps.std * plain)
 
 
 def test_the_std_of_the_batch_is_over_all_groups():

@@ -178,7 +178,7 @@ def test_two_iterations_a_kill_and_two_more_remember_what_was_measured(tmp_path)
             break
     assert resumed.resume() == [] and resumed.iteration == 2
     list(resumed.train())
-    assert resumed.allocator.state == straight.allocator.state
+    assert resumed.memory.state == straight.memory.state
     assert torch.equal(resumed.learner.parameters[0], straight.learner.parameters[0])
     rows = [
         [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in read_metrics(tmp_path / name)]

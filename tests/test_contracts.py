@@ -36,11 +36,9 @@ class Mine(GranularGRPO):
     def advantages(self, rewards, weights):
         return self._of("advantages", super().advantages(rewards, weights))
 
-    def log_ratio(self, steps):
-        return self._of("log_ratio", super().log_ratio(steps))
-
-    def loss(self, steps):
-        return self._of("loss", steps.log_prob * steps.advantages)
+    def loss(self, batch, network):
+        right = super().loss(batch, network)
+        return self._of("loss", replace(right, values=self._of("values", right.values)))
 
 
 def trained(algorithm):
@@ -90,20 +88,15 @@ def overflowing(loss):
         ("advantages", lambda a: a[:1], r"but returned shape \[1, 4\]"),
         ("advantages", lambda a: a.tolist(), r"a tensor of shape \[4, 4\] .* but returned a list"),
         ("advantages", lambda a: a / 0, "finite numbers .* but returned 16 that are NaN or infinite"),
-        (
-            "log_ratio",
-            lambda r: r.mean(),
-            r"shape \[\d+\] \(one for each step\), but returned shape \[\]",
-        ),
-        ("loss", lambda loss: loss.mean(), r"shape \[\d+\] .* before any mean\), but returned shape \[\]"),
-        ("loss", lambda loss: loss[:, None], r"but returned shape \[\d+, 1\]"),
-        ("loss", lambda loss: loss.detach(), "a loss that depends on steps.log_prob, but returned one without a gradient"),
+        ("values", lambda loss: loss.mean(), r"shape \[\d+\] .* before any mean\), but returned shape \[\]"),
+        ("values", lambda loss: loss[:, None], r"but returned shape \[\d+, 1\]"),
+        ("values", lambda loss: loss.detach(), "a loss that depends on network.velocity, but returned one without a gradient"),
         ("loss", lambda loss: None, "but returned a NoneType"),
-        ("loss", overflowing, r"finite numbers, but returned NaN or infinity for \d+ steps"),
+        ("values", overflowing, r"finite numbers, but returned NaN or infinity for \d+ members"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_algorithms_name(method, wrong, message):
-    with pytest.raises(UserError, match=f"^algorithm mine: {method} should return .*{message}"):
+    with pytest.raises(UserError, match=f"^algorithm mine: {method.replace('values', 'loss')} should return .*{message}"):
         trained(Mine(method=method, wrong=wrong))
 
 

@@ -304,7 +304,7 @@ def test_traced_activations_are_the_allocators(deep, one_thread, model, override
         policy.velocity(*trace._inputs(shapes, 8, c.policy))
 
     def training():
-        trace.training_pass(policy, c, shapes, 8, members=3)
+        trace.training_pass(policy, c, shapes, c.algorithm.plans(c.sampling.num_steps), 8)
 
     @torch.no_grad()
     def decode():

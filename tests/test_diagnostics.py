@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from g2rpo.diagnostics import diagnose, group_std, ranks, spearman
+from g2rpo.diagnostics import diagnose
+from g2rpo.statistics import group_std, ranks, spearman
 from tests.runs import trainer
 
 NAN = math.nan

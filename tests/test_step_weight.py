@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.flow import sigma_grid
-from g2rpo.types import Steps
 from tests.runs import trainer
 
 ETA, STEPS, ENTRIES = 0.7, 10, 48
@@ -29,7 +29,7 @@ def pushed(algorithm, step, advantage=1.0):
         (sigmas[step] - sigmas[step + 1]) * ones,
         torch.tensor([step]),
     )
-    algorithm.loss(steps).sum().backward()
+    algorithm.policy_loss(steps).sum().backward()
     return v.grad, noise
 
 

@@ -101,16 +101,16 @@ def test_an_update_raises_the_best_member_and_lowers_the_worst():
     seen = []
     update = t.updater.update
 
-    def spy(experience, cond):
-        seen.extend(experience)
-        return update(experience, cond)
+    def spy(examples, cond):
+        seen.extend(examples)
+        return update(examples, cond)
 
     t.updater.update = spy
     t.iterate()
     (item,) = seen
     with torch.no_grad():
-        landing, *_ = t.updater._landings([item], t.policy.encode([t.order.batch(0, 1)[0]]))
-        gain = landing.log_prob(item.transition.x_next) - item.transition.old_log_prob
+        cond = t.policy.encode([t.order.batch(0, 1)[0]])
+        gain = t.updater.loss([item], cond, first=False).log["log_ratio"]
     assert gain[item.advantages.argmax()] > 0 > gain[item.advantages.argmin()]
 
 
@@ -120,19 +120,18 @@ def test_the_loss_gradient_is_the_policy_gradient():
     seen = []
     update = t.updater.update
 
-    def spy(experience, cond):
-        seen.append((experience, cond))
-        return update(experience, cond)
+    def spy(examples, cond):
+        seen.append((examples, cond))
+        return update(examples, cond)
 
     t.updater.update, t.learner.optimizer.step = spy, lambda: None
     t.iterate()
-    (experience, cond), gradient = seen[0], policy.mean.grad.clone()
-    members = sum(len(item.advantages) for item in experience)
+    (examples, cond), gradient = seen[0], policy.mean.grad.clone()
+    advantages = torch.cat([item.advantages for item in examples])
 
     def objective():
-        landing, *_ = t.updater._landings(experience, cond)
-        log_prob = landing.log_prob(torch.cat([item.transition.x_next for item in experience]))
-        return float((torch.cat([item.advantages for item in experience]) * log_prob).double().sum()) / members
+        log_ratio = t.updater.loss(examples, cond, first=False).log["log_ratio"]  # the old log-prob is a constant
+        return float((advantages * log_ratio).double().mean())
 
     policy.mean.requires_grad_(False)
     for entry in range(3):

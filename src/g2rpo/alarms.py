@@ -8,7 +8,7 @@ same kind before it had it too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from g2rpo.config import Config
 from g2rpo.contracts import plans_of
 from g2rpo.image_statistics import TAIL
 from g2rpo.metrics import Row
-from g2rpo.types import Algorithm, Kernel, Steps
+from g2rpo.types import Algorithm
 
 Scores = Mapping[str, Tensor]
 """The held-out scores [N] of one evaluation by reward; NaN is none."""
@@ -185,37 +185,7 @@ def crowd(count: int) -> float:
     return next((x for x in fitting if hypergeom.cdf(beyond, 2 * count, count, x + beyond) < CROWD_LEVEL), math.inf)
 
 
-def drift_limit(
-    algorithm: Algorithm, kernel: Kernel, sigmas: Tensor, steps: Iterable[int], entries: int, dtype: torch.dtype
-) -> float:
-    """The largest difference of a log-prob between rollout and training pass that is in order, for the stochastic `steps` of
-    latents that have `entries` numbers.
-
-    Later updates of a rollout take its record for the old log-prob, and half the clip range is all that may be lost to a
-    difference that nothing was learnt from. Where a rollout has one update, ratios do not see the drift, and what rounding
-    explains is in order as well: a velocity (of size sqrt 2) off by two eps of `dtype` moves a step's mean by
-    e of its standard deviations; the noise that was drawn knows nothing of it, so the log-prob moves by
-    N(0, e^2 / entries) - e^2 / 2, which for a thousand members stays within 4 e / sqrt(entries) + e^2 / 2. The largest step
-    counts, in the units of the kernel's log-prob.
-    """
-    one, nothing = torch.ones(1, 1), torch.zeros(1)
-    allowed, unit = 0.0, 0.0
-    for step in steps:
-        sigma, sigma_next = sigmas[step], sigmas[step + 1]
-        still, moved = (kernel(0 * one, velocity * one, sigma, sigma_next) for velocity in (0, 1))
-        std = still.std.reshape(1)
-        e = 2 * torch.finfo(dtype).eps * math.sqrt(2) * float((moved.mean - still.mean).abs()) / float(std)
-        scale = 2 * float(still.log_prob(still.mean) - still.log_prob(still.mean + std))  # 1, or 2 std^2 without the constants
-        allowed = max(allowed, scale * (4 * e / math.sqrt(entries) + e**2 / 2))
-        off_by_one = Steps(torch.ones(1), nothing, nothing, nothing, std, (sigma - sigma_next).reshape(1), torch.tensor([step]))
-        unit = max(unit, float(algorithm.log_ratio(off_by_one)))
-    half = algorithm.clip_range / 2 / unit
-    every = algorithm.update_every
-    once = every == "rollout" or (isinstance(every, int) and every >= algorithm.group_size)
-    return max(half, allowed) if once else half
-
-
-def watch_of(config: Config, algorithm: Algorithm, kernel: Kernel, sigmas: Tensor, entries: int) -> Watch:
+def watch_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int) -> Watch:
     """The watch over a run of `config`."""
     dtypes = (config.policy.dtype, config.sampling.anchor_dtype, config.sampling.sample_dtype)
     coarsest = max((getattr(torch, dtype) for dtype in dtypes), key=lambda dtype: torch.finfo(dtype).eps)
@@ -224,7 +194,7 @@ def watch_of(config: Config, algorithm: Algorithm, kernel: Kernel, sigmas: Tenso
         plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )
     steps = {step for plan in plans for step in range(plan.branch, plan.merge) if plan.trains(step)}
-    limit = drift_limit(algorithm, kernel, sigmas, sorted(steps), entries, coarsest)
+    limit = algorithm.drift_limit(sigmas, sorted(steps), entries, coarsest)
     return Watch(list(config.rewards), list(config.evaluation.rewards), limit, off)
 
 

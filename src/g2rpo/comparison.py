@@ -62,16 +62,16 @@ class Study(Group):
 def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
     """What an iteration (from 0) asks of the network, in evaluations of one latent.
 
-    A rollout's evaluations, and three for each latent of the training pass; four with a KL term, whose base model looks too.
+    A rollout's evaluations, three for each latent of the training pass, and one for each that the untrained model sees (KL).
     `evaluations` are the rollout's, where they are known; ahead of it an algorithm may only promise not to take more.
     """
     algorithm = config.algorithm
     plans = plans_of(algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
-    passes = TRAINED_LATENT + (algorithm.kl_weight > 0)
+    trained, base = count_trained(algorithm, plans, config.sampling.num_steps)
     prompts = config.trainer.prompts_per_iteration
     if evaluations is None:
         evaluations = prompts * count_evaluations(plans, algorithm.group_size, config.sampling.tails)
-    return evaluations + prompts * passes * count_trained(plans, algorithm.group_size)
+    return evaluations + prompts * (TRAINED_LATENT * trained + base)
 
 
 def iterations_within(config: Config, evaluations: float) -> int:

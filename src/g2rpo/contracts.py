@@ -5,12 +5,14 @@ A wrong shape would often broadcast: training would go on, on other numbers than
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from g2rpo.errors import UserError
-from g2rpo.types import Algorithm, Plan, Steps
+from g2rpo.types import Algorithm, Batch, Loss, Network, Plan
 
 
 def name_of(algorithm: Algorithm) -> str:
@@ -45,25 +47,41 @@ def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Ten
     return advantages
 
 
-def log_ratio_of(algorithm: Algorithm, steps: Steps) -> Tensor:
-    """`algorithm.log_ratio(steps)`. UserError unless it has shape [B]."""
-    log_ratio = algorithm.log_ratio(steps)
-    _check_shape(algorithm, "log_ratio", log_ratio, steps.log_prob.shape, "one for each step")
-    return log_ratio
+def loss_of(algorithm: Algorithm, batch: Batch, network: Network) -> Loss:
+    """`algorithm.loss(batch, network)`. UserError unless its values have shape [B], depend on the weights and, in the first
+    update of a rollout, are finite where the network's velocities are.
 
-
-def loss_of(algorithm: Algorithm, steps: Steps, on_policy: bool) -> Tensor:
-    """`algorithm.loss(steps)`. UserError unless it has shape [B], depends on the weights and, `on_policy`, is finite.
-
-    After the first update of an iteration a ratio may overflow; such an update is skipped and counted (`update.Updater`).
+    After the first update a ratio may overflow; such an update is skipped and counted (`update.Updater`).
     """
-    loss = algorithm.loss(steps)
-    _check_shape(algorithm, "loss", loss, steps.log_prob.shape, "one for each step, before any mean")
-    if not loss.requires_grad:
-        raise _broken(algorithm, "loss", "a loss that depends on steps.log_prob", "one without a gradient")
-    if on_policy and bool(steps.log_prob.isfinite().all()) and not bool(loss.isfinite().all()):
-        raise _broken(algorithm, "loss", "finite numbers", f"NaN or infinity for {int((~loss.isfinite()).sum())} steps")
+    watched = _Watched(network)
+    loss = algorithm.loss(batch, watched)
+    if not isinstance(loss, Loss):
+        raise _broken(algorithm, "loss", "a types.Loss", f"a {type(loss).__name__}")
+    values = loss.values
+    _check_shape(algorithm, "loss", values, batch.advantages.shape, "one for each member of the batch, before any mean")
+    if not values.requires_grad:
+        raise _broken(algorithm, "loss", "a loss that depends on network.velocity", "one without a gradient")
+    if batch.first and not bool(values.isfinite().all()) and all(bool(v.isfinite().all()) for v in watched.velocities):
+        raise _broken(algorithm, "loss", "finite numbers", f"NaN or infinity for {int((~values.isfinite()).sum())} members")
     return loss
+
+
+@dataclass
+class _Watched:
+    """A network that keeps the velocities it gave, to tell a loss that is not finite from a network that is not."""
+
+    network: Network
+    velocities: list[Tensor] = field(default_factory=list)
+
+    def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        velocity = self.network.velocity(x, sigma, prompts)
+        self.velocities.append(velocity.detach())
+        return velocity
+
+    def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        velocity = self.network.base_velocity(x, sigma, prompts)
+        self.velocities.append(velocity)
+        return velocity
 
 
 def _check_shape(algorithm: Algorithm, method: str, value: Any, shape: tuple[int, ...], meaning: str) -> None:

@@ -11,33 +11,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-
-def group_std(rewards: Tensor) -> Tensor:
-    """Unbiased standard deviation over the last axis, NaN left out; NaN where fewer than two values are valid. Float64."""
-    valid = ~rewards.isnan()
-    values = torch.where(valid, rewards, 0).double()
-    count = valid.sum(-1)
-    mean = values.sum(-1) / count
-    deviation = torch.where(valid, values - mean[..., None], 0)
-    return torch.where(count > 1, deviation.square().sum(-1) / (count - 1), torch.nan).sqrt()
-
-
-def ranks(values: Tensor) -> Tensor:
-    """Ranks from 1 over the last axis; equal values share the mean of theirs. NaN has no rank and takes none. Float64."""
-    one, other = values[..., :, None], values[..., None, :]
-    return torch.where(values.isnan(), torch.nan, (other < one).sum(-1).double() + ((other == one).sum(-1) + 1) / 2)
-
-
-def spearman(a: Tensor, b: Tensor) -> Tensor:
-    """Spearman's rank correlation over the last axis, in [-1, 1]: Pearson's of the ranks, so ties are allowed.
-
-    Members without both values are left out. NaN where fewer than two are left or where either side is constant: a group
-    whose rewards are all equal ranks nothing.
-    """
-    valid = ~(a.isnan() | b.isnan())
-    middle = (valid.sum(-1, keepdim=True) + 1) / 2
-    x, y = (torch.where(valid, ranks(v.masked_fill(~valid, torch.nan)) - middle, 0) for v in (a, b))
-    return (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+from g2rpo.statistics import group_std, spearman
 
 
 def diagnose(

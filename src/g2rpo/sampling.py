@@ -19,7 +19,7 @@ from g2rpo.rollout.tails import TailNetwork
 from g2rpo.scoring import Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
 from g2rpo.sharding import Replicated
-from g2rpo.types import Algorithm, Cond, Kernel, Policy, Reward, Rollout
+from g2rpo.types import Algorithm, Cond, Policy, Reward, Rollout
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Sampler:
     rewards: Mapping[str, Reward]
     config: SamplingConfig
     sigmas: Tensor
-    kernel: Kernel
     sizes: BatchSizes
     shards: Replicated
     seed: int
@@ -109,7 +108,7 @@ class Sampler:
             rollouts = engine.rollout(
                 plans,
                 algorithm.group_size,
-                self.kernel,
+                algorithm.kernel(self.sigmas),
                 lambda prompt, *purpose: self.noise(iteration, rows[prompt], *purpose),
             )
         except OutOfMemory:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from g2rpo.alarms import ADVICE, judged_gain, watch_of
-from g2rpo.algorithms.allocation import Allocator
-from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, grid_of
 from g2rpo.contracts import advantages_of, plans_of
@@ -51,7 +49,7 @@ from g2rpo.seeding import generator_for
 from g2rpo.sharding import Replicated
 from g2rpo.trackers import Feed, TensorBoard, Tracker
 from g2rpo.types import Algorithm, Cond, Plan, Policy, Reward
-from g2rpo.update import Experience, Updater
+from g2rpo.update import Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
 SCORES = "scores"  # the scores of every evaluation, prompt by prompt
@@ -98,14 +96,12 @@ class Trainer:
         self._base_look: dict[str, Tensor] = {}
         self._shown = c.evaluation.pictures
         self.algorithm = c.algorithm
-        self.allocator = None
-        if isinstance(c.algorithm, GranularGRPO) and c.algorithm.granularities == "auto":
-            self.allocator = Allocator(c.algorithm, c.sampling.num_steps, partial(count_evaluations, tails=c.sampling.tails))
+        self.memory = self.algorithm.memory(c.sampling.num_steps, partial(count_evaluations, tails=c.sampling.tails))
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         self.evaluated_on = grid_of(c.sampling.shift, self.policy, c.evaluation.num_steps or c.sampling.num_steps)
         self.kernel = self.algorithm.kernel(self.sigmas)
         entries = self.policy.noise([generator_for("alarms")]).numel()
-        self.alarms = watch_of(c, self.algorithm, self.kernel, self.sigmas, entries)
+        self.alarms = watch_of(c, self.algorithm, self.sigmas, entries)
         self.may_roll_back = any(c.alarms.of(name) == "rollback" for name in ADVICE)
         if self.may_roll_back and self.run_dir is None:
             raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
@@ -125,7 +121,6 @@ class Trainer:
             self.rewards,
             c.sampling,
             self.sigmas,
-            self.kernel,
             self.sizes,
             self.shards,
             c.trainer.seed,
@@ -138,7 +133,6 @@ class Trainer:
             self.algorithm,
             self.learner.optimizer,
             self.sigmas,
-            self.kernel,
             self.sizes,
             c.optim.max_grad_norm,
             self.shards,
@@ -177,25 +171,25 @@ class Trainer:
         watch.lap("encode")
 
         self._find_sizes(cond)
-        algorithm = self.allocated()
+        algorithm = self.algorithm_now()
         with self._naming_the_iteration():
             sampled = self.sampler.sample(algorithm, self.iteration, cond, prompts, watch)
         rollouts, rewards = sampled.rollouts, self.world.gather(sampled.rewards)  # an algorithm may look at the whole batch
         advantages = advantages_of(algorithm, rewards, self.weights)
-        experience = [
-            Experience(rollout.prompt, transition, advantage)
-            for rollout, advantage in zip(rollouts, self.world.deal(advantages), strict=True)
-            for transition in rollout.transitions
+        examples = [
+            example
+            for rollout, own in zip(rollouts, self.world.deal(advantages), strict=True)
+            for example in algorithm.examples(rollout, own)
         ]
 
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
-        stats = self.updater.update(experience, cond)
+        stats = self.updater.update(examples, cond)
         self.learner.update_average()
         watch.lap("update")
 
         branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # on every rank the same ones
-        grains_at = getattr(algorithm, "granularities_at", lambda step: tuple(range(1, rewards.shape[2] + 1)))
-        learnt = self.allocator.observe(self.iteration, branches, rewards, self.weights) if self.allocator else {}
+        tails = [rollout.plan.tail_names for rollout in rollouts] * self.world.size
+        learnt = self.memory.observe(self.iteration, branches, rewards, self.weights) if self.memory else {}
         images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
         evaluations, images, halved = self.world.total(sampled.evaluations, images, self.sizes.halved)
         self.iteration += 1
@@ -203,9 +197,9 @@ class Trainer:
             "kind": "train",
             "iteration": self.iteration,
             **reward_metrics(list(self.rewards), rewards, advantages, self.algorithm.advantage_clip),
-            **diagnose(branches, [grains_at(branch) for branch in branches], list(self.rewards), rewards, advantages),
+            **diagnose(branches, tails, list(self.rewards), rewards, advantages),
             **learnt,
-            **stats.summary(self.algorithm.clip_range),
+            **stats.summary(self.algorithm),
             "learning_rate": rate,
             "evaluations": evaluations,
             "images": images,
@@ -222,13 +216,13 @@ class Trainer:
         return row
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
-        """The plans of an iteration, by default the one at hand, as they are known ahead (`allocated` may make others)."""
+        """The plans of an iteration, by default the one at hand, as they are known ahead (`algorithm_now` may make others)."""
         iteration = self.iteration if iteration is None else iteration
         return plans_of(self.algorithm, self.config.sampling.num_steps, iteration, self.config.trainer.seed)
 
-    def allocated(self) -> Algorithm:
-        """The algorithm of the iteration at hand: the config's, or what has been made of it so far."""
-        return self.algorithm if self.allocator is None else self.allocator.at(self.iteration)
+    def algorithm_now(self) -> Algorithm:
+        """The algorithm of the iteration at hand: the config's, or what its memory has made of it so far."""
+        return self.algorithm if self.memory is None else self.memory.at(self.iteration)
 
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration."""
@@ -338,7 +332,7 @@ class Trainer:
         tensors, state = self.learner.whole()
         if not self.writes:
             return None
-        state["allocation"] = self.allocator.state if self.allocator else {}
+        state["algorithm"] = self.memory.state if self.memory else {}
         kept = self.config.trainer.keep_checkpoints
         with self._holding():
             return save_checkpoint(self.run_dir / "checkpoints", self.iteration, tensors, state, kept)
@@ -349,8 +343,8 @@ class Trainer:
         def take(found: Checkpoint) -> None:
             _, tensors, state = found
             self.learner.take(tensors, state)
-            if self.allocator is not None:
-                self.allocator.state = state["allocation"]
+            if self.memory is not None:
+                self.memory.state = state["algorithm"]
 
         found, complaints = latest_checkpoint(self._directory() / "checkpoints", take)
         if self.world.differing(torch.tensor([found[0] if found else 0])):

@@ -1,10 +1,10 @@
-"""The nouns of g2rpo, and the three doors: Policy, Reward, Algorithm.
+"""The data types of g2rpo, and the three protocols: Policy, Reward, Algorithm.
 
 Time runs from sigma = 1 (noise) to sigma = 0 (image): x = (1 - sigma) * image + sigma * noise, velocity = noise - image.
 A *step* is an index on the sigma grid (0 is pure noise, num_steps is the image); an *iteration* is one update of the weights.
 
 Shape legend: P prompts, K plans per prompt, G group members, M tails (granularities) per member, R rewards,
-B rows of a batch, [...] the latent of one sample.
+B rows or members of a batch, [...] the latent of one sample.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -83,9 +83,11 @@ class Plan:
     """How the members of one group are sampled: where noise enters, and how a member is finished.
 
     Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and from `merge` on every tail is an
-    ODE walk of its own. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`.
+    ODE walk of its own. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan
+    with branch = merge has no stochastic steps.
     With `shared_noise` all members start from one initial noise, so the walk up to `branch` is the same for all of them.
-    `trained` names the stochastic steps to learn from (None: all of them); `solver` is how tails walk.
+    `trained` names the stochastic steps to learn from (None: all of them); `solver` is how tails walk. `granularities` name the
+    tails in the log, one number each (empty: 1, 2, ...); the smallest is the finest.
     """
 
     branch: int
@@ -94,10 +96,13 @@ class Plan:
     shared_noise: bool = True
     trained: tuple[int, ...] | None = None
     solver: Solver = "euler"
+    granularities: tuple[int, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.branch < self.merge:
-            raise ValueError(f"a plan needs 0 <= branch < merge, got branch={self.branch}, merge={self.merge}")
+        if not 0 <= self.branch <= self.merge:
+            raise ValueError(f"a plan needs 0 <= branch <= merge, got branch={self.branch}, merge={self.merge}")
+        if self.branch == self.merge and self.shared_noise:
+            raise ValueError("a plan without stochastic steps needs shared_noise=False: all members would be alike")
         if not self.tails:
             raise ValueError("a plan needs at least one tail")
         for tail in self.tails:
@@ -105,12 +110,19 @@ class Plan:
                 raise ValueError(f"a tail must start at merge={self.merge} and increase, got {tail}")
         if len({tail[-1] for tail in self.tails}) != 1:
             raise ValueError(f"all tails must end at the same step, got {self.tails}")
+        if self.granularities and len(self.granularities) != len(self.tails):
+            raise ValueError(f"granularities must name every tail once, got {self.granularities} for {len(self.tails)} tails")
         if self.trained is not None and not (self.trained and set(self.trained) <= set(range(self.branch, self.merge))):
             raise ValueError(f"trained must name some of steps {self.branch}..{self.merge - 1}, got {self.trained}")
 
     def trains(self, step: int) -> bool:
         """Whether the stochastic step `step` is learnt from."""
         return self.trained is None or step in self.trained
+
+    @property
+    def tail_names(self) -> tuple[int, ...]:
+        """A number for each tail, as the log has it."""
+        return self.granularities or tuple(range(1, len(self.tails) + 1))
 
 
 @dataclass(frozen=True)
@@ -142,20 +154,6 @@ class Transition:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """What a training pass knows about B stochastic steps: every field is [B], one entry per member and step; float32 but the
-    last."""
-
-    log_prob: Tensor  # of the step that was taken, under the weights being trained; carries the gradient
-    old_log_prob: Tensor  # under the weights that took it
-    old_kl: Tensor  # KL of the two kernels, as a mean over entries; carries a gradient, and is 0 at the old weights
-    advantages: Tensor
-    std: Tensor  # of the noise that entered
-    dsigma: Tensor  # how far the step went, |sigma_next - sigma|
-    step: Tensor  # its index on the sigma grid, int64
-
-
-@dataclass(frozen=True)
 class Rollout:
     """One `Plan` executed for one prompt."""
 
@@ -163,6 +161,106 @@ class Rollout:
     plan: Plan
     transitions: tuple[Transition, ...]  # of the steps to learn from
     finals: Tensor  # [M, G, ...], latents at sigma = 0
+
+
+@dataclass(frozen=True)
+class Example:
+    """What one group teaches at one step: the unit of a training pass.
+
+    `x` are latents that the network sees, [1, ...] where the members share one, else [G, ...]. `data` is what else the loss
+    needs, by name, each [1, ...] or [G, ...] likewise. All of a run's examples have the same names.
+    """
+
+    prompt: int  # row of the conditioning batch
+    step: int
+    x: Tensor
+    advantages: Tensor  # [G]
+    data: Mapping[str, Tensor] = field(default_factory=dict)
+    counted: Tensor | None = None  # [G], the members that an update's mean is taken over; None: all
+
+    @property
+    def rows(self) -> int:
+        """Latents that the network sees."""
+        return len(self.x)
+
+    @property
+    def mask(self) -> Tensor:
+        """Which members count, [G]."""
+        return torch.ones_like(self.advantages, dtype=torch.bool) if self.counted is None else self.counted
+
+    def members(self, start: int, stop: int) -> Example:
+        """The part of members start .. stop - 1."""
+        size = len(self.advantages)
+
+        def part(value: Tensor) -> Tensor:
+            return value[start:stop] if len(value) == size else value
+
+        data = {name: part(value) for name, value in self.data.items()}
+        return Example(self.prompt, self.step, part(self.x), part(self.advantages), data, part(self.mask))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The examples of one training pass, B members in all.
+
+    The network sees `x` [rows, ...] at the grid indices `steps` [rows] (CPU) for rows `prompts` of the conditioning; member i
+    of `advantages` and of `data` [B, ...] belongs to row `row_of[i]`.
+    """
+
+    x: Tensor
+    steps: Tensor
+    prompts: Sequence[int]
+    row_of: Sequence[int]
+    advantages: Tensor
+    data: Mapping[str, Tensor]
+    sigmas: Tensor
+    """The sigma grid of the run, [num_steps + 1], on the CPU."""
+    first: bool
+    """Whether this is the first update of a rollout, so that the weights are those that sampled."""
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], sigmas: Tensor, first: bool) -> Batch:
+        rows, offset = [], 0
+        for example in examples:  # a shared latent serves every member, own latents one each
+            members = range(len(example.advantages))
+            rows.append([offset + (member if example.rows > 1 else 0) for member in members])
+            offset += example.rows
+
+        def by_member(name: str) -> Tensor:
+            values = [example.data[name] for example in examples]
+            return torch.cat([v.expand(len(e.advantages), *v.shape[1:]) for v, e in zip(values, examples, strict=True)])
+
+        x = torch.cat([example.x for example in examples])
+        return cls(
+            x,
+            torch.tensor([example.step for example in examples for _ in example.x]),
+            [example.prompt for example in examples for _ in example.x],
+            [row for own in rows for row in own],
+            torch.cat([example.advantages for example in examples]).to(x.device),
+            {name: by_member(name) for name in examples[0].data},
+            sigmas,
+            first,
+        )
+
+
+class Network(Protocol):
+    """What a loss may ask of the model in a training pass; rows of `prompts` are the conditioning's."""
+
+    def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        """As `Policy.velocity`, under the weights that are trained; carries the gradient."""
+        ...
+
+    def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        """Under the untrained weights, without gradient; for algorithms whose `uses_base` says so."""
+        ...
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of every member of a batch, [B], to be averaged, with what is worth a look: [B] or [any number] by name."""
+
+    values: Tensor
+    log: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -215,28 +313,60 @@ class Reward(Protocol):
         ...
 
 
+def _no_kernel(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Normal:
+    raise NotImplementedError("the algorithm has plans with stochastic steps, but no kernel")
+
+
 UpdateEvery = Literal["rollout", "branch"] | int
-"""When the weights move: once a rollout, after every stochastic step's index, or after so many members of each group."""
+"""When the weights move: once a rollout, after the examples of every step, or after so many members of each group."""
+
+
+class AlgorithmState(Protocol):
+    """What an algorithm carries from one iteration to the next. It is saved in checkpoints and alike on all ranks."""
+
+    state: dict[str, Any]
+    """Plain data: numbers, words, lists and mappings with words for keys."""
+
+    def at(self, iteration: int) -> Algorithm:
+        """The algorithm, itself without state, of an iteration."""
+        ...
+
+    def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
+        """Takes in rewards [N, R, M, G] of all ranks' N groups, which branched at `steps`; returns what to log."""
+        ...
 
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """Where noise enters, what a reward says about it, and the loss. Fields are the hyper-parameters."""
+    """What is sampled, what a reward says about it, what is learnt from it, and the loss. Fields are the hyper-parameters.
 
-    @property
-    def group_size(self) -> int: ...
+    A class that inherits from this protocol needs `plans`, `advantages`, `examples` and `loss`; the rest has defaults.
+    `algorithms.policy_gradient` has `examples` and `loss` for all that learn from stochastic steps.
+    """
 
-    @property
-    def update_every(self) -> UpdateEvery: ...
+    if TYPE_CHECKING:  # read-only, as the fields of frozen dataclasses are
 
-    @property
-    def kl_weight(self) -> float: ...
+        @property
+        def group_size(self) -> int: ...
 
-    @property
-    def clip_range(self) -> float: ...
+        @property
+        def update_every(self) -> UpdateEvery: ...
 
-    @property
-    def advantage_clip(self) -> float: ...
+        @property
+        def advantage_clip(self) -> float:
+            """The largest size of an advantage; the share at it is logged."""
+            ...
+
+        @property
+        def uses_base(self) -> bool:
+            """Whether the loss asks for the untrained model's velocity."""
+            ...
+
+    else:
+        group_size: int
+        update_every = "rollout"
+        advantage_clip = math.inf
+        uses_base = False
 
     @property
     def drop_zero_advantages(self) -> bool:
@@ -244,8 +374,8 @@ class Algorithm(Protocol):
         ...
 
     def kernel(self, sigmas: Tensor) -> Kernel:
-        """How a stochastic step is taken in a run on the grid `sigmas`."""
-        ...
+        """How a stochastic step is taken in a run on the grid `sigmas`; only plans with stochastic steps need one."""
+        return _no_kernel
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         """The plans of an iteration, at least one: a function of its arguments, chance included.
@@ -259,10 +389,23 @@ class Algorithm(Protocol):
         """Advantages [N, G], finite, from rewards [N, R, M, G] of N groups, whose entries may be NaN, and weights [R]."""
         ...
 
-    def log_ratio(self, steps: Steps) -> Tensor:
-        """log of the ratio that the loss clips, [B]; 0 where the weights are the ones that sampled."""
+    def examples(self, rollout: Rollout, advantages: Tensor) -> list[Example]:
+        """What a rollout with `advantages` [G] teaches; as many examples of as many rows for every rollout of a plan."""
         ...
 
-    def loss(self, steps: Steps) -> Tensor:
-        """The policy loss [B], before averaging; it depends on `steps.log_prob`, which carries the gradient."""
+    def loss(self, batch: Batch, network: Network) -> Loss:
+        """The loss of the members of a batch, before averaging."""
         ...
+
+    def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
+        """What to log of an iteration from what the losses logged, all members of all ranks in one tensor by name."""
+        return {name: float(values.double().mean()) for name, values in log.items()}
+
+    def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, dtype: torch.dtype) -> float:
+        """The largest `log_prob_drift` that rounding in `dtype` explains, for the stochastic `steps` of latents of `entries`
+        numbers; infinite for algorithms without log-probs."""
+        return math.inf
+
+    def memory(self, num_steps: int, evaluations: Callable[[Sequence[Plan], int], int]) -> AlgorithmState | None:
+        """The state of a new run, for algorithms that have one; `evaluations(plans, group_size)` prices plans."""
+        return None

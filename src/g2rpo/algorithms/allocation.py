@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from g2rpo.diagnostics import ranks
 from g2rpo.errors import UserError
 from g2rpo.objectives import group_normalize, mix_rewards
+from g2rpo.statistics import ranks
 from g2rpo.types import Plan
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ The paper's box, and where each line lives:
             draw group_size samples x_{k+1} of ONE stochastic step from the shared x_k          flow.sde_step
             finish every sample with the ODE at every granularity, and score the images         flow.tail
             A = sum over granularities and rewards of the group-normalised rewards, clamped     advantages
-        ratio = p_theta(x_{k+1} | x_k) / p_old(x_{k+1} | x_k); minimise the clipped surrogate   log_ratio, loss
+        ratio = p_theta(x_{k+1} | x_k) / p_old(x_{k+1} | x_k); minimise the clipped surrogate   policy_gradient, policy_loss
 
 Noise enters at one step only (singular stochastic sampling), so within a group a reward can speak about nothing else. And it
 is asked at several step sizes (multi-granularity advantage integration), so that a direction counts as good only if it is
@@ -17,23 +17,25 @@ good however coarsely the rest is drawn.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from g2rpo.algorithms.allocation import Auto
+from g2rpo.algorithms.allocation import Allocator, Auto
+from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
 from g2rpo.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.seeding import draw_below
-from g2rpo.types import Kernel, Plan, Steps
+from g2rpo.types import Kernel, Plan
 
 StepWeight = Literal["none", "noise", "even"]
 BranchSchedule = Literal["all", "turns", "random"]
 
 
 @dataclass(frozen=True)
-class GranularGRPO:
+class GranularGRPO(PolicyGradient):
     """G2RPO; the fields are its hyper-parameters, the defaults the paper's (16 steps, so the first half branches).
 
     `tail` names how a strided tail ends (`flow.tail`). `update_every` is "rollout" for the paper's objective, one averaged
@@ -109,10 +111,13 @@ class GranularGRPO:
         if max(self.branch_steps) > num_steps - 2:
             wrong = f"branch_steps must lie in 0..{num_steps - 2} for num_steps={num_steps}, got {self.branch_steps}"
             raise ValueError(f"{wrong}: a tail needs a step")
-        return [
-            Plan(step, step + 1, tuple(tail(step + 1, num_steps, grain, self.tail) for grain in self.granularities_at(step)))
-            for step in self.steps_of(iteration, seed)
-        ]
+        return [self._branch(step, num_steps) for step in self.steps_of(iteration, seed)]
+
+    def _branch(self, step: int, num_steps: int) -> Plan:
+        """Noise at `step` alone, and a tail of every granularity behind it."""
+        grains = self.granularities_at(step)
+        tails = tuple(tail(step + 1, num_steps, grain, self.tail) for grain in grains)
+        return Plan(step, step + 1, tails, granularities=grains)
 
     def steps_of(self, iteration: int, seed: int) -> tuple[int, ...]:
         """The branch steps that an iteration takes."""
@@ -134,10 +139,7 @@ class GranularGRPO:
         mixed = mix_rewards(rewards, weights, self.reward_mix, grains=self.granularity_weights)
         return mixed.clamp(-self.advantage_clip, self.advantage_clip)
 
-    def log_ratio(self, steps: Steps) -> Tensor:
-        return steps.log_prob - steps.old_log_prob
-
-    def loss(self, steps: Steps) -> Tensor:
+    def policy_loss(self, steps: Steps) -> Tensor:
         """max(-A r, -A clip(r, 1 - c, 1 + c)) (Eq. 12), times the step's weight."""
         return self.weight_of(steps) * clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)
 
@@ -151,3 +153,7 @@ class GranularGRPO:
         if self.step_weight == "none":
             return 1.0
         return steps.std if self.step_weight == "noise" else steps.std / steps.dsigma
+
+    def memory(self, num_steps: int, evaluations: Callable[[Sequence[Plan], int], int]) -> Allocator | None:
+        """What `granularities="auto"` learns as a run goes."""
+        return Allocator(self, num_steps, evaluations) if self.granularities == "auto" else None

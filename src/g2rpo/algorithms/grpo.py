@@ -3,7 +3,7 @@
 for each prompt:
     sample group_size members; in a window of steps they follow an SDE, elsewhere the ODE   kernel, plans
     score the images; A = the group-normalised reward, the same for all steps of a member   advantages
-    ratio = p_theta(x_next | x) / p_old(x_next | x); minimise the clipped surrogate         log_ratio, loss
+    ratio = p_theta(x_next | x) / p_old(x_next | x); minimise the clipped surrogate         policy_gradient, policy_loss
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
 from g2rpo.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.types import Kernel, Plan, Steps, UpdateEvery
+from g2rpo.types import Kernel, Plan, UpdateEvery
 
 SDE = Literal["flow", "dance", "cps"]
 
@@ -35,7 +36,7 @@ def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool) -> Pla
 
 
 @dataclass(frozen=True)
-class GRPO:
+class GRPO(PolicyGradient):
     """The fields are hyper-parameters.
 
     `sde` is how a stochastic step is taken (`flow.flow_sde`, `dance_sde`, `cps_kernel`) and `eta` how noisy. `shared_noise`
@@ -85,8 +86,5 @@ class GRPO:
         mixed = mix_rewards(rewards, weights, self.reward_mix, self.batch_std)
         return mixed.clamp(-self.advantage_clip, self.advantage_clip)
 
-    def log_ratio(self, steps: Steps) -> Tensor:
-        return steps.log_prob - steps.old_log_prob
-
-    def loss(self, steps: Steps) -> Tensor:
+    def policy_loss(self, steps: Steps) -> Tensor:
         return clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)

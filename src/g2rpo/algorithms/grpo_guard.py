@@ -13,7 +13,8 @@ from typing import Literal
 from torch import Tensor
 
 from g2rpo.algorithms.grpo import GRPO, whole_walk
-from g2rpo.types import Plan, Steps, UpdateEvery
+from g2rpo.algorithms.policy_gradient import Steps
+from g2rpo.types import Plan, UpdateEvery
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class GRPOGuard(GRPO):
         bias = steps.old_kl if self.correction == "member" else mean_of_each_step(steps.old_kl, steps.step)
         return steps.std * (super().log_ratio(steps) + bias)
 
-    def loss(self, steps: Steps) -> Tensor:
-        return super().loss(steps) / steps.dsigma
+    def policy_loss(self, steps: Steps) -> Tensor:
+        return super().policy_loss(steps) / steps.dsigma
 
 
 def mean_of_each_step(values: Tensor, step: Tensor) -> Tensor:

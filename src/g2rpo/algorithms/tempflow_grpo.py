@@ -13,7 +13,8 @@ from typing import Literal
 from torch import Tensor
 
 from g2rpo.algorithms.grpo import GRPO, window
-from g2rpo.types import Plan, Steps, UpdateEvery
+from g2rpo.algorithms.policy_gradient import Steps
+from g2rpo.types import Plan, UpdateEvery
 
 
 @dataclass(frozen=True)
@@ -42,5 +43,5 @@ class TempFlowGRPO(GRPO):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [window(step, step + 1, num_steps, self.shared_noise) for step in range(num_steps - 1)]
 
-    def loss(self, steps: Steps) -> Tensor:
-        return self.noise_weight * steps.std * super().loss(steps)
+    def policy_loss(self, steps: Steps) -> Tensor:
+        return self.noise_weight * steps.std * super().policy_loss(steps)

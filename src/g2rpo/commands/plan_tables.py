@@ -58,7 +58,7 @@ def _work_table(plan: Plan) -> Table:
     if rows > 1:
         row("  rows of the network: guidance takes two an evaluation", lambda it: rows * it.evaluations)
     row("rows of the training pass, forward and backward", COUNTED["training_rows"])
-    if plan.config.algorithm.kl_weight:
+    if plan.config.algorithm.uses_base:
         row("  and under the untrained model, for the KL term", COUNTED["reference_rows"])
     row("optimizer steps", COUNTED["optimizer_steps"])
     row("pictures decoded", COUNTED["images"])

@@ -96,7 +96,7 @@ def build_trainer(
     if "policy" in given:
         policy = given["policy"]
     else:
-        loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.kl_weight > 0)
+        loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
         begun = newest_iteration(run_dir / "checkpoints") if run_dir is not None else 0
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
         policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), warn, sharding)

@@ -17,7 +17,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
 from g2rpo.types import Cond, Plan
-from g2rpo.update import Experience, Updater
+from g2rpo.update import Updater
 
 AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
 """What a plan takes "auto" to be on a GPU. The run takes more, as long as a fifth of the memory stays free."""
@@ -138,17 +138,16 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
     """An iteration of the real engine and updater with next to nothing in it."""
     algorithm, sampling, policy = config.algorithm, config.sampling, _Recorder()
     sigmas = sigma_grid(sampling.num_steps)
-    kernel = algorithm.kernel(sigmas)
     cond = policy.encode(["0"] * config.trainer.prompts_per_iteration)
     tails = policy.tail_velocity if sampling.tails.own_network else None
     rows = int(sampling.batch_size)
     engine = Engine(policy, cond, sigmas, rows, tails=sampling.tails, tail_velocity=tails)
-    rollouts = engine.rollout(plans, algorithm.group_size, kernel, generator_for)
+    rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), generator_for)
     silent = torch.zeros(algorithm.group_size)
-    experience = [Experience(rollout.prompt, step, silent) for rollout in rollouts for step in rollout.transitions]
+    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, silent)]
     sizes = batch_sizes(rows, int(sampling.decode_batch_size), config.trainer.micro_batch_size, policy.device, print)
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
-    updates = Updater(policy, algorithm, optimizer, sigmas, kernel, sizes, 1.0).update(experience, cond)
+    updates = Updater(policy, algorithm, optimizer, sigmas, sizes, 1.0).update(examples, cond)
     return Iteration(
         plans=tuple(plans),
         calls=tuple(policy.calls["rollout"]),

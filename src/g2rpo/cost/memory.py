@@ -66,7 +66,7 @@ def plan_memory(
     }
     always = {**trained["weights"], "VAE": size_of(policy.pipeline.vae), **scoring}
     loaded = size_of(policy.pipeline.transformer) + size_of(policy.pipeline.vae) + encoders
-    if config.policy.tuning == "full" and config.algorithm.kl_weight:
+    if config.policy.tuning == "full" and config.algorithm.uses_base:
         loaded += size_of(policy.pipeline.transformer)
         copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
         always["base copy for the KL term"] = _piece(config, copy, ranks)

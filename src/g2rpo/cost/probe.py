@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,11 @@ from g2rpo.cost.counting import Counts
 from g2rpo.cost.seconds import Seconds, summed
 from g2rpo.devices import accelerator
 from g2rpo.rollout.engine import Engine, Velocity
+from g2rpo.rollout.planning import dry_rollout
 from g2rpo.scoring import decode
 from g2rpo.seeding import generator_for
 from g2rpo.trainer import Trainer
-from g2rpo.types import Cond, Transition
-from g2rpo.update import Experience
+from g2rpo.types import Cond, Example
 
 Rows = Callable[[int], Tensor]
 """So many initial latents."""
@@ -70,7 +71,7 @@ def by_probe(
         name: timed(partial(reward, images, asked)) / len(images)
         for name, reward in {**trainer.rewards, **trainer.judges}.items()
     }
-    once = _experience(trainer, rows, counts.largest(lambda it: it.passes))
+    once = _examples(trainer, rows, counts.largest(lambda it: it.passes))
     passed = sum(item.rows for item in once)
     update = timed(lambda: trainer.updater.update(once, cond))
     step = timed(trainer.learner.optimizer.step)  # after an update: without gradients it would do nothing
@@ -98,15 +99,18 @@ def _pictures(
     return seconds, decode(trainer.policy, latents, batch), [prompts[place] for place in places]
 
 
-def _experience(trainer: Trainer, rows: Rows, width: int) -> list[Experience]:
-    """Made-up experience for one training pass of about `width` latents, of the plans' own shape."""
-    group, shared = trainer.algorithm.group_size, trainer.plans()[0].shared_noise
-    device = trainer.policy.device
-    made: list[Experience] = []
+def _examples(trainer: Trainer, rows: Rows, width: int) -> list[Example]:
+    """Made-up examples for one training pass of about `width` latents, of the plans' own shape."""
+    algorithm, (plan, *_) = trainer.algorithm, trainer.plans()
+    latent, device = rows(1).shape[1:], trainer.policy.device
+    made: list[Example] = []
     while sum(item.rows for item in made) < width:
-        x, x_next = rows(1 if shared else group), rows(group)
-        step = Transition(trainer.plans()[0].branch, x, x_next, x, torch.zeros(group, device=device))
-        made.append(Experience(len(made) % trainer.config.trainer.prompts_per_iteration, step, torch.ones(group)))
+        prompt = len(made) % trainer.config.trainer.prompts_per_iteration
+        example = algorithm.examples(dry_rollout(plan, algorithm.group_size, latent, prompt), torch.ones(algorithm.group_size))[
+            0
+        ]
+        data = {name: value.to(device) for name, value in example.data.items()}
+        made.append(replace(example, x=rows(example.rows), data=data))
     return made
 
 

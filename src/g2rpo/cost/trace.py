@@ -6,9 +6,10 @@ casts and backward. What kernels need inside themselves (workspaces) and the all
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,9 +24,9 @@ from g2rpo.config import Config, PolicyConfig
 from g2rpo.cost.blueprint import Blueprint, Shapes, build_on_meta, shapes_of
 from g2rpo.cost.counting import Counts
 from g2rpo.flow import sigma_grid
-from g2rpo.memory import batch_sizes
-from g2rpo.types import Cond, Transition
-from g2rpo.update import Experience, Updater, UpdateStats
+from g2rpo.rollout.planning import dry_rollout
+from g2rpo.types import Batch, Cond, Plan
+from g2rpo.update import Trained, passes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -87,6 +88,7 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
     most = int(config.sampling.batch_size)
     rows = max(counts.largest(lambda it: it.calls), counts.largest(lambda it: it.tail_calls), min(most, counts.heldout))
     images = max(counts.largest(lambda it: [it.images]), counts.heldout)
+    plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that no fake tensor will meet
         _materialise(policy)
@@ -96,36 +98,31 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
         with torch.no_grad(), LiveBytes(kept) as velocity, _standing_for(velocity, policy, standing):
             policy.velocity(*_inputs(shapes, rows, config.policy))
         with LiveBytes(kept) as training, _standing_for(training, policy, standing):
-            training_pass(policy, config, shapes, counts.largest(lambda it: it.passes), _widest(config, counts))
+            training_pass(policy, config, shapes, plans, counts.largest(lambda it: it.passes))
         with torch.no_grad(), LiveBytes(kept) as decode:
             policy.decode(torch.empty(min(int(config.sampling.decode_batch_size), images), *shapes.latent))
     return WorkingSets(velocity.peak, training.peak, decode.peak)
 
 
-def _widest(config: Config, counts: Counts) -> int:
-    """Members that learn from one latent: a whole group, if any iteration trains the step at which a group parts."""
-    plans = [plan for iteration, _ in counts.kinds for plan in iteration.plans]
-    return config.algorithm.group_size if any(plan.shared_noise and plan.trains(plan.branch) for plan in plans) else 1
+def training_pass(policy: Any, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
+    """One training pass over `rows` latents by the algorithm's own loss, on the example of `plans` with most members a latent.
 
-
-def training_pass(policy: Any, config: Config, shapes: Shapes, rows: int, members: int) -> None:
-    """One pass of the updater over `rows` latents, each shared by so many `members`.
-
-    Which step it is does not change a size, so no plan is drawn here: fake tensors have no values to draw from. A KL term is
-    left out: it holds no more than the rollout's call does.
+    The untrained model's velocities are taken to be there: their call holds no more than the rollout's does.
     """
-    algorithm = replace(config.algorithm, kl_weight=0.0)
-    sigmas = sigma_grid(config.sampling.num_steps)
+    algorithm = config.algorithm
+    nothing = torch.zeros(algorithm.group_size)
+    rollouts = [dry_rollout(plan, algorithm.group_size, shapes.latent) for plan in plans]
+    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, nothing)]
+    example = max(examples, key=lambda example: len(example.advantages) / example.rows)
+    part = next(passes([example] * math.ceil(rows / example.rows), rows))
+    _, _, cond = _inputs(shapes, sum(item.rows for item in part), config.policy)
+    batch = Batch.of(part, sigma_grid(config.sampling.num_steps), first=False)
+    algorithm.loss(batch, _WithoutBase(policy, cond)).values.sum().backward()
 
-    def experience(row: int) -> Experience:
-        x, x_next = torch.zeros(1, *shapes.latent), torch.zeros(members, *shapes.latent)
-        return Experience(row, Transition(0, x, x_next, x, torch.zeros(members)), torch.zeros(members))
 
-    _, _, cond = _inputs(shapes, rows, config.policy)
-    sizes = batch_sizes(1, 1, rows, torch.device("cpu"), print)
-    updater = Updater(policy, algorithm, None, sigmas, algorithm.kernel(sigmas), sizes, 1.0)  # type: ignore[arg-type]
-    part = [experience(row) for row in range(rows)]
-    (updater._loss(part, cond, on_policy=False, stats=UpdateStats()) / rows).backward()
+class _WithoutBase(Trained):
+    def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        return torch.zeros_like(x)
 
 
 def _inputs(shapes: Shapes, rows: int, config: PolicyConfig) -> tuple[Tensor, Tensor, Cond]:

@@ -67,8 +67,7 @@ class Studio:
     @property
     def granularities(self) -> tuple[int, ...]:
         """Those that the algorithm's first iteration finishes members at; none if it knows no such thing."""
-        at = getattr(self.algorithm, "granularities_at", lambda step: ())
-        return tuple(sorted({own for plan in self.plans for own in at(plan.branch)}))
+        return tuple(sorted({own for plan in self.plans for own in plan.granularities}))
 
     @property
     def offered(self) -> list[int]:
@@ -228,7 +227,7 @@ def learn(
             studio.weights,
             rewards,
             advantages_of(algorithm, rewards[None], studio.weights)[0],
-            getattr(algorithm, "granularities_at", lambda step: tuple(range(1, shape[0] + 1)))(chosen.branch),
+            chosen.tail_names,
             studio.explain(prompt),
             f"seed {seed} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
         )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from g2rpo.flow import sigma_grid
 from g2rpo.rollout.tails import EXACT, Tails
-from g2rpo.types import Plan
+from g2rpo.types import Algorithm, Batch, Plan, Rollout, Transition
 
 
 def count_evaluations(plans: Sequence[Plan], group_size: int, tails: Tails = EXACT) -> int:
@@ -24,14 +29,43 @@ def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:
     return group_size * (own_walk + tails.tree(plan.tails).evaluations())
 
 
-def count_trained(plans: Sequence[Plan], group_size: int) -> int:
-    """Latents that a training pass shows to the network for one prompt: one where a group branches from a shared latent."""
-    return sum(
-        1 if step == plan.branch and plan.shared_noise else group_size
-        for plan in plans
-        for step in range(plan.branch, plan.merge)
-        if plan.trains(step)
-    )
+def dry_rollout(plan: Plan, group_size: int, latent: Sequence[int] = (1,), prompt: int = 0) -> Rollout:
+    """A rollout of zeros, with everything that `Engine.rollout` would leave of one group whose latents have that shape."""
+    steps = [step for step in range(plan.branch, plan.merge) if plan.trains(step)]
+    group = torch.zeros(group_size, *latent)
+
+    def transition(step: int) -> Transition:
+        x = group[:1] if step == plan.branch and plan.shared_noise else group
+        return Transition(step, x, group, x, torch.zeros(group_size))
+
+    return Rollout(prompt, plan, tuple(transition(step) for step in steps), torch.zeros(len(plan.tails), *group.shape))
+
+
+def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -> tuple[int, int]:
+    """Latents that training passes show to the network for one prompt: (with gradient, under the untrained model).
+
+    Counted by the algorithm's own loss on examples of zeros; one latent where a group branches from a shared one.
+    """
+    network = _CountingNetwork()
+    for plan in plans:
+        rollout = dry_rollout(plan, algorithm.group_size)
+        for example in algorithm.examples(rollout, torch.zeros(algorithm.group_size)):
+            algorithm.loss(Batch.of([example], sigma_grid(num_steps), first=True), network)
+    return network.trained, network.base
+
+
+@dataclass
+class _CountingNetwork:
+    trained: int = 0
+    base: int = 0
+
+    def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        self.trained += len(x)
+        return torch.zeros_like(x)
+
+    def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        self.base += len(x)
+        return torch.zeros_like(x)
 
 
 def count_images(plans: Sequence[Plan], group_size: int) -> int:

@@ -1,0 +1,136 @@
+"""What all algorithms that learn from stochastic steps share: log-probs, the ratio, the KL term, and what is logged of them.
+
+log p_theta(x_next | x) is the log density of the step that was taken, under the kernel that the weights give now
+ratio = p_theta / p_old; loss = policy_loss(ratio, A) + kl_weight * KL(kernel || kernel of the untrained model)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from g2rpo.objectives import kernel_kl
+from g2rpo.types import Algorithm, Batch, Example, Loss, Network, Normal, Rollout
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a training pass knows about B stochastic steps: every field is [B], one entry per member and step; float32 but the
+    last."""
+
+    log_prob: Tensor  # of the step that was taken, under the weights being trained; carries the gradient
+    old_log_prob: Tensor  # under the weights that took it
+    old_kl: Tensor  # KL of the two kernels, as a mean over entries; carries a gradient, and is 0 at the old weights
+    advantages: Tensor
+    std: Tensor  # of the noise that entered
+    dsigma: Tensor  # how far the step went, |sigma_next - sigma|
+    step: Tensor  # its index on the sigma grid, int64
+
+
+class PolicyGradient(Algorithm):
+    """The part of an `Algorithm` that turns transitions into a loss. Subclasses say how a step is taken (`kernel`) and what a
+    ratio costs (`log_ratio`, `policy_loss`); their fields `clip_range` and `kl_weight` are used here."""
+
+    clip_range: float
+    kl_weight: float
+
+    @property
+    def uses_base(self) -> bool:
+        return self.kl_weight > 0
+
+    def log_ratio(self, steps: Steps) -> Tensor:
+        """log of the ratio that the loss clips, [B]; 0 where the weights are the ones that sampled."""
+        return steps.log_prob - steps.old_log_prob
+
+    def policy_loss(self, steps: Steps) -> Tensor:
+        """The loss [B] without the KL term."""
+        raise NotImplementedError
+
+    def examples(self, rollout: Rollout, advantages: Tensor) -> list[Example]:
+        return [
+            Example(
+                rollout.prompt,
+                t.step,
+                t.x,
+                advantages,
+                {"x_next": t.x_next, "old_mean": t.old_mean, "old_log_prob": t.old_log_prob},
+            )
+            for t in rollout.transitions
+        ]
+
+    def loss(self, batch: Batch, network: Network) -> Loss:
+        """policy_loss + kl_weight * KL, member by member.
+
+        Until the first optimizer step the old policy *is* the current one, so its log-prob is this pass's own, detached: the
+        ratio is exactly 1. What the rollout recorded may differ in the last bits (another batch, another kernel); that
+        difference is logged as the drift, because a large one means that rollout and training disagree.
+        """
+        sigma, sigma_next = (batch.sigmas[batch.steps + ahead].to(batch.x.device) for ahead in (0, 1))
+        kernel = self.kernel(batch.sigmas)
+
+        def landing(velocity: Tensor) -> Normal:
+            normal = kernel(batch.x, velocity, sigma, sigma_next)
+            return replace(normal, mean=normal.mean[batch.row_of], std=normal.std[batch.row_of])
+
+        base = landing(network.base_velocity(batch.x, sigma, batch.prompts)) if self.uses_base else None
+        new = landing(network.velocity(batch.x, sigma, batch.prompts))
+        recorded = batch.data["old_log_prob"]
+        log_prob = new.log_prob(batch.data["x_next"])
+        old = replace(new, mean=new.mean.detach() if batch.first else batch.data["old_mean"])
+        steps = Steps(
+            log_prob,
+            log_prob.detach() if batch.first else recorded,
+            kernel_kl(new, old),
+            batch.advantages,
+            new.std,
+            (sigma - sigma_next)[batch.row_of],
+            batch.steps[batch.row_of].to(batch.x.device),
+        )
+        values, log = self.policy_loss(steps), {"log_ratio": self.log_ratio(steps)}
+        if batch.first:
+            log["drift"] = (log_prob - recorded).abs()
+        if base is not None:
+            log["kl"] = kernel_kl(new, base)
+            values = values + self.kl_weight * log["kl"]
+        return Loss(values, log)
+
+    def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
+        off = (log["log_ratio"].exp() - 1).abs()
+        return {
+            "kl": float(log["kl"].mean()) if "kl" in log else 0.0,
+            "ratio_deviation": float(off.max()),
+            "clip_fraction": float((off > self.clip_range).float().mean()),
+            "log_prob_drift": float(log["drift"].max()),
+        }
+
+    def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, dtype: torch.dtype) -> float:
+        """The largest difference of a log-prob between rollout and training pass that is in order.
+
+        Later updates of a rollout take its record for the old log-prob, and half the clip range is all that may be lost to a
+        difference that nothing was learnt from. Where a rollout has one update, ratios do not see the drift, and what rounding
+        explains is in order as well: a velocity (of size sqrt 2) off by two eps of `dtype` moves a step's mean by
+        e of its standard deviations; the noise that was drawn is independent of it, so the log-prob moves by
+        N(0, e^2 / entries) - e^2 / 2, which for a thousand members stays within 4 e / sqrt(entries) + e^2 / 2. The largest
+        step counts, in the units of the kernel's log-prob.
+        """
+        one, nothing = torch.ones(1, 1), torch.zeros(1)
+        kernel = self.kernel(sigmas)
+        allowed, unit = 0.0, 0.0
+        for step in steps:
+            sigma, sigma_next = sigmas[step], sigmas[step + 1]
+            still, moved = (kernel(0 * one, velocity * one, sigma, sigma_next) for velocity in (0, 1))
+            std = still.std.reshape(1)
+            e = 2 * torch.finfo(dtype).eps * math.sqrt(2) * float((moved.mean - still.mean).abs()) / float(std)
+            # the log-prob's own unit: 1, or 2 std^2 where it leaves out the constants
+            scale = 2 * float(still.log_prob(still.mean) - still.log_prob(still.mean + std))
+            allowed = max(allowed, scale * (4 * e / math.sqrt(entries) + e**2 / 2))
+            off_by_one = Steps(torch.ones(1), nothing, nothing, nothing, std, (sigma - sigma_next).reshape(1), torch.tensor([step]))
+            unit = max(unit, float(self.log_ratio(off_by_one)))
+        half = self.clip_range / 2 / unit
+        every = self.update_every
+        once = every == "rollout" or (isinstance(every, int) and every >= self.group_size)
+        return max(half, allowed) if once else half
