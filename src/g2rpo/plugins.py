@@ -1,0 +1,133 @@
+"""Code by name: what g2rpo ships, what installed packages offer, and the user's own files and modules.
+
+    g2rpo                  a built-in
+    mine                   an entry point of an installed package, in the group g2rpo.algorithms, g2rpo.policies, ...
+    my_file.py:Mine        something in a file
+    package.module:Mine    something in a module that Python can import
+
+Importing code runs it. Files and modules are therefore imported only after `allow`, which the command line calls for what the
+user has typed there; a config that merely mentions them is refused (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import zlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from g2rpo.errors import UserError, did_you_mean
+from g2rpo.files import local
+
+_CODE = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
+_allowed: set[str] = set()
+
+
+class CodeNotAllowed(UserError):
+    """A config mentions code that the user has not named at the command line."""
+
+
+def is_code(name: str) -> bool:
+    """Whether `name` means something in a file or module: FILE.py:NAME or MODULE:NAME."""
+    return _CODE.fullmatch(name) is not None
+
+
+def allow(name: str) -> None:
+    """Lets code be imported for the rest of the process. `name` is FILE.py or MODULE, with or without :NAME.
+
+    Raises UserError for anything else.
+    """
+    source = name.partition(":")[0]
+    if not is_code(f"{source}:x"):
+        raise UserError(f"'{name}' is no code; name a file (my_file.py) or a module (package.module)")
+    _allowed.add(_key(source))
+
+
+def available(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
+    """Short names of a group ("algorithms", "policies", ...), each with its MODULE:NAME; built-ins come first."""
+    installed = {entry.name: entry.value for entry in entry_points(group=f"g2rpo.{group}")}
+    return {**installed, **builtin}
+
+
+def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
+    """What `name` means in a group.
+
+    Raises `CodeNotAllowed` for a file or module that was not named at the command line, and UserError for an unknown name,
+    missing code, or code that cannot be imported.
+    """
+    if is_code(name):
+        source, _, attribute = name.rpartition(":")
+        if _key(source) not in _allowed:
+            raise CodeNotAllowed(
+                f"{name} is code that a config names. Importing runs it: read it, then add --plugin {source} to the command"
+            )
+        return _attribute(_import(source, name), attribute, name)
+    known = available(group, builtin)
+    if name not in known:
+        raise UserError(
+            f"unknown {group.removesuffix('s')} '{name}'.{did_you_mean(name, known)} Your own: FILE.py:NAME or MODULE:NAME."
+        )
+    module, _, attribute = known[name].partition(":")
+    if name in builtin:  # an error in there is ours, not the user's
+        return getattr(importlib.import_module(module), attribute)
+    return _attribute(_import(module, name), attribute, name)
+
+
+def _key(source: str) -> str:
+    """One form for all ways to name a file."""
+    return str(local(source).resolve()) if source.endswith(".py") else source
+
+
+def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        raise UserError(f"{name}: there is no '{attribute}'.{did_you_mean(attribute, own)}")
+    return found
+
+
+def _import(source: str, name: str) -> ModuleType:
+    """The module of a file or of Python's path, run once; UserError says why it cannot be."""
+    try:
+        return load_file(local(source)) if source.endswith(".py") else importlib.import_module(source)
+    except FileNotFoundError:
+        raise UserError(f"{name}: there is no file {source}") from None
+    except Exception as error:  # whatever the user's code raises
+        at = f" ({_place(error)})" if _place(error) else ""
+        raise UserError(f"{name}: cannot be imported: {type(error).__name__}: {error}{at}") from error
+
+
+def load_file(file: Path) -> ModuleType:
+    """The module in a Python file, run once per path. Raises FileNotFoundError, and what the file raises."""
+    file = file.resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    module_name = f"g2rpo_plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None and spec.loader is not None  # the name ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # as an import does: dataclasses look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the innermost frame of an exception."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
