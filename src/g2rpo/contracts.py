@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from g2rpo.errors import UserError
@@ -59,7 +60,7 @@ def loss_of(algorithm: Algorithm, batch: Batch, network: Network) -> Loss:
         raise _broken(algorithm, "loss", "a types.Loss", f"a {type(loss).__name__}")
     values = loss.values
     _check_shape(algorithm, "loss", values, batch.advantages.shape, "one for each member of the batch, before any mean")
-    if not values.requires_grad:
+    if torch.is_grad_enabled() and not values.requires_grad:
         raise _broken(algorithm, "loss", "a loss that depends on network.velocity", "one without a gradient")
     if batch.first and not bool(values.isfinite().all()) and all(bool(v.isfinite().all()) for v in watched.velocities):
         raise _broken(algorithm, "loss", "finite numbers", f"NaN or infinity for {int((~values.isfinite()).sum())} members")
