@@ -75,7 +75,7 @@ def overflowing(loss):
         ("plans", lambda plans: [], "at least one Plan, but returned none in iteration 0"),
         (
             "plans",
-            lambda plans: [replace(plans[0], tails=plans[0].tails[:1]), plans[1]],
+            lambda plans: [replace(plans[0], tails=plans[0].tails[:1], granularities=()), plans[1]],
             r"equally many tails in every Plan, but returned numbers of tails \[1, 2\]",
         ),
         (

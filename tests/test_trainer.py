@@ -129,6 +129,7 @@ def test_the_loss_gradient_is_the_policy_gradient():
     (examples, cond), gradient = seen[0], policy.mean.grad.clone()
     advantages = torch.cat([item.advantages for item in examples])
 
+    @torch.no_grad()
     def objective():
         log_ratio = t.updater.loss(examples, cond, first=False).log["log_ratio"]  # the old log-prob is a constant
         return float((advantages * log_ratio).double().mean())

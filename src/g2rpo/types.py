@@ -350,28 +350,30 @@ class Algorithm(Protocol):
         def group_size(self) -> int: ...
 
         @property
-        def update_every(self) -> UpdateEvery: ...
+        def update_every(self) -> UpdateEvery:
+            return "rollout"
 
         @property
         def advantage_clip(self) -> float:
             """The largest size of an advantage; the share at it is logged."""
-            ...
+            return math.inf
 
         @property
         def uses_base(self) -> bool:
             """Whether the loss asks for the untrained model's velocity."""
-            ...
+            return False
+
+        @property
+        def drop_zero_advantages(self) -> bool:
+            """Whether members without any advantage are left out of an update's mean, and so of the KL term."""
+            return False
 
     else:
         group_size: int
         update_every = "rollout"
         advantage_clip = math.inf
         uses_base = False
-
-    @property
-    def drop_zero_advantages(self) -> bool:
-        """Whether members without any advantage are left out of an update's mean, and so of the KL term."""
-        ...
+        drop_zero_advantages = False
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         """How a stochastic step is taken in a run on the grid `sigmas`; only plans with stochastic steps need one."""

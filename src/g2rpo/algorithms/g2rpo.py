@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -48,8 +48,6 @@ class GranularGRPO(PolicyGradient):
     step counts (`weight_of`). `branch_schedule` spreads the branch steps over iterations: "turns" takes one an iteration, in
     their order and then anew, "random" draws it.
     """
-
-    drop_zero_advantages: ClassVar[bool] = False  # its published code counts every member
 
     name: Literal["g2rpo"] = "g2rpo"
     group_size: int = 12
