@@ -128,7 +128,9 @@ class PolicyGradient(Algorithm):
             # the log-prob's own unit: 1, or 2 std^2 where it leaves out the constants
             scale = 2 * float(still.log_prob(still.mean) - still.log_prob(still.mean + std))
             allowed = max(allowed, scale * (4 * e / math.sqrt(entries) + e**2 / 2))
-            off_by_one = Steps(torch.ones(1), nothing, nothing, nothing, std, (sigma - sigma_next).reshape(1), torch.tensor([step]))
+            off_by_one = Steps(
+                torch.ones(1), nothing, nothing, nothing, std, (sigma - sigma_next).reshape(1), torch.tensor([step])
+            )
             unit = max(unit, float(self.log_ratio(off_by_one)))
         half = self.clip_range / 2 / unit
         every = self.update_every
