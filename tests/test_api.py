@@ -1,15 +1,23 @@
 """The command line's work from Python: objects take the place of names, and the rest is as the recipe says."""
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
+import yaml
 
 from g2rpo import api
+from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.mixgrpo import MixGRPO
 from g2rpo.commands.train import load_config
 from g2rpo.errors import UserError
 from g2rpo.metrics import read_metrics
+from g2rpo.model_card import write_card
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runs import read_config
+from tests.commands import g2rpo
 from tests.runs import PROMPTS, brightness, darkness
 
 
@@ -65,7 +73,8 @@ def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):
         made()
     more = made(["trainer.iterations=3"], resume=True)
     assert [row["iteration"] for row in more.train()] == [3, 3]
-    assert read_config(tmp_path / "run").rewards["bright"].kind == api.OBJECT
+    kept = read_config(tmp_path / "run")
+    assert kept.rewards["bright"].kind == "object:tests.runs.brightness" and kept.prompts.train == "object"
 
 
 def test_a_weight_in_the_config_is_that_of_the_object():
@@ -79,6 +88,81 @@ def test_without_objects_it_is_what_the_recipe_says():
     trainer = api.trainer("scenes", ["evaluation.num_prompts=2", "trainer.iterations=1"])
     assert trainer.config == load_config("scenes", ["evaluation.num_prompts=2", "trainer.iterations=1"])
     assert list(trainer.rewards) == ["scene_accuracy"] and len(trainer.heldout) == 2 and trainer.run_dir is None
+
+
+@dataclass(frozen=True)
+class OneAtATime(GranularGRPO):
+    """An algorithm of one's own, by inheritance, with a field that is no number."""
+
+    pause: int = 3
+    shape: Callable[[float], float] = math.sqrt
+
+    def plans(self, num_steps, iteration=0, seed=0):
+        every = super().plans(num_steps, iteration, seed)
+        return [every[iteration % len(every)]]
+
+
+class Own:
+    """The same from nothing but the protocol."""
+
+    def __init__(self):
+        self.inner = GranularGRPO(group_size=4, branch_steps=(0, 1), granularities=(1, 2))
+        self.group_size = 4
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+
+
+CLASSES = {"OneAtATime": OneAtATime(group_size=4, branch_steps=(0, 1), granularities=(1, 2), pause=5), "Own": Own()}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_algorithm_of_ones_own_is_recorded_as_what_it_is_and_never_taken_for_another(capsys, tmp_path, tiny_config, name):
+    run = tmp_path / "run"
+
+    def made(**more):
+        return api.trainer(str(tiny_config), run_dir=run, algorithm=CLASSES[name], **more)
+
+    trainer = made()
+    list(trainer.train())
+    table = trainer.finish()
+    write_card(run, trainer.export(), trainer.config, table, 3)
+    kept = yaml.safe_load((run / "config.yaml").read_text())["algorithm"]
+    assert kept.pop("name") == f"object:tests.test_api.{name}"
+    assert kept["group_size"] == 4 and (name == "Own" or (kept["pause"], kept["shape"]) == (5, "object:math.sqrt"))
+    assert f"tuned with tests.test_api.{name}" in (run / "adapter" / "README.md").read_text()
+    assert list(made(resume=True).train()) == []
+    with pytest.raises(UserError, match=r"algorithm\.group_size|algorithm\.pause"):
+        api.trainer(str(tiny_config), run_dir=run, algorithm=OneAtATime(group_size=4), resume=True)
+
+    for words in (["train", "CONFIG"], ["train", "CONFIG", "--run-dir", run, "--resume"], ["plan", "CONFIG"], ["demo", run]):
+        code, _, err = g2rpo(capsys, *[run / "config.yaml" if word == "CONFIG" else word for word in words])
+        assert code == 2 and f"algorithm.name=object:tests.test_api.{name}: was given as a Python object" in err, err
+    for words in (["report", run], ["sample", "--run", run, "a red circle", "--out", tmp_path / "pictures"]):
+        assert g2rpo(capsys, *words)[0] == 0
+    assert f"object:tests.test_api.{name}" in (run / "report.html").read_text()
+    named = ["train", run / "config.yaml", "algorithm.name=mixgrpo", "algorithm.group_size=3", "--run-dir", tmp_path / "mix"]
+    assert g2rpo(capsys, *named)[0] == 0 and read_config(tmp_path / "mix").algorithm.name == "mixgrpo"
+
+
+def test_no_command_takes_a_name_of_the_recipe_for_an_object_that_was_given(capsys, tmp_path, tiny_config):
+    """A reward that has the name of one of ours too."""
+    objects = {"policy": GaussianPolicy(), "prompts": PROMPTS, "heldout": PROMPTS[:3], "judges": {"judge": darkness}}
+    trainer = api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"scene_accuracy": brightness}, **objects)
+    list(trainer.train())
+    trainer.export()
+    config, pipeline = read_config(tmp_path / "run"), load_config(str(tiny_config), []).policy.path
+    assert config.evaluation.prompts == config.prompts.train == "object"
+    policy, reward = (
+        "policy.path=object:g2rpo.policies.gaussian.GaussianPolicy",
+        "scene_accuracy.kind=object:tests.runs.brightness",
+    )
+    for overrides, message in (([], policy), ([f"policy.path={pipeline}"], reward)):
+        for words in (["train", tmp_path / "run" / "config.yaml"], ["evaluate", "--run", tmp_path / "run"]):
+            code, _, err = g2rpo(capsys, *words, *overrides)
+            assert code == 2 and (message in err or f"rewards.{reward}" in err) and "was given as a Python object" in err
+    code, _, err = g2rpo(capsys, "sample", "--run", tmp_path / "run", "a red circle", "--out", tmp_path / "pictures")
+    assert code == 2 and policy in err
 
 
 def test_a_finished_run_paints_is_judged_and_reported(tmp_path, tiny_config):

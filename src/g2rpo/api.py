@@ -20,16 +20,15 @@ from g2rpo.commands.compare import compare as compare_cells
 from g2rpo.commands.compare_arguments import parse_budget
 from g2rpo.commands.report import report as write_report
 from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.config import AnyAlgorithm, Config, RewardConfig, grid_of
+from g2rpo.config import Config, RewardConfig, grid_of
 from g2rpo.evaluation import Comparison, Evaluation, compare, sample_images
 from g2rpo.evaluation import evaluate as judge
+from g2rpo.given import OBJECT, mention
 from g2rpo.plain import parse_json, read_text
 from g2rpo.runs import claim, entered, read_config, record_start, weights_path
 from g2rpo.trackers import Tracker
 from g2rpo.trainer import Trainer
-from g2rpo.types import Policy, Reward
-
-OBJECT = "object"  # the kind of a reward that a config can only mention
+from g2rpo.types import Algorithm, Policy, Reward
 
 
 def trainer(
@@ -38,7 +37,7 @@ def trainer(
     run_dir: str | Path | None = None,
     *,
     resume: bool = False,
-    algorithm: AnyAlgorithm | None = None,
+    algorithm: Algorithm | None = None,
     policy: Policy | None = None,
     rewards: Mapping[str, Reward] | None = None,
     judges: Mapping[str, Reward] | None = None,
@@ -50,19 +49,12 @@ def trainer(
     """A trainer as `g2rpo train` builds it; what is given as an object takes the place of what the recipe names.
 
     `rewards` are trained on, with the weights that the config has for these names, else 1; `judges` are judged only. Nothing is
-    kept without a `run_dir`; one that holds a run is entered with `resume` alone. Its config.yaml mentions objects without
-    being able to build them again: resume such a run from the program that began it. Raises UserError as the command does.
+    kept without a `run_dir`; one that holds a run is entered with `resume` alone. Its config.yaml only mentions objects (as
+    "object:module.Class"), and commands that would have to make them again refuse: resume such a run from the program that
+    began it. Raises UserError as the command does.
     """
     config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
-    changes: dict[str, object] = {}
-    if algorithm is not None:
-        changes["algorithm"] = algorithm
-    if rewards is not None:
-        changes["rewards"] = {name: config.rewards.get(name, RewardConfig(kind=OBJECT)) for name in rewards}
-    if judges is not None:
-        mentioned = {name: RewardConfig(kind=OBJECT) for name in judges}
-        changes["evaluation"] = config.evaluation.model_copy(update={"rewards": mentioned})
-    config = config.model_copy(update=changes)
+    config = _mentioning(config, algorithm, policy, rewards, judges, prompts, heldout)
     objects = {
         "policy": policy,
         "rewards": rewards,
@@ -82,6 +74,36 @@ def trainer(
                 notify(complaint)
         record_start(directory, built.iteration, built.policy.device)
     return built
+
+
+def _mentioning(
+    config: Config,
+    algorithm: Algorithm | None,
+    policy: Policy | None,
+    rewards: Mapping[str, Reward] | None,
+    judges: Mapping[str, Reward] | None,
+    prompts: Sequence[str] | None,
+    heldout: Sequence[str] | None,
+) -> Config:
+    """`config` with a mention of each object in the place of what it names: config.yaml must not promise another run."""
+    changes: dict[str, object] = {}
+    judged: dict[str, object] = {}
+    if algorithm is not None:
+        changes["algorithm"] = algorithm
+    if policy is not None:
+        changes["policy"] = config.policy.model_copy(update={"path": mention(policy), "pipeline": None})
+    if rewards is not None:
+        weights = {name: entry.weight for name, entry in config.rewards.items()}
+        changes["rewards"] = {
+            name: RewardConfig(kind=mention(reward), weight=weights.get(name, 1.0)) for name, reward in rewards.items()
+        }
+    if prompts is not None:
+        changes["prompts"] = config.prompts.model_copy(update={"train": OBJECT})
+    if heldout is not None:
+        judged["prompts"] = OBJECT
+    if judges is not None:
+        judged["rewards"] = {name: RewardConfig(kind=mention(judge)) for name, judge in judges.items()}
+    return config.model_copy(update={**changes, "evaluation": config.evaluation.model_copy(update=judged)})
 
 
 def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:

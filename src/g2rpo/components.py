@@ -20,6 +20,7 @@ from g2rpo.distributed import World
 from g2rpo.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.files import FileDigests, digest_of, local
+from g2rpo.given import Mentioned, refuse_mention
 from g2rpo.plain import parse_json, read_text
 from g2rpo.prompt_sources import read_prompts
 from g2rpo.rollout.tails import TailNetwork, Tails
@@ -88,6 +89,8 @@ def check_sharding(config: Config, ranks: int) -> None:
 
 def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
     """Refuses an algorithm that does not fit the sampler's steps, or whose solver does not fit the sampler's tails."""
+    if isinstance(algorithm, Mentioned):
+        refuse_mention("algorithm.name", algorithm.name)
     plans = plans_of(algorithm, sampling.num_steps)
     try:
         sampling.tails.walked_by(plans)
@@ -195,6 +198,7 @@ def pick_device(name: str) -> str:
 
 def locate_pipeline(name: str, expected: str | None = None) -> tuple[str, str]:
     """(where the pipeline lies, its class name); refuses a class that has no policy, or is not the `expected` one."""
+    refuse_mention("policy.path", name)
     if name == "testbed":
         from g2rpo.testbed import pipeline_dir
 
@@ -299,6 +303,7 @@ def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dic
 def check_rewards(table: Mapping[str, RewardConfig]) -> None:
     """Refuses unknown rewards and options, before any weights are loaded."""
     for name, entry in table.items():
+        refuse_mention(f"rewards.{name}.kind", entry.kind)
         if entry.kind not in REWARDS:
             raise UserError(f"rewards.{name}: unknown reward '{entry.kind}'.{did_you_mean(entry.kind, REWARDS)}")
         known = inspect.signature(_load(REWARDS[entry.kind])).parameters
@@ -342,6 +347,7 @@ def build_trackers(names: Sequence[str]) -> list[Tracker]:
 
 def build_prompts(source: str, key: str) -> list[str]:
     """The prompts of "testbed:train" or "testbed:heldout", or of a source for `read_prompts`; `key` names the config entry."""
+    refuse_mention(key, source)
     if not source.startswith("testbed"):
         try:
             return read_prompts(source)

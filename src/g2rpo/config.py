@@ -13,6 +13,10 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PositiveFloat,
+    SerializerFunctionWrapHandler,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
 )
 from torch import Tensor
 
@@ -25,6 +29,7 @@ from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.flow import scheduler_grid, sigma_grid
+from g2rpo.given import Mentioned, is_mention, mention, mentioned, recorded
 from g2rpo.rollout.tails import Tails
 from g2rpo.sharding import ShardingMode
 from g2rpo.types import Policy
@@ -251,12 +256,32 @@ def named(value: Any) -> Any:
     return {"name": GranularGRPO.name, **value} if isinstance(value, Mapping) else value
 
 
+def _read_algorithm(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """An object that config.yaml mentions is none of the algorithms that can be built from a name."""
+    value = named(value)
+    return mentioned(value) if isinstance(value, Mapping) and is_mention(value["name"]) else handler(value)
+
+
+def _record_algorithm(algorithm: Any, handler: SerializerFunctionWrapHandler) -> Any:
+    """A class that is not exactly one of ours, a subclass of one included, is recorded as what it is."""
+    return handler(algorithm) if type(algorithm) in ALGORITHMS.values() else recorded(algorithm)
+
+
+def algorithm_name(algorithm: Any) -> str:
+    """What config.yaml calls an algorithm."""
+    return algorithm.name if type(algorithm) in (*ALGORITHMS.values(), Mentioned) else mention(algorithm)
+
+
 class Config(Group):
     """One run."""
 
     recipe: str = ""
     policy: PolicyConfig
-    algorithm: Annotated[Annotated[AnyAlgorithm, Field(discriminator="name")], BeforeValidator(named)]
+    algorithm: Annotated[
+        Annotated[AnyAlgorithm, Field(discriminator="name")],
+        WrapValidator(_read_algorithm),
+        WrapSerializer(_record_algorithm),
+    ]
     rewards: RewardTable
     prompts: PromptsConfig
     sampling: SamplingConfig

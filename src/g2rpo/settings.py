@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from g2rpo.config import ALGORITHMS, AnyAlgorithm, Config, Group, named
 from g2rpo.errors import UserError, did_you_mean
+from g2rpo.given import is_mention
 from g2rpo.plain import DEPTH, parse_yaml, read_text
 
 LARGEST = 2**18
@@ -153,6 +154,8 @@ def _fields(kind: Any) -> dict[str, Any] | None:
 def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
     if kind == AnyAlgorithm and isinstance(data, Mapping):
         name = str(named(data)["name"])
+        if is_mention(name):
+            return
         if name not in ALGORITHMS:
             raise UserError(f"{source}: algorithm.name: unknown algorithm '{name}'.{did_you_mean(name, ALGORITHMS)}")
         kind = ALGORITHMS[name]

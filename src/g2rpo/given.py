@@ -1,0 +1,57 @@
+"""Python objects in the place of names: how a config mentions them, so that nothing else is taken for them later."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from g2rpo.errors import UserError
+
+OBJECT = "object"
+"""What a config has in the place of a name; "object:module.Class" where the class is known."""
+
+
+@dataclass(frozen=True)
+class Mentioned:
+    """An algorithm that a run was begun with as an object, read from the run's config.yaml: its class and its fields."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+
+def mention(thing: Any) -> str:
+    """What a config calls an object: "object:" and its class, or the function that it is."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{OBJECT}:{named.__module__}.{named.__qualname__}"
+
+
+def is_mention(name: object) -> bool:
+    """Whether a name in a config stands for an object."""
+    return isinstance(name, str) and (name == OBJECT or name.startswith(f"{OBJECT}:"))
+
+
+def refuse_mention(key: str, name: object) -> None:
+    """UserError, for what is to be built from its name, if `name` only mentions an object."""
+    if is_mention(name):
+        raise UserError(
+            f"{key}={name}: was given as a Python object, and no command can make it again; "
+            "go on from the program that began the run (api.trainer), or name another in its place"
+        )
+
+
+def mentioned(data: Mapping[str, Any]) -> Mentioned:
+    """The algorithm that a config's group mentions."""
+    return Mentioned(str(data["name"]), {key: value for key, value in data.items() if key != "name"})
+
+
+def recorded(algorithm: Any) -> dict[str, Any]:
+    """The group of a config that mentions `algorithm`: its class, and its fields as plain data."""
+    if isinstance(algorithm, Mentioned):
+        return {"name": algorithm.name, **algorithm.fields}
+    fields = [field.name for field in dataclasses.fields(algorithm)] if dataclasses.is_dataclass(algorithm) else vars(algorithm)
+    values = {name: getattr(algorithm, name) for name in fields if name != "name"}
+    return {"name": mention(algorithm), **to_jsonable_python(values, fallback=mention, inf_nan_mode="strings")}
