@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -188,9 +189,8 @@ def test_a_moving_window_of_one_visits_g2rpos_branches_one_after_the_other():
 
 def test_dancegrpo_is_flow_grpo_with_another_g():
     same = ("algorithm.sde=dance", "algorithm.eta=0.4", "algorithm.shared_noise=true", "algorithm.reward_mix=advantages")
-    flow = named(
-        "flow_grpo", *ONCE, *same, "algorithm.kl_weight=0", "algorithm.batch_std=false", "algorithm.noisy_last_step=false"
-    )
+    off = [f"algorithm.{key}=false" for key in ("batch_std", "population_std", "noisy_last_step", "drop_zero_advantages")]
+    flow = named("flow_grpo", *ONCE, *same, *off, "algorithm.kl_weight=0")
     dance = named("dancegrpo", *ONCE, *same, "algorithm.trained_fraction=1")
     rows = [[t.iterate() for _ in range(2)] for t in (flow, dance)]
     assert rows[0][1]["loss"] == rows[1][1]["loss"] and torch.equal(weights(flow), weights(dance))
@@ -557,9 +557,10 @@ def test_the_std_of_the_batch_is_over_all_groups():
 def test_the_batch_std_reaches_the_advantages():
     rewards, one = torch.randn(3, 1, 1, 5, generator=torch.Generator().manual_seed(0)), torch.ones(1)
     expected = group_normalize(rewards[:, 0, 0], batch_std=True)
-    torch.testing.assert_close(FlowGRPO().advantages(rewards, one), expected)
-    torch.testing.assert_close(FlowGRPO(reward_mix="advantages").advantages(rewards, one), expected)
-    torch.testing.assert_close(GRPOGuard().advantages(rewards, one), group_normalize(rewards[:, 0, 0]))
+    flow, guard = FlowGRPO(population_std=False), GRPOGuard(population_std=False)
+    torch.testing.assert_close(flow.advantages(rewards, one), expected)
+    torch.testing.assert_close(replace(flow, reward_mix="advantages").advantages(rewards, one), expected)
+    torch.testing.assert_close(guard.advantages(rewards, one), group_normalize(rewards[:, 0, 0]))
 
 
 def test_kernels_are_the_named_ones():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,16 +12,16 @@ from torch import Tensor
 from g2rpo.types import Normal, per_row
 
 
-def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False) -> Tensor:
+def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False, population_std: bool = False) -> Tensor:
     """Advantages (r - mean) / (std + eps) over the last axis (GRPO, arXiv 2402.03300; G2RPO, Eq. 8).
 
-    rewards [..., G]; std is the unbiased one, so |advantage| <= (G - 1) / sqrt(G). NaN means "no score": such a member gets 0
-    and does not count in its group. A group whose valid rewards are all equal, or that has fewer than two, gets exactly 0.
-    Float64 inside: the rounding of a float32 mean would turn ties of large rewards into advantages.
-    `batch_std` divides by the std of all rewards [N, ..., G] along the first and last axes, as Flow-GRPO's code does: then a
-    group that hardly disagrees says little.
+    rewards [..., G]; std is the unbiased one, so |advantage| <= (G - 1) / sqrt(G), or with `population_std` the biased one. NaN
+    means "no score": such a member gets 0 and does not count in its group. A group whose valid rewards are all equal, or that
+    has fewer than two, gets exactly 0. Float64 inside: the rounding of a float32 mean would turn ties of large rewards into
+    advantages. `batch_std` divides by the std of all rewards [N, ..., G] along the first and last axes, as Flow-GRPO's code
+    does: then a group that hardly disagrees says little.
     """
-    valid = ~rewards.isnan()
+    valid, unbiased = ~rewards.isnan(), 0 if population_std else 1
     r = torch.where(valid, rewards, 0).double()
     n = valid.sum(-1, keepdim=True)
     mean = r.sum(-1, keepdim=True) / n.clamp(min=1)
@@ -29,9 +30,9 @@ def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False)
         all_n = n.sum(0, keepdim=True)
         center = r.sum((0, -1), keepdim=True) / all_n.clamp(min=1)
         squares = torch.where(valid, r - center, 0).square().sum((0, -1), keepdim=True)
-        std = (squares / (all_n - 1).clamp(min=1)).sqrt()
+        std = (squares / (all_n - unbiased).clamp(min=1)).sqrt()
     else:
-        std = (deviation.square().sum(-1, keepdim=True) / (n - 1).clamp(min=1)).sqrt()
+        std = (deviation.square().sum(-1, keepdim=True) / (n - unbiased).clamp(min=1)).sqrt()
     infinity = torch.finfo(r.dtype).max
     highest = torch.where(valid, r, -infinity).amax(-1, keepdim=True)
     lowest = torch.where(valid, r, infinity).amin(-1, keepdim=True)
@@ -47,6 +48,7 @@ def mix_rewards(
     mix: RewardMix = "advantages",
     batch_std: bool = False,
     grains: Sequence[float] | None = None,
+    population_std: bool = False,
 ) -> Tensor:
     """Advantages [N, G] of N groups from rewards [N, R, M, G] of R reward models at M granularities, and weights [R].
 
@@ -54,12 +56,13 @@ def mix_rewards(
     rewards). "rewards" adds the weighted rewards first and normalises once, so their scales matter. "gdpo" normalises the
     sum of advantages once more over the whole batch (GDPO, arXiv 2601.05242, Eq. 4-6). NaN entries are masked out.
     `grains` [M] weigh the granularities' advantages; None: all count alike. `batch_std`: see `group_normalize`.
+    `population_std` normalises as Flow-GRPO's code does, by the population's std + 1e-4.
     """
     per_reward = weights[:, None, None]
-    if mix == "rewards":
-        by_grain = group_normalize((per_reward * rewards).sum(-3), batch_std=batch_std)
-    else:
-        by_grain = (per_reward * group_normalize(rewards, batch_std=batch_std)).sum(-3)
+    normalize = partial(
+        group_normalize, eps=1e-4 if population_std else 1e-8, batch_std=batch_std, population_std=population_std
+    )
+    by_grain = normalize((per_reward * rewards).sum(-3)) if mix == "rewards" else (per_reward * normalize(rewards)).sum(-3)
     summed = (by_grain if grains is None else torch.tensor(grains)[:, None] * by_grain).sum(-2)
     if mix == "gdpo":
         return group_normalize(summed.flatten()).reshape(summed.shape)

@@ -25,6 +25,7 @@ class FlowCPS(GRPO):
     sde: SDE = "cps"
     batch_std: bool = True
     kl_weight: float = 0.04
+    population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
 

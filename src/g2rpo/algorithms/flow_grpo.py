@@ -25,6 +25,7 @@ class FlowGRPO(GRPO):
     name: Literal["flow_grpo"] = "flow_grpo"
     batch_std: bool = True
     kl_weight: float = 0.004
+    population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
     noisy_last_step: bool = True

@@ -26,6 +26,7 @@ class FlowGRPOFast(GRPO):
     eta: float = 0.8
     clip_range: float = 1e-5
     batch_std: bool = True
+    population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
     window_size: int = 3

@@ -40,11 +40,11 @@ class GRPO(PolicyGradient):
     """The fields are hyper-parameters.
 
     `sde` is how a stochastic step is taken (`flow.flow_sde`, `dance_sde`, `cps_kernel`) and `eta` how noisy. `shared_noise`
-    starts a group from one initial noise. `batch_std` and `reward_mix`: see `objectives.mix_rewards`. `drop_zero_advantages`
-    leaves members without any advantage out of an update's mean: the KL term then acts on those only that a reward speaks
-    about, and is not the stronger the more groups are of one opinion. `update_every` is
-    "rollout" for one averaged update, "branch" for one after every step index, or a number of members: the group is dealt into
-    parts of so many, and the weights move after each. With one update a rollout the clip is never active.
+    starts a group from one initial noise. `batch_std`, `population_std` and `reward_mix`: see `objectives.mix_rewards`.
+    `drop_zero_advantages` leaves members without any advantage out of an update's mean, so that the KL term weighs no more when
+    many groups have equal rewards. `update_every` is "rollout" for one averaged update, "branch" for one after every step
+    index, or a number of members: the group is dealt into parts of so many, and the weights move after each. With one update
+    a rollout the clip is never active.
     """
 
     name: str = ""
@@ -55,6 +55,7 @@ class GRPO(PolicyGradient):
     clip_range: float = 1e-4
     advantage_clip: float = 5.0
     batch_std: bool = False
+    population_std: bool = False
     reward_mix: RewardMix = "rewards"
     kl_weight: float = 0.0
     drop_zero_advantages: bool = False
@@ -83,7 +84,7 @@ class GRPO(PolicyGradient):
         return sde_kernel(flow_sde(sigmas, self.eta) if self.sde == "flow" else dance_sde(self.eta))
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        mixed = mix_rewards(rewards, weights, self.reward_mix, self.batch_std)
+        mixed = mix_rewards(rewards, weights, self.reward_mix, self.batch_std, population_std=self.population_std)
         return mixed.clamp(-self.advantage_clip, self.advantage_clip)
 
     def policy_loss(self, steps: Steps) -> Tensor:

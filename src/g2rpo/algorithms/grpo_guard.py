@@ -28,6 +28,7 @@ class GRPOGuard(GRPO):
 
     name: Literal["grpo_guard"] = "grpo_guard"
     clip_range: float = 2e-6
+    population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
     noisy_last_step: bool = True

@@ -32,6 +32,7 @@ class TempFlowGRPO(GRPO):
     shared_noise: bool = True
     kl_weight: float = 0.004
     noise_weight: float = 2.25
+    population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 3
 
