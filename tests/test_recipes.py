@@ -1,20 +1,25 @@
 """Recipes for real models: complete, explained, and clear about what is missing where they are run."""
 
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from g2rpo import components, recipes
 from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.cost.counting import count
 from g2rpo.errors import UserError
 from g2rpo.rollout.planning import count_evaluations, count_images
 from tests.commands import g2rpo
 
+ROOT = Path(__file__).parents[1]
 REAL = [name for name in recipes.names() if "testbed" not in recipes.text(name)]
 
 
 def test_the_recipes_for_real_models_are_there():
-    assert {"flux1-dev-hps", "flux1-dev-hps-clip", "flux1-dev-lora", "sd35-medium-lora", "reference"} <= set(REAL)
+    published = {"flux1-dev-hps", "flux1-dev-hps-clip", "reference", "reference-hps-clip"}
+    assert published | {"flux1-dev-lora", "sd35-medium-lora"} <= set(REAL)
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -42,6 +47,7 @@ def test_rewards_options_and_plans_of_a_recipe_exist(name):
         ("flux1-dev-hps", 16, 1700, 288),
         ("flux1-dev-hps-clip", 16, 1700, 288),
         ("reference", 16, 1496, 192),
+        ("reference-hps-clip", 16, 1700, 288),
         ("flux1-dev-lora", 4, 727, 96),
         ("sd35-medium-lora", 8, 557, 120),
     ],
@@ -53,22 +59,50 @@ def test_a_prompt_costs_what_the_comments_say(name, prompts, evaluations, images
     assert (count_evaluations(plans, size), count_images(plans, size)) == (evaluations, images)
 
 
-def test_the_reference_differs_from_the_paper_in_the_codes_quirks_only():
-    reference, paper = load_config("reference", []).model_dump(), load_config("flux1-dev-hps", []).model_dump()
+PUBLISHED = {"flux1-dev-hps": "reference", "flux1-dev-hps-clip": "reference-hps-clip"}
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED.values()])
+def test_who_follows_the_paper_or_its_code_makes_eight_optimizer_steps_a_rollout(name):
+    """The published scripts step after every branch step; their rate and their 300 iterations are for that."""
+    config = load_config(name, [])
+    ((iteration, times),) = count(config, 400).kinds
+    assert (iteration.optimizer_steps, times) == (8, config.trainer.iterations)
+    assert config.optim.learning_rate == 2e-6 and 300 <= times <= 301
+
+
+@pytest.mark.parametrize("paper", PUBLISHED)
+def test_the_reference_differs_from_the_paper_in_the_codes_quirks_only(paper):
+    ours, theirs = load_config(paper, []).model_dump(), load_config(PUBLISHED[paper], []).model_dump()
     changed = {
         f"{group}.{key}"
         for group in ("policy", "algorithm", "sampling", "optim", "trainer", "evaluation")
-        for key in reference[group]
-        if reference[group][key] != paper[group][key]
+        for key in theirs[group]
+        if theirs[group][key] != ours[group][key]
     }
-    assert changed == {
+    assert changed - {"algorithm.granularities"} == {
         "policy.truncate_timesteps",
+        "policy.published_pictures",
         "policy.vae_tiling",
-        "algorithm.granularities",
-        "algorithm.update_every",
         "sampling.anchor_dtype",
+        "sampling.step_dtype",
         "trainer.iterations",
     }
+    assert [reward["options"]["dtype"] for reward in theirs["rewards"].values()] == ["float16"] * len(ours["rewards"])
+    assert list(theirs["rewards"]) == list(ours["rewards"])
+
+
+def test_the_command_for_the_published_prompts_takes_the_first_without_chinese(tmp_path):
+    """The published preprocessing leaves out lines with a character from U+4E00 to U+9FFF, and then cuts."""
+    command = re.search(
+        r"^LC_ALL=C.UTF-8 grep .*hpdv2_train_50000\.txt$", (ROOT / "docs/recipes.md").read_text(), flags=re.MULTILINE
+    )[0]
+    lines = ["a red circle", "一个红圈", "naïve café", "a 红 circle", "two “squares”", "last"]
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts/hpdv2_train.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    subprocess.run(command.replace("-n 50000", "-n 3"), shell=True, cwd=tmp_path, check=True)
+    kept = (tmp_path / "prompts/hpdv2_train_50000.txt").read_text(encoding="utf-8").splitlines()
+    assert kept == [line for line in lines if not re.search("[\u4e00-\u9fff]", line)][:3]
 
 
 def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, flux_directory):
