@@ -27,9 +27,9 @@ from g2rpo.judging import JudgingConfig
 from g2rpo.settings import parse_options, resolve_as
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-PROGRAMS = ("g2rpo", "python", "torchrun", "pytest", "make", "pip", "tensorboard", "hf")
+PROGRAMS = ("g2rpo", "python", "python3", "torchrun", "pytest", "make", "pip", "uv", "tensorboard", "hf")
 BEGINS = re.compile(rf"^(?:time )?(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS)}) ")
 PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b|\.\.\.|…")
 SEPARATORS = ("\x1f", "\x1e")
@@ -81,11 +81,22 @@ def calls(script: str, folder: Path) -> list[list[str]]:
     for real in ("bash", "head"):
         (tools / real).unlink(missing_ok=True)
         (tools / real).symlink_to(f"/bin/{real}" if real == "bash" else "/usr/bin/head")
+    environment_of_make(folder, tools)
     environment = {"PATH": str(tools), "CALLS": str(record), "TIMEFORMAT": ""}
     done = subprocess.run(["/bin/bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert not done.stderr, done.stderr
     unit, end = SEPARATORS
     return [call.split(unit)[:-1] for call in record.read_text().split(end)[:-1]]
+
+
+def environment_of_make(folder: Path, programs: Path) -> None:
+    """What `make` leaves in a clone: .venv/bin with programs, and `activate`."""
+    inside = folder / ".venv" / "bin"
+    inside.mkdir(parents=True, exist_ok=True)
+    (inside / "activate").write_text(f"PATH={inside}:$PATH\n")
+    for program in PROGRAMS:
+        (inside / program).unlink(missing_ok=True)
+        (inside / program).symlink_to(programs / program)
 
 
 def check(call: list[str], monkeypatch) -> None:
@@ -113,9 +124,14 @@ def check(call: list[str], monkeypatch) -> None:
             check_pytest(arguments)
         case "make", targets:
             assert {f"{target}:" for target in targets} <= {line.split(" ")[0].strip() for line in (ROOT / "Makefile").open()}
+        case ("python3", ["-m", "venv", ".venv"]) | ("uv", ["venv"]):
+            pass
+        case "uv", ["pip", *rest]:
+            check(["pip", *rest], monkeypatch)
         case "pip", ["install", *packages]:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            assert set(re.findall(r"g2rpo\[(.+?)\]", " ".join(packages))) <= extras.keys()
+            assert set(re.findall(r"\[(.+?)\]", " ".join(packages))) <= extras.keys()
+            assert "g2rpo" not in " ".join(packages), "nothing of this name is on PyPI: install the clone"
         case ("tensorboard", ["--logdir", _]) | ("hf", ["download" | "auth", *_]):
             pass
         case _:
@@ -124,6 +140,8 @@ def check(call: list[str], monkeypatch) -> None:
 
 def check_g2rpo(arguments: list[str]) -> None:
     """Parses a command as the command line does, and resolves the config, cells or rewards that it names."""
+    if arguments == ["--version"]:
+        return
     group = typer.main.get_command(app)
     name, command, rest = group.resolve_command(group.make_context("g2rpo", ["recipes"]), arguments)
     if not rest and name != "recipes":

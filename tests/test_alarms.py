@@ -178,14 +178,14 @@ def test_a_fall_by_hand():
 
 
 def test_the_pilot_that_was_gamed_is_noticed():
-    """LOG.md, 2026-11-21: partial +.028 ± .019 and strict -.133 ± .045 on 128 prompts; and the same without the gain."""
+    """LOG.md, 2026-11-21: partial +.028 ± .019 and strict -.133 ± .045, standard errors; and without the gain."""
     steps = random(2, 128, seed=1)
     steps = (steps - steps.mean(1, keepdim=True)) / steps.std(1, keepdim=True) * math.sqrt(128)  # standard errors of 1
     base = {"partial": torch.zeros(128), "strict": torch.zeros(128)}
     tuned = {"partial": 0.032 + 0.019 * steps[0], "strict": -0.133 + 0.045 * steps[1]}
     assert set(fallen_rewards(history(base, tuned), ["partial"])) == {"hacking"}
     assert (
-        "strict -0.133 ± 0.045 since iteration 0 while partial rose"
+        "strict -0.133 ± 0.088 since iteration 0 while partial rose"
         in fallen_rewards(history(base, tuned), ["partial"])["hacking"]
     )
     assert set(fallen_rewards(history(base, base | {"strict": tuned["strict"]}), ["partial"])) == {"decline"}

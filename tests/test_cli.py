@@ -12,6 +12,7 @@ from huggingface_hub import HfApi
 from rich.console import Console
 from safetensors.torch import load_file
 
+from g2rpo import __version__, cli, recipes
 from g2rpo.commands.push import push
 from g2rpo.config import ALGORITHMS
 from g2rpo.errors import UserError
@@ -32,9 +33,35 @@ def test_help_answers_at_once_and_loads_no_model_library():
     assert time.perf_counter() - began < 10  # a generous bound for a loaded machine; the promise is in the README
 
 
-def test_recipes_are_listed_and_explained(capsys):
+def test_version_and_short_help(capsys):
+    assert g2rpo(capsys, "--version") == (0, f"g2rpo {__version__}\n", "")
+    for arguments in (["-h"], ["train", "-h"], ["testbed", "build", "-h"]):
+        code, out, _ = g2rpo(capsys, *arguments)
+        assert code == 0 and (code, out, "") == g2rpo(capsys, *arguments[:-1], "--help")
+
+
+def test_a_shell_completes_commands_options_and_recipes():
+    def completed(words):
+        asked = {"_G2RPO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        code = "import sys; from g2rpo.cli import main; sys.argv = ['g2rpo']; main()"
+        return subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **asked}
+        ).stdout.split()
+
+    assert completed("g2rpo se") == ["serve-reward"]
+    assert completed("g2rpo train sce") == ["scenes", "scenes-fast"]
+    assert completed("g2rpo train --re") == ["--resume"]
+
+
+def test_recipes_are_listed_and_explained(capsys, monkeypatch):
     code, out, _ = g2rpo(capsys, "recipes")
-    assert code == 0 and "scenes" in out
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == recipes.names()  # one line each
+    assert all(recipes.summary(line.split()[0]) in line for line in out.splitlines())
+    monkeypatch.setattr(cli, "console", Console(width=60))
+    narrow = g2rpo(capsys, "recipes")[1].splitlines()
+    assert all(len(line) <= 60 for line in narrow) and " ".join(" ".join(narrow).split()) == " ".join(out.split())
+    begins = [line[: cli.RECIPE].strip() for line in narrow]
+    assert [name for name in begins if name] == recipes.names()
     code, out, _ = g2rpo(capsys, "recipes", "scenes")
     assert code == 0 and "group_size: 12" in out
 
@@ -44,6 +71,8 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
     code, out, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run)
     assert code == 0, err
     assert "before_after.png" in out and "scene_accuracy" in out and f"g2rpo report {run}" in out
+    assert f"g2rpo sample --run {run} 'a red circle'" in out  # the first of its own held-out prompts
+    assert f"g2rpo train {run}/config.yaml --run-dir {run}-2" in out
     assert g2rpo(capsys, "report", run)[0] == 0 and "a red circle" in (run / "report.html").read_text()
     assert [json.loads(line)["iteration"] for line in (run / "starts.jsonl").open()] == [0]
     assert g2rpo(capsys, "train", tiny_config, "trainer.iterations=3", "--run-dir", run, "--resume")[0] == 0

@@ -2,10 +2,14 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+from g2rpo import __version__
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,7 +38,29 @@ def test_the_wheel_says_who_it_is(wheel):
     (metadata,) = [name for name in wheel.namelist() if name.endswith("METADATA")]
     text = wheel.read(metadata).decode()
     assert "License-Expression: Apache-2.0" in text and "Requires-Dist: torch>=2.6" in text
+    assert "Author: g2rpo contributors" in text and "Project-URL: Homepage, https://" in text
     assert "torchvision" not in text  # its CPU wheel breaks transformers and diffusers
+
+
+def test_how_to_cite_is_said_the_same_everywhere():
+    """CITATION.cff and the README's bibtex: the same paper, the same authors in the same order, this version."""
+    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    readme = (ROOT / "README.md").read_text()
+    paper = cff["preferred-citation"]
+    authors = " and ".join(f"{one['family-names']}, {one['given-names']}" for one in paper["authors"])
+    assert len(paper["authors"]) == 8 and f"author    = {{{authors}}}" in readme
+    assert paper["title"] in readme.replace("{GRPO}", "GRPO") and f"pages     = {{{paper['start']}--{paper['end']}}}" in readme
+    assert cff["version"] == __version__ and cff["license"] == "Apache-2.0" and cff["cff-version"] == "1.2.0"
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Homepage"] == cff["repository-code"] and urls["Paper"] == paper["url"]
+
+
+def test_what_issues_ask_for_is_well_formed():
+    forms = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    assert forms.pop("config.yml")["blank_issues_enabled"] and len(forms) == 3
+    for form in forms.values():
+        assert form["name"] and form["description"]
+        assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in form["body"])
 
 
 def test_python_m_g2rpo_is_g2rpo():

@@ -18,6 +18,7 @@ from g2rpo.config import Config
 from g2rpo.contracts import plans_of
 from g2rpo.image_statistics import TAIL
 from g2rpo.metrics import Row
+from g2rpo.statistics import Z
 from g2rpo.types import Algorithm
 
 Scores = Mapping[str, Tensor]
@@ -131,7 +132,7 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
             change, error, _ = paired(since[name], now[name])
             rose = f" while {' and '.join(risen)} rose" if risen else ""
             said.setdefault("hacking" if risen else "decline", []).append(
-                f"{name} {change:+.3g} ± {error:.2g} since iteration {iteration}{rose} (p {chance:.1g}, limit {level:.1g})"
+                f"{name} {change:+.3g} ± {Z * error:.2g} since iteration {iteration}{rose} (p {chance:.1g}, limit {level:.1g})"
             )
     return {alarm: "; ".join(parts) for alarm, parts in said.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -12,23 +13,52 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from g2rpo import __version__
 from g2rpo.errors import Stopped, UserError
 
 app = typer.Typer(
     name="g2rpo",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
-    help="Online RL fine-tuning of flow-matching image generators with Granular-GRPO (G²RPO).",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 testbed_app = typer.Typer(no_args_is_help=True, help="The embedded world: a tiny FLUX, its prompts and its rewards.")
 app.add_typer(testbed_app, name="testbed")
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 10_000)  # a file or a pipe has no width to cut or wrap names for
+RECIPE = 20
+"""Columns for the name of a recipe."""
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"g2rpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Online RL fine-tuning of flow-matching image generators with Granular-GRPO (G²RPO)."""
+
+
+def recipe_names(incomplete: str) -> list[str]:
+    """Recipes that begin like this, for the shell's completion."""
+    from g2rpo import recipes as known
+
+    return [name for name in known.names() if name.startswith(incomplete)]
+
+
+RecipeOrFile = Annotated[
+    str, typer.Argument(help="A recipe's name (see `g2rpo recipes`) or a config.yaml.", autocompletion=recipe_names)
+]
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name (see `g2rpo recipes`) or a config.yaml.")],
+    recipe: RecipeOrFile,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="trainer.iterations=100")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir.")] = False,
@@ -47,7 +77,7 @@ def train(
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    recipe: RecipeOrFile,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.lora_rank=64")] = None,
     device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, a device each, that share the prompts.")] = 1,
@@ -88,7 +118,7 @@ def push(
 
 @app.command()
 def encode(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    recipe: RecipeOrFile,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="prompts.cache=FOLDER")] = None,
 ) -> None:
     """Store the text embeddings of a recipe's prompts ahead of training."""
@@ -219,7 +249,7 @@ def demo(
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or a config.yaml.")],
+    recipe: RecipeOrFile,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of every run.")] = None,
     algorithms: Annotated[str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")] = "",
     cell: Annotated[
@@ -258,14 +288,17 @@ def compare(
 
 @app.command()
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Show one, with the reason for every value.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show one, with the reason for every value.", autocompletion=recipe_names)
+    ] = None,
 ) -> None:
     """List the recipes, or explain one."""
     from g2rpo import recipes as known
 
     if name is None:
         for each in known.names():
-            console.print(f"[bold]{each:<22}[/] {known.summary(each)}", highlight=False)
+            lines = textwrap.wrap(known.summary(each), max(20, console.width - RECIPE))
+            console.print(Text.assemble((f"{each:<{RECIPE}}", "bold"), f"\n{'':{RECIPE}}".join(lines)), highlight=False)
     else:
         console.print(known.text(name), highlight=False, markup=False, soft_wrap=True)
 

@@ -336,7 +336,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Refuses a tracker whose library is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"trackers: {name} is not installed; `pip install 'g2rpo[{name}]'`, or leave it out")
+            raise UserError(f"trackers: {name} is not installed; `pip install {name}`, or leave it out")
 
 
 def build_trackers(names: Sequence[str]) -> list[Tracker]:

@@ -17,6 +17,7 @@ from g2rpo.errors import UserError
 from g2rpo.rollout.engine import Engine
 from g2rpo.scoring import decode, score
 from g2rpo.seeding import generator_for
+from g2rpo.statistics import Z
 from g2rpo.types import Policy, Reward
 
 
@@ -118,6 +119,11 @@ class Comparison:
     tuned: float
     error: float
     """Standard error of the mean paired difference."""
+
+    @property
+    def margin(self) -> float:
+        """Half of the change's 95 % interval."""
+        return Z * self.error
 
 
 def compare(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:

@@ -13,7 +13,7 @@ from g2rpo.files import local
 from g2rpo.plain import is_text, parse_json, read_text
 
 COLUMN = "prompt"
-EXTRA = "pip install 'g2rpo[data]'"
+EXTRA = "pip install datasets"
 
 
 def read_prompts(source: str | Path) -> list[str]:
@@ -21,9 +21,9 @@ def read_prompts(source: str | Path) -> list[str]:
 
     - `FILE`: UTF-8 text, one prompt a line, blank lines skipped;
     - `FILE.jsonl` or `FILE.jsonl:COLUMN`: an object a line that holds the prompt under "prompt", or under COLUMN;
-    - `FILE.parquet` or `FILE.parquet:COLUMN`: the same of a table (needs the extra g2rpo[data]);
+    - `FILE.parquet` or `FILE.parquet:COLUMN`: the same of a table (needs the extra `data`);
     - `hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]`: a dataset of the Hugging Face hub, or a folder of one, by default its split
-      "train" and column "prompt" (needs the extra g2rpo[data]).
+      "train" and column "prompt" (needs the extra `data`).
     """
     name = str(source)
     if name.startswith("hf:"):
@@ -63,9 +63,7 @@ def _from_parquet(path: Path, column: str) -> list[str]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise UserError(
-            f"prompt file {path}: reading parquet needs pyarrow; install it with pip install 'g2rpo[data]'"
-        ) from None
+        raise UserError(f"prompt file {path}: reading parquet needs pyarrow; install it with pip install pyarrow") from None
     try:
         with ParquetFile(path) as file:
             if column not in file.schema_arrow.names:
@@ -81,7 +79,7 @@ def _from_hub(source: str) -> list[str]:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"{source}: reading datasets needs an extra; install it with {EXTRA}") from None
+        raise UserError(f"{source}: reading datasets needs a library; install it with {EXTRA}") from None
     name, split, column = [*source.removeprefix("hf:").split(":"), "", ""][:3]
     split, column = split or "train", column or COLUMN
     subset = None

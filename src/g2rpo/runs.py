@@ -139,7 +139,7 @@ def _check_same(config: Config, other: Config, directory: Path) -> None:
 def _enter_fresh(stack: ExitStack, name: str, warn: Callable[[str], None]) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that is new; runs that begin at one time get one each."""
     while True:
-        directory = _fresh(Path("runs"), name)
+        directory = fresh_directory(Path("runs"), name)
         with ExitStack() as attempt:
             try:
                 attempt.enter_context(held(directory, warn))
@@ -150,7 +150,8 @@ def _enter_fresh(stack: ExitStack, name: str, warn: Callable[[str], None]) -> Pa
                 return directory
 
 
-def _fresh(root: Path, name: str) -> Path:
+def fresh_directory(root: Path, name: str) -> Path:
+    """`root/NAME`, or the first of `root/NAME-2`, `root/NAME-3` ... that does not exist."""
     stem = re.sub(r"[^\w.-]+", "-", name)
     if not stem.strip("."):
         raise UserError(f"recipe: {name!r} cannot name a folder below {root}/; name one with --run-dir")

@@ -9,6 +9,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+Z = 1.96
+"""Standard errors to either side of a 95 % interval of a normal distribution."""
+
 
 @dataclass(frozen=True)
 class Interval:

@@ -168,7 +168,7 @@ def _console_table(table: Sequence[Line], steps: int, trained: Sequence[str], pr
     out = Table(title=f"{steps} steps: change against the base, {seeds} seeds x {prompts} prompts, 95 % intervals")
     rewards = list(dict.fromkeys(line.reward for line in table))
     for column in ("cell", *(f"{name}{'' if name in trained else ' (judged)'}" for name in rewards)):
-        out.add_column(column, justify="left" if column == "cell" else "right")
+        out.add_column(column, justify="left" if column == "cell" else "right", overflow="fold")
     for cell in dict.fromkeys(line.cell for line in table):
         own = {line.reward: line.change for line in table if (line.cell, line.steps) == (cell, steps)}
         out.add_row(cell, *(escape(_cell(own[name])) for name in rewards))

@@ -141,7 +141,7 @@ def demo(
     except ModuleNotFoundError as error:
         if error.name != "gradio":
             raise
-        raise UserError("the demo needs Gradio: pip install 'g2rpo[demo]'") from None
+        raise UserError("the demo needs Gradio: pip install gradio") from None
     from g2rpo.demo.views import run_html
     from g2rpo.report.history import read_runs
 

@@ -100,7 +100,7 @@ def results_table(judging: Judging) -> Table:
     sides = judging.sides
     table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % bootstrap intervals")
     for column in ("steps", "reward", *sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):
-        table.add_column(column, justify="left" if column == "reward" else "right")
+        table.add_column(column, justify="left" if column == "reward" else "right", overflow="fold")
     for line in judging.results():
         cells = [str(line["steps"]), line["reward"], *(_cell(line[side]) for side in sides)]
         if len(sides) == 2:

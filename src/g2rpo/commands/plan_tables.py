@@ -48,7 +48,7 @@ def _work_table(plan: Plan) -> Table:
     varying = len(counts.kinds) > 1
     table = Table(title="work", title_justify="left")
     for column in ("", "an iteration, on average" if varying else "an iteration", "the run"):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
 
     def row(name: str, of: Callable[[Iteration], float]) -> None:
         table.add_row(name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}")
@@ -78,8 +78,8 @@ def _work_table(plan: Plan) -> Table:
 def _memory_table(plan: Plan, target: Target) -> Table:
     memory = plan.memory
     table = Table(title="memory", title_justify="left")
-    table.add_column("")
-    table.add_column("", justify="right")
+    table.add_column("", overflow="fold")
+    table.add_column("", justify="right", overflow="fold")
 
     def section(title: str, sizes: Mapping[str, int]) -> None:
         table.add_section()
@@ -113,7 +113,7 @@ def _disk(plan: Plan) -> int:
 def _time_table(seconds: Seconds, counts: Counts) -> Table:
     table = Table(title="time", title_justify="left", caption=seconds.basis, caption_justify="left")
     for column in ("", "an iteration", "the run"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
     for name, once in seconds.iteration.items():
         table.add_row(name, _duration(once), _duration(once * counts.iterations))
     if seconds.encoding:
@@ -128,7 +128,7 @@ def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
     caption = "by datasheet; --device NAME tells more"
     table = Table(title="on cards", title_justify="left", caption=caption, caption_justify="left")
     for column in ("--device", "fits", "an iteration", "the run"):
-        table.add_column(column, justify="right" if column.startswith(("an", "the")) else "left")
+        table.add_column(column, justify="right" if column.startswith(("an", "the")) else "left", overflow="fold")
     for key, (fits, seconds) in cards.items():
         style = "" if fits else "dim"
         once = _duration(sum(seconds.iteration.values()))

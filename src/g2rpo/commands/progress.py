@@ -1,38 +1,139 @@
-"""What commands show while they work."""
+"""What commands show while they work: a bar on a terminal; in a file or a pipe a plain line now and then."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
+Items = Sequence[tuple[str, str]]
+"""Names with their values, as people read them."""
 
-class _Rate(ProgressColumn):
-    """How many a second."""
+QUIET = 30.0
+"""Seconds without a line, at most, where there is no terminal."""
+SHORT = 3
+"""Characters that a name is shortened to at most."""
+
+
+class Steady(Progress):
+    """A bar on a terminal. Elsewhere `line(task)` is printed whenever `tell` is called, and after `quiet` seconds without."""
+
+    def __init__(self, *columns: ProgressColumn, console: Console, line: Callable[[Task], str], quiet: float = QUIET) -> None:
+        super().__init__(*columns, console=console, disable=not console.is_terminal)
+        self.line = line
+        self.quiet = quiet
+        self._told = -math.inf
+        self._over = threading.Event()
+        self._teller = threading.Thread(target=self._tell_regularly, daemon=True)
+
+    def start(self) -> None:
+        super().start()
+        if self.disable:
+            self._told = time.monotonic()
+            self._teller.start()
+
+    def stop(self) -> None:
+        super().stop()
+        self._over.set()
+        if self._teller.is_alive():
+            self._teller.join()
+
+    def tell(self) -> None:
+        """A line for every task, if there is no terminal."""
+        if self.disable:
+            self._told = time.monotonic()
+            for task in self.tasks:
+                say(self.console, self.line(task))
+
+    def _tell_regularly(self) -> None:
+        while not self._over.wait(max(0.0, self._told + self.quiet - time.monotonic())):
+            if time.monotonic() >= self._told + self.quiet:
+                self.tell()
+
+
+class Rate(ProgressColumn):
+    """How many a second, and how long the rest takes at that."""
 
     def __init__(self, unit: str) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self.unit = unit
 
     def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.1f} {self.unit}/s" if task.speed else "")
+        return Text("  ".join(pace(task, self.unit)))
 
 
-def counter(console: Console, unit: str) -> Progress:
-    """A bar that counts `unit`, with the rate and the time that remains."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        _Rate(unit),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-        console=console,
-        speed_estimate_period=60,
-    )
+def pace(task: Task, unit: str) -> list[str]:
+    """The rate of a task since it was started and the time that remains, in words; nothing before there is a rate.
+
+    `task.fields["first"]` is what was completed when it started, 0 if there is no such field.
+    """
+    done, elapsed = task.completed - task.fields.get("first", 0), task.elapsed
+    if not done or not elapsed or task.total is None:
+        return []
+    rate = done / elapsed
+    left = timedelta(seconds=round((task.total - task.completed) / rate))
+    return [f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s", f"{left} left"]
+
+
+def counter(console: Console, unit: str) -> Steady:
+    """Counts `unit`, with the rate and the time that remains."""
+
+    def line(task: Task) -> str:
+        return "  ".join([f"{task.description} {task.completed:,.0f}/{task.total or 0:,.0f} {unit}", *pace(task, unit)])
+
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), Rate(unit)
+    return Steady(*columns, console=console, line=line)
+
+
+class Fitted:
+    """Items beside each other in one line, however little room there is; see `fitted`."""
+
+    def __init__(self, items: Items) -> None:
+        self.items = items
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(len(fitted(self.items, 0)), len(fitted(self.items, math.inf)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(fitted(self.items, options.max_width), no_wrap=True)
+
+
+def fitted(items: Items, width: float) -> str:
+    """The items in one line of `width` characters: with shorter names if need be, then without the last items, and with a
+    note of how many. Values are never cut; one item is always there."""
+    for count in range(len(items), 0, -1):
+        more = [f"+{len(items) - count}"] if count < len(items) else []
+        for longest in range(max(len(name) for name, _ in items), SHORT - 1, -1):
+            line = "  ".join([*(f"{_shortened(name, longest)} {value}" for name, value in items[:count]), *more])
+            if len(line) <= width:
+                return line
+    return line if items else ""
+
+
+def _shortened(name: str, longest: int) -> str:
+    return name if len(name) <= longest else name[: longest - 1] + "…"
+
+
+def say_items(console: Console, head: str, items: Items) -> None:
+    """A line of items; on a terminal as many lines as it takes, each item whole."""
+    width = console.width if console.is_terminal else math.inf
+    line = head
+    for name, value in items:
+        item = f"  {name} {value}"
+        if len(line) + len(item) > width and line.strip():
+            say(console, line)
+            line = ""
+        line += f"  {item}" if not line else item
+    say(console, line)
 
 
 def say(console: Console, line: str) -> None:

@@ -16,22 +16,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from g2rpo import components, recipes
 from g2rpo.checkpoint import newest_iteration
 from g2rpo.commands.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.commands.progress import say, warn_on
+from g2rpo.commands.watching import show_results, watch_training
 from g2rpo.config import Config
 from g2rpo.distributed import ALONE, World, joined
 from g2rpo.errors import RolledBack, UserError
-from g2rpo.evaluation import Comparison
 from g2rpo.files import digest_of
-from g2rpo.metrics import Row
-from g2rpo.model_card import write_card
-from g2rpo.rollout.planning import count_evaluations
 from g2rpo.runs import claim, entered, record_start
 from g2rpo.settings import read_yaml, resolve
 from g2rpo.trainer import Trainer
@@ -154,32 +148,17 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
     began = time.perf_counter()
     ended: RolledBack | None = None
     try:
-        with _progress(console) as progress, ended_by_sigterm(trainer):
-            watch_training(trainer, progress, console)
+        with ended_by_sigterm(trainer):
+            watch_training(trainer, console)
     except RolledBack as error:  # what it went back to is judged and written like any result
         ended = error
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
     weights = trainer.export()
     if world.leads:
-        _show_results(trainer, weights, table, directory, console)
+        show_results(trainer, weights, table, directory, console)
     if ended is not None:
         raise ended
-
-
-def _show_results(trainer: Trainer, weights: Path, table: dict[str, Comparison], directory: Path, console: Console) -> None:
-    """Writes a card beside the weights, and shows what came of the run."""
-    write_card(directory, weights, trainer.config, table, len(trainer.heldout))
-    console.print(results_table(table, len(trainer.heldout), list(trainer.rewards)))
-    for what, where in (
-        ("before/after", directory / "samples" / "before_after.png"),
-        ("curves", directory / "curves.png"),
-        ("weights", weights),
-        ("metrics", directory / "metrics.jsonl"),
-    ):
-        say(console, f"{what:>13}  {where}")
-    say(console, f"{'report':>13}  g2rpo report {directory}")
-    say(console, f"{'draw':>13}  g2rpo sample --run {directory} 'two red circles'")
 
 
 @contextmanager
@@ -201,58 +180,3 @@ def ended_by_sigterm(trainer: Trainer) -> Iterator[None]:
 
 def _warn_from(rank: int, message: str) -> None:
     print(f"rank {rank}: {message}", file=sys.stderr)
-
-
-def watch_training(trainer: Trainer, progress: Progress, console: Console) -> None:
-    """Runs the training under a progress bar; evaluations leave a line."""
-    config = trainer.config
-    total = config.trainer.iterations
-    prompts, size, tails = config.trainer.prompts_per_iteration, config.algorithm.group_size, config.sampling.tails
-    rows = [prompts * count_evaluations(trainer.plans(iteration), size, tails) for iteration in range(total)]
-    task = progress.add_task("training", total=sum(rows), iterations=total, iteration=trainer.iteration, reward="")
-    progress.update(task, completed=sum(rows[: trainer.iteration]))
-    trainer.on_evaluations = lambda done: progress.advance(task, done * trainer.world.size)
-    for row in trainer.train():
-        shown = _rewards(row) + (f"  [red]alarm: {', '.join(row['alarms'])}[/]" if "alarms" in row else "")
-        if row["kind"] == "train":
-            progress.update(task, reward=shown, iteration=row["iteration"])
-        else:
-            console.print(f"held-out pictures after iteration {row['iteration']:>4}: {shown}", highlight=False, soft_wrap=True)
-
-
-def results_table(table: dict[str, Comparison], prompts: int, trained: Sequence[str]) -> Table:
-    """Base against tuned for people."""
-    out = Table(title=f"{prompts} held-out prompts, same noise; ± standard error")
-    for column in ("reward", "base", "tuned", "change", ""):
-        out.add_column(column, justify="left" if column in ("reward", "") else "right")
-    for name, row in table.items():
-        change = row.tuned - row.base
-        colour = "green" if change > 2 * row.error else "red" if change < -2 * row.error else "white"
-        use = "trained on" if name in trained else "judged only"
-        out.add_row(name, f"{row.base:.3f}", f"{row.tuned:.3f}", f"[{colour}]{change:+.3f} ± {row.error:.3f}[/]", use)
-    return out
-
-
-def _rewards(row: Row) -> str:
-    rewards = {key.removeprefix("reward/"): value for key, value in row.items() if key.startswith("reward/")}
-    return "  ".join(f"{name} {value:.3f}" for name, value in rewards.items())
-
-
-class _Rate(ProgressColumn):
-    """Network evaluations per second."""
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.0f} eval/s" if task.speed else "")
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.fields[iteration]}/{task.fields[iterations]}"),
-        BarColumn(bar_width=12),
-        TextColumn("{task.fields[reward]}"),
-        _Rate(),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-        console=console,
-        speed_estimate_period=60,
-    )

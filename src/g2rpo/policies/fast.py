@@ -80,7 +80,7 @@ def _int8() -> Any:
     try:
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
     except ImportError as error:
-        raise UserError(f"sampling.tails.quantize=int8 needs torchao: pip install 'g2rpo[quantized]' ({error})") from None
+        raise UserError(f"sampling.tails.quantize=int8 needs torchao: pip install torchao ({error})") from None
 
     def linear(module: nn.Module, name: str) -> bool:
         return isinstance(module, nn.Linear) and "lora_" not in name

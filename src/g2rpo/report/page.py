@@ -19,8 +19,9 @@ from g2rpo.pictures import Grid, read_grid
 from g2rpo.report.charts import compact, interval_plot, key_sample, stacked_bar
 from g2rpo.report.history import Change, Run
 from g2rpo.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
-from g2rpo.report.words import Z, decimals, fixed, signed, span
+from g2rpo.report.words import decimals, fixed, signed, span
 from g2rpo.settings import differences, resolve
+from g2rpo.statistics import Z
 
 FRAMES, PICTURES, PICTURE_BYTES = 9, 8, 3_000_000
 """At most so many evaluations and prompts of a run are shown, and about so many bytes of pictures on a page."""

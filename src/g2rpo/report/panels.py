@@ -11,7 +11,8 @@ from markupsafe import Markup
 from g2rpo.metrics import Row
 from g2rpo.report.charts import Line, compact, line_chart, thin
 from g2rpo.report.history import Run
-from g2rpo.report.words import Z, figures
+from g2rpo.report.words import figures
+from g2rpo.statistics import Z
 
 
 @dataclass(frozen=True)

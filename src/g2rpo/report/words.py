@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-Z = 1.96
-"""Standard errors to either side of a 95 % interval of a normal distribution."""
-
 
 def decimals(error: float) -> int:
     """How many decimals a number with this standard error deserves: two figures of the error."""

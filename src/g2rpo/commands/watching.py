@@ -1,0 +1,122 @@
+"""What `g2rpo train` shows while it trains, and when it is done."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+from rich.table import Table
+
+from g2rpo.commands.progress import QUIET, Fitted, Items, Rate, Steady, pace, say, say_items
+from g2rpo.evaluation import Comparison
+from g2rpo.metrics import Row
+from g2rpo.model_card import write_card
+from g2rpo.rollout.planning import count_evaluations
+from g2rpo.runs import fresh_directory
+from g2rpo.trainer import Trainer
+
+BETWEEN = 2.0
+"""Seconds between the lines of two iterations, at least, where there is no terminal."""
+
+
+def watch_training(trainer: Trainer, console: Console, quiet: float = QUIET) -> None:
+    """Runs the training and shows how far it is; evaluations leave a line.
+
+    Where there is no terminal a line follows every iteration, if the last one is `BETWEEN` seconds ago, and `quiet` seconds
+    without a line.
+    """
+    config = trainer.config
+    total = config.trainer.iterations
+    prompts, size, tails = config.trainer.prompts_per_iteration, config.algorithm.group_size, config.sampling.tails
+    rows = [prompts * count_evaluations(trainer.plans(iteration), size, tails) for iteration in range(total)]
+    first, began, last = sum(rows[: trainer.iteration]), time.monotonic(), -BETWEEN
+    count = TextColumn("{task.fields[iteration]}/{task.fields[iterations]}")
+
+    def line(task: Task) -> str:
+        share = f"{100 * task.completed / task.total:.1f} %" if task.total else ""
+        head = f"{timedelta(seconds=round(time.monotonic() - began))}  {task.fields['iteration']}/{total} iterations, {share}"
+        said = [f"{name} {value}" for name, value in [*_alarms(task.fields["alarms"]), *task.fields["rewards"]]]
+        return "  ".join([head, *said, *pace(task, "evaluations")])
+
+    with Steady(count, BarColumn(bar_width=12), _Rewards(), Rate("eval"), console=console, line=line, quiet=quiet) as progress:
+        task = progress.add_task(
+            "",
+            start=False,
+            total=sum(rows),
+            completed=first,
+            first=first,
+            iterations=total,
+            iteration=trainer.iteration,
+            rewards=(),
+            alarms=(),
+        )
+        if trainer.iteration:
+            progress.start_task(task)
+        trainer.on_evaluations = lambda done: progress.advance(task, done * trainer.world.size)
+        for row in trainer.train():
+            if row["kind"] == "train":
+                alarms = list(row.get("alarms", ()))
+                progress.update(task, rewards=_rewards(row), alarms=alarms, iteration=row["iteration"])
+                if time.monotonic() - last >= BETWEEN:
+                    last = time.monotonic()
+                    progress.tell()
+            else:
+                progress.start_task(task)  # the base's evaluation is no part of the work ahead
+                said = [*_alarms(list(row.get("alarms", ()))), *_rewards(row)]
+                say_items(progress.console, f"held-out pictures after iteration {row['iteration']}:", said)
+
+
+class _Rewards(ProgressColumn):
+    """The rewards of the last iteration, and how many alarms stand, in what room the other columns leave."""
+
+    def render(self, task: Task) -> Fitted:
+        alarms = task.fields["alarms"]
+        return Fitted([*([("alarms", str(len(alarms)))] if alarms else []), *task.fields["rewards"]])
+
+
+def _alarms(names: Sequence[str]) -> Items:
+    return [("alarm:", ", ".join(names))] if names else []
+
+
+def _rewards(row: Row) -> Items:
+    return [(key.removeprefix("reward/"), f"{value:.3f}") for key, value in row.items() if key.startswith("reward/")]
+
+
+def show_results(trainer: Trainer, weights: Path, table: dict[str, Comparison], directory: Path, console: Console) -> None:
+    """Writes a card beside the weights, and shows what came of the run and what can be done with it."""
+    write_card(directory, weights, trainer.config, table, len(trainer.heldout))
+    console.print(results_table(table, len(trainer.heldout), list(trainer.rewards)))
+    again = fresh_directory(directory.parent, directory.resolve().name)
+    for what, where in (
+        ("before/after", directory / "samples" / "before_after.png"),
+        ("curves", directory / "curves.png"),
+        ("weights", weights),
+        ("metrics", directory / "metrics.jsonl"),
+        ("report", _command("report", directory)),
+        ("draw", _command("sample", "--run", directory, trainer.heldout[0])),
+        ("repeat", _command("train", directory / "config.yaml", "--run-dir", again)),
+    ):
+        say(console, f"{what:>13}  {where}")
+
+
+def _command(*arguments: str | Path) -> str:
+    """As it can be given to a shell."""
+    return shlex.join(["g2rpo", *map(str, arguments)])
+
+
+def results_table(table: dict[str, Comparison], prompts: int, trained: Sequence[str]) -> Table:
+    """Base against tuned for people."""
+    out = Table(title=f"{prompts} held-out prompts, same noise; ± 95 % interval")
+    for column in ("reward", "base", "tuned", "change", ""):
+        out.add_column(column, justify="left" if column in ("reward", "") else "right", overflow="fold")
+    for name, row in table.items():
+        change = row.tuned - row.base
+        colour = "green" if change > row.margin else "red" if change < -row.margin else "white"
+        use = "trained on" if name in trained else "judged only"
+        out.add_row(name, f"{row.base:.3f}", f"{row.tuned:.3f}", f"[{colour}]{change:+.3f} ± {row.margin:.3f}[/]", use)
+    return out
