@@ -326,12 +326,14 @@ def test_the_run_is_its_report_in_a_frame(run):
         (["--model", "testbed", "--rewards", "bad.yaml"], "unknown key 'rewards.brightness.wieght'. Did you mean 'weight'?"),
         (["--model", "testbed", "--host", "0.0.0.0"], "without a token"),
         (["--model", "testbed", "--token-env", "NOT_SET"], "is not set"),
+        (["--model", "testbed", "--token-env", "BLANK"], "is not set"),
         (["--model", "testbed"], "cannot serve on 127.0.0.1:"),
         (["--model", "testbed", "--weights", "/no/such"], "/no/such: is no folder; name an adapter/ or a transformer/"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BLANK", " \n")
     (tmp_path / "bad.yaml").write_text("brightness: {wieght: 2}")
     with socket.create_server(("127.0.0.1", 0)) as taken:  # what is not refused would be served, without end
         code, _, err = g2rpo(capsys, "demo", *arguments, "--port", taken.getsockname()[1])
@@ -394,6 +396,7 @@ def test_the_gate_passes_what_the_page_asks(method, path):
         ("POST", "/gradio_api/upload"), ("POST", "/gradio_api/run/predict"), ("POST", "/gradio_api/process_recording"),
         ("POST", "/gradio_api/vibe-edit"), ("GET", "/openapi.json"), ("GET", "/gradio_api/queue/join"), ("PUT", "/"),
         ("GET", "/assets"), ("GET", "/config/more"), ("GET", "/config\n"),
+        ("POST", "/gradio_api/cancel"), ("POST", "/gradio_api/reset"),  # Gradio answers these without a login
     ],
 )  # fmt: skip
 def test_the_gate_refuses_all_other_ways_in(method, path):
@@ -404,11 +407,12 @@ def test_the_gate_bounds_bodies():
     assert asked(content_length=str(MAX_BODY)) == 200
     assert asked(content_length=str(MAX_BODY + 1)) == 413
     assert asked(transfer_encoding="chunked", content_length=None) == asked(content_length="-1") == 411
+    assert asked(content_length="9" * 5000) == 413 and asked(content_length="²") == 411
 
 
 def test_the_gate_refuses_other_sites():
-    for origin in ("http://evil.example", "null", "http://localhost:7860", "http://127.0.0.1:8000"):
+    for origin in ("http://evil.example", "null", "http://localhost:7860", "http://127.0.0.1:8000", "http://[::1"):
         assert asked(origin=origin) == asked(local=False, origin=origin) == 403
-    for host in ("evil.example:7860", "", "127.0.0.1.evil.example", "192.168.1.2:7860", "localhost.evil.example"):
+    for host in ("evil.example:7860", "", "127.0.0.1.evil.example", "192.168.1.2:7860", "localhost.evil.example", "[::1"):
         assert asked(host=host) == 421
     assert asked(local=False, host="evil.example") == 200  # the token decides

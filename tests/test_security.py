@@ -278,29 +278,72 @@ class Zero:
         return torch.zeros(len(images))
 
 
-def test_a_client_that_drips_its_headers_is_cut_off_and_there_are_only_so_many():
-    with RewardServer(Zero(), port=0, limits=Limits(read_s=0.5, connections=1)) as server:
+def test_a_client_that_drips_its_headers_is_cut_off():
+    with RewardServer(Zero(), port=0, limits=Limits(headers_s=0.5)) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         with socket.create_connection(server.server_address, timeout=10) as slow:
             slow.sendall(b"GET /health HTTP/1.1\r\n")
-            with socket.create_connection(server.server_address, timeout=10) as second:
-                assert second.recv(10) == b""  # closed: the first has the only place
             try:
                 while True:  # for ever, if the server let it
                     slow.sendall(b"X")
                     time.sleep(0.02)
             except OSError:
                 pass
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                assert request_json(f"{server.address}/health")["status"] == "ok"
-                break
-            except NoAnswer:
-                time.sleep(0.05)  # the place is free again when the first connection's thread has ended
-        else:
-            pytest.fail("the place was never freed")
         server.shutdown()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nX: "], ids=["silent", "half a header"])
+def test_connections_that_say_nothing_keep_nobody_out(said):
+    """A hundred of them, where 64 may wait: each newcomer takes the oldest one's place, and is answered at once."""
+    with RewardServer(Zero(), port=0, token=SECRET) as server, contextlib.ExitStack() as idle:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        before = threading.active_count()
+        for _ in range(100):
+            idle.enter_context(socket.create_connection(server.server_address, timeout=10)).sendall(said)
+        began = time.monotonic()
+        assert request_json(f"{server.address}/health", token=SECRET, timeout_s=5)["status"] == "ok"
+        assert time.monotonic() - began < 5 and len(server.strangers) <= server.limits.connections
+        until = time.monotonic() + 5
+        while threading.active_count() - before > server.limits.connections and time.monotonic() < until:
+            time.sleep(0.01)  # threads of closed connections end
+        assert threading.active_count() - before <= server.limits.connections
+        server.shutdown()
+
+
+def test_who_may_ask_is_not_closed_for_others_and_there_are_only_so_many():
+    """One client in the middle of its body, strangers around it, and a second client that finds no place."""
+    with RewardServer(Zero(), port=0, token=SECRET, limits=Limits(connections=2, clients=1)) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        head = f"POST /score HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(server.server_address, timeout=10) as first, contextlib.ExitStack() as idle:
+            first.sendall(f"{head}Content-Length: 2\r\n\r\n".encode())
+            while not server.clients:
+                time.sleep(0.01)
+            for _ in range(5):
+                idle.enter_context(socket.create_connection(server.server_address, timeout=10))
+            with pytest.raises(NoAnswer, match="answered 503: .*busy"):
+                request_json(f"{server.address}/health", token=SECRET, timeout_s=5)
+            first.sendall(b"[]")
+            assert b"400" in first.recv(100)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("length", "status"), [("9" * 5000, 413), ("²", 411), ("-1", 411), ("", 411), ("0" * 5000, 413)])
+def test_a_content_length_is_a_number_that_can_be_read(length, status):
+    with RewardServer(Zero(), port=0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        with socket.create_connection(server.server_address, timeout=10) as client:
+            head = f"POST /score HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+            client.sendall(head.encode("latin-1"))
+            assert int(client.recv(100).split()[1]) == status
+        server.shutdown()
+
+
+def test_a_blank_token_is_none():
+    with pytest.raises(ValueError, match="without a token"):
+        RewardServer(Zero(), "0.0.0.0", 0, token=" ")
+    with RewardServer(Zero(), port=0, token=" \n") as server:
+        assert server.token is None
 
 
 @pytest.mark.parametrize("beginning", [b"", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.0 500 x\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])

@@ -122,7 +122,12 @@ JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
     ("body", "status", "says"),
     [
         (b"{not json", 400, "not JSON"),
-        (b"[" * 100_000, 400, "not JSON"),
+        (b"[" * 300, 400, "not JSON"),
+        (b"[" * 100_000, 413, "too many values"),
+        (b"[" + b"{}," * 20_000 + b"{}]", 413, "too many values"),
+        (b'{"images": [' + b'"",' * 20_000, 413, "too many values"),
+        (b'{"a":' + b"1:" * 5 + b"[1" + b",1" * 20_000, 413, "too many values"),
+        (b'{"images": "' + b'\\"' * 20_000, 400, "not JSON"),
         (b"[]", 400, "the body must be"),
         (score_body([], []), 400, "the body must be"),
         (score_body([PNG], ["a", "b"]), 400, "equally many"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from g2rpo.errors import UserError
 from g2rpo.memory import batch_sizes
 from g2rpo.model_card import method_of
 from g2rpo.rewards.server import is_loopback
+from g2rpo.rewards.transport import token_from
 from g2rpo.runs import read_config, weights_path
 from g2rpo.settings import resolve, resolve_as
 from g2rpo.types import Algorithm
@@ -110,9 +110,10 @@ def _grammar(prompt: str) -> str:
 
 def _token(variable: str | None, host: str) -> str | None:
     """The token to ask for; only this machine may come without one."""
-    token = os.environ.get(variable) if variable is not None else None
-    if variable is not None and not token:
-        raise UserError(f"--token-env {variable}: this environment variable is not set")
+    try:
+        token = token_from(variable)
+    except ValueError as error:
+        raise UserError(f"--token-env {variable}: {error}") from None
     if not token and not is_loopback(host):
         raise UserError(f"serving on {host} without a token would let anyone use this machine; name one with --token-env")
     return token

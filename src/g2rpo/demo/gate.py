@@ -10,9 +10,8 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from g2rpo.rewards.server import is_loopback
+from g2rpo.rewards.server import content_length, host_of, is_loopback
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -25,7 +24,7 @@ READ = re.compile(
     r"/|/(config|theme\.css|favicon\.ico|logout)|/(assets|static)/.+"
     r"|/gradio_api/(queue/data|startup-events|heartbeat/[^/]+)"
 )
-WRITE = re.compile(r"/login|/gradio_api/(queue/join|cancel|reset)")
+WRITE = re.compile(r"/login|/gradio_api/queue/join")
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,20 @@ class Gate:
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Why a request may not pass, if it may not."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin, length = headers.get("host", ""), headers.get("origin"), headers.get("content-length", "0")
+        host, origin, length = (
+            headers.get("host", ""),
+            headers.get("origin"),
+            content_length(headers.get("content-length", "0")),
+        )
         known = {"GET": READ, "HEAD": READ, "POST": WRITE}.get(scope["method"])
-        if self.local and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        if self.local and not is_loopback(host_of(host)):
             return 421, "without a token, only this machine's own names (localhost, 127.0.0.1) are served"
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return 403, "other sites may not ask"
         if known is None or not known.fullmatch(scope["path"].rstrip("/") or "/"):
             return 404, "there is nothing but the page"
-        if "transfer-encoding" in headers or not length.isdecimal():
+        if "transfer-encoding" in headers or length is None:
             return 411, "a Content-Length is needed"
-        if int(length) > MAX_BODY:
+        if length > MAX_BODY:
             return 413, f"at most {MAX_BODY} bytes"
         return None

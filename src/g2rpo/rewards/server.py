@@ -16,6 +16,7 @@ import ipaddress
 import json
 import logging
 import math
+import re
 import socket
 import struct
 import threading
@@ -23,6 +24,7 @@ import time
 import urllib.parse
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,10 +46,12 @@ class Limits:
     images: int = 256
     pixels: int = 2**26  # of all pictures of a request together: 64 pictures of 1024 x 1024
     prompt_chars: int = 20_000
-    read_s: float = 60.0  # for all headers, and again for the whole body
-    connections: int = 64  # at a time; more are closed at once, which clients retry
-    requests: int = 8  # being read or scored at a time
-    wait_s: float = 30.0  # for one of those places, before the answer is 503, which clients retry
+    headers_s: float = 10.0  # for all headers
+    read_s: float = 60.0  # for the whole body
+    connections: int = 64  # at a time whose headers have not come, or ask for what is refused; the oldest makes room for more
+    clients: int = 64  # at a time that may ask; more are answered 503, which clients retry
+    requests: int = 8  # of theirs being read or scored at a time
+    wait_s: float = 30.0  # for one of those places, before the answer is 503
 
 
 class BadRequest(Exception):
@@ -82,8 +86,23 @@ def _check_size(width: int, height: int, pixels_left: int) -> None:
         raise BadRequest(413, f"too many pixels: a picture is {width} x {height}")
 
 
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)  # one without an end goes to the body's: nothing is tried twice
+
+
+def _check_size_of_json(body: bytes, most: int) -> None:
+    """Refuses JSON with more than about `most` values before it is parsed: `{},` is three bytes, and takes 30 times that."""
+    values = end = 0
+    for string in chain(_STRING.finditer(body), (None,)):
+        start = string.start() if string else len(body)
+        values += (string is not None) + sum(body.count(mark, end, start) for mark in (b",", b"[", b"{"))
+        end = string.end() if string else start
+        if values > most:
+            raise BadRequest(413, "the body has too many values")
+
+
 def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str]]:
     """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; `BadRequest` if it is not as agreed."""
+    _check_size_of_json(body, 16 * (limits.images + 16))
     try:
         content = parse_json(body)
     except ValueError as error:
@@ -146,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.input = _Input(self.connection, self.server.limits.read_s)
+        self.input = _Input(self.connection, self.server.limits.headers_s)
         self.rfile = io.BufferedReader(self.input)
         self.connection.settimeout(_WRITE_S)
 
@@ -187,27 +206,28 @@ class _Handler(BaseHTTPRequestHandler):
     def _authorize(self) -> None:
         token = self.server.token
         given = self.headers.get("Authorization", "")
-        if token is None and not is_loopback(_host_of(self.headers.get("Host", "localhost"))):
+        if token is None and not is_loopback(host_of(self.headers.get("Host", "localhost"))):
             # a web page can make its own name mean this machine, and would then be allowed to read the answers
             raise BadRequest(403, "without a token this server answers to loopback addresses only")
         if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise BadRequest(401, "a valid token is needed: Authorization: Bearer ...")
+        self.server.admit(self.connection)
 
     def _body(self) -> bytes:
         # A web page can post to a loopback server, but not with this content type unless the server agrees beforehand.
         if self.headers.get_content_type() != "application/json":
             raise BadRequest(415, "the content type must be application/json")
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
+        length = content_length(self.headers.get("Content-Length", ""))
+        if length is None:
             raise BadRequest(411, "a Content-Length is needed")
-        if int(length) > self.server.limits.body_bytes:
+        if length > self.server.limits.body_bytes:
             raise BadRequest(413, f"the body is larger than {self.server.limits.body_bytes} bytes")
         self.input.allow(self.server.limits.read_s)
         try:
-            body = self.rfile.read(int(length))
+            body = self.rfile.read(length)
         except TimeoutError as error:
             raise BadRequest(408, "the body did not come in time") from error
-        if len(body) < int(length):
+        if len(body) < length:
             raise BadRequest(400, "the body is shorter than its Content-Length")
         return body
 
@@ -252,27 +272,44 @@ class RewardServer(ThreadingHTTPServer):
         token: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if not token and not is_loopback(host):
+        token = (token or "").strip() or None
+        if token is None and not is_loopback(host):
             raise ValueError(f"serving on {host} without a token would let anyone use this machine; give a token")
-        self.reward, self.token, self.limits = reward, token or None, limits or Limits()
+        self.reward, self.token, self.limits = reward, token, limits or Limits()
         self.name = type(reward).__name__
         self.one_at_a_time = threading.Lock()
         self.slots = threading.BoundedSemaphore(self.limits.requests)
-        self.connections = threading.BoundedSemaphore(self.limits.connections)
+        self.strangers: dict[socket.socket, None] = {}  # connections that have not been admitted, the oldest first
+        self.clients: set[socket.socket] = set()
+        self.counting = threading.Lock()
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self.connections.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            log.warning("a connection from %s was closed: there are %d already", client_address, self.limits.connections)
-            self.shutdown_request(request)
+        """Makes room by closing the connection that has said nothing for longest: whoever asks at once is always heard."""
+        with self.counting:
+            if len(self.strangers) >= self.limits.connections:
+                oldest = next(iter(self.strangers))
+                del self.strangers[oldest]
+                with contextlib.suppress(OSError):  # it is closed already
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self.strangers[request] = None
+        super().process_request(request, client_address)
+
+    def admit(self, connection: socket.socket) -> None:
+        """A connection whose request may be answered is not closed for others any more; `BadRequest` if there are too many."""
+        with self.counting:
+            if len(self.clients) >= self.limits.clients:
+                raise BadRequest(503, "busy")
+            self.strangers.pop(connection, None)
+            self.clients.add(connection)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.connections.release()
+            with self.counting:
+                self.strangers.pop(request, None)
+                self.clients.discard(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.warning("a connection from %s broke", client_address, exc_info=True)
@@ -283,7 +320,14 @@ class RewardServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}"
 
 
-def _host_of(header: str) -> str:
+def content_length(header: str) -> int | None:
+    """The number in a Content-Length header, None if there is none. One of more than 18 digits is as large as 19."""
+    if not (header.isascii() and header.isdecimal()):
+        return None
+    return int(header) if len(header) <= 18 else 10**18
+
+
+def host_of(header: str) -> str:
     """The name in a Host header; "" if there is none."""
     try:
         return urllib.parse.urlsplit(f"//{header}").hostname or ""

@@ -84,7 +84,7 @@ def token_from(variable: str | None) -> str | None:
         return None
     value = os.environ.get(variable, "").strip()
     if not value:
-        raise ValueError(f"the environment variable {variable} should hold the endpoint's token, but it is not set")
+        raise ValueError(f"the environment variable {variable} should hold a token, but it is not set, or blank")
     if not (value.isascii() and value.isprintable()):
         raise ValueError(f"the environment variable {variable} holds more than printable ASCII; a token has nothing else")
     return value
