@@ -373,7 +373,7 @@ def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_
     launched = ranks.start(2, short_of_memory, tmp_path, str(flux_directory), "full")
     first, second = ranks.finish(launched, tmp_path)
     words = "out of memory with sampling.batch_size=8: ranks that gather weights together cannot halve it alone"
-    assert second["error"].startswith(f"UserError: {words}; set a smaller one, and --resume")
+    assert second["error"].startswith(f"UserError: {words}; `g2rpo resume RUN sampling.")
     assert first["error"].startswith(f"RankLost: rank 0 stops: rank 1 stopped with UserError: {words}")
 
 

@@ -19,13 +19,13 @@ from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.compare import compare as compare_cells
 from g2rpo.commands.compare_arguments import parse_budget
 from g2rpo.commands.report import report as write_report
-from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.commands.train import build_trainer, load_config, open_run
 from g2rpo.config import Config, RewardConfig, grid_of
 from g2rpo.evaluation import Comparison, Evaluation, compare, sample_images
 from g2rpo.evaluation import evaluate as judge
 from g2rpo.given import OBJECT, mention
 from g2rpo.plain import parse_json, read_text
-from g2rpo.runs import claim, entered, read_config, record_start, weights_path
+from g2rpo.runs import entered, read_config, weights_path
 from g2rpo.trackers import Tracker
 from g2rpo.trainer import Trainer
 from g2rpo.types import Algorithm, Policy, Reward
@@ -37,6 +37,7 @@ def trainer(
     run_dir: str | Path | None = None,
     *,
     resume: bool = False,
+    accept_changes: bool = False,
     algorithm: Algorithm | None = None,
     policy: Policy | None = None,
     rewards: Mapping[str, Reward] | None = None,
@@ -49,7 +50,8 @@ def trainer(
     """A trainer as `g2rpo train` builds it; what is given as an object takes the place of what the recipe names.
 
     `rewards` are trained on, with the weights that the config has for these names, else 1; `judges` are judged only. Nothing is
-    kept without a `run_dir`; one that holds a run is entered with `resume` alone. Its config.yaml only mentions objects (as
+    kept without a `run_dir`; one that holds a run is entered with `resume` alone, and with `accept_changes` also where prompts
+    or reward code are others than before. Its config.yaml only mentions objects (as
     "object:module.Class"), and commands that would have to make them again refuse: resume such a run from the program that
     began it. Raises UserError as the command does.
     """
@@ -67,13 +69,7 @@ def trainer(
     if run_dir is None:
         return build_trainer(config, None, notify, given=given)
     with entered(config, Path(run_dir), resume, notify) as directory:
-        built = build_trainer(config, directory, notify, given=given)
-        claim(directory, config)
-        if resume:
-            for complaint in built.resume():
-                notify(complaint)
-        record_start(directory, built.iteration, built.policy.device)
-    return built
+        return open_run(config, directory, resume, accept_changes, notify, given=given)
 
 
 def _mentioning(

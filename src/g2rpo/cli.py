@@ -51,26 +51,55 @@ def recipe_names(incomplete: str) -> list[str]:
     return [name for name in known.names() if name.startswith(incomplete)]
 
 
-RecipeOrFile = Annotated[
-    str, typer.Argument(help="A recipe's name (see `g2rpo recipes`) or a config.yaml.", autocompletion=recipe_names)
-]
+_RECIPE = typer.Argument(help="A recipe's name (see `g2rpo recipes`) or a config.yaml.", autocompletion=recipe_names)
+RecipeOrFile = Annotated[str, _RECIPE]
+RecipeOrNone = Annotated[str | None, _RECIPE]
 
 
 @app.command()
 def train(
-    recipe: RecipeOrFile,
+    recipe: RecipeOrNone = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="trainer.iterations=100")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir; `g2rpo resume` is shorter.")] = False,
+    accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
     push_to_hub: Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")] = None,
 ) -> None:
     """Train a model on rewards."""
+    if resume and recipe is not None and "=" in recipe:
+        overrides, recipe = [recipe, *(overrides or [])], None
+    _train(recipe, overrides, run_dir, resume, accept_changes, push_to_hub)
+
+
+@app.command("resume")
+def resume_run(
+    run: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted, or that is to go on for longer.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="trainer.iterations=200 sampling.batch_size=32")
+    ] = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on although prompts, model or reward code are not those of before.")
+    ] = False,
+    push_to_hub: Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")] = None,
+) -> None:
+    """Continue a run where it was stopped, with its own config."""
+    _train(None, overrides, run, True, accept_changes, push_to_hub)
+
+
+def _train(
+    recipe: str | None,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    resume: bool,
+    accept_changes: bool,
+    push_to_hub: str | None,
+) -> None:
     from g2rpo.commands.push import check_push
     from g2rpo.commands.train import train as run
 
     if push_to_hub is not None:
         check_push(push_to_hub)
-    directory = run(recipe, overrides or [], run_dir, resume, console)
+    directory = run(recipe, overrides or [], run_dir, resume, console, accept_changes)
     if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
 

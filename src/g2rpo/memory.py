@@ -89,7 +89,8 @@ class BatchSizes:
             raise UserError(f"out of memory with {SETTINGS[kind]}=1, the smallest there is: {ADVICE[kind]}")
         if kind in self.in_step:
             why = "ranks that gather weights together cannot halve it alone"
-            raise UserError(f"out of memory with {SETTINGS[kind]}={size}: {why}; set a smaller one, and --resume")
+            smaller = f"`g2rpo resume RUN {SETTINGS[kind]}={size // 2}` goes on with a smaller one"
+            raise UserError(f"out of memory with {SETTINGS[kind]}={size}: {why}; {smaller}")
         setattr(self, kind, size // 2)
         self.halved += 1
         self.notify(f"out of memory with {SETTINGS[kind]}={size}: going on with {size // 2}; nothing is lost")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ from g2rpo.folders import writing
 from g2rpo.plain import read_json_lines
 
 Row = dict[str, Any]
+LOG = "metrics.jsonl"
 NEEDED = {"train": ("iteration", "evaluations", "images", "seconds", "seconds/rollout"), "eval": ("iteration", "seconds")}
 """Numbers without which a row of a kind is none."""
 
@@ -23,7 +25,7 @@ class MetricsLog:
     """Appends rows to `run_dir/metrics.jsonl`. A run resumed after `first_iteration` drops later rows."""
 
     def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
-        self.path = run_dir / "metrics.jsonl"
+        self.path = run_dir / LOG
         kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
         with writing(self.path):
             write_whole(self.path, "".join(_line(row) for row in kept).encode())
@@ -45,11 +47,21 @@ class MetricsLog:
 
 def read_metrics(run_dir: Path) -> list[Row]:
     """All rows so far; a last line that an interruption cut short is left out. UserError names another that is damaged."""
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / LOG
     try:
         return read_json_lines(path, _checked) if path.exists() else []
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def gaps(run_dir: Path, rows: Sequence[Row], iteration: int) -> list[str]:
+    """In words, what the log of a run that has done `iteration` iterations lacks; a deleted or truncated file is noticed so."""
+    known = {(row["kind"], row["iteration"]) for row in rows}
+    expected = [("eval", 0), *(("train", number) for number in range(1, iteration + 1))]
+    if not (missing := [row for row in expected if row not in known]):
+        return []
+    lacks = f"{len(missing)} of the {len(expected)} rows up to iteration {iteration}"
+    return [f"{run_dir / LOG}: lacks {lacks}; curves and alarms go on without them"]
 
 
 def _checked(row: Any) -> Row:

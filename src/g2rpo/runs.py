@@ -6,10 +6,11 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from g2rpo.devices import accelerator
 from g2rpo.errors import UserError
 from g2rpo.files import append_line, write_whole
 from g2rpo.folders import InUse, held, is_empty, remove_unfinished, writing
+from g2rpo.plain import read_json_lines
 from g2rpo.settings import differences, read_yaml, resolve
 
 CONFIG = "config.yaml"
@@ -66,7 +68,9 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
     """Refuses a directory that a run of `config` cannot begin in, or go on in with `resume`; nothing is written."""
     if (directory / CONFIG).is_file():
         if not resume:
-            raise UserError(f"{directory} already holds a run; continue it with --resume, or name another --run-dir")
+            raise UserError(
+                f"{directory} already holds a run; `g2rpo resume {directory}` continues it, or name another --run-dir"
+            )
         _check_same(config, read_config(directory), directory)
     elif not is_empty(directory):
         raise UserError(f"{directory} is not empty and holds no run (no {CONFIG}); name another --run-dir")
@@ -84,8 +88,9 @@ def claim(directory: Path, config: Config) -> None:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
 
 
-def record_start(directory: Path, iteration: int, device: torch.device) -> None:
-    """Appends to starts.jsonl what starts (or resumes, after `iteration` > 0) the run: when, which software, which device."""
+def record_start(directory: Path, iteration: int, device: torch.device, contents: Mapping[str, str] | None = None) -> None:
+    """Appends to starts.jsonl what starts (or resumes, after `iteration` > 0) the run: when, which software, which device,
+    and what the names in its config stand for (`commands.contents`)."""
     threads = torch.get_num_threads()
     cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     start = {
@@ -96,9 +101,39 @@ def record_start(directory: Path, iteration: int, device: torch.device) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": module.get_device_name(device) if (module := accelerator(device)) is not None else cpu,
+        "contents": dict(contents or {}),
     }
     with writing(directory / STARTS):
         append_line(directory / STARTS, json.dumps(start))
+
+
+def read_starts(directory: Path) -> list[dict[str, Any]]:
+    """What `record_start` wrote, oldest first; UserError for a line that it did not."""
+    path = directory / STARTS
+    try:
+        return read_json_lines(path, dict) if path.exists() else []
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def check_contents(directory: Path, contents: Mapping[str, str], accept: bool) -> list[str]:
+    """Refuses to go on with other prompts, model or reward code than the run had when it last started.
+
+    With `accept` it returns what has changed. Held-out prompts may never change: the base model was judged on the first ones.
+    """
+    starts = [start for start in read_starts(directory) if start.get("contents")]
+    before = dict(starts[-1]["contents"]) if starts else dict(contents)
+    keys = [key for key in {**before, **contents} if before.get(key) != contents.get(key)]
+    changed = [f"{key}: {before.get(key, 'nothing')} then, {contents.get(key, 'nothing')} now" for key in keys]
+    if not changed or (accept and "evaluation.prompts" not in keys):
+        return changed
+    go_on = (
+        "Held-out prompts cannot change within a run, whose base model was judged on them; begin another run."
+        if "evaluation.prompts" in keys
+        else "To go on with them on purpose add --accept-changes; the base model keeps the scores that it had."
+    )
+    listed = "\n".join(f"  {line}" for line in changed)
+    raise UserError(f"{directory}: names in its config stand for something else than before:\n{listed}\n{go_on}")
 
 
 def source_commit(root: Path) -> str | None:
@@ -113,12 +148,12 @@ def source_commit(root: Path) -> str | None:
         return None
 
 
-def read_config(run_dir: Path) -> Config:
-    """The config of an existing run."""
+def read_config(run_dir: Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda message: None) -> Config:
+    """The config of an existing run, with overrides as for `settings.resolve`."""
     path = run_dir / CONFIG
     if not path.is_file():
         raise UserError(f"{run_dir} is no run directory (no {CONFIG})")
-    return resolve(read_yaml(path), source=str(path))
+    return resolve(read_yaml(path), overrides, str(path), note)
 
 
 def weights_path(run_dir: Path) -> Path:
@@ -133,7 +168,8 @@ def _check_same(config: Config, other: Config, directory: Path) -> None:
     changed = {key: pair for key, pair in differences(config, other).items() if key not in MAY_CHANGE}
     if changed:
         listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
-        raise UserError(f"{directory} belongs to a run with another config:\n{listed}\nName another --run-dir for this one.")
+        how = f"`g2rpo resume {directory}` continues that run; name another --run-dir for this one."
+        raise UserError(f"{directory} belongs to a run with another config:\n{listed}\n{how}")
 
 
 def _enter_fresh(stack: ExitStack, name: str, warn: Callable[[str], None]) -> Path:

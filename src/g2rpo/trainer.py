@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ from g2rpo.folders import held, whole, writing
 from g2rpo.image_statistics import image_statistics, statistics_row
 from g2rpo.learner import Learner
 from g2rpo.memory import batch_sizes
-from g2rpo.metrics import MetricsLog, Row, read_metrics
+from g2rpo.metrics import MetricsLog, Row, gaps, read_metrics
 from g2rpo.pictures import save_curves, save_grid
 from g2rpo.prompts import PromptOrder
 from g2rpo.rollout.planning import count_evaluations
@@ -144,6 +145,11 @@ class Trainer:
         """Whether this trainer keeps the run: one rank does."""
         return self.run_dir is not None and self.world.leads
 
+    @property
+    def command(self) -> str:
+        """What continues this run, as messages name it."""
+        return f"`g2rpo resume {shlex.quote(str(self.run_dir))}`" if self.run_dir is not None else "nothing that was kept"
+
     def train(self) -> Iterator[Row]:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
         c = self.config
@@ -161,7 +167,7 @@ class Trainer:
                     self.save()
                 self._heed_alarms(last)
                 if stop:
-                    raise Preempted(f"stopped after iteration {self.iteration}, as asked; --resume continues it")
+                    raise Preempted(f"stopped after iteration {self.iteration}, as asked; {self.command} continues it")
 
     def iterate(self) -> Row:
         """One iteration, straight down; returns its metrics."""
@@ -338,7 +344,8 @@ class Trainer:
             return save_checkpoint(self.run_dir / "checkpoints", self.iteration, tensors, state, kept)
 
     def resume(self) -> list[str]:
-        """Continues from the newest checkpoint that is intact and fits, if there is one; says what is wrong with newer ones."""
+        """Continues from the newest checkpoint that is intact and fits, if there is one; returns what is wrong with newer ones,
+        and what the log lacks."""
 
         def take(found: Checkpoint) -> None:
             _, tensors, state = found
@@ -356,7 +363,7 @@ class Trainer:
         judged = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
         scores = {iteration: self._directory() / _scores_after(iteration) for iteration in judged}
         self.alarms.history = {i: load_tensors(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
-        return complaints
+        return [*complaints, *gaps(self._directory(), self.alarms.rows, self.iteration)]
 
     def roll_back(self) -> None:
         """Takes the weights of the best evaluation, for `finish` and `export`; what `resume` continues from stays."""
@@ -391,11 +398,10 @@ class Trainer:
         if "rollback" in asked:
             self.roll_back()
             best = f"the weights are those of iteration {self.iteration}, the best evaluation kept"
-            raise RolledBack(
-                f"stopped by an alarm after iteration {self.rolled_back_from}; {best}; --resume goes on without going back"
-            )
+            stopped = f"stopped by an alarm after iteration {self.rolled_back_from}"
+            raise RolledBack(f"{stopped}; {best}; {self.command} goes on without going back")
         if "stop" in asked and not last:
-            raise Stopped(f"stopped by an alarm after iteration {self.iteration}; --resume goes on in spite of it")
+            raise Stopped(f"stopped by an alarm after iteration {self.iteration}; {self.command} goes on in spite of it")
 
     def _base(self) -> Evaluation | None:
         """The base model's evaluation, by this process or by the one that began the run; None if neither kept it."""
@@ -480,7 +486,7 @@ class Trainer:
             path.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
         except OSError as full:
             return f"\nThe whole traceback could not be written to {path} ({full.strerror})."
-        return f"\nThe whole traceback is in {path}; --resume goes on from the last checkpoint."
+        return f"\nThe whole traceback is in {path}; {self.command} goes on from the last checkpoint."
 
     def _paint(self, name: str, rows: Sequence[Tensor], labels: Sequence[str]) -> None:
         with self._written(_picture(name)) as path:

@@ -171,7 +171,7 @@ class Updater:
         except torch.OutOfMemoryError:
             remedy = "set policy.tuning=lora, or take a device with more memory (`g2rpo plan` tells how much)"
             raise UserError(
-                f"out of memory in the optimizer step: {remedy}; --resume goes on from the last checkpoint"
+                f"out of memory in the optimizer step: {remedy}; `g2rpo resume RUN` goes on from the last checkpoint"
             ) from None
 
 

@@ -20,13 +20,14 @@ from rich.markup import escape
 from g2rpo import components, recipes
 from g2rpo.checkpoint import newest_iteration
 from g2rpo.commands.ahead import policy_after_encoding, prompts_to_come
+from g2rpo.commands.contents import contents_of
 from g2rpo.commands.progress import say, warn_on
 from g2rpo.commands.watching import show_results, watch_training
 from g2rpo.config import Config
 from g2rpo.distributed import ALONE, World, joined
 from g2rpo.errors import RolledBack, UserError
 from g2rpo.files import digest_of
-from g2rpo.runs import claim, entered, record_start
+from g2rpo.runs import check_contents, claim, entered, read_config, record_start
 from g2rpo.settings import read_yaml, resolve
 from g2rpo.trainer import Trainer
 
@@ -110,10 +111,54 @@ def build_trainer(
     )
 
 
-def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: bool, console: Console) -> Path | None:
-    """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks that do not lead."""
+def open_run(
+    config: Config,
+    directory: Path,
+    resume: bool,
+    accept_changes: bool,
+    warn: Callable[[str], None],
+    world: World = ALONE,
+    given: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+) -> Trainer:
+    """A trainer for the run in `directory`, which is held: one that begins, or one that goes on where it was."""
+    given = given or {}
+    prompts, heldout = check(config, given)
+    given = {"prompts": prompts, "heldout": heldout, **given}
+    contents = contents_of(config, given["prompts"], given["heldout"], given) if world.leads else {}
+    if resume and world.leads:
+        for change in check_contents(directory, contents, accept_changes):
+            warn(f"goes on with {change}")
+    trainer = build_trainer(config, directory, warn, world, given, console)
+    if world.leads:
+        claim(directory, config)  # only now: wrong input leaves nothing behind
+    if resume:
+        for complaint in trainer.resume():
+            warn(complaint)
+    if world.leads:
+        record_start(directory, trainer.iteration, trainer.policy.device, contents)
+    return trainer
+
+
+def train(
+    recipe: str | None,
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    resume: bool,
+    console: Console,
+    accept_changes: bool = False,
+) -> Path | None:
+    """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks that do not lead.
+
+    With `resume` the run in `run_dir` goes on, by its own config where `recipe` is None or the name that the run has.
+    """
     notes: list[str] = []
-    config = load_config(recipe, overrides, notes.append)
+    if resume and run_dir is not None and (recipe is None or recipe == read_config(run_dir).recipe):
+        config = read_config(run_dir, overrides, notes.append)
+    elif recipe is not None:
+        config = load_config(recipe, overrides, notes.append)
+    else:
+        raise UserError("name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run")
     with joined(components.pick_device(config.policy.device), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
         if not world.leads:
             console = Console(quiet=True)
@@ -126,25 +171,19 @@ def train(recipe: str, overrides: Sequence[str], run_dir: Path | None, resume: b
             )
         chosen = stack.enter_context(entered(config, run_dir, resume, warn_on(console))) if world.leads else ""
         directory = Path(world.text_of_leader(str(chosen)))
-        _run(config, directory, resume, world, console)
+        _run(config, directory, resume, accept_changes, world, console)
         return directory if world.leads else None
 
 
-def _run(config: Config, directory: Path, resume: bool, world: World, console: Console) -> None:
+def _run(config: Config, directory: Path, resume: bool, accept_changes: bool, world: World, console: Console) -> None:
     """One rank's part."""
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
     console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {len(config.rewards)} rewards and the prompts ...")
     warn = warn_on(console) if world.leads else partial(_warn_from, world.rank)
-    trainer = build_trainer(config, directory, warn, world, console=console)
-    if world.leads:
-        claim(directory, config)  # only now: wrong input leaves nothing behind
+    trainer = open_run(config, directory, resume, accept_changes, warn, world, console=console)
     if resume:
-        for complaint in trainer.resume():
-            warn(complaint)
         console.print(f"resuming after iteration {trainer.iteration}")
-    if world.leads:
-        record_start(directory, trainer.iteration, trainer.policy.device)
     began = time.perf_counter()
     ended: RolledBack | None = None
     try:

@@ -11,8 +11,8 @@ from typing import Any
 from g2rpo.config import Config
 from g2rpo.errors import UserError
 from g2rpo.metrics import Row, read_metrics
-from g2rpo.plain import parse_json, read_json_lines, read_text
-from g2rpo.runs import STARTS, read_config
+from g2rpo.plain import parse_json, read_text
+from g2rpo.runs import read_config, read_starts
 
 
 @dataclass(frozen=True)
@@ -129,16 +129,12 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 def _read(directory: Path, name: str) -> Run:
     config = read_config(directory)
     rows = read_metrics(directory)
-    starts, results = directory / STARTS, directory / "results.json"
-    try:
-        started = read_json_lines(starts, dict) if starts.exists() else []
-    except ValueError as error:
-        raise UserError(f"{starts}: {error}") from None
+    results = directory / "results.json"
     try:
         result = _checked(parse_json(read_text(results)), rows) if results.exists() else None
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{results}: is damaged: {error}") from None
-    return Run(name, directory, config, rows, started, result)
+    return Run(name, directory, config, rows, read_starts(directory), result)
 
 
 def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:

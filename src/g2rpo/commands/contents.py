@@ -1,0 +1,78 @@
+"""What the names in a config stand for at one time: prompts, models, reward code. A run that goes on is held to it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from g2rpo import components
+from g2rpo.config import Config
+from g2rpo.files import FileDigests, digest_of, local
+
+READ = ("target", *components.WEIGHT_OPTIONS)  # options of rewards that may name a file
+SMALL = 2**24  # bytes; larger files, which are weights, are told apart by their size
+
+
+def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], given: Mapping[str, Any]) -> dict[str, str]:
+    """In a few words with a digest: the prompts, the model, and the files or the source of each reward.
+
+    A reward function's file and the files and folders that its options name count, not what that file imports. `given` are the
+    objects that take the place of names, as for `train.build_trainer`; an algorithm of the user's own is in `config`.
+    """
+    rewards = {**given.get("rewards", {}), **given.get("judges", {})}
+    named = {**config.rewards, **config.evaluation.rewards}
+    of_rewards = {
+        f"rewards.{name}": source_of(rewards[name]) if name in rewards else _of_options(entry.options)
+        for name, entry in named.items()
+    }
+    found = {
+        "prompts.train": f"{len(prompts)} prompts, {_short(digest_of(list(prompts)))}",
+        "evaluation.prompts": f"{len(heldout)} prompts, {_short(digest_of(list(heldout)))}",
+        "policy.path": source_of(given["policy"]) if "policy" in given else components.pipeline_identity(config.policy.path),
+        "algorithm": source_of(config.algorithm),
+        **of_rewards,
+    }
+    return {key: words for key, words in found.items() if words}
+
+
+def source_of(thing: Any) -> str:
+    """The source of an object's class, or of a function; nothing for g2rpo's own, and where there is none to be had."""
+    kind = thing if inspect.isroutine(thing) else type(thing)
+    if kind.__module__.partition(".")[0] == "g2rpo":
+        return ""
+    try:
+        return f"source of {kind.__qualname__}, {_short(hashlib.sha256(inspect.getsource(kind).encode()).hexdigest())}"
+    except (OSError, TypeError):  # typed at a prompt, or not written in Python
+        return ""
+
+
+def _of_options(options: Mapping[str, Any]) -> str:
+    """What a reward's options read from this machine."""
+    paths = [_file_of(value) for key, value in options.items() if key in READ and isinstance(value, str)]
+    return ", ".join(f"{path.name}: {_of_path(path)}" for path in paths if path is not None)
+
+
+def _file_of(value: str) -> Path | None:
+    """The file or folder that an option names, as "file.py:function" too."""
+    for name in (value, value.rpartition(":")[0]):
+        try:
+            if name and local(name).exists():
+                return local(name)
+        except (OSError, ValueError):  # too long for a name, or not a possible one
+            continue
+    return None
+
+
+def _of_path(path: Path) -> str:
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return _short(digest_of([[file.relative_to(path).as_posix(), file.stat().st_size] for file in files]))
+    size = path.stat().st_size
+    return _short(FileDigests(None).of(path)) if size <= SMALL else f"{size} bytes"
+
+
+def _short(digest: str) -> str:
+    return f"sha256 {digest[:16]}"
