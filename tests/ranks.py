@@ -13,6 +13,8 @@ from g2rpo.distributed import joined
 
 CONTEXT = multiprocessing.get_context("forkserver")
 SLOW_IMPORTS = (
+    "peft",
+    "g2rpo.commands.train",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -30,10 +32,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(size, work, folder: Path, *arguments, timeout_s=60.0):
-    """`size` processes, each running work(world, folder, *arguments); what it returns or dies of goes to folder/RANK.json."""
+def start(size, work, folder: Path, *arguments, timeout_s=60.0, device="cpu", prepare=None):
+    """`size` processes, each running work(world, folder, *arguments); what it returns or dies of goes to folder/RANK.json.
+
+    `prepare()` is called first in each, where the ranks' `device` needs it.
+    """
     port = free_port()
-    ranks = [CONTEXT.Process(target=_rank, args=(i, size, port, timeout_s, work, folder, arguments)) for i in range(size)]
+    ranks = [
+        CONTEXT.Process(target=_rank, args=(i, size, port, timeout_s, device, prepare, work, folder, arguments))
+        for i in range(size)
+    ]
     for each in ranks:
         each.start()
     return ranks
@@ -56,15 +64,18 @@ def run(size, work, folder: Path, *arguments, **options):
     """The answers of `size` ranks, all of which must have one."""
     folder.mkdir(parents=True, exist_ok=True)
     results = finish(start(size, work, folder, *arguments, **options), folder)
-    assert all("answer" in result for result in results), results
+    failed = [result.get("trace", "killed") for result in results if "answer" not in result]
+    assert not failed, "\n".join(failed)
     return [result["answer"] for result in results]
 
 
-def _rank(rank, size, port, timeout_s, work, folder, arguments):
+def _rank(rank, size, port, timeout_s, device, prepare, work, folder, arguments):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        with joined("cpu", timeout_s) as world:
+        if prepare is not None:
+            prepare()
+        with joined(device, timeout_s) as world:
             left = {"answer": work(world, folder, *arguments)}
     except BaseException as error:
         left = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "at": time.monotonic()}

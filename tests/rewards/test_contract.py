@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ import pytest
 import torch
 from oracle_inputs import PROMPTS
 from PIL import Image
-from safetensors.torch import save_file
-from test_parity import FIXTURES, TOKENIZER, openai_clip_dir, oracle, state_of
 from torch import Tensor
 
 from g2rpo.rewards import clip_encoder, pixels, weights
@@ -27,35 +26,17 @@ from g2rpo.rewards.image_reward import ImageReward
 from g2rpo.rewards.pickscore import PickScore
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.types import Reward
+from tests.rewards.learned import TOKENIZER, openai_clip_dir, oracle, save_learned, state_of
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[..., Reward]]:
     """Every learned reward on its tiny weights, as functions of further arguments."""
-    folder = tmp_path_factory.mktemp("models")
-    hps, reward, pick = oracle("hpsv2"), oracle("image_reward"), oracle("pickscore")
-    torch.save({"state_dict": state_of(hps["state_dict"])}, folder / "HPS_v2.1_compressed.pt")
-    torch.save(state_of(reward["state_dict"]), folder / "ImageReward.pt")
-    torch.save(state_of(oracle("aesthetic")["state_dict"]), folder / "sac+logos+ava1-l14-linearMSE.pth")
-    openai_clip = openai_clip_dir(folder)
-    pick_dir = folder / "pickscore"
-    pick_dir.mkdir()
-    save_file(state_of(pick["state_dict"]), pick_dir / "model.safetensors", metadata={"format": "pt"})
-    (pick_dir / "config.json").write_text(json.dumps(pick["config"]))
-    (pick_dir / "preprocessor_config.json").write_text(json.dumps(pick["preprocessor_config"]))
-    for name in ("vocab.json", "merges.txt"):
-        (pick_dir / name).write_bytes((FIXTURES / "clip_tokenizer" / name).read_bytes())
-    where, bert = str(folder), str(FIXTURES / "bert_tokenizer")
-    return {
-        "hpsv2": lambda **k: HPSv2(where, tokenizer=TOKENIZER, model_cfg=hps["model_cfg"], **k),
-        "pickscore": lambda **k: PickScore(str(pick_dir), processor=str(pick_dir), **k),
-        "clip": lambda **k: CLIPScore(str(pick_dir), **k),
-        "aesthetic": lambda **k: Aesthetic(where, clip=openai_clip, **k),
-        "image_reward": lambda **k: ImageReward(where, tokenizer=bert, heads=(2, 3), **k),
-    }
+    options = save_learned(tmp_path_factory.mktemp("models"))
+    return {name: partial(kind, **options[name]) for name, kind in LEARNED.items()}
 
 
-LEARNED = ("hpsv2", "pickscore", "clip", "aesthetic", "image_reward")
+LEARNED = {"hpsv2": HPSv2, "pickscore": PickScore, "clip_score": CLIPScore, "aesthetic": Aesthetic, "image_reward": ImageReward}
 ANALYTIC: dict[str, Callable[..., Reward]] = {"jpeg": JPEGSize, "bright": Brightness, "saturation": Saturation}
 
 
@@ -108,7 +89,7 @@ def test_bfloat16_is_close_and_nothing_is_trainable(built: dict[str, Callable[..
         built[name](dtype="float8")
 
 
-@pytest.mark.parametrize("name", ["hpsv2", "clip"])
+@pytest.mark.parametrize("name", ["hpsv2", "clip_score"])
 def test_float16_scores_are_float16_as_the_published_code_has_them(built: dict[str, Callable[..., Reward]], name: str) -> None:
     """It multiplies features under float16 autocast: operands and the product are float16, so that scores from .25 to .5 are
     multiples of 2^-12. In bfloat16 the product stays float32."""
@@ -130,7 +111,7 @@ def test_defaults_are_json(kind: type) -> None:
 def test_a_prompt_is_encoded_once_and_the_memory_is_bounded(
     built: dict[str, Callable[..., Reward]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = built["clip"]().encoder  # type: ignore[attr-defined]
+    encoder = built["clip_score"]().encoder  # type: ignore[attr-defined]
     asked: list[list[str]] = []
     real = encoder.token_ids
     encoder.token_ids = lambda prompts: asked.append(list(prompts)) or real(prompts)

@@ -14,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from oracle_inputs import PROMPTS, TOKEN_PROMPTS, fixed_image, fixed_state
+from oracle_inputs import PROMPTS, TOKEN_PROMPTS, fixed_image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,21 +27,12 @@ from g2rpo.rewards.hpsv2 import HPSv2
 from g2rpo.rewards.image_reward import ImageReward, blip_configs, part, vision_state
 from g2rpo.rewards.pickscore import PickScore
 from g2rpo.rewards.weights import check_state
+from tests.rewards.learned import FIXTURES, TOKENIZER, openai_clip_dir, oracle, save_pickscore, state_of
 
-FIXTURES = Path(__file__).parent / "fixtures"
-TOKENIZER = str(FIXTURES / "clip_tokenizer")
 SCORE = 1e-5
 PIXEL = 2e-6  # a normalised pixel is up to 2.6 in size; its float32 spacing is 2.4e-7
 
 Fixture = dict[str, Any]
-
-
-def oracle(name: str) -> Fixture:
-    return json.loads((FIXTURES / f"{name}.json").read_text())
-
-
-def state_of(shapes: dict[str, list[int]], gain: float = 1.0) -> dict[str, Tensor]:
-    return {k: torch.from_numpy(np.array(v)) for k, v in fixed_state(shapes, gain).items()}
 
 
 def image(name: str) -> Tensor:
@@ -83,14 +73,7 @@ def open_clip_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str
 
 @pytest.fixture(scope="module")
 def pickscore_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    recorded = oracle("pickscore")
-    folder = tmp_path_factory.mktemp("pickscore")
-    save_file(state_of(recorded["state_dict"]), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(recorded["config"]))
-    (folder / "preprocessor_config.json").write_text(json.dumps(recorded["preprocessor_config"]))
-    for name in ("vocab.json", "merges.txt"):
-        (folder / name).write_bytes((FIXTURES / "clip_tokenizer" / name).read_bytes())
-    return str(folder)
+    return save_pickscore(tmp_path_factory.mktemp("pickscore"))
 
 
 @pytest.fixture(scope="module")
@@ -165,24 +148,6 @@ def test_image_reward_is_upstreams(image_reward_file: str) -> None:
     ids = reward.tokenizer(list(PROMPTS), padding="max_length", truncation=True, max_length=35)["input_ids"]
     assert ids == recorded["token_ids"]
     assert worst(reward, recorded["cases"]) < SCORE
-
-
-def openai_clip_dir(folder: Path) -> str:
-    """The recorded OpenAI CLIP as a folder in open_clip's format: same names, quick_gelu, one head per 64 channels."""
-    recorded = oracle("aesthetic")
-    sizes = recorded["clip"]
-    save_file(state_of(recorded["clip_state_dict"]), folder / "open_clip_model.safetensors")
-    vision = {"width": sizes["vision_width"], "layers": sizes["vision_layers"], "patch_size": sizes["vision_patch_size"]}
-    text = {"width": sizes["transformer_width"], "layers": sizes["transformer_layers"]}
-    text |= {"heads": sizes["transformer_heads"], "context_length": sizes["context_length"]}
-    model_cfg = {
-        "embed_dim": sizes["embed_dim"],
-        "quick_gelu": True,
-        "vision_cfg": {**vision, "image_size": sizes["image_resolution"]},
-        "text_cfg": {**text, "vocab_size": sizes["vocab_size"]},
-    }
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model_cfg}))
-    return str(folder)
 
 
 def test_aesthetic_is_upstreams(tmp_path: Path) -> None:

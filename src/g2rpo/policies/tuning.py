@@ -52,7 +52,7 @@ class Tuning:
             from peft import LoraConfig
 
             transformer.requires_grad_(False).to(dtype)
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):  # the weights are on the CPU: a rank has no business on other GPUs
                 torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
                 transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets)))
             for parameter in self.named().values():

@@ -1,0 +1,137 @@
+"""What runs on the fake device, each in a process that has registered it: functions of (world, folder, ...)."""
+
+import math
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from g2rpo import api
+from g2rpo.commands.demo import of_run, open_studio
+from g2rpo.commands.evaluate import evaluate, run_settings
+from g2rpo.commands.sample import sample
+from g2rpo.commands.train import build_trainer
+from g2rpo.demo.studio import draw, learn
+from g2rpo.runs import claim, weights_path
+from g2rpo.settings import resolve
+
+PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
+DATA = {
+    "policy": {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2, "device": "fakegpu"},
+    "algorithm": {"group_size": 3, "branch_steps": [0, 1], "granularities": [1, 2], "kl_weight": 0.01},
+    "rewards": {"brightness": 1.0, "jpeg_size": 0.1},
+    "prompts": {"train": "none"},
+    "sampling": {"num_steps": 4, "batch_size": 5, "decode_batch_size": 4},
+    "optim": {"learning_rate": 1e-3, "ema_decay": 0.9},
+    "trainer": {"iterations": 2, "prompts_per_iteration": 2, "checkpoint_every": 1, "micro_batch_size": 2},
+    "evaluation": {"prompts": "none", "num_prompts": 3, "every": 2, "pictures": 2},
+    "trackers": [],
+}
+
+
+def config(folder: Path, model: Path, *overrides):
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    sources = [f"{key}={folder / 'prompts.txt'}" for key in ("prompts.train", "evaluation.prompts")]
+    return resolve(DATA, [f"policy.path={model}", f"prompts.cache={folder / 'embeddings'}", *sources, *overrides])
+
+
+def build(world, folder, model, *overrides, **options):
+    (folder / "run").mkdir(exist_ok=True)
+    return build_trainer(config(folder, model, *overrides), folder / "run", print, world, **options)
+
+
+def assert_placed(trainer):
+    """The transformer and the VAE are on the device; the text encoders, whose prompts are all encoded, are not."""
+    policy = getattr(trainer.policy, "policy", trainer.policy)
+    for name, part in policy.pipeline.components.items():
+        if isinstance(part, torch.nn.Module):
+            places = {tensor.device.type for tensor in (*part.parameters(), *part.buffers())}
+            assert places == {"cpu" if name.startswith("text_encoder") else "fakegpu"}, (name, places)
+
+
+def train(world, folder, model, *overrides):
+    """A run from its base model's evaluation to its weights, and one more iteration of it, resumed."""
+    trainer = build(world, folder, model, *overrides)
+    assert_placed(trainer)
+    rows = [row for row in trainer.train() if row["kind"] == "train"]
+    trainer.finish()
+    trainer.export()
+    again = build(world, folder, model, *overrides, "trainer.iterations=3")
+    assert again.resume() == [] and again.iteration == 2
+    rows.append(again.iterate())
+    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows), rows
+    others = sum(torch.fakegpu.memory_allocated(i) for i in range(2) if i != torch.fakegpu.current_device())
+    return {
+        "ratio": max(row["ratio_deviation"] for row in rows),
+        "drift": max(row["log_prob_drift"] for row in rows),
+        "reward": rows[-1]["reward/brightness"],
+        "halved": rows[-1]["out_of_memory"],
+        "elsewhere": others,
+        "weights": float(sum(p.detach().double().abs().sum() for p in again.learner.parameters)),
+    }
+
+
+def iterate(world, folder, model, *many):
+    """One iteration with each of several lists of overrides."""
+    for overrides in many:
+        row = build(world, folder, model, *overrides).iterate()
+        assert math.isfinite(row["loss"]) and row["grad_norm"] > 0, (overrides, row)
+    return len(many)
+
+
+def run_out(world, folder, model):
+    """An iteration for which a third of the memory that it would take is there; returns its row's sizes and its prompts'."""
+    large = [f"{key}=64" for key in ("sampling.batch_size", "sampling.decode_batch_size", "trainer.micro_batch_size")]
+    trainer = build(world, folder, model, *large)
+    trainer.iterate()
+    standing = torch.fakegpu.memory_allocated()
+    torch.fakegpu.reset_peak_memory_stats()
+    trainer.iterate()
+    torch.fakegpu.limit(standing + (torch.fakegpu.max_memory_allocated() - standing) // 3)
+    row = trainer.iterate()
+    return {key: row[key] for key in ("out_of_memory", "batch_size", "decode_batch_size", "micro_batch_size", "loss")}
+
+
+def encode(world, folder, model, *overrides):
+    """Bytes on the device at the peak of building a trainer, of its transformer and VAE, and of its text encoders."""
+    torch.fakegpu.reset_peak_memory_stats()
+    trainer = build(world, folder, model, *overrides)
+    pipeline = trainer.policy.policy.pipeline
+
+    def size(*names):
+        return sum(tensor.nbytes for name in names for tensor in getattr(pipeline, name).state_dict().values())
+
+    return {
+        "peak": torch.fakegpu.max_memory_allocated(),
+        "painting": size("transformer", "vae"),
+        "encoding": size("text_encoder", "text_encoder_2"),
+        "now": torch.fakegpu.memory_allocated(),
+    }
+
+
+def use(world, folder, model):
+    """What a finished run is used for: pictures, evaluations, the demo. Returns a held-out picture's mean from each."""
+    settings = config(folder, model)
+    run, console, prompt = folder / "run", Console(quiet=True), PROMPTS[0]
+    trainer = build(world, folder, model)
+    claim(run, settings)
+    list(trainer.train())
+    trainer.finish()
+    trainer.export()
+    own = trainer.sample([prompt])
+
+    options = {"run": run, "policy": None, "weights": None, "strength": 1.0, "base": False, "steps": None, "shift": None}
+    sample([prompt], **options, seed=0, batch_size=2, out=folder / "sampled", console=console)
+    evaluate(run_settings(run), [], folder / "evaluated", console)
+    table = api.evaluate(run, trainer.rewards, [prompt])
+
+    studio = open_studio(of_run(run), weights_path(run), print)
+    drawing = draw(studio, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
+    lesson = learn(studio, prompt, seed=0, plan=0, tuned=True)
+    assert lesson.finals.shape[:2] == (2, 3)
+    return {
+        "trainer": float(own.mean()),
+        "api": table["brightness"].tuned,
+        "demo": float(drawing.tuned.scores["brightness"][0]),
+        "sample": float(api.sample(run, [prompt]).mean()),
+    }

@@ -1,0 +1,411 @@
+// A GPU in host memory: PyTorch's PrivateUse1 backend, computed by the CPU's kernels, with CUDA's rules of placement and
+// autocast. What CUDA refuses is refused here by an exception, and so is a copy between two devices, which CUDA allows and no
+// rank may make. Each of the two devices counts its bytes and can be limited.
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/NativeFunctions.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <set>
+
+namespace {
+
+using at::Tensor;
+constexpr auto DEVICE = c10::DeviceType::PrivateUse1;
+constexpr int DEVICES = 2;
+
+thread_local int current = 0;  // as on CUDA: the current device belongs to the thread, and a new thread begins with 0
+
+// --- memory ---------------------------------------------------------------------------------------------------------------
+
+struct Memory {
+  std::atomic<int64_t> allocated{0}, peak{0}, limit{0};
+};
+std::array<Memory, DEVICES> memories;
+
+struct Block {  // in front of what is allocated
+  int64_t device, size;
+};
+constexpr size_t HEAD = 64;
+
+struct Allocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    const c10::Device here(DEVICE, current);
+    if (size == 0) return {nullptr, nullptr, [](void*) {}, here};
+    auto& memory = memories[current];
+    const int64_t wanted = size, limit = memory.limit;
+    TORCH_CHECK_WITH(OutOfMemoryError, !limit || memory.allocated + wanted <= limit, "out of memory: ", memory.allocated.load(),
+                     " + ", wanted, " of ", limit, " bytes");
+    auto* block = static_cast<Block*>(aligned_alloc(HEAD, (size + 2 * HEAD - 1) / HEAD * HEAD));
+    *block = {current, wanted};
+    const int64_t now = memory.allocated += wanted;
+    int64_t peak = memory.peak;
+    while (now > peak && !memory.peak.compare_exchange_weak(peak, now)) {
+    }
+    void* data = reinterpret_cast<char*>(block) + HEAD;
+    return {data, data, &release, here};
+  }
+  static void release(void* data) {
+    auto* block = reinterpret_cast<Block*>(static_cast<char*>(data) - HEAD);
+    memories[block->device].allocated -= block->size;
+    free(block);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+};
+Allocator allocator;
+REGISTER_ALLOCATOR(DEVICE, &allocator)
+
+// --- the current device, and what PyTorch asks of a backend -----------------------------------------------------------------
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr c10::DeviceType static_type = DEVICE;
+  explicit Guard(c10::DeviceType = DEVICE) {}
+  c10::DeviceType type() const override { return DEVICE; }
+  c10::Device getDevice() const override { return {DEVICE, static_cast<c10::DeviceIndex>(current)}; }
+  void setDevice(c10::Device device) const override { uncheckedSetDevice(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current = std::max<int>(device.index(), 0); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool isBuilt() const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return DEVICES; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { current = index; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { return std::exchange(current, index); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+  at::Device getDeviceFromPtr(void* data) const override {
+    const auto* block = reinterpret_cast<Block*>(static_cast<char*>(data) - HEAD);
+    return {DEVICE, static_cast<c10::DeviceIndex>(block->device)};
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    c10::DeviceGuard guard(storage.device());
+    auto fresh = allocator.allocate(size);
+    if (storage.data() && fresh.get()) memcpy(fresh.get(), storage.data(), std::min(size, storage.nbytes()));
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(fresh));
+    storage.unsafeGetStorageImpl()->set_nbytes(size);
+  }
+};
+[[maybe_unused]] const bool hooked = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
+
+// --- CUDA's rules of placement ------------------------------------------------------------------------------------------------
+
+// Elementwise operations, in which a CPU tensor without dimensions may take part.
+bool is_elementwise(const std::string& name) {
+  static const std::set<std::string> known = {
+      "add",         "addcdiv",     "addcmul",     "atan2",       "bitwise_and",  "bitwise_or", "clamp",        "clamp_max",
+      "clamp_min",   "copysign",    "div",         "eq",          "fill",         "floor_divide", "fmax",       "fmin",
+      "fmod",        "ge",          "gt",          "heaviside",   "hypot",        "le",         "lerp",         "logical_and",
+      "logical_or",  "logical_xor", "lt",          "masked_fill", "maximum",      "minimum",    "mul",          "ne",
+      "pow",         "remainder",   "rsub",        "sub",         "where",        "xlogy",      "_foreach_add", "_foreach_div",
+      "_foreach_mul"};
+  auto base = name.substr(name.find("::") + 2);
+  while (!base.empty() && base.back() == '_') base.pop_back();
+  return known.count(base) > 0;
+}
+
+std::vector<Tensor> tensors_of(const c10::IValue& value) {
+  std::vector<Tensor> found;
+  if (value.isTensor()) found.push_back(value.toTensor());
+  if (value.isTensorList()) {
+    for (const Tensor& tensor : value.toTensorList()) found.push_back(tensor);
+  }
+  if (value.isOptionalTensorList()) {
+    for (const std::optional<Tensor> tensor : value.toOptionalTensorList()) found.push_back(tensor.value_or(Tensor()));
+  }
+  return found;
+}
+
+// Throws where CUDA would: for tensors of two devices, or another device's generator.
+void check(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  const auto& name = schema.name();
+  const auto values = torch::jit::last(stack, schema.arguments().size());
+  std::optional<c10::Device> device;
+  for (const auto& value : values) {
+    for (const auto& tensor : tensors_of(value)) {
+      if (!device && tensor.defined() && tensor.device().type() == DEVICE) device = tensor.device();
+    }
+  }
+  if (!device) return;
+  for (size_t i = 0; i < values.size(); i++) {
+    const auto& argument = schema.arguments()[i].name();
+    if (values[i].isGenerator())
+      TORCH_CHECK(values[i].toGenerator().device().type() == DEVICE, name, ": expected a generator of ", *device, ", got one of ",
+                  values[i].toGenerator().device());
+    for (const auto& tensor : tensors_of(values[i])) {
+      if (!tensor.defined() || tensor.device() == *device) continue;
+      const bool on_cpu = tensor.is_cpu(), number = on_cpu && tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      if (number || (on_cpu && tensor.dim() == 0 && is_elementwise(name))) continue;
+      if (on_cpu && argument == "indices") continue;  // the operation copies them
+      TORCH_CHECK(false, name, ": expected all tensors to be on the same device, but '", argument, "' is on ", tensor.device(),
+                  " and another is on ", *device);
+    }
+  }
+}
+
+void compute_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check(op.schema(), *stack);
+  at::native::cpu_fallback(op, stack);
+}
+
+// --- tensors that are made, viewed, copied and read ---------------------------------------------------------------------------
+
+Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device);
+  constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, keys, c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard guard(device);
+  constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator, keys,
+                                           c10::dtype_or_default(dtype));
+}
+
+// The same memory, seen from the CPU.
+Tensor on_cpu(const Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cpu()) return tensor;
+  const auto& storage = tensor.storage();
+  const int64_t entries = storage.nbytes() / tensor.itemsize();
+  return at::from_blob(storage.mutable_data(), {entries}, at::TensorOptions().dtype(tensor.dtype()))
+      .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
+  TORCH_CHECK(from.is_cpu() || to.is_cpu() || from.device() == to.device(), "a copy from ", from.device(), " to ", to.device(),
+              ": a rank has no business on another's device");
+  if (from.numel() > 0) on_cpu(to).copy_(on_cpu(from).expand(to.sizes()));
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  if (from.sizes() != to.sizes()) at::native::resize_(to, from.sizes());
+  return copy_from(from, to, false);
+}
+
+Tensor on_device(const Tensor& cpu, c10::Device device) {
+  return cpu.defined() ? copy_from(cpu, at::empty_strided(cpu.sizes(), cpu.strides(), cpu.options().device(device)), false) : cpu;
+}
+
+at::Scalar local_scalar_dense(const Tensor& tensor) { return on_cpu(tensor).item(); }
+
+Tensor& set_source(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  auto* implementation = self.unsafeGetTensorImpl();
+  implementation->set_storage_keep_dtype(std::move(source));
+  implementation->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  implementation->set_storage_offset(offset.expect_int());
+  return self;
+}
+
+Tensor& set_storage(Tensor& self, at::Storage source) {
+  const int64_t entries = source.nbytes() / self.itemsize();
+  return set_source(self, std::move(source), 0, {entries}, {1});
+}
+
+const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+Tensor view(const Tensor& self, c10::SymIntArrayRef size) { return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size)); }
+
+Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+  const auto start = offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt;
+  return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), start);
+}
+
+// --- what CUDA computes in one kernel ----------------------------------------------------------------------------------------
+
+void same_device(const char* name, const Tensor& one, const Tensor& other) {
+  TORCH_CHECK(!other.defined() || one.device() == other.device(), name, ": expected all tensors to be on the same device, but found ",
+              one.device(), " and ", other.device());
+}
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
+                   c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+                   c10::SymInt groups) {
+  same_device("convolution", input, weight);
+  same_device("convolution", input, bias.value_or(Tensor()));
+  const auto bias_on_cpu = bias ? std::optional(on_cpu(*bias)) : bias;
+  return on_device(at::convolution_symint(on_cpu(input), on_cpu(weight), bias_on_cpu, stride, padding, dilation, transposed,
+                                          output_padding, groups),
+                   input.device());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                        c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                                                        c10::SymIntArrayRef dilation, bool transposed,
+                                                        c10::SymIntArrayRef output_padding, c10::SymInt groups,
+                                                        std::array<bool, 3> wanted) {
+  same_device("convolution_backward", input, weight);
+  same_device("convolution_backward", input, grad);
+  const std::vector<c10::SymInt> bias_size = {weight.sym_size(0)};
+  const auto [to_input, to_weight, to_bias] =
+      at::convolution_backward_symint(on_cpu(grad), on_cpu(input), on_cpu(weight), at::OptionalSymIntArrayRef(bias_size), stride,
+                                      padding, dilation, transposed, output_padding, groups, wanted);
+  const auto device = input.device();
+  return {on_device(to_input, device), on_device(to_weight, device), on_device(to_bias, device)};
+}
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, at::IntArrayRef shape, const std::optional<Tensor>& weight,
+                                    std::optional<double> eps) {
+  same_device("rms_norm", input, weight.value_or(Tensor()));
+  const auto x = on_cpu(input).to(at::kFloat).flatten(input.dim() - shape.size());
+  const auto scale = (x.square().mean(-1, true) + eps.value_or(1.2e-7)).rsqrt();
+  auto out = (x * scale).reshape(input.sizes());
+  if (weight && weight->defined()) out = out * on_cpu(*weight);
+  return {on_device(out.to(input.scalar_type()), input.device()), on_device(scale, input.device())};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape, const Tensor& scale,
+                                             const std::optional<Tensor>& weight, std::array<bool, 2> wanted) {
+  same_device("rms_norm_backward", input, grad);
+  const auto x = on_cpu(input).to(at::kFloat), g = on_cpu(grad).to(at::kFloat);
+  const auto normed = (x.flatten(x.dim() - shape.size()) * on_cpu(scale)).reshape(x.sizes());
+  const auto weighted = weight && weight->defined() ? g * on_cpu(*weight) : g;
+  const auto along = (weighted * normed).flatten(x.dim() - shape.size()).mean(-1, true);
+  const auto back = (weighted.flatten(x.dim() - shape.size()) - normed.flatten(x.dim() - shape.size()) * along) * on_cpu(scale);
+  Tensor to_weight;
+  if (wanted[1] && weight) to_weight = on_device((g * normed).sum_to_size(shape).to(weight->scalar_type()), input.device());
+  return {on_device(back.reshape(x.sizes()).to(input.scalar_type()), input.device()), to_weight};
+}
+
+using MaybeTensor = std::optional<Tensor>;
+MaybeTensor on_cpu(const MaybeTensor& tensor) { return tensor ? MaybeTensor(on_cpu(*tensor)) : tensor; }
+
+// Flash attention where the CPU has it for these shapes, else products and a softmax.
+int64_t attention_kind(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double dropout,
+                       bool causal, std::optional<double> scale, bool grouped) {
+  const auto kind = at::_fused_sdp_choice(on_cpu(query), on_cpu(key), on_cpu(value), on_cpu(mask), dropout, causal, scale, grouped);
+  const bool flash = kind == static_cast<int64_t>(sdp::SDPBackend::flash_attention);
+  return static_cast<int64_t>(flash ? sdp::SDPBackend::overrideable : sdp::SDPBackend::math);
+}
+
+using Attention = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+Attention attention(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& bias, double dropout, bool causal,
+                    bool, std::optional<double> scale) {
+  for (const auto& other : {key, value, bias.value_or(Tensor())}) same_device("scaled_dot_product_attention", query, other);
+  const auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(on_cpu(query), on_cpu(key), on_cpu(value), dropout,
+                                                                                causal, on_cpu(bias), scale);
+  const auto device = query.device();
+  const auto none = at::empty({0}, query.options());
+  return {on_device(out, device), on_device(logsumexp, device), none, none, query.sym_size(2), key.sym_size(2), none, none, none};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key,
+                                                              const Tensor& value, const Tensor& bias, std::array<bool, 4>,
+                                                              const Tensor& out, const Tensor& logsumexp, const Tensor&, const Tensor&,
+                                                              c10::SymInt, c10::SymInt, double dropout, bool causal, const Tensor&,
+                                                              const Tensor&, std::optional<double> scale) {
+  same_device("scaled_dot_product_attention_backward", query, grad);
+  const auto mask = bias.defined() ? MaybeTensor(on_cpu(bias)) : std::nullopt;
+  const auto [to_query, to_key, to_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      on_cpu(grad), on_cpu(query), on_cpu(key), on_cpu(value), on_cpu(out), on_cpu(logsumexp), dropout, causal, mask, scale);
+  const auto device = query.device();
+  return {on_device(to_query, device), on_device(to_key, device), on_device(to_value, device), Tensor()};
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_cpu>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &local_scalar_dense);
+  m.impl("set_.source_Storage_storage_offset", &set_source);
+  m.impl("set_.source_Storage", &set_storage);
+  m.impl("resize_", &resize);
+  m.impl("view", &view);
+  m.impl("_reshape_alias", &reshape_alias);
+  m.impl("as_strided", &as_strided);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
+  m.impl("_fused_rms_norm", &rms_norm);
+  m.impl("_fused_rms_norm_backward", &rms_norm_backward);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
+  for (auto name : {"native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute_on_cpu>());
+}
+
+// --- meetings of ranks, by gloo, which works on the memory itself -------------------------------------------------------------
+
+void meet_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for (auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (!value.isTensorList()) continue;
+    std::vector<Tensor> seen;
+    for (const Tensor& tensor : value.toTensorList()) seen.push_back(on_cpu(tensor));
+    const_cast<c10::IValue&>(value) = seen;
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
+TORCH_LIBRARY_IMPL(c10d, PrivateUse1, m) { m.impl("allreduce_", torch::CppFunction::makeFromBoxedFunction<&meet_on_cpu>()); }
+
+// --- CUDA's autocast, by its own lists ---------------------------------------------------------------------------------------
+
+using namespace at::autocast;
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define IN_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+  AT_FORALL_LOWER_PRECISION_FP(IN_LOWER_PRECISION)
+#define IN_FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+  AT_FORALL_FP32(IN_FLOAT32)
+#define TO_FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+  AT_FORALL_FP32_SET_OPT_DTYPE(TO_FLOAT32)
+#define IN_WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_PROMOTE(IN_WIDEST)
+}
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+// --- for Python ---------------------------------------------------------------------------------------------------------------
+
+TORCH_LIBRARY(fake_device, m) {
+  m.def("current_device", []() -> int64_t { return current; });
+  m.def("set_device", [](int64_t index) { current = index; });
+  m.def("device_count", []() -> int64_t { return DEVICES; });
+  m.def("allocated", [](int64_t index) -> int64_t { return memories[index].allocated; });
+  m.def("peak", [](int64_t index) -> int64_t { return memories[index].peak; });
+  m.def("reset_peak", [](int64_t index) { memories[index].peak = memories[index].allocated.load(); });
+  m.def("limit", [](int64_t index, int64_t bytes) { memories[index].limit = bytes; });
+}
+
+}  // namespace
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_kind)
+}

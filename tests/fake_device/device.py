@@ -1,0 +1,144 @@
+"""A GPU in host memory, as torch's device "fakegpu": device.cpp, and the module torch.fakegpu with CUDA's functions.
+
+A process that has registered it keeps it for good, so tests do that in processes of their own (`tests.ranks`).
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+NAME = "fakegpu"
+SOURCE = Path(__file__).with_name("device.cpp")
+
+
+def compilers_missing() -> list[str]:
+    """What `build` needs and this machine lacks."""
+    return [tool for tool in ("g++", "ninja") if shutil.which(tool, path=_path()) is None]
+
+
+def build(cache: Path) -> Path:
+    """The compiled library, below `cache`: from an earlier session, or made now, which takes half a minute.
+
+    By a process of its own, for torch loads what it has compiled.
+    """
+    made_of = SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()
+    library = cache / f"{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    if not library.is_file():
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            command = [sys.executable, "-m", "tests.fake_device.device", folder]
+            made = subprocess.run(command, cwd=SOURCE.parents[2], env={**os.environ, "PATH": _path()}, capture_output=True)
+            assert made.returncode == 0, made.stderr.decode()
+            os.replace(Path(folder) / "fake_device.so", library)
+    return library
+
+
+def _path() -> str:
+    """Where ninja is installed comes first, whether or not the environment is activated."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def register(library: Path) -> None:
+    """Makes "fakegpu" a device of this process."""
+    torch.ops.load_library(str(library))
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, Module(f"torch.{NAME}"))
+    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    dist.Backend.default_device_backend_map[NAME] = "gloo"
+
+
+class Module(types.ModuleType):
+    """torch.cuda's functions for the fake device, as far as torch, its libraries and g2rpo ask."""
+
+    CAPACITY = 2**28
+    """Bytes of a device, as far as `mem_get_info` knows; what it refuses to exceed is set by `limit`."""
+    _initialized = True
+
+    def is_available(self):
+        return True
+
+    is_initialized = is_available
+
+    def _is_in_bad_fork(self):
+        return False
+
+    def device_count(self):
+        return torch.ops.fake_device.device_count()
+
+    def current_device(self):
+        return torch.ops.fake_device.current_device()
+
+    def set_device(self, index):
+        torch.ops.fake_device.set_device(_index(index))
+
+    @contextmanager
+    def device(self, index):
+        before = self.current_device()
+        self.set_device(index)
+        try:
+            yield
+        finally:
+            self.set_device(before)
+
+    def get_device_name(self, device=None):
+        return "a fake GPU"
+
+    def manual_seed_all(self, seed):
+        pass
+
+    manual_seed = manual_seed_all
+
+    def get_rng_state(self, device=None):
+        """As on CUDA this would begin to use the device, and a rank has no business on another's."""
+        if _index(device) != self.current_device():
+            raise RuntimeError(f"the generator of fakegpu:{_index(device)} is asked by who works on {self.current_device()}")
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state, device=None):
+        pass
+
+    def synchronize(self, device=None):
+        pass
+
+    def empty_cache(self):
+        pass
+
+    def get_amp_supported_dtype(self):
+        return [torch.bfloat16, torch.float16]
+
+    def memory_allocated(self, device=None):
+        return torch.ops.fake_device.allocated(_index(device))
+
+    memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, device=None):
+        return torch.ops.fake_device.peak(_index(device))
+
+    def reset_peak_memory_stats(self, device=None):
+        torch.ops.fake_device.reset_peak(_index(device))
+
+    def mem_get_info(self, device=None):
+        return self.CAPACITY - self.memory_allocated(device), self.CAPACITY
+
+    def limit(self, size, device=None):
+        """From now on at most `size` bytes are there; 0: as many as the host has."""
+        torch.ops.fake_device.limit(_index(device), size)
+
+
+def _index(device) -> int:
+    index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+    return torch.ops.fake_device.current_device() if index is None else index
+
+
+if __name__ == "__main__":
+    from torch.utils.cpp_extension import load
+
+    load("fake_device", [str(SOURCE)], build_directory=sys.argv[1], extra_cflags=["-O0"], is_python_module=False)

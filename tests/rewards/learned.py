@@ -1,0 +1,70 @@
+"""Every learned reward on tiny weights of its own format, saved as upstream saves them: the options that find them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.rewards.oracle_inputs import fixed_state
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TOKENIZER = str(FIXTURES / "clip_tokenizer")
+
+
+def oracle(name: str) -> dict[str, Any]:
+    """What was recorded of an upstream package (tools/record_reward_oracles.py)."""
+    return json.loads((FIXTURES / f"{name}.json").read_text())
+
+
+def state_of(shapes: dict[str, list[int]], gain: float = 1.0) -> dict[str, Tensor]:
+    return {k: torch.from_numpy(np.array(v)) for k, v in fixed_state(shapes, gain).items()}
+
+
+def save_pickscore(folder: Path) -> str:
+    """The recorded PickScore as transformers saves a CLIP and its processor."""
+    recorded = oracle("pickscore")
+    folder.mkdir(exist_ok=True)
+    save_file(state_of(recorded["state_dict"]), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(recorded["config"]))
+    (folder / "preprocessor_config.json").write_text(json.dumps(recorded["preprocessor_config"]))
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_bytes((FIXTURES / "clip_tokenizer" / name).read_bytes())
+    return str(folder)
+
+
+def openai_clip_dir(folder: Path) -> str:
+    """The recorded OpenAI CLIP as a folder in open_clip's format: same names, quick_gelu, one head per 64 channels."""
+    recorded = oracle("aesthetic")
+    sizes = recorded["clip"]
+    save_file(state_of(recorded["clip_state_dict"]), folder / "open_clip_model.safetensors")
+    vision = {"width": sizes["vision_width"], "layers": sizes["vision_layers"], "patch_size": sizes["vision_patch_size"]}
+    text = {"width": sizes["transformer_width"], "layers": sizes["transformer_layers"]}
+    text |= {"heads": sizes["transformer_heads"], "context_length": sizes["context_length"]}
+    model_cfg = {
+        "embed_dim": sizes["embed_dim"],
+        "quick_gelu": True,
+        "vision_cfg": {**vision, "image_size": sizes["image_resolution"]},
+        "text_cfg": {**text, "vocab_size": sizes["vocab_size"]},
+    }
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model_cfg}))
+    return str(folder)
+
+
+def save_learned(folder: Path) -> dict[str, dict[str, Any]]:
+    """Saves the weights of all of them below `folder`; returns each one's options, by its name in a config."""
+    hps, reward = oracle("hpsv2"), oracle("image_reward")
+    torch.save({"state_dict": state_of(hps["state_dict"])}, folder / "HPS_v2.1_compressed.pt")
+    torch.save(state_of(reward["state_dict"]), folder / "ImageReward.pt")
+    torch.save(state_of(oracle("aesthetic")["state_dict"]), folder / "sac+logos+ava1-l14-linearMSE.pth")
+    pick, where = save_pickscore(folder / "pickscore"), str(folder)
+    return {
+        "hpsv2": {"path": where, "tokenizer": TOKENIZER, "model_cfg": hps["model_cfg"]},
+        "pickscore": {"path": pick, "processor": pick},
+        "clip_score": {"path": pick},
+        "aesthetic": {"path": where, "clip": openai_clip_dir(folder)},
+        "image_reward": {"path": where, "tokenizer": str(FIXTURES / "bert_tokenizer"), "heads": [2, 3]},
+    }
