@@ -47,9 +47,9 @@ from benchmarks.machine import describe
 from g2rpo.algorithms.grpo import window
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.comparison import TRAINED_LATENT
+from g2rpo.curves import COLOURS
 from g2rpo.flow import ode_step
 from g2rpo.objectives import group_normalize
-from g2rpo.pictures import COLOURS
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.scoring import Stopwatch, decode, score, score_rollouts

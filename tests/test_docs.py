@@ -14,7 +14,7 @@ from g2rpo.cli import main
 from g2rpo.config import ALGORITHMS, Config
 from g2rpo.settings import _fields, resolve
 from tests.pages import BEGINS, PAGES, ROOT, blocks, calls, check, environment_of_make, inline, inline_commands, prose
-from tests.runs import trainer
+from tests.runs import brightness, trainer
 
 QUICK = ("recipes", "train", "sample", "evaluate", "report")
 SMALLEST = [
@@ -176,13 +176,22 @@ def glossary() -> dict[str, dict[str, list[str]]]:
     return kinds
 
 
+class Bright:
+    """A reward that says what is right."""
+
+    right = 0.5
+
+    def __call__(self, images, prompts):
+        return brightness(images, prompts)
+
+
 def test_the_glossary_has_every_name_that_runs_log_and_no_other():
     """Three runs that log all there is: overlapped scoring, a KL term, granularities that are chosen."""
     explained = glossary()
     assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}
     for overrides in (["sampling.prompts_at_once=1"], ["algorithm.kl_weight=0.1"], ["algorithm.granularities=auto"]):
-        for row in trainer(None, *overrides, "trainer.iterations=1").train():
+        for row in trainer(None, *overrides, "trainer.iterations=1", rewards={"bright": Bright()}).train():
             logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
     places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+"}
     for kind, entries in explained.items():

@@ -207,7 +207,7 @@ def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]],
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from g2rpo.pictures import COLOURS
+    from g2rpo.curves import COLOURS
 
     axes_of: dict[str, Callable[[Point], float]] = {
         "iterations": lambda point: point.iteration,

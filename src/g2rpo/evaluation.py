@@ -23,11 +23,12 @@ from g2rpo.types import Policy, Reward
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Pictures [N, 3, H, W] of `prompts`, and scores [N] by reward."""
+    """Pictures [N, 3, H, W] of `prompts`, scores [N] by reward, and `verdicts` [N] where a reward says right or wrong."""
 
     prompts: tuple[str, ...]
     images: Tensor
     scores: dict[str, Tensor]
+    right: Tensor | None = None
 
     def means(self) -> dict[str, float]:
         """Mean score by reward, missing scores left out; NaN where none is valid."""
@@ -73,19 +74,39 @@ def evaluate(
     images = sample_images(
         policy, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=decode_batch_size, first=first
     )
-    return Evaluation(tuple(prompts), images, dict(zip(rewards, score(rewards, images, prompts), strict=True)))
+    scores = dict(zip(rewards, score(rewards, images, prompts), strict=True))
+    return Evaluation(tuple(prompts), images, scores, verdicts(rewards, scores))
+
+
+def verdicts(rewards: Mapping[str, Reward], scores: Mapping[str, Tensor]) -> Tensor | None:
+    """Whether each picture is right, [N]: 1 if every reward that has a least score of a right picture (its attribute `right`)
+    gives it, else 0; NaN where one of them has no score. None if no reward has."""
+    least = least_scores(rewards)
+    said = [(scores[name] >= value).float().where(~scores[name].isnan(), torch.nan) for name, value in least.items()]
+    return torch.stack(said).amin(0) if said else None  # amin passes NaN on
+
+
+def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:
+    """The least score of a right picture, for each reward that says so; UserError if that is no number."""
+    said = {name: value for name, reward in rewards.items() if (value := getattr(reward, "right", None)) is not None}
+    for name, value in said.items():
+        if not isinstance(value, int | float):
+            raise UserError(f"reward '{name}': `right` is the least score of a right picture, a number; it is {value!r:.80}")
+    return said
 
 
 def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> Evaluation:
     """The evaluation of `prompts` whose pieces the ranks have made."""
     scores = {name: world.gather(values) for name, values in own.scores.items()}
-    return Evaluation(tuple(prompts), world.gather(own.images), scores)
+    right = None if own.right is None else world.gather(own.right)
+    return Evaluation(tuple(prompts), world.gather(own.images), scores, right)
 
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:
-    """Keeps pictures (8 bit) and scores in one safetensors file."""
+    """Keeps pictures (8 bit), scores and verdicts in one safetensors file."""
     scores = {f"score/{name}": values for name, values in evaluation.scores.items()}
-    save_file({"images": (evaluation.images * 255).round().to(torch.uint8).contiguous(), **scores}, path)
+    right = {} if evaluation.right is None else {"right": evaluation.right}
+    save_file({"images": (evaluation.images * 255).round().to(torch.uint8).contiguous(), **scores, **right}, path)
 
 
 def save_scores(path: Path, evaluation: Evaluation) -> None:
@@ -108,7 +129,7 @@ def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
     if "images" not in stored or any(len(values) != len(prompts) for values in stored.values()):
         raise UserError(f"{path}: does not hold {len(prompts)} pictures and their scores")
     scores = {name.removeprefix("score/"): values for name, values in stored.items() if name.startswith("score/")}
-    return Evaluation(tuple(prompts), stored["images"].float() / 255, scores)
+    return Evaluation(tuple(prompts), stored["images"].float() / 255, scores, stored.get("right"))
 
 
 @dataclass(frozen=True)
@@ -128,11 +149,17 @@ class Comparison:
 
 def compare(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:
     """Base against tuned by reward; only prompts that both have a score for count."""
-    table = {}
-    for name, before in base.scores.items():
-        after = tuned.scores[name]
-        both = ~(before.isnan() | after.isnan())
-        difference = (after - before)[both]
-        error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.nan
-        table[name] = Comparison(float(before[both].mean()), float(after[both].mean()), error)
-    return table
+    return {name: paired(before, tuned.scores[name]) for name, before in base.scores.items()}
+
+
+def compare_right(base: Evaluation, tuned: Evaluation) -> Comparison | None:
+    """The share of pictures that are right, base against tuned; None where nothing says what is right."""
+    return None if base.right is None or tuned.right is None else paired(base.right, tuned.right)
+
+
+def paired(before: Tensor, after: Tensor) -> Comparison:
+    """Values [N] against others of the same prompts; only prompts that have both count."""
+    both = ~(before.isnan() | after.isnan())
+    difference = (after - before)[both]
+    error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.nan
+    return Comparison(float(before[both].mean()), float(after[both].mean()), error)

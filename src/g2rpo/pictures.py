@@ -1,25 +1,27 @@
-"""Pictures for people: grids of samples, before and after, and curves."""
+"""Pictures for people: grids of samples, before and after, with their scores."""
 
 from __future__ import annotations
 
 import json
+import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from g2rpo.metrics import Row
 from g2rpo.plain import parse_json
 
-INK, PAPER = (40, 40, 46), (255, 255, 255)
+INK, SOFT, PAPER = (40, 40, 46), (93, 96, 105), (255, 255, 255)
+RIGHT, WRONG = (0, 97, 158), (182, 70, 0)
+LINE = 15  # pixels from one line of text to the next
 CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
 NOTE = "g2rpo-grid"  # the text of the PNG that says what is where
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour-blind readers
 
 
 def to_pil(image: Tensor) -> Image.Image:
@@ -28,38 +30,103 @@ def to_pil(image: Tensor) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def save_grid(path: Path, rows: Sequence[Tensor], prompts: Sequence[str], labels: Sequence[str]) -> None:
-    """Writes rows of pictures [N, 3, H, W], one column per prompt with the prompt above it and a label before each row.
+@dataclass(frozen=True)
+class Strip:
+    """A row of a grid: pictures [N, 3, H, W], their scores [N] by reward, and whether they are right [N] (1, 0, or NaN for not
+    known), where something says so."""
 
-    The file carries the prompts and its geometry, so that `read_grid` can take it apart again.
+    images: Tensor
+    label: str = ""
+    scores: Mapping[str, Tensor] = field(default_factory=dict)
+    right: Tensor | None = None
+
+    def said(self, index: int) -> list[str]:
+        """A line for each score of a picture."""
+        return [f"{name} {figure(float(values[index]))}" for name, values in self.scores.items()]
+
+    def verdict(self, index: int) -> bool | None:
+        return None if self.right is None or math.isnan(self.right[index]) else bool(self.right[index])
+
+
+def figure(value: float) -> str:
+    """A score for people: three decimals, fewer if it is large."""
+    return "no score" if math.isnan(value) else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
+
+
+def save_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note: str = "") -> None:
+    """Writes strips of pictures, one column per prompt with the prompt above it; under each picture whether it is right and its
+    scores, and under them all the `note`.
+
+    The file carries all that and its geometry, so that `read_grid` can take it apart again.
     """
     font = ImageFont.load_default(size=12)
-    width = min(max(CELL, rows[0].shape[3]), 2 * CELL)
-    height = round(width * rows[0].shape[2] / rows[0].shape[3])
-    left, top, gap = (64 if any(labels) else 8), 46, 8
-    canvas = Image.new("RGB", (left + len(prompts) * (width + gap), top + len(rows) * (height + gap)), PAPER)
+    images = strips[0].images
+    width = min(max(CELL, images.shape[3]), 2 * CELL)
+    height = round(width * images.shape[2] / images.shape[3])
+    left, top, gap = (64 if any(strip.label for strip in strips) else 8), 46, 8
+    under = LINE * max(len(strip.scores) + (strip.right is not None) for strip in strips)
+    right, step = left + len(prompts) * (width + gap), height + under + gap
+    words = [line for part in note.split("\n") for line in textwrap.wrap(part, max(20, (right - 16) // 6))]
+    canvas = Image.new("RGB", (right, top + len(strips) * step + LINE * len(words)), PAPER)
     draw = ImageDraw.Draw(canvas)
-    boxes = [[(left + c * (width + gap), top + r * (height + gap)) for c in range(len(prompts))] for r in range(len(rows))]
+    boxes = [[(left + c * (width + gap), top + r * step) for c in range(len(prompts))] for r in range(len(strips))]
     for prompt, (x, _) in zip(prompts, boxes[0], strict=True):
         lines = textwrap.wrap(prompt, width // 6)
         text = "\n".join([*lines[:2], lines[2] + " ..."] if len(lines) > 3 else lines)
         draw.multiline_text((x, 3), text, fill=INK, font=font, spacing=1)
-    for images, label, corners in zip(rows, labels, boxes, strict=True):
-        draw.text((8, corners[0][1] + height // 2 - 8), label, fill=INK, font=font)
-        for image, corner in zip(images, corners, strict=True):
-            canvas.paste(to_pil(image).resize((width, height), Image.Resampling.LANCZOS), corner)
-    note = PngInfo()
-    note.add_itxt(NOTE, json.dumps({"prompts": list(prompts), "size": [width, height], "boxes": boxes}, ensure_ascii=False))
+    for strip, corners in zip(strips, boxes, strict=True):
+        draw.text((8, corners[0][1] + height // 2 - 8), strip.label, fill=INK, font=font)
+        for index, (x, y) in enumerate(corners):
+            canvas.paste(to_pil(strip.images[index]).resize((width, height), Image.Resampling.LANCZOS), (x, y))
+            y += height + 1
+            if strip.right is not None:
+                _mark(draw, x, y, strip.verdict(index), font)
+                y += LINE
+            for line in strip.said(index):
+                draw.text((x, y), line, fill=SOFT, font=font)
+                y += LINE
+    for number, line in enumerate(words):
+        draw.text((8, top + len(strips) * step + LINE * number - 2), line, fill=INK, font=font)
+    about = {
+        "prompts": list(prompts),
+        "size": [width, height],
+        "boxes": boxes,
+        "scores": [[_plain(strip.scores, i) for i in range(len(prompts))] for strip in strips],
+        "right": [[strip.verdict(i) for i in range(len(prompts))] for strip in strips],
+        "note": note,
+    }
+    info = PngInfo()
+    info.add_itxt(NOTE, json.dumps(about, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path, pnginfo=note)
+    canvas.save(path, pnginfo=info)
+
+
+def _mark(draw: ImageDraw.ImageDraw, x: int, y: int, right: bool | None, font: Any) -> None:
+    """A tick or a cross, and the word, so that no reader depends on colour."""
+    if right is None:
+        draw.text((x, y), "no verdict", fill=SOFT, font=font)
+        return
+    colour = RIGHT if right else WRONG
+    strokes = [((1, 7), (4, 10), (10, 3))] if right else [((1, 3), (9, 11)), ((1, 11), (9, 3))]
+    for stroke in strokes:
+        draw.line([(x + across, y + down) for across, down in stroke], fill=colour, width=2)
+    draw.text((x + 15, y), "right" if right else "wrong", fill=colour, font=font)
+
+
+def _plain(scores: Mapping[str, Tensor], index: int) -> dict[str, float | None]:
+    values = {name: float(each[index]) for name, each in scores.items()}
+    return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid taken apart: rows of one picture per prompt."""
+    """A grid taken apart: rows of one picture per prompt, its scores by reward (None: no score), and whether it is right
+    (None: not known). Older grids have no scores and no verdicts."""
 
     prompts: list[str]
     rows: list[list[Image.Image]]
+    scores: list[list[dict[str, float | None]]]
+    right: list[list[bool | None]]
 
 
 def read_grid(path: Path) -> Grid:
@@ -79,34 +146,16 @@ def read_grid(path: Path) -> Grid:
                     raise ValueError("names a place outside of itself")
             if not boxes or any(len(row) != len(prompts) for row in boxes):
                 raise ValueError("does not hold a picture for every prompt")
-            return Grid([str(prompt) for prompt in prompts], [[canvas.crop(box) for box in row] for row in boxes])
-    except (ValueError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError) as error:
+            scores = [
+                [{str(name): None if v is None else float(v) for name, v in dict(cell).items()} for cell in row]
+                for row in note.get("scores", [[{}] * len(prompts)] * len(boxes))
+            ]
+            right = [
+                [None if v is None else bool(v) for v in row] for row in note.get("right", [[None] * len(prompts)] * len(boxes))
+            ]
+            if any([len(row) for row in table] != [len(row) for row in boxes] for table in (scores, right)):
+                raise ValueError("does not hold scores for every picture")
+            cropped = [[canvas.crop(box) for box in row] for row in boxes]
+            return Grid([str(prompt) for prompt in prompts], cropped, scores, right)
+    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} {error}") from None
-
-
-def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str]) -> None:
-    """Writes one panel per reward: held-out evaluations as points on a line, and training batches behind them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    evaluations = [row for row in rows if row["kind"] == "eval"]
-    iterations = [row for row in rows if row["kind"] == "train"]
-    names = [key.removeprefix("reward/") for key in (evaluations[0] if evaluations else {}) if key.startswith("reward/")]
-    columns = min(3, max(1, len(names)))
-    lines = -(-max(1, len(names)) // columns)
-    figure, axes = pyplot.subplots(lines, columns, figsize=(4.2 * columns, 3 * lines), squeeze=False, layout="constrained")
-    for axis in list(axes.flat)[len(names) :]:
-        axis.remove()
-    for axis, name, colour in zip(axes.flat, names, COLOURS * len(names), strict=False):
-        key = f"reward/{name}"
-        if name in trained:
-            axis.plot([r["iteration"] for r in iterations], [r[key] for r in iterations], color=colour, alpha=0.3, linewidth=1)
-        axis.plot([r["iteration"] for r in evaluations], [r[key] for r in evaluations], color=colour, marker="o", markersize=4)
-        axis.set_title(f"{name} ({'trained on' if name in trained else 'judged only'})", fontsize=10)
-        axis.set_xlabel("iteration", fontsize=9)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

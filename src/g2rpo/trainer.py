@@ -19,6 +19,7 @@ from g2rpo.alarms import ADVICE, judged_gain, watch_of
 from g2rpo.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from g2rpo.config import Config, grid_of
 from g2rpo.contracts import advantages_of, plans_of
+from g2rpo.curves import save_curves
 from g2rpo.diagnostics import diagnose, reward_metrics
 from g2rpo.distributed import ALONE, World
 from g2rpo.errors import Preempted, RewardFailed, RolledBack, Stopped, UserError
@@ -26,8 +27,10 @@ from g2rpo.evaluation import (
     Comparison,
     Evaluation,
     compare,
+    compare_right,
     evaluate,
     evaluation_of_all,
+    least_scores,
     load_evaluation,
     load_tensors,
     sample_images,
@@ -40,7 +43,7 @@ from g2rpo.image_statistics import image_statistics, statistics_row
 from g2rpo.learner import Learner
 from g2rpo.memory import batch_sizes
 from g2rpo.metrics import MetricsLog, Row, gaps, read_metrics
-from g2rpo.pictures import save_curves, save_grid
+from g2rpo.pictures import Strip, save_grid
 from g2rpo.prompts import PromptOrder
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import TailNetwork
@@ -251,12 +254,14 @@ class Trainer:
                     save_evaluation(path, evaluation)
             with self._written(_scores_after(self.iteration)) as path:
                 save_scores(path, evaluation)
-            self._paint(_named(self.iteration), [evaluation.images[: self._shown]], [""])
+            self._paint(_named(self.iteration), {"": evaluation}, f"after iteration {self.iteration}")
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self._base()
         table = compare(base, evaluation) if base is not None else {}
         errors = {f"stderr/{name}": change.error for name, change in table.items()}
         row: Row = {"kind": "eval", "iteration": self.iteration, **means, **errors}
+        if base is not None and (right := compare_right(base, evaluation)) is not None:
+            row |= {"right": right.tuned, "right_stderr": right.error}
         if base is not None:
             row["judged_gain"] = judged_gain(base.scores, evaluation.scores, list(self.judges or self.rewards))
             self._base_look = self._base_look or image_statistics(base.images)
@@ -304,9 +309,11 @@ class Trainer:
             raise ValueError("this trainer has neither evaluated the base model nor a run_dir that holds its evaluation")
         table = compare(base, tuned)
         if self.writes:
-            self._paint("before_after", [base.images[: self._shown], tuned.images[: self._shown]], ["base", "tuned"])
             rewards = {name: asdict(row) for name, row in table.items()}
             results = {"iteration": self.iteration, "prompts": len(base.prompts), "rewards": rewards}
+            if (right := compare_right(base, tuned)) is not None:
+                results["right"] = asdict(right)
+            self._paint("before_after", {"base": base, "tuned": tuned}, "both rows from the same noise", right)
             if self.rolled_back_from is not None:
                 results["rolled_back_from"] = self.rolled_back_from
             with self._written("results.json") as path:
@@ -488,9 +495,21 @@ class Trainer:
             return f"\nThe whole traceback could not be written to {path} ({full.strerror})."
         return f"\nThe whole traceback is in {path}; {self.command} goes on from the last checkpoint."
 
-    def _paint(self, name: str, rows: Sequence[Tensor], labels: Sequence[str]) -> None:
+    def _paint(self, name: str, rows: Mapping[str, Evaluation], which: str, right: Comparison | None = None) -> None:
+        """Pictures of the first held-out prompts with the scores that are trained on, a row for each labelled evaluation."""
+        n, judges = self._shown, {**self.rewards, **self.judges}
+        strips = [
+            Strip(one.images[:n], label, {reward: one.scores[reward][:n] for reward in self.rewards}, one.right)
+            for label, one in rows.items()
+        ]
+        prompts = list(self.heldout)[:n]
+        note = f"The first {len(prompts)} of {len(self.heldout)} held-out prompts, in their order; {which}."
+        if least := least_scores(judges):
+            note += f" Right: {' and '.join(f'{reward} at least {value:g}' for reward, value in least.items())}."
+        if right is not None:
+            note += f" Of all {len(self.heldout)}, the base draws {right.base:.0%} right and the tuned model {right.tuned:.0%}."
         with self._written(_picture(name)) as path:
-            save_grid(path, rows, list(self.heldout)[: self._shown], labels)
+            save_grid(path, strips, prompts, note)
 
     def _directory(self) -> Path:
         if self.run_dir is None:

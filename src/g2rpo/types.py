@@ -306,7 +306,11 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Reward(Protocol):
-    """Scores pictures: raw, unweighted, higher is better. NaN means "no score" and is masked out of its group."""
+    """Scores pictures: raw, unweighted, higher is better. NaN means "no score" and is masked out of its group.
+
+    A reward whose scores tell right from wrong may have an attribute `right`, the least score of a right picture: pictures are
+    then marked, and the share of right ones is logged.
+    """
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1], each for its own prompt."""

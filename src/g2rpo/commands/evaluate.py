@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, digest_of, local, write_whole
 from g2rpo.folders import held, is_empty
 from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
-from g2rpo.pictures import save_grid
+from g2rpo.pictures import Strip, save_grid
 from g2rpo.runs import read_config, weights_path
 from g2rpo.settings import differences, read_yaml, resolve_as
 from g2rpo.statistics import Interval
@@ -172,13 +173,23 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
 
 
 def _save_grid(judging: Judging, steps: int) -> None:
-    """Paints the first prompts, one row a side, into grid_steps_NNN.png."""
+    """Paints the first prompts, one row a side, with their scores into grid_steps_NNN.png."""
     shown = range(min(SHOWN, len(judging.prompts)))
-    rows = [
-        torch.stack([_read_picture(judging.directory / Chunk(side, steps, 0, 1).picture(index)) for index in shown])
+    scored = {(row["side"], row["index"]): row["scores"] for row in judging.rows() if row["steps"] == steps}
+    strips = [
+        Strip(
+            torch.stack([_read_picture(judging.directory / Chunk(side, steps, 0, 1).picture(index)) for index in shown]),
+            side,
+            {name: torch.tensor([_number(scored[side, i][name]) for i in shown]) for name in judging.config.rewards},
+        )
         for side in judging.sides
     ]
-    save_grid(judging.directory / f"grid_steps_{steps:03d}.png", rows, list(judging.prompts[: len(shown)]), judging.sides)
+    note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
+    save_grid(judging.directory / f"grid_steps_{steps:03d}.png", strips, judging.prompts[: len(shown)], note)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _read_picture(path: Path) -> Tensor:

@@ -13,7 +13,7 @@ from g2rpo.commands.progress import say
 from g2rpo.config import PolicyConfig, Shift, grid_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation import sample_images
-from g2rpo.pictures import save_grid, to_pil
+from g2rpo.pictures import Strip, save_grid, to_pil
 from g2rpo.runs import read_config, weights_path
 
 
@@ -60,5 +60,5 @@ def sample(
                 json.dumps({"file": name, "prompt": prompt, "seed": seed, "index": number}, ensure_ascii=False) + "\n"
             )
     shown = min(8, len(prompts))
-    save_grid(out / "grid.png", [images[:shown]], prompts[:shown], [""])
+    save_grid(out / "grid.png", [Strip(images[:shown])], prompts[:shown])
     say(console, f"{len(images)} pictures in {out}, the first {shown} side by side in {out / 'grid.png'}")

@@ -56,8 +56,9 @@ class FunctionReward:
     """Scores by `function(images, prompts, **options)` from a file; a class is made with `options` and then called.
 
     The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It answers
-    B numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its exceptions are not
-    caught. Raises FileNotFoundError or ValueError if the function cannot be loaded.
+    B numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attribute `right`, if it has
+    one, is the least score of a right picture. Its exceptions are not caught. Raises FileNotFoundError or ValueError if the
+    function cannot be loaded.
     """
 
     def __init__(self, target: str, *, options: Mapping[str, Any] | None = None) -> None:
@@ -66,6 +67,7 @@ class FunctionReward:
         self.target = target
         self.function = found(**given) if isinstance(found, type) else found
         self.options = {} if isinstance(found, type) else given
+        self.right = getattr(self.function, "right", None)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

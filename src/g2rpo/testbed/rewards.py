@@ -40,6 +40,8 @@ class SceneAccuracy:
     the mean of the answers instead.
     """
 
+    right = 1.0
+
     def __init__(self, *, partial: float = 0.0) -> None:
         if not 0 <= partial <= 1:
             raise ValueError(f"partial is a share between 0 and 1, got {partial}")

@@ -1,0 +1,67 @@
+"""Curves of a run's rewards as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from g2rpo.metrics import Row
+from g2rpo.statistics import Z
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour-blind readers
+ACROSS = 3  # panels beside each other, at most
+KEY = "Points: held-out prompts. Band: 95 % interval of their change from the base. Faint: batches that were trained on."
+
+
+def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str]) -> None:
+    """Writes `curves` as a picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = curves(rows, trained)
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=120)
+
+
+def curves(rows: Sequence[Row], trained: Sequence[str]) -> Figure:
+    """One panel per reward: held-out evaluations with the 95 % interval of their change from the base, and training batches."""
+    from matplotlib.figure import Figure
+
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    iterations = [row for row in rows if row["kind"] == "train"]
+    names = [key.removeprefix("reward/") for key in (evaluations[0] if evaluations else {}) if key.startswith("reward/")]
+    lines = math.ceil(len(names) / ACROSS) or 1
+    across = [len(names) // lines + (line < len(names) % lines) for line in range(lines)]
+    figure = Figure(figsize=(4.2 * max(1, *across), 3 * lines + 0.3), layout="constrained")
+    grid = figure.add_gridspec(lines, math.lcm(*(count or 1 for count in across)))
+    places = [(line, place) for line, count in enumerate(across) for place in range(count)]
+    for number, (name, (line, place)) in enumerate(zip(names, places, strict=True)):
+        span = grid.ncols // across[line]
+        axis = figure.add_subplot(grid[line, place * span : (place + 1) * span])
+        _panel(axis, name, evaluations, iterations, COLOURS[number % len(COLOURS)], name in trained)
+    figure.supxlabel(KEY, fontsize=8, color="#5d6069")
+    return figure
+
+
+def _panel(axis: Axes, name: str, evaluations: Sequence[Row], iterations: Sequence[Row], colour: str, trained: bool) -> None:
+    key = f"reward/{name}"
+    if trained:
+        axis.plot([r["iteration"] for r in iterations], [r[key] for r in iterations], color=colour, alpha=0.3, linewidth=1)
+    x, y = [r["iteration"] for r in evaluations], [_number(r.get(key)) for r in evaluations]
+    error = [Z * _number(r.get(f"stderr/{name}")) for r in evaluations]
+    low, high = ([value + side * e for value, e in zip(y, error, strict=True)] for side in (-1, 1))
+    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    axis.plot(x, y, color=colour, marker="o", markersize=4)
+    axis.set_title(f"{name} ({'trained on' if trained else 'judged only'})", fontsize=10)
+    axis.set_xlabel("iteration", fontsize=9)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

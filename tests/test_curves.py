@@ -1,0 +1,50 @@
+"""curves.png: a panel for each reward, a band for what is known, and no hole."""
+
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from g2rpo.curves import curves, save_curves
+
+
+def rows(count, errors=True):
+    names = [f"reward{i}" for i in range(count)]
+    out = []
+    for iteration in (0, 5, 10):
+        scores = {f"reward/{name}": float(i + iteration) for i, name in enumerate(names)}
+        spread = {f"stderr/{name}": 0.1 * iteration for name in names} if errors else {}
+        out.append({"kind": "eval", "iteration": iteration, **scores, **spread})
+        out.append({"kind": "train", "iteration": iteration + 1, "reward/reward0": 1.0})
+    return out
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_panels_fill_the_picture(count):
+    figure = curves(rows(count), ["reward0"])
+    assert len(figure.axes) == count
+    specs = [axis.get_subplotspec() for axis in figure.axes]
+    grid = np.zeros(specs[0].get_gridspec().get_geometry(), dtype=int)
+    for spec in specs:
+        grid[spec.rowspan.start : spec.rowspan.stop, spec.colspan.start : spec.colspan.stop] += 1
+    assert (grid == 1).all()  # every cell once: none empty, none drawn over
+    per_line = [sum(spec.rowspan.start == line for spec in specs) for line in range(len(grid))]
+    assert max(per_line) <= 3 and max(per_line) - min(per_line) <= 1
+
+
+def test_bands_are_95_percent_intervals_of_the_change():
+    axis = curves(rows(2), ["reward0"]).axes[1]
+    (band,) = axis.collections
+    corners = {(float(x), round(float(y), 6)) for x, y in band.get_paths()[0].vertices}
+    assert {(10.0, round(11 + side * 1.96 * 1.0, 6)) for side in (-1, 1)} <= corners
+    assert (0.0, 1.0) in corners  # the base has not changed
+    assert axis.get_title() == "reward1 (judged only)" and len(axis.lines) == 1
+    assert len(curves(rows(2), ["reward0"]).axes[0].lines) == 2  # training batches behind
+
+
+def test_runs_without_errors_or_scores_are_drawn(tmp_path):
+    for logged in (rows(1, errors=False), [], [{"kind": "eval", "iteration": 0, "reward/a": None, "stderr/a": math.nan}]):
+        save_curves(tmp_path / "curves.png", logged, [])
+        with Image.open(tmp_path / "curves.png") as picture:
+            assert picture.width > 100
