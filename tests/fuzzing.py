@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from g2rpo import recipes
-from g2rpo.config import ALGORITHMS
+from g2rpo.named import ALGORITHMS
 from g2rpo.settings import resolve
 
 SNIPPETS = (

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from g2rpo import __version__, cli, recipes
 from g2rpo.commands.push import push
-from g2rpo.config import ALGORITHMS
 from g2rpo.errors import UserError
 from g2rpo.metrics import read_metrics
 from g2rpo.model_card import PAPERS
+from g2rpo.named import ALGORITHMS
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.runs import read_config
 from tests.commands import g2rpo

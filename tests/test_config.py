@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import yaml
 
-from g2rpo.config import ALGORITHMS
 from g2rpo.errors import UserError
+from g2rpo.named import ALGORITHMS
 from g2rpo.recipes import names, text
 from g2rpo.runs import claim, entered
 from g2rpo.settings import differences, read_yaml, resolve

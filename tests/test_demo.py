@@ -17,13 +17,14 @@ from g2rpo import components
 from g2rpo.cli import main
 from g2rpo.commands.demo import of_model, of_run, open_studio
 from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.config import ALGORITHMS, Config
+from g2rpo.config import Config
 from g2rpo.demo.gate import MAX_BODY, Gate
 from g2rpo.demo.studio import MAX_PROMPT, MAX_SEED, draw, learn, plan_labels
 from g2rpo.demo.views import digits, drawing_html, lesson_html, run_html
 from g2rpo.errors import UserError
 from g2rpo.evaluation import sample_images
 from g2rpo.flow import sigma_grid
+from g2rpo.named import ALGORITHMS
 from g2rpo.report.history import read_runs
 from g2rpo.rollout.engine import Engine
 from g2rpo.scoring import Stopwatch

@@ -11,7 +11,8 @@ import yaml
 
 from g2rpo import components, recipes
 from g2rpo.cli import main
-from g2rpo.config import ALGORITHMS, Config
+from g2rpo.config import Config
+from g2rpo.named import ALGORITHMS
 from g2rpo.settings import _fields, resolve
 from tests.pages import BEGINS, PAGES, ROOT, blocks, calls, check, environment_of_make, inline, inline_commands, prose
 from tests.runs import brightness, trainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -12,27 +12,16 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    PlainSerializer,
     PositiveFloat,
-    SerializerFunctionWrapHandler,
-    ValidatorFunctionWrapHandler,
-    WrapSerializer,
-    WrapValidator,
 )
 from torch import Tensor
 
-from g2rpo.algorithms.dancegrpo import DanceGRPO
-from g2rpo.algorithms.flow_cps import FlowCPS
-from g2rpo.algorithms.flow_grpo import FlowGRPO
-from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
-from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.grpo_guard import GRPOGuard
-from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
-from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.flow import scheduler_grid, sigma_grid
-from g2rpo.given import Mentioned, is_mention, mention, mentioned, recorded
+from g2rpo.named import dump, parse
 from g2rpo.rollout.tails import Tails
 from g2rpo.sharding import ShardingMode
-from g2rpo.types import Policy
+from g2rpo.types import Algorithm, Policy
 
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(gt=0, le=10**6)]
@@ -247,29 +236,11 @@ def _listed(value: Any) -> Any:
 
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_listed)]
 
-AnyAlgorithm = GranularGRPO | FlowGRPO | FlowGRPOFast | FlowCPS | GRPOGuard | DanceGRPO | MixGRPO | MixGRPOFlash | TempFlowGRPO
-ALGORITHMS = {kind.name: kind for kind in get_args(AnyAlgorithm)}
-
-
-def named(value: Any) -> Any:
-    """G2RPO is what an algorithm without a name is."""
-    return {"name": GranularGRPO.name, **value} if isinstance(value, Mapping) else value
-
-
-def _read_algorithm(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """An object that config.yaml mentions is none of the algorithms that can be built from a name."""
-    value = named(value)
-    return mentioned(value) if isinstance(value, Mapping) and is_mention(value["name"]) else handler(value)
-
-
-def _record_algorithm(algorithm: Any, handler: SerializerFunctionWrapHandler) -> Any:
-    """A class that is not exactly one of ours, a subclass of one included, is recorded as what it is."""
-    return handler(algorithm) if type(algorithm) in ALGORITHMS.values() else recorded(algorithm)
-
-
-def algorithm_name(algorithm: Any) -> str:
-    """What config.yaml calls an algorithm."""
-    return algorithm.name if type(algorithm) in (*ALGORITHMS.values(), Mentioned) else mention(algorithm)
+if TYPE_CHECKING:
+    AnyAlgorithm = Algorithm
+else:
+    AnyAlgorithm = Annotated[Any, BeforeValidator(parse), PlainSerializer(dump)]
+"""An instance of any algorithm's class; in YAML its name and fields (`named`)."""
 
 
 class Config(Group):
@@ -277,11 +248,7 @@ class Config(Group):
 
     recipe: str = ""
     policy: PolicyConfig
-    algorithm: Annotated[
-        Annotated[AnyAlgorithm, Field(discriminator="name")],
-        WrapValidator(_read_algorithm),
-        WrapSerializer(_record_algorithm),
-    ]
+    algorithm: AnyAlgorithm
     rewards: RewardTable
     prompts: PromptsConfig
     sampling: SamplingConfig

@@ -12,30 +12,12 @@ from typing import Any
 import yaml
 
 from g2rpo import __version__
-from g2rpo.config import Config, algorithm_name
+from g2rpo.config import Config
 from g2rpo.evaluation import Comparison
 from g2rpo.files import local
-from g2rpo.given import OBJECT
+from g2rpo.named import title_of
 
 PICTURES = ("samples/before_after.png", "curves.png")
-PAPERS = {
-    "g2rpo": ("G²RPO", "2510.01982"),
-    "flow_grpo": ("Flow-GRPO", "2505.05470"),
-    "flow_grpo_fast": ("Flow-GRPO-Fast", "2505.05470"),
-    "flow_cps": ("Flow-CPS", "2509.05952"),
-    "grpo_guard": ("GRPO-Guard", "2510.22319"),
-    "dancegrpo": ("DanceGRPO", "2505.07818"),
-    "mixgrpo": ("MixGRPO", "2507.21802"),
-    "mixgrpo_flash": ("MixGRPO-Flash", "2507.21802"),
-    "tempflow_grpo": ("TempFlow-GRPO", "2508.04324"),
-}
-"""What an algorithm is called, and where it was published (arXiv)."""
-
-
-def method_of(algorithm: Any) -> tuple[str, str]:
-    """What an algorithm is called, and its arXiv number: "" for one of the user's own."""
-    name = algorithm_name(algorithm)
-    return PAPERS.get(name, (name.removeprefix(f"{OBJECT}:"), ""))
 
 
 def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str, Comparison], prompts: int) -> Path:
@@ -55,7 +37,7 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
         "\n\n".join(
             [
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
-                f"# {_code(config.policy.path)}, tuned with {method_of(config.algorithm)[0]}",
+                f"# {_code(config.policy.path)}, tuned with {title_of(config.algorithm)[0]}",
                 _what(config),
                 "![before and after](before_after.png)",
                 _results(config, table, prompts),
@@ -95,7 +77,7 @@ def _what(config: Config) -> str:
     rewards = ", ".join(f"{name} (weight {entry.weight:g})" for name, entry in config.rewards.items())
     kind = f"LoRA of rank {config.policy.lora_rank}" if config.policy.tuning == "lora" else "fully tuned transformer"
     recipe = f" with the recipe {_code(config.recipe)}" if config.recipe else ""
-    method, paper = method_of(config.algorithm)
+    method, paper = title_of(config.algorithm)
     source = f"{method}, arXiv {paper}" if paper else f"the algorithm {method}"
     return (
         f"A {kind}, trained by g2rpo {__version__}{recipe} ({source}) for "

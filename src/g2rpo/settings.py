@@ -13,13 +13,19 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
-from g2rpo.config import ALGORITHMS, AnyAlgorithm, Config, Group, named
+from g2rpo import plugins
+from g2rpo.config import Config, Group
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.given import is_mention
+from g2rpo.named import ALGORITHMS, algorithm_class, named
 from g2rpo.plain import DEPTH, parse_yaml, read_text
+from g2rpo.types import Algorithm
 
 LARGEST = 2**18
 """Bytes of a YAML file; our longest recipe has a fiftieth of that."""
+
+CODE_KEYS = ("algorithm.name", ".kind", ".options.target", "trackers")
+"""Ends of keys whose values may name code."""
 
 G = TypeVar("G", bound=Group)
 
@@ -29,23 +35,37 @@ def resolve(
     overrides: Sequence[str] = (),
     source: str = "config",
     note: Callable[[str], None] = lambda message: None,
+    mention: bool = False,
 ) -> Config:
     """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages.
 
     A hyper-parameter of one algorithm is none of another's, even where the names agree. So an override of `algorithm.name`
-    replaces the whole group by that algorithm's published defaults, and `note` hears what was left out.
+    replaces the whole group by that algorithm's published defaults, and `note` is called with what was left out. With
+    `mention`, an algorithm whose code may not be imported is a `named.Mentioned` one; without, it is refused.
     """
-    return resolve_as(Config, _with_other_algorithm(data, overrides, source, note), overrides, source)
+    _allow_code(overrides)
+    return resolve_as(Config, _with_other_algorithm(data, overrides, source, note), overrides, source, mention)
 
 
-def resolve_as(kind: type[G], data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> G:
+def _allow_code(overrides: Sequence[str]) -> None:
+    """Code that an override names may be imported: the user has named it, at the command line or as an argument."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.endswith(CODE_KEYS) and plugins.is_code(value):
+            plugins.allow(value)
+
+
+def resolve_as(
+    kind: type[G], data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config", mention: bool = False
+) -> G:
     """The same for any kind of group."""
+    _allow_code(overrides)
     merged: dict[str, Any] = _copied(data)
     for override in overrides:
         _override(merged, override)
-    _check_keys(kind, merged, "", source)
+    _check_keys(kind, merged, "", source, mention)
     try:
-        return kind.model_validate(merged)
+        return kind.model_validate(merged, context={"mention": mention})
     except ValidationError as error:
         raise UserError("\n".join(_complaints(error, source))) from None
 
@@ -56,9 +76,9 @@ def _with_other_algorithm(
     """`data` without its hyper-parameters, if an override names another algorithm than theirs."""
     given = data.get("algorithm")
     asked = [override.partition("=")[2].strip() for override in overrides if override.startswith("algorithm.name=")]
-    if not asked or not isinstance(given, Mapping) or asked[-1] == named(given)["name"] or asked[-1] not in ALGORITHMS:
+    if not asked or not isinstance(given, Mapping) or asked[-1] == named(given)["name"]:
         return data
-    defaults = ALGORITHMS[asked[-1]]
+    defaults = algorithm_class(asked[-1])
     left = ", ".join(
         f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value
     )
@@ -142,8 +162,8 @@ def _number(text: str) -> Any:
 def _fields(kind: Any) -> dict[str, Any] | None:
     """Field names and types of a config group, None if `kind` is no group."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return {name: field.annotation for name, field in kind.model_fields.items()}
-    if kind == AnyAlgorithm:
+        return {name: Algorithm if name == "algorithm" else field.annotation for name, field in kind.model_fields.items()}
+    if kind is Algorithm:
         return {name: hint for each in ALGORITHMS.values() for name, hint in (_fields(each) or {}).items()}
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
@@ -151,18 +171,14 @@ def _fields(kind: Any) -> dict[str, Any] | None:
     return None
 
 
-def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
-    if kind == AnyAlgorithm and isinstance(data, Mapping):
-        name = str(named(data)["name"])
-        if is_mention(name):
-            return
-        if name not in ALGORITHMS:
-            raise UserError(f"{source}: algorithm.name: unknown algorithm '{name}'.{did_you_mean(name, ALGORITHMS)}")
-        kind = ALGORITHMS[name]
+def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = False) -> None:
+    if kind is Algorithm and isinstance(data, Mapping):
+        kind = _class_in(data, source, mention)
+        data = {key: value for key, value in data.items() if key != "name"}
     fields = _fields(kind)
     if get_origin(kind) is dict and isinstance(data, Mapping):
         for name, entry in data.items():
-            _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source)
+            _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source, mention)
     if fields is None or not isinstance(data, Mapping):
         return
     for key, value in data.items():
@@ -172,18 +188,35 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str) -> None:
             if elsewhere and not prefix:
                 near = f" Did you mean '{elsewhere[0]}.{key}'?"
             raise UserError(f"{source}: unknown key '{prefix}{key}'.{near}")
-        _check_keys(fields[key], value, f"{prefix}{key}.", source)
+        _check_keys(fields[key], value, f"{prefix}{key}.", source, mention)
+
+
+def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
+    """The class of an algorithm's mapping; None where it is an object, or its code may not be imported and need not be."""
+    name = str(named(data)["name"])
+    if is_mention(name):
+        return None
+    try:
+        return algorithm_class(name)
+    except plugins.CodeNotAllowed:
+        if mention:
+            return None
+        raise
+    except UserError as error:
+        raise UserError(f"{source}: algorithm.name: {error}") from None
 
 
 def _is_member(part: int | str) -> bool:
     """Whether a part of pydantic's location names the member of a union that was tried, and no key."""
-    return part in (*ALGORITHMS, "int", "constrained-int", "constrained-float") or str(part).startswith(("literal[", "tuple["))
+    return part in ("it", "int", "constrained-int", "constrained-float") or str(part).startswith(("literal[", "tuple["))
 
 
-def _complaints(error: ValidationError, source: str) -> Iterator[str]:
+def _complaints(error: ValidationError, source: str, prefix: str = "") -> Iterator[str]:
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"] if not _is_member(part))
-        if problem["type"] == "missing":
+        key = prefix + ".".join(str(part) for part in problem["loc"] if not _is_member(part))
+        if isinstance(inner := problem.get("ctx", {}).get("error"), ValidationError):  # of an algorithm's own fields
+            yield from _complaints(inner, source, f"{key}.")
+        elif problem["type"] == "missing":
             yield f"{source}: '{key}' is missing"
         else:
             given = f", got {repr(problem['input'])[:200]}" if not isinstance(problem["input"], Mapping) else ""

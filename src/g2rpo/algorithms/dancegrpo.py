@@ -7,7 +7,7 @@ random part of the steps is trained.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -25,6 +25,8 @@ class DanceGRPO(GRPO):
     """
 
     name: Literal["dancegrpo"] = "dancegrpo"
+    title: ClassVar[str] = "DanceGRPO"
+    paper: ClassVar[str] = "2505.07818"
     group_size: int = 12
     sde: SDE = "dance"
     eta: float = 0.3

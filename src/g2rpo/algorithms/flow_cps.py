@@ -7,7 +7,7 @@ latents are as noisy as their sigma says, and no grain is left in the images tha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.types import Plan, UpdateEvery
@@ -22,6 +22,8 @@ class FlowCPS(GRPO):
     """
 
     name: Literal["flow_cps"] = "flow_cps"
+    title: ClassVar[str] = "Flow-CPS"
+    paper: ClassVar[str] = "2509.05952"
     sde: SDE = "cps"
     batch_std: bool = True
     kl_weight: float = 0.04

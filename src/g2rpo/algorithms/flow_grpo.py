@@ -7,7 +7,7 @@ near the model it came from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from g2rpo.algorithms.grpo import GRPO, whole_walk
 from g2rpo.types import Plan, UpdateEvery
@@ -23,6 +23,8 @@ class FlowGRPO(GRPO):
     """
 
     name: Literal["flow_grpo"] = "flow_grpo"
+    title: ClassVar[str] = "Flow-GRPO"
+    paper: ClassVar[str] = "2505.05470"
     batch_std: bool = True
     kl_weight: float = 0.004
     population_std: bool = True

@@ -6,7 +6,7 @@ Where the window begins is drawn anew in every iteration. The published recipes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.seeding import draw_below
@@ -22,6 +22,8 @@ class FlowGRPOFast(GRPO):
     """
 
     name: Literal["flow_grpo_fast"] = "flow_grpo_fast"
+    title: ClassVar[str] = "Flow-GRPO-Fast"
+    paper: ClassVar[str] = "2505.05470"
     sde: SDE = "cps"
     eta: float = 0.8
     clip_range: float = 1e-5

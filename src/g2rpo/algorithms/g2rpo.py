@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -50,6 +50,8 @@ class GranularGRPO(PolicyGradient):
     """
 
     name: Literal["g2rpo"] = "g2rpo"
+    title: ClassVar[str] = "G²RPO"
+    paper: ClassVar[str] = "2510.01982"
     group_size: int = 12
     branch_steps: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     granularities: tuple[int | tuple[int, ...], ...] | Literal["auto"] = (1, 2, 3)

@@ -8,7 +8,7 @@ unchecked. Guard adds b back and multiplies by std; then it divides the loss by 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ class GRPOGuard(GRPO):
     """
 
     name: Literal["grpo_guard"] = "grpo_guard"
+    title: ClassVar[str] = "GRPO-Guard"
+    paper: ClassVar[str] = "2510.22319"
     clip_range: float = 2e-6
     population_std: bool = True
     drop_zero_advantages: bool = True

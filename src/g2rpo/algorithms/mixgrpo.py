@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -32,6 +32,8 @@ class MixGRPO(GRPO):
     """
 
     name: Literal["mixgrpo"] = "mixgrpo"
+    title: ClassVar[str] = "MixGRPO"
+    paper: ClassVar[str] = "2507.21802"
     group_size: int = 12
     shared_noise: bool = True
     reward_mix: RewardMix = "advantages"
@@ -100,6 +102,8 @@ class MixGRPOFlash(MixGRPO):
     """
 
     name: Literal["mixgrpo_flash"] = "mixgrpo_flash"  # type: ignore[assignment]
+    title: ClassVar[str] = "MixGRPO-Flash"
+    paper: ClassVar[str] = "2507.21802"
     window_iterations: int = 20
     compression: float = 0.4
 

@@ -8,7 +8,7 @@ there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -28,6 +28,8 @@ class TempFlowGRPO(GRPO):
     """
 
     name: Literal["tempflow_grpo"] = "tempflow_grpo"
+    title: ClassVar[str] = "TempFlow-GRPO"
+    paper: ClassVar[str] = "2508.04324"
     group_size: int = 6
     shared_noise: bool = True
     kl_weight: float = 0.004

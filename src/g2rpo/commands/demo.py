@@ -18,7 +18,7 @@ from g2rpo.config import Group, PolicyConfig, RewardTable, SamplingConfig
 from g2rpo.demo.studio import Studio, Tuned
 from g2rpo.errors import UserError
 from g2rpo.memory import batch_sizes
-from g2rpo.model_card import method_of
+from g2rpo.named import title_of
 from g2rpo.rewards.server import is_loopback
 from g2rpo.rewards.transport import token_from
 from g2rpo.runs import read_config, weights_path
@@ -157,7 +157,7 @@ def demo(
             examples = components.build_prompts(cast.prompts, "evaluation.prompts")[:EXAMPLES]
         except UserError as error:
             say(f"no examples: {error}")
-    title, _ = method_of(cast.algorithm)
+    title, _ = title_of(cast.algorithm)
     tuned = {"nothing": "untrained", "adapter": "tuned by an adapter", "all weights": "all weights tuned"}[studio.tuned]
     page = app.build(
         app.Stage(

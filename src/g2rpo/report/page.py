@@ -14,7 +14,7 @@ from PIL import Image
 
 from g2rpo import __version__, recipes
 from g2rpo.alarms import ADVICE
-from g2rpo.config import algorithm_name
+from g2rpo.named import name_of
 from g2rpo.pictures import Grid, read_grid
 from g2rpo.report.charts import compact, interval_plot, key_sample, stacked_bar
 from g2rpo.report.history import Change, Run
@@ -91,7 +91,7 @@ def facts(run: Run) -> dict[str, str]:
     told = {
         "Model": f"{c.policy.path}, {tuned}",
         "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps",
-        "Algorithm": algorithm_name(c.algorithm),
+        "Algorithm": name_of(c.algorithm),
         "Recipe": c.recipe or "–",
         "Trained on": weights,
         "Judged only": ", ".join(c.evaluation.rewards) or "–",

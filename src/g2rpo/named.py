@@ -1,0 +1,107 @@
+"""Algorithms in a config: any class by name, with its fields validated.
+
+A name is a built-in's, an installed package's or the user's own code (`plugins`). A config read only for what it says, of a
+run in a report for example, need not have that code at hand: the algorithm is then a `Mentioned` one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationInfo, create_model
+
+from g2rpo import plugins
+from g2rpo.algorithms.dancegrpo import DanceGRPO
+from g2rpo.algorithms.flow_cps import FlowCPS
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.algorithms.grpo_guard import GRPOGuard
+from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
+from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
+from g2rpo.errors import UserError
+from g2rpo.given import Mentioned, is_mention, mention, recorded
+from g2rpo.types import Algorithm
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    kind.name: kind
+    for kind in (
+        GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
+    )
+}  # fmt: skip
+BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}
+METHODS = ("plans", "advantages", "examples", "loss")
+_names: dict[type, str] = {}  # by which name a class from outside was found
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """The class that `name` means. UserError for none, for code that was not allowed, and for a class that is no algorithm."""
+    kind = plugins.find("algorithms", name, BUILTIN)
+    if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+        raise UserError(f"algorithm.name={name}: should be a dataclass, whose fields are the hyper-parameters")
+    known = {each.name for each in dataclasses.fields(kind)}
+    if missing := [each for each in METHODS if not callable(getattr(kind, each, None))] + ["group_size"] * (
+        "group_size" not in known
+    ):
+        raise UserError(
+            f"algorithm.name={name}: is no algorithm, it lacks {', '.join(missing)}; inherit from g2rpo.types.Algorithm or "
+            "from g2rpo.algorithms.policy_gradient.PolicyGradient"
+        )
+    if name not in ALGORITHMS:
+        _names[kind] = name
+    return kind  # type: ignore[return-value]
+
+
+def name_of(algorithm: Any) -> str:
+    """The name by which a config finds an algorithm again."""
+    if isinstance(algorithm, Mentioned):
+        return algorithm.name
+    kind = type(algorithm)
+    built_in = str(getattr(kind, "name", ""))
+    if ALGORITHMS.get(built_in) is kind:  # a subclass inherits the name, and is another algorithm
+        return built_in
+    return _names.get(kind) or mention(algorithm)
+
+
+def title_of(algorithm: Any) -> tuple[str, str]:
+    """What people call an algorithm, and its arXiv id, which may be empty."""
+    kind = type(algorithm)
+    return vars(kind).get("title") or name_of(algorithm).rpartition(":")[2], vars(kind).get("paper", "")
+
+
+def named(value: Any) -> Any:
+    """A mapping with the algorithm's name in it; G2RPO is what an algorithm without one is."""
+    return {"name": GranularGRPO.name, **value} if isinstance(value, Mapping) else value
+
+
+def parse(value: Any, info: ValidationInfo) -> Any:
+    """The algorithm of a config's mapping; one that is an object already stays. The context {"mention": True} takes code that
+    may not be imported for a `Mentioned` algorithm."""
+    if not isinstance(value, Mapping):
+        return value
+    name, fields = str(named(value)["name"]), {key: entry for key, entry in value.items() if key != "name"}
+    if is_mention(name):
+        return Mentioned(name, fields)
+    try:
+        kind = algorithm_class(name)
+    except UserError:
+        if (info.context or {}).get("mention") and plugins.is_code(name):
+            return Mentioned(name, fields)
+        raise
+    return _adapter(kind).validate_python({"it": fields}).it
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    """Validates the fields of a dataclass as strictly as the rest of a config."""
+    from g2rpo.config import Group
+
+    return TypeAdapter(create_model("Fields", __base__=Group, it=(kind, ...)))
+
+
+def dump(algorithm: Any) -> dict[str, Any]:
+    """An algorithm as plain data, with the name that finds its class again."""
+    return {**recorded(algorithm), "name": name_of(algorithm)}
