@@ -16,8 +16,7 @@ from g2rpo import __version__, cli, recipes
 from g2rpo.commands.push import push
 from g2rpo.errors import UserError
 from g2rpo.metrics import read_metrics
-from g2rpo.model_card import PAPERS
-from g2rpo.named import ALGORITHMS
+from g2rpo.named import ALGORITHMS, title_of
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.runs import read_config
 from tests.commands import g2rpo
@@ -105,7 +104,7 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
     (row,) = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
     assert row["evaluations"] > 0 and row["skipped_updates"] == 0
     assert read_config(tmp_path / "run").algorithm == ALGORITHMS[name](group_size=3)
-    title, paper = PAPERS[name]
+    title, paper = title_of(ALGORITHMS[name]())
     card = (tmp_path / "run" / "adapter" / "README.md").read_text()
     assert f"tuned with {title}\n" in card and f"({title}, arXiv {paper})" in card
 

@@ -40,8 +40,16 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
     ] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE.py|MODULE", help="Code that a config may import; may stand anywhere, and be given often."),
+    ] = None,
 ) -> None:
     """Online RL fine-tuning of flow-matching image generators with Granular-GRPO (G²RPO)."""
+    from g2rpo.plugins import allow
+
+    for source in plugin or []:
+        allow(source)
 
 
 def recipe_names(incomplete: str) -> list[str]:
@@ -366,13 +374,26 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")  # nor do their bars belong between ours
     try:
-        app(arguments)
+        app(plugins_first(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
         _tell(str(error), "bold red")
         sys.exit(2)
     except Stopped as stop:
         _tell(str(stop), "bold yellow")
         sys.exit(stop.exit_code)
+
+
+def plugins_first(arguments: list[str]) -> list[str]:
+    """Moves every `--plugin CODE` to the front: it may stand anywhere, and is a matter of the whole command line."""
+    first: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--plugin":
+            first += [word, *([value] if (value := next(words, None)) is not None else [])]
+        else:
+            (first if word.startswith("--plugin=") else rest).append(word)
+    return [*first, *rest]
 
 
 def _tell(message: str, style: str) -> None:

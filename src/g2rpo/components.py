@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from g2rpo import plugins
 from g2rpo.config import Config, PolicyConfig, RewardConfig, SamplingConfig
 from g2rpo.contracts import name_of, plans_of
 from g2rpo.distributed import World
@@ -122,7 +123,7 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
 
     `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
     """
-    path, name = locate_pipeline(config.path, config.pipeline)
+    path, name = locate_pipeline(config.path, config.pipeline, config.kind)
     device = pick_device(config.device)
     kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
     with _loading(config):
@@ -148,7 +149,7 @@ def policy_options(
     config: PolicyConfig, kind: str, *, device: str, seed: int = 0, tuning: str | None = None, keep_base: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     """The policy class for pipelines of class `kind`, and the constructor's arguments that `config` means."""
-    policy = _load(POLICIES[kind])
+    policy = plugins.find("policies", config.kind or kind, POLICIES)
     options = {name: getattr(config, name) for name in ("lora_targets", "negative_prompt", "max_sequence_length")}
     options = {name: value for name, value in options.items() if value is not None}  # None: the policy's default
     for name in options.keys() - inspect.signature(policy).parameters.keys():
@@ -196,7 +197,7 @@ def pick_device(name: str) -> str:
     return name
 
 
-def locate_pipeline(name: str, expected: str | None = None) -> tuple[str, str]:
+def locate_pipeline(name: str, expected: str | None = None, chosen: str | None = None) -> tuple[str, str]:
     """(where the pipeline lies, its class name); refuses a class that has no policy, or is not the `expected` one."""
     refuse_mention("policy.path", name)
     if name == "testbed":
@@ -216,14 +217,16 @@ def locate_pipeline(name: str, expected: str | None = None) -> tuple[str, str]:
         raise UserError(f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, or 'testbed'")
     else:
         kind = _hub_class(name)
-    check_pipeline(name, kind, expected)
+    check_pipeline(name, kind, expected, chosen)
     return str(path) if os.path.isdir(path) else name, kind
 
 
-def check_pipeline(name: str, kind: str, expected: str | None) -> None:
-    """Refuses a pipeline class that has no policy, or is not the `expected` one."""
-    if kind not in POLICIES:
-        raise UserError(f"policy.path={name}: is a {kind}, which has no policy here. Known: {', '.join(POLICIES)}.")
+def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
+    """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not the `expected` one."""
+    known = plugins.available("policies", POLICIES)
+    if chosen is None and kind not in known:
+        own = "policy.kind=FILE.py:NAME takes a policy of your own"
+        raise UserError(f"policy.path={name}: is a {kind}, which has no policy here. Known: {', '.join(known)}; {own}.")
     if expected is not None and kind != expected:
         hint = "take a recipe for it, or set policy.pipeline= and check every value"
         raise UserError(f"policy.path={name}: is a {kind}, but this recipe is for a {expected}; {hint}")
@@ -268,7 +271,7 @@ def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, warn: Call
 
 def _text_identity(name: str, digests: FileDigests) -> dict[str, str]:
     """What a pipeline's text encoders and tokenizers are: their content, or hub id and commit."""
-    path, kind = locate_pipeline(name)
+    path, kind = locate_pipeline(name, chosen="any")
     root = Path(path)
     if not root.is_dir():
         return {"pipeline": kind, "hub": path, "commit": _commit(path)}
@@ -278,7 +281,7 @@ def _text_identity(name: str, digests: FileDigests) -> dict[str, str]:
 
 def pipeline_identity(name: str) -> str:
     """Tells pipelines apart at no cost: a folder by its files' names and sizes, a hub id by its commit."""
-    path, _ = locate_pipeline(name)
+    path, _ = locate_pipeline(name, chosen="any")
     root = Path(path)
     if not root.is_dir():
         return f"{path}@{_commit(path)}"
@@ -304,18 +307,35 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
     """Refuses unknown rewards and options, before any weights are loaded."""
     for name, entry in table.items():
         refuse_mention(f"rewards.{name}.kind", entry.kind)
-        if entry.kind not in REWARDS:
-            raise UserError(f"rewards.{name}: unknown reward '{entry.kind}'.{did_you_mean(entry.kind, REWARDS)}")
-        known = inspect.signature(_load(REWARDS[entry.kind])).parameters
+        known = _options_of(_reward_kind(name, entry))
         for option in entry.options:
             if option not in known:
                 raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
 
 
+def _reward_kind(name: str, entry: RewardConfig) -> Any:
+    """The class, or the function, of a reward; code that its options name must be allowed too."""
+    try:
+        if entry.kind == "function" and plugins.is_code(str(entry.options.get("target"))):
+            plugins.find("rewards", str(entry.options["target"]), {})
+        return plugins.find("rewards", entry.kind, REWARDS)
+    except UserError as error:
+        raise type(error)(f"rewards.{name}: {error}") from error
+
+
+def _options_of(kind: Any) -> list[str]:
+    """The options that a reward takes: a class's arguments, or a function's after pictures and prompts."""
+    return list(inspect.signature(kind).parameters)[0 if isinstance(kind, type) else 2 :]
+
+
 def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
-    kind = _load(REWARDS[entry.kind])
+    kind = _reward_kind(name, entry)
     placed = {"device": device} if "device" in inspect.signature(kind).parameters else {}
     try:
+        if not isinstance(kind, type):
+            from g2rpo.rewards.function import FunctionReward
+
+            return FunctionReward(kind, options={**placed, **entry.options})
         return kind(**{**placed, **entry.options})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"rewards.{name}: cannot be loaded: {error}{_weights_hint(name, kind, entry.options)}") from error
@@ -335,14 +355,15 @@ def _weights_hint(name: str, kind: Any, options: Mapping[str, Any]) -> str:
 def check_trackers(names: Sequence[str]) -> None:
     """Refuses a tracker whose library is not installed."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        plugins.find("trackers", name, TRACKERS)
+        if name in TRACKERS and importlib.util.find_spec(name) is None:
             raise UserError(f"trackers: {name} is not installed; `pip install {name}`, or leave it out")
 
 
 def build_trackers(names: Sequence[str]) -> list[Tracker]:
     """The trackers of a config; nothing of their libraries is imported yet."""
     check_trackers(names)
-    return [_load(TRACKERS[name])() for name in names]
+    return [plugins.find("trackers", name, TRACKERS)() for name in names]
 
 
 def build_prompts(source: str, key: str) -> list[str]:
@@ -362,8 +383,3 @@ def build_prompts(source: str, key: str) -> list[str]:
     if source == "testbed:heldout":
         return list(prompts("heldout"))
     raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, ['testbed:train', 'testbed:heldout'])}")
-
-
-def _load(target: str) -> Any:
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)

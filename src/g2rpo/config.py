@@ -47,6 +47,8 @@ class PolicyConfig(Group):
 
     path: str
     """A diffusers pipeline: a directory, a hub id, or "testbed" for the one inside the package."""
+    kind: str | None = None
+    """The policy's class: a name, FILE.py:NAME or MODULE:NAME. None: the one for the pipeline's class."""
     pipeline: str | None = None
     """The class that the pipeline must have; a recipe's values are for one kind of model. None: any that is known."""
     height: Count
@@ -234,7 +236,7 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_listed)]
+Trackers = Annotated[list[str], BeforeValidator(_listed)]
 
 if TYPE_CHECKING:
     AnyAlgorithm = Algorithm

@@ -148,12 +148,21 @@ def source_commit(root: Path) -> str | None:
         return None
 
 
-def read_config(run_dir: Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda message: None) -> Config:
-    """The config of an existing run, with overrides as for `settings.resolve`."""
+def read_config(
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    note: Callable[[str], None] = lambda message: None,
+    *,
+    mention: bool = True,
+) -> Config:
+    """The config of an existing run, with overrides as for `settings.resolve`.
+
+    An algorithm whose code the user has not named is a `given.Mentioned` one; without `mention` it is refused.
+    """
     path = run_dir / CONFIG
     if not path.is_file():
         raise UserError(f"{run_dir} is no run directory (no {CONFIG})")
-    return resolve(read_yaml(path), overrides, str(path), note)
+    return resolve(read_yaml(path), overrides, str(path), note, mention)
 
 
 def weights_path(run_dir: Path) -> Path:

@@ -24,8 +24,8 @@ from g2rpo.types import Algorithm
 LARGEST = 2**18
 """Bytes of a YAML file; our longest recipe has a fiftieth of that."""
 
-CODE_KEYS = ("algorithm.name", ".kind", ".options.target", "trackers")
-"""Ends of keys whose values may name code."""
+CODE_KEYS = ("name", "kind", "target", "trackers")
+"""Last parts of keys whose values may name code."""
 
 G = TypeVar("G", bound=Group)
 
@@ -51,7 +51,7 @@ def _allow_code(overrides: Sequence[str]) -> None:
     """Code that an override names may be imported: the user has named it, at the command line or as an argument."""
     for override in overrides:
         key, _, value = override.partition("=")
-        if key.endswith(CODE_KEYS) and plugins.is_code(value):
+        if key.rpartition(".")[2] in CODE_KEYS and plugins.is_code(value):
             plugins.allow(value)
 
 
@@ -90,6 +90,7 @@ def _with_other_algorithm(
 def parse_options(assignments: Sequence[str]) -> dict[str, Any]:
     """A mapping from `key=value` words, as overrides read them."""
     options: dict[str, Any] = {}
+    _allow_code(assignments)
     for assignment in assignments:
         _override(options, assignment)
     return options

@@ -8,9 +8,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
+from g2rpo import plugins
 from g2rpo.comparison import Unit
 from g2rpo.errors import UserError, did_you_mean
-from g2rpo.named import ALGORITHMS
+from g2rpo.named import algorithm_class
 
 BUDGET = "budget="  # before what a cell has for a budget of its own, among its overrides
 SWEPT = ("optim.learning_rate", "trainer.seed", "trainer.iterations")
@@ -20,9 +21,13 @@ def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:
     """Overrides by cell, from "g2rpo,mixgrpo" and from words like "coarse: algorithm.granularities=[1,2] ..."."""
     table: dict[str, list[str]] = {}
     for name in filter(None, (word.strip() for word in algorithms.split(","))):
-        if name not in ALGORITHMS:
-            raise UserError(f"--algorithms: unknown algorithm '{name}'.{did_you_mean(name, ALGORITHMS)}")
-        _add(table, name, [f"algorithm.name={name}"])
+        if plugins.is_code(name):
+            plugins.allow(name)
+        try:
+            algorithm_class(name)
+        except UserError as error:
+            raise UserError(f"--algorithms: {error}") from None
+        _add(table, name.rpartition(":")[2], [f"algorithm.name={name}"])
     for cell in cells:
         name, colon, overrides = cell.partition(":")
         if not colon or not re.fullmatch(r"[\w.+-]+", name):

@@ -44,7 +44,7 @@ class Cast:
 
     def check(self) -> None:
         """Refuses what can be seen to be wrong before anything is loaded."""
-        components.locate_pipeline(self.policy.path, self.policy.pipeline)
+        components.locate_pipeline(self.policy.path, self.policy.pipeline, self.policy.kind)
         components.check_rewards({**self.rewards, **self.judges})
         components.check_plans(self.algorithm, self.sampling)
 
@@ -55,7 +55,7 @@ class _Named(Group):
 
 def of_run(run: Path) -> Cast:
     """The cast of a run."""
-    c = read_config(run)
+    c = read_config(run, mention=False)
     judges = c.evaluation.rewards
     return Cast(run.resolve().name, c.policy, c.algorithm, c.sampling, c.rewards, judges, c.trainer.seed, c.evaluation.prompts)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from g2rpo import components
+from g2rpo import components, plugins
 from g2rpo.commands.progress import say
 from g2rpo.config import RewardConfig
 from g2rpo.errors import UserError
@@ -21,6 +21,8 @@ def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, tok
         token = token_from(token_env)
     except ValueError as error:
         raise UserError(f"--token-env {token_env}: {error}") from None
+    if plugins.is_code(kind):
+        plugins.allow(kind)
     reward = components.build_rewards({kind: RewardConfig(kind=kind, options=parse_options(options))})[kind]
     try:
         server = RewardServer(reward, host, port, token=token)

@@ -51,7 +51,7 @@ def check(config: Config, given: Collection[str] = ()) -> tuple[list[str], list[
     if "trackers" not in given:
         components.check_trackers(config.trackers)
     if "policy" not in given:
-        components.locate_pipeline(config.policy.path, config.policy.pipeline)
+        components.locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
     prompts = [] if "prompts" in given else components.build_prompts(config.prompts.train, "prompts.train")
     heldout = [] if "heldout" in given else components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
     clash = sorted(set(config.rewards) & set(config.evaluation.rewards))

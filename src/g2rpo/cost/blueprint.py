@@ -40,9 +40,9 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
     """The blueprint of `config.path`: a known hub id's published one, or what the config.json files of a folder or hub say."""
     if config.path in PUBLISHED:
         known = PUBLISHED[config.path]
-        components.check_pipeline(config.path, known.kind, config.pipeline)
+        components.check_pipeline(config.path, known.kind, config.pipeline, config.kind)
         return known
-    path, kind = components.locate_pipeline(config.path, config.pipeline)
+    path, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
     index = _read(path, "model_index.json")
     models = {
         name: entry

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from g2rpo.files import local
+from g2rpo.plugins import load_file
 from g2rpo.rewards.pixels import check_batch
 
 
@@ -26,34 +22,23 @@ def load_function(target: str) -> Callable[..., Any]:
     if not colon or not path.endswith(".py") or not name.isidentifier():
         raise ValueError(f"a function is named 'path/to/file.py:function', got {target!r}")
     file = local(path).resolve()
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file (from {target!r})")
-    found = getattr(_run(file), name, None)
+    try:
+        module = load_file(file)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file}: no such file (from {target!r})") from None
+    except Exception as error:
+        raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
     if not callable(found):
-        names = [n for n, v in vars(_run(file)).items() if callable(v) and not n.startswith("_")]
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise ValueError(f"{file} has no function {name!r}; it has {', '.join(names) or 'none'}")
     return found
 
 
-def _run(file: Path) -> ModuleType:
-    module_name = f"g2rpo_function_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # as an import does: dataclasses and pickles look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
-    return module
-
-
 class FunctionReward:
-    """Scores by `function(images, prompts, **options)` from a file; a class is made with `options` and then called.
+    """Scores by `function(images, prompts, **options)`; a class is made with `options` and then called.
+
+    `target` is the function or class, or its place as "path/to/file.py:name".
 
     The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It answers
     B numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attribute `right`, if it has
@@ -61,10 +46,10 @@ class FunctionReward:
     function cannot be loaded.
     """
 
-    def __init__(self, target: str, *, options: Mapping[str, Any] | None = None) -> None:
-        found = load_function(target)
+    def __init__(self, target: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> None:
+        found = load_function(target) if isinstance(target, str) else target
         given = dict(options or {})
-        self.target = target
+        self.target = target if isinstance(target, str) else found.__qualname__
         self.function = found(**given) if isinstance(found, type) else found
         self.options = {} if isinstance(found, type) else given
         self.right = getattr(self.function, "right", None)
