@@ -78,7 +78,7 @@ def _with_other_algorithm(
     asked = [override.partition("=")[2].strip() for override in overrides if override.startswith("algorithm.name=")]
     if not asked or not isinstance(given, Mapping) or asked[-1] == named(given)["name"]:
         return data
-    defaults = algorithm_class(asked[-1])
+    defaults = _class_in({"name": asked[-1]}, source, mention=False)
     left = ", ".join(
         f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value
     )
@@ -204,7 +204,7 @@ def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
             return None
         raise
     except UserError as error:
-        raise UserError(f"{source}: algorithm.name: {error}") from None
+        raise UserError(f"{source}: algorithm.name: {str(error).removeprefix('algorithm.')}") from None
 
 
 def _is_member(part: int | str) -> bool:
