@@ -52,7 +52,7 @@ from g2rpo.scoring import Stopwatch
 from g2rpo.seeding import generator_for
 from g2rpo.sharding import Replicated
 from g2rpo.trackers import Feed, TensorBoard, Tracker
-from g2rpo.types import Algorithm, Cond, Plan, Policy, Reward
+from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout
 from g2rpo.update import Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
@@ -188,7 +188,7 @@ class Trainer:
         examples = [
             example
             for rollout, own in zip(rollouts, self.world.deal(advantages), strict=True)
-            for example in algorithm.examples(rollout, own)
+            for example in algorithm.examples(rollout, own, self._draws(rollout))
         ]
 
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
@@ -232,6 +232,10 @@ class Trainer:
     def algorithm_now(self) -> Algorithm:
         """The algorithm of the iteration at hand: the config's, or what its memory has made of it so far."""
         return self.algorithm if self.memory is None else self.memory.at(self.iteration)
+
+    def _draws(self, rollout: Rollout) -> Draw:
+        """Chance for what is learnt from a rollout of the iteration at hand."""
+        return partial(self.sampler.noise, self.iteration, rollout.prompt, "examples", rollout.plan.branch)
 
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration."""

@@ -199,6 +199,10 @@ class Example:
         return Example(self.prompt, self.step, part(self.x), part(self.advantages), data, part(self.mask))
 
 
+Draw = Callable[..., torch.Generator]
+"""`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), that belongs to one rollout of one iteration."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """The examples of one training pass, B members in all.
@@ -395,8 +399,11 @@ class Algorithm(Protocol):
         """Advantages [N, G], finite, from rewards [N, R, M, G] of N groups, whose entries may be NaN, and weights [R]."""
         ...
 
-    def examples(self, rollout: Rollout, advantages: Tensor) -> list[Example]:
-        """What a rollout with `advantages` [G] teaches; as many examples of as many rows for every rollout of a plan."""
+    def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:
+        """What a rollout with `advantages` [G] teaches; as many examples of as many rows for every rollout of a plan.
+
+        Chance comes from `draw` alone, so that a run stays a function of its config.
+        """
         ...
 
     def loss(self, batch: Batch, network: Network) -> Loss:

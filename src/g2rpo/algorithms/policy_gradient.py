@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.objectives import kernel_kl
-from g2rpo.types import Algorithm, Batch, Example, Loss, Network, Normal, Rollout
+from g2rpo.types import Algorithm, Batch, Draw, Example, Loss, Network, Normal, Rollout
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PolicyGradient(Algorithm):
         """The loss [B] without the KL term."""
         raise NotImplementedError
 
-    def examples(self, rollout: Rollout, advantages: Tensor) -> list[Example]:
+    def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:
         return [
             Example(
                 rollout.prompt,

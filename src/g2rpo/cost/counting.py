@@ -144,7 +144,7 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
     engine = Engine(policy, cond, sigmas, rows, tails=sampling.tails, tail_velocity=tails)
     rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), generator_for)
     silent = torch.zeros(algorithm.group_size)
-    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, silent)]
+    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, silent, generator_for)]
     sizes = batch_sizes(rows, int(sampling.decode_batch_size), config.trainer.micro_batch_size, policy.device, print)
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
     updates = Updater(policy, algorithm, optimizer, sigmas, sizes, 1.0).update(examples, cond)

@@ -106,9 +106,8 @@ def _examples(trainer: Trainer, rows: Rows, width: int) -> list[Example]:
     made: list[Example] = []
     while sum(item.rows for item in made) < width:
         prompt = len(made) % trainer.config.trainer.prompts_per_iteration
-        example = algorithm.examples(dry_rollout(plan, algorithm.group_size, latent, prompt), torch.ones(algorithm.group_size))[
-            0
-        ]
+        rollout = dry_rollout(plan, algorithm.group_size, latent, prompt)
+        example, *_ = algorithm.examples(rollout, torch.ones(algorithm.group_size), generator_for)
         data = {name: value.to(device) for name, value in example.data.items()}
         made.append(replace(example, x=rows(example.rows), data=data))
     return made

@@ -25,6 +25,7 @@ from g2rpo.cost.blueprint import Blueprint, Shapes, build_on_meta, shapes_of
 from g2rpo.cost.counting import Counts
 from g2rpo.flow import sigma_grid
 from g2rpo.rollout.planning import dry_rollout
+from g2rpo.seeding import generator_for
 from g2rpo.types import Batch, Cond, Plan
 from g2rpo.update import Trained, passes
 
@@ -112,7 +113,7 @@ def training_pass(policy: Any, config: Config, shapes: Shapes, plans: Iterable[P
     algorithm = config.algorithm
     nothing = torch.zeros(algorithm.group_size)
     rollouts = [dry_rollout(plan, algorithm.group_size, shapes.latent) for plan in plans]
-    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, nothing)]
+    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, nothing, generator_for)]
     example = max(examples, key=lambda example: len(example.advantages) / example.rows)
     part = next(passes([example] * math.ceil(rows / example.rows), rows))
     _, _, cond = _inputs(shapes, sum(item.rows for item in part), config.policy)

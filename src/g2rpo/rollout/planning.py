@@ -10,6 +10,7 @@ from torch import Tensor
 
 from g2rpo.flow import sigma_grid
 from g2rpo.rollout.tails import EXACT, Tails
+from g2rpo.seeding import generator_for
 from g2rpo.types import Algorithm, Batch, Plan, Rollout, Transition
 
 
@@ -49,7 +50,7 @@ def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -
     network = _CountingNetwork()
     for plan in plans:
         rollout = dry_rollout(plan, algorithm.group_size)
-        for example in algorithm.examples(rollout, torch.zeros(algorithm.group_size)):
+        for example in algorithm.examples(rollout, torch.zeros(algorithm.group_size), generator_for):
             algorithm.loss(Batch.of([example], sigma_grid(num_steps), first=True), network)
     return network.trained, network.base
 

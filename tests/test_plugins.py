@@ -1,0 +1,164 @@
+"""Code from outside the package, by name: algorithms of every kind, rewards, and what is refused."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from g2rpo import plugins
+from g2rpo.cli import main, plugins_first
+from g2rpo.errors import UserError
+from g2rpo.metrics import read_metrics
+from g2rpo.named import algorithm_class, name_of
+from g2rpo.runs import read_config
+from tests.runs import config, trainer
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "plugin"
+KINDS = {"forward": "Forward", "substeps": "SubSteps", "baseline": "Baseline"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_allowed(monkeypatch):
+    monkeypatch.setattr(plugins, "_allowed", set())
+
+
+def named(kind: str) -> str:
+    return f"{EXAMPLE}/g2rpo_example/{kind}.py:{KINDS[kind]}"
+
+
+def trained(kind, *overrides, run_dir=None):
+    options = (f"algorithm.name={named(kind)}", "algorithm.group_size=4", "sampling.num_steps=9", *overrides)
+    return trainer(run_dir, *options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_algorithm_of_each_kind_moves_the_weights_toward_the_reward(kind):
+    """Brightness is trained: the mean of the pictures is to rise, in every entry that the policy has."""
+    t = trained(kind, "trainer.iterations=6", "optim.learning_rate=0.05")
+    before = t.policy.mean.detach().clone()
+    rows = [row for row in t.train() if row["kind"] == "train"]
+    assert float((t.policy.mean - before).detach().mean()) > 0.02
+    assert all(row["skipped_updates"] == 0 for row in rows)
+
+
+def test_a_forward_process_draws_the_same_noise_again():
+    """Chance comes from `draw`: a run is a function of its config."""
+    ends = []
+    for _ in range(2):
+        t = trained("forward", "trainer.iterations=2")
+        torch.rand(7)  # not from torch's own generator
+        list(t.train())
+        ends.append(t.policy.mean.detach().clone())
+    assert torch.equal(*ends)
+
+
+def test_state_is_in_the_checkpoint(tmp_path):
+    straight = trained("baseline", "trainer.iterations=4", run_dir=tmp_path / "straight")
+    list(straight.train())
+    first = trained("baseline", "trainer.iterations=2", run_dir=tmp_path / "parts")
+    list(first.train())
+    second = trained("baseline", "trainer.iterations=4", run_dir=tmp_path / "parts")
+    second.resume()
+    list(second.train())
+    assert second.memory.state == straight.memory.state != {}
+    assert torch.equal(second.policy.mean, straight.policy.mean)
+    averages = [row["baseline/average"] for row in read_metrics(tmp_path / "parts") if row["kind"] == "train"]
+    assert len(set(averages)) == 4
+
+
+def test_fields_are_validated_with_near_matches():
+    with pytest.raises(UserError, match=r"unknown key 'algorithm.dekay'. Did you mean 'decay'"):
+        config(f"algorithm.name={named('baseline')}", "algorithm.dekay=0.5")
+    with pytest.raises(UserError, match=r"algorithm.decay: .*got 'much'"):
+        config(f"algorithm.name={named('baseline')}", "algorithm.decay=much")
+
+
+def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path):
+    given = config(f"algorithm.name={named('baseline')}", "algorithm.decay=0.25", "algorithm.branch_steps=[0]")
+    (tmp_path / "config.yaml").write_text(given.to_yaml())
+    plugins._allowed.clear()
+    source = named("baseline").partition(":")[0]
+    with pytest.raises(UserError, match=rf"is code that a config names.*add --plugin {source}"):
+        read_config(tmp_path, mention=False)
+    mentioned = read_config(tmp_path)
+    assert name_of(mentioned.algorithm) == named("baseline")
+    assert mentioned.to_yaml() == given.to_yaml()  # shown and kept, not run
+    plugins.allow(source)
+    assert read_config(tmp_path, mention=False).algorithm == given.algorithm
+
+
+@pytest.mark.parametrize("module", ["os:getcwd", "subprocess:run"])
+def test_modules_of_pythons_own_are_refused_too(module):
+    with pytest.raises(plugins.CodeNotAllowed):
+        plugins.find("rewards", module, {})
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def f(:\n", "cannot be imported: SyntaxError"),
+        ("raise RuntimeError('no GPU here')\n", r"cannot be imported: RuntimeError: no GPU here \(.*mine.py:1\)"),
+        ("class Other: ...\n", "there is no 'Mine'.*Known: Other"),
+        ("class Mine: ...\n", "should be a dataclass"),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass Mine:\n    x: int = 0\n",
+            "it lacks plans, advantages, examples",
+        ),
+    ],
+)
+def test_code_that_is_no_algorithm_is_one_message(tmp_path, code, message):
+    (tmp_path / "mine.py").write_text(code)
+    plugins.allow(str(tmp_path / "mine.py"))
+    with pytest.raises(UserError, match=message):
+        algorithm_class(f"{tmp_path}/mine.py:Mine")
+
+
+def test_plugins_may_be_allowed_anywhere_on_the_command_line():
+    assert plugins_first(["train", "x", "--plugin", "a.py", "k=v", "--plugin=b"]) == [
+        "--plugin",
+        "a.py",
+        "--plugin=b",
+        "train",
+        "x",
+        "k=v",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        main(["recipes", "--plugin", "no code"])
+    assert ended.value.code == 2
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The example, installed as a package into a folder of its own."""
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copytree(EXAMPLE, folder / "source")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(folder / "site"), str(folder / "source")], check=True, capture_output=True)
+    return folder / "site"
+
+
+def test_an_installed_package_offers_names(installed, tmp_path):
+    """`forward` and `redness` by entry point, in plan, train and the model card; misspelt, with a near match."""
+    path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+
+    def g2rpo(*arguments):
+        command = [sys.executable, "-m", "g2rpo", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
+        )
+
+    small = ["algorithm.name=forward", "algorithm.group_size=2", "rewards.redness=1", "trainer.iterations=1"]
+    small += ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "evaluation.pictures=2"]
+    plan = g2rpo("plan", "scenes", *small, "--no-probe", "--json")
+    assert plan.returncode == 0, plan.stderr
+    run = g2rpo("train", "scenes", *small, "--run-dir", "run")
+    assert run.returncode == 0, run.stderr
+    card = (tmp_path / "run" / "transformer" / "README.md").read_text()
+    assert "redness" in card and "forward" in card
+    wrong = g2rpo("plan", "scenes", "algorithm.name=forwrad")
+    assert wrong.returncode == 2 and "Did you mean 'forward'?" in wrong.stderr
