@@ -148,9 +148,7 @@ def test_an_installed_package_offers_names(installed, tmp_path):
 
     def g2rpo(*arguments):
         command = [sys.executable, "-m", "g2rpo", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
 
     small = ["algorithm.name=forward", "algorithm.group_size=2", "rewards.redness=1", "trainer.iterations=1"]
     small += ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "evaluation.pictures=2"]

@@ -154,7 +154,7 @@ def train(
     """
     notes: list[str] = []
     if resume and run_dir is not None and (recipe is None or recipe == read_config(run_dir).recipe):
-        config = read_config(run_dir, overrides, notes.append)
+        config = read_config(run_dir, overrides, notes.append, mention=False)
     elif recipe is not None:
         config = load_config(recipe, overrides, notes.append)
     else:

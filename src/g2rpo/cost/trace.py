@@ -221,6 +221,6 @@ def _norms_in_float32(policy: Any) -> None:
     def cast(norm: nn.Module, args: tuple) -> tuple:
         return tuple(arg.float() for arg in args) if torch.is_autocast_enabled("cpu") else args
 
-    for module in policy.pipeline.transformer.modules():
+    for module in (*policy.pipeline.transformer.modules(), *policy.pipeline.vae.modules()):
         if isinstance(module, nn.LayerNorm | nn.GroupNorm):
             module.register_forward_pre_hook(cast)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def decode_latents(vae: Any, latents: Tensor, published: bool = False) -> Tensor
     float32, and x / 2 + 1 / 2 in the dtype of the VAE's answer, as diffusers' image processor does.
     """
     latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-    with torch.autocast(latents.device.type, vae.dtype, enabled=published and vae.dtype != torch.float32):
+    autocast = published and vae.dtype != torch.float32 and not latents.is_meta  # torch has none for the meta device
+    with torch.autocast(latents.device.type, vae.dtype) if autocast else nullcontext():
         images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
     return ((images if published else images.float()) / 2 + 0.5).clamp(0, 1).float()
 
