@@ -1,0 +1,168 @@
+"""The restated step beside the trainer's under the published recipes, on the tiny FLUX with the same noise.
+
+python -m tests.published.beside        # a table; test_g2rpo.py bounds what is in it
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+from torch import Tensor
+
+from g2rpo import components
+from g2rpo.commands.train import load_config
+from g2rpo.rewards.pixels import to_uint8
+from g2rpo.seeding import generator_for
+from g2rpo.trainer import Trainer
+from tests.published import g2rpo as published
+from tests.tiny import save_flux
+
+PROMPTS = ["a red circle", "two blue square left of a circle"]
+SIDE, LATENT = 32, (4, 16, 16)  # a picture's pixels, and the tiny VAE's latent
+TINY = (
+    f"policy.height={SIDE}",
+    f"policy.width={SIDE}",
+    "policy.max_sequence_length=12",
+    "policy.device=cpu",
+    "trainer.prompts_per_iteration=2",
+)
+FLOAT32 = ("policy.dtype=float32", "sampling.anchor_dtype=float32", "sampling.step_dtype=float32")
+ONE_BY_ONE = ("sampling.batch_size=1", "sampling.decode_batch_size=1")
+
+
+def judge(levels: Tensor, which: int) -> Tensor:
+    """Scores of 8-bit pictures [B, 3, H, W], in float16 as the published ones are: how like the pattern `which` they are.
+
+    Their spread in a group is some hundred float16 steps, as that of published scores is some ten.
+    """
+    pattern = torch.randn(levels.shape[1:], generator=generator_for("pattern", which), dtype=torch.float64)
+    return (0.3 + 5 * (levels.double() / 255 * pattern).flatten(1).mean(1)).half().float()
+
+
+def differences(folder: Path, recipe: str, setting: published.Setting, *overrides: str) -> dict[str, float]:
+    """One iteration of the trainer under `recipe` with `overrides`, and of the restatement under `setting`: the largest
+    difference of each quantity. Gradients and weights are relative: of the worst tensor, and of the way that all went."""
+    trainer, seen = _trainer(folder, recipe, overrides)
+    start = [p.detach().clone() for p in trainer.learner.parameters]
+    row = trainer.iterate()
+
+    pipeline = FluxPipeline.from_pretrained(folder, transformer=None, dtype=setting.dtype)
+    model = FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")
+    vae = AutoencoderKL.from_pretrained(folder, subfolder="vae", torch_dtype=setting.dtype)
+    vae.to(memory_format=torch.channels_last)  # as the policy has it: another layout adds in another order
+    group, height = trainer.algorithm.group_size, LATENT[1]
+    texts, rollouts, scores = [], [], []
+    for place, prompt in enumerate(trainer.prompts_of(0)):
+        texts.append(published.encode(pipeline, prompt))
+        noise = torch.randn(LATENT, generator=trainer.sampler.noise(0, place, "initial"))
+        draws = [
+            torch.randn(group, *published.pack(noise).shape[1:], generator=trainer.sampler.noise(0, place, "branch", k, k))
+            for k in setting.branches
+        ]
+        rollouts.append(published.rollout(model, texts[-1], noise, draws, height, setting))
+        levels = [
+            torch.stack([published.picture(vae, final, height, setting) for tail in branch.finals for final in tail])
+            for branch in rollouts[-1]
+        ]
+        scores.append([torch.stack([judge(own, which) for which in range(len(trainer.rewards))]) for own in levels])
+    weighed = [
+        [published.advantages(own.unflatten(1, (len(setting.strides), group)), setting) for own in of_prompt]
+        for of_prompt in scores
+    ]
+    updated = published.update(model, texts, rollouts, weighed, height, setting)
+
+    sampled, ours = seen["sample"], [rollout.transitions[0] for rollout in seen["sample"].rollouts]
+    theirs = [branch for branches in rollouts for branch in branches]
+    finals = [torch.stack([torch.cat(tail) for tail in branch.finals]) for branch in theirs]
+    moved = torch.cat([(p.detach() - before).flatten() for p, before in zip(model.parameters(), start, strict=True)])
+    apart = torch.cat([(p - q).detach().flatten() for p, q in zip(trainer.learner.parameters, model.parameters(), strict=True)])
+    return {
+        "grid": _most([trainer.sigmas], [setting.sigmas]),
+        "floor(1000 sigma)": _most(
+            [torch.floor(trainer.sigmas * 1000)], [torch.tensor([int(s * 1000) for s in setting.sigmas])]
+        ),
+        "anchors": _most([own.x for own in ours], [branch.x.float() for branch in theirs]),
+        "branch latents": _most([own.x_next for own in ours], [torch.cat(branch.landed) for branch in theirs]),
+        "log-probs": _most([own.old_log_prob for own in ours], [torch.cat(branch.log_probs) for branch in theirs]),
+        "finals": _most([rollout.finals for rollout in sampled.rollouts], finals),
+        "scores": _most(list(sampled.rewards.flatten(2)), [own for of_prompt in scores for own in of_prompt]),
+        "advantages": _most([item.advantages for item in seen["update"]], [own for of_prompt in weighed for own in of_prompt]),
+        "mean loss": abs(row["loss"] - sum(updated.losses) / len(setting.branches)),
+        "gradients": max(
+            _relative(mine, yours)
+            for step in zip(seen["gradients"], updated.gradients, strict=False)
+            for mine, yours in zip(*step, strict=True)
+        ),
+        "optimizer steps": abs(len(seen["gradients"]) - len(updated.norms)),
+        "weights": float(apart.norm() / moved.norm()),
+    }
+
+
+def _trainer(folder: Path, recipe: str, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
+    """A trainer on the pipeline in `folder` with judges in the place of the recipe's rewards, and what passes through it."""
+    config = load_config(recipe, [f"policy.path={folder}", *TINY, *overrides])
+    rewards = {name: _scoring(which) for which, name in enumerate(config.rewards)}
+    trainer = Trainer(config, components.build_policy(config.policy), rewards, PROMPTS, PROMPTS)
+    seen: dict[str, Any] = {"gradients": []}
+    sample, update = trainer.sampler.sample, trainer.updater.update
+
+    def keeping_rollouts(*args: Any) -> Any:
+        seen["sample"] = sample(*args)
+        return seen["sample"]
+
+    def keeping_experience(experience: Any, cond: Any) -> Any:
+        seen["update"] = experience
+        return update(experience, cond)
+
+    trainer.sampler.sample, trainer.updater.update = keeping_rollouts, keeping_experience  # type: ignore[method-assign]
+    trainer.learner.optimizer.register_step_pre_hook(
+        lambda *_: seen["gradients"].append([p.grad.clone() for p in trainer.learner.parameters])
+    )
+    return trainer, seen
+
+
+def _scoring(which: int) -> Callable[[Tensor, Sequence[str]], Tensor]:
+    return lambda images, prompts: judge(to_uint8(images), which)
+
+
+def _most(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    return max(float((mine - yours).abs().max()) for mine, yours in zip(ours, theirs, strict=True))
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    """|ours - theirs| / |theirs|, 0 where both are nothing."""
+    difference = float((ours - theirs).norm())
+    return difference and difference / float(theirs.norm())
+
+
+def main() -> None:
+    cells = {
+        "float32, one by one": ("reference-hps-clip", (1, 2, 3), torch.float32, (*FLOAT32, *ONE_BY_ONE)),
+        "float32, in batches": ("reference-hps-clip", (1, 2, 3), torch.float32, FLOAT32),
+        "bfloat16, one by one": ("reference-hps-clip", (1, 2, 3), torch.bfloat16, ONE_BY_ONE),
+        "bfloat16, in batches": ("reference-hps-clip", (1, 2, 3), torch.bfloat16, ()),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        save_flux(Path(folder))
+        columns = {
+            name: differences(Path(folder), recipe, published.Setting(strides=strides, dtype=dtype), *overrides, *sys.argv[1:])
+            for name, (recipe, strides, dtype, overrides) in cells.items()
+        }
+    print("| largest difference |", " | ".join(columns), "|")
+    print("|---" * (len(columns) + 1) + "|")
+    for quantity in next(iter(columns.values())):
+        print(
+            f"| {quantity} |",
+            " | ".join(f"{column[quantity]:.1e}" if column[quantity] else "0" for column in columns.values()),
+            "|",
+        )
+
+
+if __name__ == "__main__":
+    main()
