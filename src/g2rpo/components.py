@@ -371,7 +371,7 @@ def build_prompts(source: str, key: str) -> list[str]:
     refuse_mention(key, source)
     if not source.startswith("testbed"):
         try:
-            return read_prompts(source)
+            return list[str](read_prompts(source))
         except UserError as error:
             absent = not source.startswith("hf:") and not os.path.exists(local(source))
             hint = f"; write a prompt a line there, or name your own with {key}=FILE" if absent else ""

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from g2rpo.files import digest_of, local, write_whole
-from g2rpo.types import Cond, Policy
+from g2rpo.types import Cond, Policy, Prompt
 
 FORMAT = 1
 """Part of every key: raise it when the meaning of stored tensors changes, and old files are no longer found."""
@@ -63,14 +63,14 @@ class EmbeddingStore:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
         except SafetensorError as error:
             raise DamagedEmbedding(f"{path} is truncated or no safetensors file ({error})") from None
-        if notes.get("prompt") != prompt or notes.get("sha256") != _checksum(tensors):
+        if notes.get("prompt") != str(prompt) or notes.get("sha256") != _checksum(tensors):
             raise DamagedEmbedding(f"{path} was changed after it was written")
         return Cond(tensors)
 
     def write(self, prompt: str, row: Cond) -> None:
         """Stores one row. Raises OSError when the disk is full, or nearly: `reserve` bytes are left to others."""
         tensors = {name: value.detach().cpu().contiguous() for name, value in row.tensors.items()}
-        notes = {"prompt": prompt, "sha256": _checksum(tensors)}
+        notes = {"prompt": str(prompt), "sha256": _checksum(tensors)}
         content = safetensors.torch.save(tensors, metadata=notes)
         if shutil.disk_usage(self.folder).free < self.reserve + len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
@@ -87,7 +87,8 @@ class EmbeddingStore:
         return prompts * self.size(like) + self.reserve <= shutil.disk_usage(self.folder).free
 
     def _path(self, prompt: str) -> Path:
-        name = hashlib.sha256(prompt.encode()).hexdigest()
+        images = prompt.images if isinstance(prompt, Prompt) else ()
+        name = hashlib.sha256("\0".join([prompt, *images]).encode()).hexdigest()
         return self.folder / name[:2] / f"{name}.safetensors"
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from g2rpo.errors import UserError
 from g2rpo.files import local
 from g2rpo.plain import is_text, parse_json, read_text
+from g2rpo.types import Prompt
 
 COLUMN = "prompt"
 EXTRA = "pip install datasets"
 
 
-def read_prompts(source: str | Path) -> list[str]:
+def read_prompts(source: str | Path) -> list[Prompt]:
     """The prompts of a source, in its order; a `UserError` says which source is unusable and why.
+
+    In tables a column "images" (or "image") holds paths of input pictures, beside the file if they are relative; all other
+    columns of plain data are the prompt's metadata, those of a column "metadata" as they are.
+
 
     - `FILE`: UTF-8 text, one prompt a line, blank lines skipped;
     - `FILE.jsonl` or `FILE.jsonl:COLUMN`: an object a line that holds the prompt under "prompt", or under COLUMN;
@@ -30,11 +35,11 @@ def read_prompts(source: str | Path) -> list[str]:
         return _from_hub(name)
     table = re.fullmatch(r"(?P<file>.+\.(jsonl|parquet))(:(?P<column>.+))?", name)
     if table is None:
-        lines = [line for _, line in _lines(local(name))]
-        return _usable(name, lines, "line")
+        return _usable(name, [{COLUMN: line} for _, line in _lines(local(name))], COLUMN, "line")
     path, column = local(table["file"]), table["column"] or COLUMN
     if path.suffix == ".jsonl":
-        return _usable(name, [_from_json(path, number, line, column) for number, line in _lines(path)], "line")
+        records = [_from_json(path, number, line, column) for number, line in _lines(path)]
+        return _usable(name, records, column, "line", path.parent)
     return _from_parquet(path, column)
 
 
@@ -47,15 +52,16 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _from_json(path: Path, number: int, line: str, column: str) -> str:
+def _from_json(path: Path, number: int, line: str, column: str) -> dict[str, Any]:
     try:
-        prompt = parse_json(line)[column]
+        record = parse_json(line)
+        prompt = record[column]
     except (ValueError, KeyError, TypeError):
         prompt = None
     if not isinstance(prompt, str) or not prompt.strip():
         wanted = json.dumps({column: "a red circle"})
         raise UserError(f"prompt file {path}, line {number}: should be an object like {wanted}, is {line[:80]}")
-    return prompt
+    return dict(record)
 
 
 def _from_parquet(path: Path, column: str) -> list[str]:
@@ -68,13 +74,19 @@ def _from_parquet(path: Path, column: str) -> list[str]:
         with ParquetFile(path) as file:
             if column not in file.schema_arrow.names:
                 raise UserError(_no_column(f"prompt file {path}", column, file.schema_arrow.names))
-            values = file.read(columns=[column]).column(column).to_pylist()
+            kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
+            records = file.read(columns=kept).to_pylist()
     except (OSError, ValueError, ArrowException) as error:
         raise UserError(f"prompt file {path}: cannot be read as parquet ({error})") from None
-    return _usable(str(path), values, "row")
+    return _usable(str(path), records, column, "row", path.parent)
 
 
-def _from_hub(source: str) -> list[str]:
+def _is_binary(kind: str) -> bool:
+    """Whether a column's type, as arrow writes it, holds pictures or other bytes, which a prompt does not carry along."""
+    return "binary" in kind or "extension" in kind
+
+
+def _from_hub(source: str) -> list[Prompt]:
     """Downloads the dataset once; later reads come from the cache of `datasets`, offline too."""
     try:
         import datasets
@@ -91,20 +103,37 @@ def _from_hub(source: str) -> list[str]:
         raise UserError(f"{source}: cannot be loaded: {error}") from None
     if column not in data.column_names:
         raise UserError(_no_column(source, column, data.column_names))
-    return _usable(source, data[column][:], "row")
+    plain = [name for name, kind in data.features.items() if type(kind).__name__ == "Value" and not _is_binary(kind.dtype)]
+    return _usable(source, data.select_columns(plain).to_list(), column, "row")
 
 
 def _no_column(source: str, column: str, known: Sequence[str]) -> str:
     return f"{source}: has no column '{column}'; name one after a colon: {', '.join(known)}"
 
 
-def _usable(source: str, values: Sequence[Any], unit: str) -> list[str]:
-    """The values as prompts, if every one is some text."""
-    for number, value in enumerate(values, 1):
+def _usable(
+    source: str, records: Sequence[Mapping[str, Any]], column: str, unit: str, beside: Path | None = None
+) -> list[Prompt]:
+    """The records as prompts, if every one holds some text; relative pictures lie in the folder `beside`."""
+    for number, record in enumerate(records, 1):
+        value = record.get(column)
         if not isinstance(value, str) or not value.strip():
             raise UserError(f"{source}, {unit} {number}: should be a prompt, is {value!r:.80}")
         if not is_text(value):
             raise UserError(f"{source}, {unit} {number}: has a character that no text may have (NUL, or half of a pair)")
-    if not values:
+    if not records:
         raise UserError(f"prompt source {source}: is empty; it should hold a prompt a {unit}")
-    return [value.strip() for value in values]
+    return [_prompt(record, column, f"{source}, {unit} {number}", beside) for number, record in enumerate(records, 1)]
+
+
+def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | None) -> Prompt:
+    images = record.get("images", record.get("image")) or []
+    images = [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise UserError(f"{place}: images should be paths of pictures, are {images!r:.80}")
+    named = record.get("metadata") or {}
+    if not isinstance(named, Mapping):
+        raise UserError(f"{place}: metadata should be an object, is {named!r:.80}")
+    rest = {key: value for key, value in record.items() if key not in (column, "images", "image", "metadata")}
+    paths = [str(local(image) if beside is None else beside / local(image)) for image in images]
+    return Prompt(record[column].strip(), paths, {**rest, **named})

@@ -125,6 +125,41 @@ class Plan:
         return self.granularities or tuple(range(1, len(self.tails) + 1))
 
 
+class Prompt(str):
+    """A prompt: its text and what else belongs to it. It is a string, so whatever takes a text takes a prompt.
+
+    `images` are paths of input pictures, `metadata` is plain data for rewards and policies, such as the text that a picture is
+    to show. Prompts with different images or metadata differ; one without either equals its text.
+    """
+
+    images: tuple[str, ...]
+    metadata: Mapping[str, Any]
+
+    def __new__(cls, text: str, images: Sequence[str] = (), metadata: Mapping[str, Any] | None = None) -> Prompt:
+        prompt = super().__new__(cls, text)
+        prompt.images, prompt.metadata = tuple(images), dict(metadata or {})
+        return prompt
+
+    def plain(self) -> str | dict[str, Any]:
+        """The text alone where there is nothing else, else all of it, as JSON has it."""
+        if not self.images and not self.metadata:
+            return str(self)
+        return {"prompt": str(self), "images": list(self.images), "metadata": dict(self.metadata)}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and plain_prompt(self) == plain_prompt(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def plain_prompt(prompt: str) -> str | dict[str, Any]:
+    """A prompt as JSON has it; a string that is no `Prompt` is its text."""
+    return prompt.plain() if isinstance(prompt, Prompt) else prompt
+
+
 @dataclass(frozen=True)
 class Cond:
     """What a policy is conditioned on, one row per prompt: named tensors that share their first dimension."""

@@ -26,6 +26,7 @@ from g2rpo.pictures import Strip, save_grid
 from g2rpo.runs import read_config, weights_path
 from g2rpo.settings import differences, read_yaml, resolve_as
 from g2rpo.statistics import Interval
+from g2rpo.types import plain_prompt
 
 SETTINGS = "settings.yaml"
 SHOWN = 8  # pictures in a grid
@@ -120,7 +121,10 @@ def _cell(interval: Interval, sign: str = "") -> str:
 
 def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
     """Digests of prompts, tuned weights and model: a name may stand for something else by the time one goes on."""
-    contents = {"prompts": digest_of(list(prompts)), "model": components.pipeline_identity(config.policy.path)}
+    contents = {
+        "prompts": digest_of([plain_prompt(each) for each in prompts]),
+        "model": components.pipeline_identity(config.policy.path),
+    }
     if config.weights is not None:
         folder = local(config.weights)
         if not folder.is_dir():

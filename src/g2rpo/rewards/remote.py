@@ -24,6 +24,7 @@ from torch import Tensor
 
 from g2rpo.rewards.pixels import score_in_batches, to_pil
 from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
+from g2rpo.types import Prompt
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -76,7 +77,9 @@ class RemoteReward:
             return torch.cat(list(pool.map(lambda batch: self._request(*batch), batches)))
 
     def _request(self, images: Tensor, prompts: list[str]) -> Tensor:
-        body = {"images": [encode_png(picture) for picture in to_pil(images)], "prompts": prompts}
+        body: dict[str, Any] = {"images": [encode_png(picture) for picture in to_pil(images)], "prompts": prompts}
+        if any(isinstance(prompt, Prompt) and prompt.metadata for prompt in prompts):
+            body["metadata"] = [dict(prompt.metadata) if isinstance(prompt, Prompt) else {} for prompt in prompts]
 
         def ask() -> Tensor:
             read = partial(parse_scores, count=len(prompts))

@@ -33,7 +33,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.plain import is_text, parse_json
-from g2rpo.types import Reward
+from g2rpo.types import Prompt, Reward
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _check_size_of_json(body: bytes, most: int) -> None:
             raise BadRequest(413, "the body has too many values")
 
 
-def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str]]:
+def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str] | list[Prompt]]:
     """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; `BadRequest` if it is not as agreed."""
     _check_size_of_json(body, 16 * (limits.images + 16))
     try:
@@ -124,7 +124,12 @@ def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str]]:
         left -= decoded[-1].shape[1] * decoded[-1].shape[2]
     if len({picture.shape for picture in decoded}) > 1:
         raise BadRequest(400, "the images of one request must have one size")
-    return torch.stack(decoded), prompts
+    extra = fields.get("metadata")
+    if extra is None:
+        return torch.stack(decoded), prompts
+    if not isinstance(extra, list) or len(extra) != len(prompts) or not all(isinstance(each, dict) for each in extra):
+        raise BadRequest(400, "metadata must be a list of objects, one for each prompt")
+    return torch.stack(decoded), [Prompt(text, metadata=each) for text, each in zip(prompts, extra, strict=True)]
 
 
 def _strings(value: Any) -> list[str]:
