@@ -64,7 +64,7 @@ def _from_json(path: Path, number: int, line: str, column: str) -> dict[str, Any
     return dict(record)
 
 
-def _from_parquet(path: Path, column: str) -> list[str]:
+def _from_parquet(path: Path, column: str) -> list[Prompt]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
