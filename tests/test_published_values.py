@@ -12,6 +12,7 @@ from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
 from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
+from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.flow import cps_kernel, scheduler_grid, sigma_grid
 from g2rpo.objectives import group_normalize, kernel_kl
@@ -19,7 +20,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
 from g2rpo.seeding import generator_for
-from g2rpo.types import Normal, Steps
+from g2rpo.types import Normal
 from tests.runs import trainer
 
 
@@ -122,7 +123,7 @@ def test_guards_batch_correction_is_the_published_one():
     now, before = Normal(new.flatten(0, 1), std), Normal(old.flatten(0, 1), std)
     taken = x_next.flatten(0, 1)
     steps = Steps(now.log_prob(taken), before.log_prob(taken), kernel_kl(now, before), advantages.flatten(), std, dsigma, step)
-    losses = [GRPOGuard(correction=kind).loss(steps) for kind in ("batch", "member")]
+    losses = [GRPOGuard(correction=kind).policy_loss(steps) for kind in ("batch", "member")]
     torch.testing.assert_close(losses[0], expected, rtol=1e-5, atol=1e-6)
     theirs, batch, member = (torch.autograd.grad(loss.sum(), new, retain_graph=True)[0] for loss in (expected, *losses))
     torch.testing.assert_close(batch, theirs, rtol=1e-4, atol=1e-6)
