@@ -185,7 +185,7 @@ def test_a_run_says_how_many_pictures_are_right(tmp_path):
         assert right == [bool(value) for value in side.right[:2]]
     with Image.open(tmp_path / "samples" / "before_after.png") as canvas:
         note = json.loads(canvas.info[NOTE])["note"]
-    shares = f"the base draws {rows[0]['right']:.0%} right and the tuned model {rows[-1]['right']:.0%}"
+    shares = f"the base draws {100 * rows[0]['right']:.0f} % right and the tuned model {100 * rows[-1]['right']:.0f} %"
     assert note == (
         f"The first 2 of 3 held-out prompts, in their order; both rows from the same noise. Right: bright at least 0.5. "
         f"Of all 3, {shares}."

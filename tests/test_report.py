@@ -15,15 +15,17 @@ from PIL.PngImagePlugin import PngInfo
 
 from g2rpo.alarms import ADVICE
 from g2rpo.metrics import read_metrics
-from g2rpo.pictures import Strip, save_grid
+from g2rpo.pictures import Strip, read_grid, save_grid
 from g2rpo.recipes import settings
 from g2rpo.report.charts import compact
 from g2rpo.report.history import Change, read_runs
-from g2rpo.report.page import FRAMES, render, verdict
+from g2rpo.report.page import FRAMES, render
+from g2rpo.report.verdict import summary, verdict
 from g2rpo.report.words import decimals, signed, span
 from g2rpo.runs import claim, record_start, source_commit
+from g2rpo.settings import resolve
 from tests.commands import g2rpo
-from tests.runs import PLAIN, config, trainer
+from tests.runs import PLAIN, brightness, config, trainer
 
 VOID = {"meta", "img", "input", "br", "link", "hr"}
 SVG_LEAVES = {"path", "rect"}  # written as <path .../>
@@ -168,9 +170,84 @@ def test_pictures_are_shown_before_and_after(html):
     images = page.all("img")
     assert [a["alt"] for a in images[:3]] == ["Base model: 0", "After iteration 2: 0", "After iteration 4: 0"]
     assert len(images) == 2 * 3  # two prompts are painted, at three evaluations
-    assert ["hidden" in a for a in images] == [False, True, False] * 2
+    frames = [a for a in page.all("figure") if a.get("class") != "card"]
+    assert ["hidden" in a for a in frames] == [False, True, False] * 2
+    assert [a.get("data-frame") for a in frames] == [None, "1", "2"] * 2
     (slider,) = page.all("input")
     assert slider["data-iterations"] == "0,2,4" and slider["max"] == "2"
+
+
+def test_the_verdict_comes_first_then_pictures_and_what_ran_comes_last(html):
+    sections = [a["id"] for a in Page(html).all("section")]
+    assert sections[:3] == ["pictures", "results", "alarms"] and sections[-1] == "config"
+    words = Page(html).words
+    assert words.index("bright ") < words.index("Finished: 4 iterations.") < words.index("The first held-out prompts")
+    assert words.index("Model ") > words.index("Where the time went")
+    links = [a["href"][1:] for a in Page(html).all("a")]
+    assert links == [name for name in sections if name in links]
+
+
+def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(tmp_path):
+    def bright(images, prompts):
+        return brightness(images, prompts)
+
+    bright.right = float(trainer(None).judge().scores["bright"][:2].mean())  # of the base's first two pictures one is right
+    claim(tmp_path, config())
+    t = trainer(tmp_path, rewards={"bright": bright})
+    rows = [row for row in t.train() if row["kind"] == "eval"]
+    t.finish()
+    page = Page(render(read_runs([tmp_path])))
+    below = page.words.partition("by the rewards that can tell")[2]
+    marks = below.count("✓ right"), below.count("✗ wrong")
+    judged = [t._baseline.right[:2], t.judge().right[:2]]
+    middle = read_grid(tmp_path / "samples" / "iteration_000002.png")
+    expected = [bool(v) for side in judged for v in side] + list(middle.right[0])
+    assert marks == (expected.count(True), expected.count(False)) and sum(marks) == 6 > marks[0] > 0
+    for value in [*t._baseline.scores["bright"][:2], *t.judge().scores["bright"][:2]]:
+        assert f"bright {float(value):.3f}" in page.words
+    share = [f"{100 * row['right']:.0f} %" for row in (rows[0], rows[-1])]
+    assert f"Right on {share[1]} of 3 unseen prompts, was {share[0]} (" in page.words
+    assert "✓ is right and ✗ wrong" in page.words
+    assert "✓" not in Page(render(read_runs([make_run(tmp_path / "plain")]))).words  # nothing there can tell
+
+
+def said(directory, rewards, right=None, alarms=(), prompts=192):
+    """The summary of a run with these results: {name: (trained, base, tuned, error)}."""
+    names = {name: {"weight": 1} for name, row in rewards.items() if row[0]}
+    judged = {name: {"weight": 1} for name, row in rewards.items() if not row[0]}
+    data = {**PLAIN, "rewards": names, "evaluation": {**PLAIN["evaluation"], "rewards": judged}}
+    claim(directory, resolve(data))
+    table = {name: dict(zip(("base", "tuned", "error"), row[1:], strict=True)) for name, row in rewards.items()}
+    results = {"iteration": 4, "prompts": prompts, "rewards": table}
+    if right:
+        results["right"] = dict(zip(("base", "tuned", "error"), right, strict=True))
+    (directory / "results.json").write_text(json.dumps(results))
+    row = {"kind": "eval", "iteration": 4, "seconds": 1.0, "alarms": dict.fromkeys(alarms, "seen")}
+    (directory / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (run,) = read_runs([directory])
+    return summary(run)
+
+
+def test_the_summary_says_what_happened_in_plain_words(tmp_path):
+    up, flat, down = (True, 0.5, 0.7, 0.05), (False, 70.0, 70.4, 0.3), (False, 0.8, 0.6, 0.05)
+    assert said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62, 0.03), alarms=["hacking"]) == (
+        "Right on 62 % of 192 unseen prompts, was 43 % (+19 ± 6 points). No judged score clearly fell. 1 alarm: hacking."
+    )
+    assert said(tmp_path / "b", {"one": up, "two": down}, right=(0.5, 0.52, 0.03)) == (
+        "Right on 52 % of 192 unseen prompts, was 50 % (+2 ± 6 points, no clear change). Fallen: two. No alarm."
+    )
+    assert said(tmp_path / "c", {"one": up}) == (
+        "one rose from 0.500 to 0.700 on 192 unseen prompts (± 0.098). No other score was judged. No alarm."
+    )
+    both = said(
+        tmp_path / "d", {"one": (True, 0.5, 0.3, 0.05), "other": (True, 0.5, 0.51, 0.05), "two": down}, alarms=["a", "b"]
+    )
+    assert both == (
+        "one fell from 0.500 to 0.300 on 192 unseen prompts (± 0.098); other went from 0.500 to 0.510 on 192 unseen prompts "
+        "(± 0.098, no clear change). Fallen: one, two. 2 alarms: a, b."
+    )
+    claim(tmp_path / "e", config())
+    assert summary(*read_runs([tmp_path / "e"])).startswith("Nothing can be said yet")
 
 
 def test_markup_from_users_is_text(tmp_path):

@@ -511,7 +511,8 @@ class Trainer:
         if least := least_scores(judges):
             note += f" Right: {' and '.join(f'{reward} at least {value:g}' for reward, value in least.items())}."
         if right is not None:
-            note += f" Of all {len(self.heldout)}, the base draws {right.base:.0%} right and the tuned model {right.tuned:.0%}."
+            shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
+            note += f" Of all {len(self.heldout)}, {shares}."
         with self._written(_picture(name)) as path:
             save_grid(path, strips, prompts, note)
 

@@ -16,6 +16,8 @@ from g2rpo.commands.progress import QUIET, Fitted, Items, Rate, Steady, pace, sa
 from g2rpo.evaluation import Comparison
 from g2rpo.metrics import Row
 from g2rpo.model_card import write_card
+from g2rpo.report.history import read_runs
+from g2rpo.report.verdict import summary
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.runs import fresh_directory
 from g2rpo.trainer import Trainer
@@ -91,6 +93,7 @@ def show_results(trainer: Trainer, weights: Path, table: dict[str, Comparison], 
     """Writes a card beside the weights, and shows what came of the run and what can be done with it."""
     write_card(directory, weights, trainer.config, table, len(trainer.heldout))
     console.print(results_table(table, len(trainer.heldout), list(trainer.rewards)))
+    say(console, summary(*read_runs([directory])))
     again = fresh_directory(directory.parent, directory.resolve().name)
     for what, where in (
         ("before/after", directory / "samples" / "before_after.png"),

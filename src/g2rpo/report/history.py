@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -101,19 +102,44 @@ class Run:
         rows = [row for row in (self.iterations if kind == "train" else self.evaluations) if key in row]
         return [row["iteration"] for row in rows], [row[key] for row in rows]
 
-    def changes(self) -> list[Change]:
-        """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
+    @property
+    def newest_results(self) -> dict[str, Any] | None:
+        """results.json, unless an evaluation after it is logged."""
         newest = self.evaluations[-1]["iteration"] if self.evaluations else 0
         if self.results is not None and self.results.get("rolled_back_from", self.results["iteration"]) >= newest:
-            table, iteration = self.results["rewards"], self.results["iteration"]
+            return self.results
+        return None
+
+    @property
+    def judged_prompts(self) -> int | None:
+        """How many held-out prompts `changes` is about, where that is known."""
+        return None if self.newest_results is None else self.newest_results.get("prompts")
+
+    def changes(self) -> list[Change]:
+        """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
+        if (results := self.newest_results) is not None:
+            table, iteration = results["rewards"], results["iteration"]
         elif len(self.evaluations) > 1:
-            table, iteration = _paired(self.evaluations[0], self.evaluations[-1], self.rewards()), newest
+            first, last = self.evaluations[0], self.evaluations[-1]
+            table, iteration = _paired(first, last, self.rewards()), last["iteration"]
         else:
             return []
         return [
             Change(name, name in self.config.rewards, iteration, row["base"], row["tuned"], row["error"])
             for name, row in table.items()
         ]
+
+    def right(self) -> Change | None:
+        """The share of right held-out pictures, base against tuned; None where no reward says what is right."""
+        if (results := self.newest_results) is not None:
+            found, iteration = results.get("right"), results["iteration"]
+        else:
+            rows = [row for row in self.evaluations if row.get("right") is not None]
+            found, iteration = None, rows[-1]["iteration"] if rows else 0
+            if len(rows) > 1:
+                error = rows[-1].get("right_stderr")
+                found = {"base": rows[0]["right"], "tuned": rows[-1]["right"], "error": math.nan if error is None else error}
+        return Change("right", False, iteration, found["base"], found["tuned"], found["error"]) if found else None
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -142,7 +168,7 @@ def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:
     results = dict(results)
     if rows:
         results.setdefault("iteration", rows[-1]["iteration"])  # it did not say before 0.1.0 was released, and was written last
-    for row in results["rewards"].values():
+    for row in [*results["rewards"].values(), *([results["right"]] if "right" in results else [])]:
         if not all(isinstance(row[key], int | float) for key in ("base", "tuned", "error")):
             raise ValueError("a reward's result is no number")
     if not isinstance(results["iteration"], int):

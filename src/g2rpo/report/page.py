@@ -15,11 +15,12 @@ from PIL import Image
 from g2rpo import __version__, recipes
 from g2rpo.alarms import ADVICE
 from g2rpo.named import name_of
-from g2rpo.pictures import Grid, read_grid
+from g2rpo.pictures import Grid, figure, read_grid
 from g2rpo.report.charts import compact, interval_plot, key_sample, stacked_bar
-from g2rpo.report.history import Change, Run
+from g2rpo.report.history import Run
 from g2rpo.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
-from g2rpo.report.words import decimals, fixed, signed, span
+from g2rpo.report.verdict import summary, verdict
+from g2rpo.report.words import decimals, fixed, model_name, signed, span
 from g2rpo.settings import differences, resolve
 from g2rpo.statistics import Z
 
@@ -41,11 +42,13 @@ def render(runs: Sequence[Run]) -> str:
         several=len(runs) > 1,
         keys=[key_sample(style) for style in range(len(runs))],
         samples={look: key_sample(0, look) for look in ("marked", "faint", "pale")} | {"alarm": ALARM_SAMPLE},
+        summaries=[summary(run) for run in runs],
         states=[state(run) for run in runs],
         facts=table_of(facts, runs),
         results=results(runs),
         alarms=alarms(runs),
-        pictures=pictures(runs),
+        pictures=(shown := pictures(runs)),
+        marked=any(frame["right"] is not None for run in shown for card in run["cards"] for frame in card["frames"]),
         looks=look_charts(runs),
         rewards=reward_charts(runs),
         steps=step_charts(runs),
@@ -86,10 +89,10 @@ def table_of(of: Callable[[Run], dict[str, str]], runs: Sequence[Run]) -> list[t
 def facts(run: Run) -> dict[str, str]:
     """What was trained on what, for how long, with what."""
     c = run.config
-    tuned = f"LoRA of rank {c.policy.lora_rank}" if c.policy.tuning == "lora" else "all weights"
     weights = ", ".join(f"{name} × {entry.weight:g}" for name, entry in c.rewards.items())
     told = {
-        "Model": f"{c.policy.path}, {tuned}",
+        "Model": model_name(c.policy),
+        "Trained": f"an adapter (LoRA of rank {c.policy.lora_rank})" if c.policy.tuning == "lora" else "all weights",
         "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps",
         "Algorithm": name_of(c.algorithm),
         "Recipe": c.recipe or "–",
@@ -145,16 +148,6 @@ def results(runs: Sequence[Run]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def verdict(change: Change) -> str:
-    """What the interval allows to say."""
-    difference = change.tuned - change.base
-    if not math.isfinite(difference) or not math.isfinite(change.error):
-        return "unknown"
-    if abs(difference) <= Z * change.error:
-        return "no clear change"
-    return "higher" if difference > 0 else "lower"
 
 
 def alarms(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -233,7 +226,7 @@ def pictures(runs: Sequence[Run]) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     for size in (256, 192, 128, 96):
         shown = [{"iterations": list(grids), "cards": _cards(list(grids.values()), size), "trouble": t} for grids, t in found]
-        if sum(len(uri) for run in shown for card in run["cards"] for uri in card["uris"]) <= PICTURE_BYTES:
+        if sum(len(frame["uri"]) for run in shown for card in run["cards"] for frame in card["frames"]) <= PICTURE_BYTES:
             break
     return shown
 
@@ -251,8 +244,14 @@ def _read_frames(run: Run) -> tuple[dict[int, Grid], str]:
 
 
 def _cards(grids: Sequence[Grid], size: int) -> list[dict[str, Any]]:
+    """By prompt: its pictures at every evaluation, each with its scores and whether it is right."""
     prompts = grids[0].prompts[:PICTURES] if grids else []
-    return [{"prompt": prompt, "uris": [data_uri(grid.rows[0][i], size) for grid in grids]} for i, prompt in enumerate(prompts)]
+    return [{"prompt": prompt, "frames": [_frame(grid, i, size) for grid in grids]} for i, prompt in enumerate(prompts)]
+
+
+def _frame(grid: Grid, index: int, size: int) -> dict[str, Any]:
+    scores = {name: figure(math.nan if value is None else value) for name, value in grid.scores[0][index].items()}
+    return {"uri": data_uri(grid.rows[0][index], size), "right": grid.right[0][index], "scores": scores}
 
 
 def data_uri(picture: Image.Image, size: int) -> str:

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import math
 
+from g2rpo.config import PolicyConfig
+
+
+def model_name(policy: PolicyConfig) -> str:
+    """Which model that is, for people who have not seen the config."""
+    return "the tiny FLUX that comes with g2rpo" if policy.path == "testbed" else policy.path
+
 
 def decimals(error: float) -> int:
     """How many decimals a number with this standard error deserves: two figures of the error."""

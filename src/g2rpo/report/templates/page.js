@@ -6,7 +6,7 @@ for (const slider of document.querySelectorAll(".scrub input")) {
   const show = () => {
     frames.querySelector("output").value = iterations[slider.value];
     slider.setAttribute("aria-valuetext", "iteration " + iterations[slider.value]);
-    for (const img of frames.querySelectorAll("img[data-frame]")) img.hidden = img.dataset.frame !== slider.value;
+    for (const frame of frames.querySelectorAll("[data-frame]")) frame.hidden = frame.dataset.frame !== slider.value;
   };
   slider.addEventListener("input", show);
   show();

@@ -1,0 +1,64 @@
+"""What a run says, in plain words: how it did on prompts that it was not trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from g2rpo.report.history import Change, Run
+from g2rpo.report.words import decimals, fixed, signed
+from g2rpo.statistics import Z
+
+
+def verdict(change: Change) -> str:
+    """What the interval allows to say."""
+    difference = change.tuned - change.base
+    if not math.isfinite(difference) or not math.isfinite(change.error):
+        return "unknown"
+    if abs(difference) <= Z * change.error:
+        return "no clear change"
+    return "higher" if difference > 0 else "lower"
+
+
+def summary(run: Run) -> str:
+    """Some sentences: the share of right pictures, or the trained rewards where nothing says what is right; scores that fell;
+    alarms."""
+    changes = run.changes()
+    if not changes:
+        return "Nothing can be said yet: there is no second evaluation to compare the base model's with."
+    right = run.right()
+    outcome = _right(right) if right is not None else "; ".join(_changed(c) for c in changes if c.trained)
+    prompts = f"{run.judged_prompts} unseen prompts" if run.judged_prompts else "unseen prompts"
+    return f"{outcome.replace('PROMPTS', prompts)}. {_fallen(changes)} {_alarms(run)}"
+
+
+def _right(change: Change) -> str:
+    points, margin = 100 * (change.tuned - change.base), 100 * Z * change.error
+    doubt = {"no clear change": ", no clear change", "unknown": ""}.get(verdict(change), "")
+    interval = f" ({signed(points, 0)}{f' ± {margin:.0f}' if math.isfinite(margin) else ''} points{doubt})"
+    return f"Right on {_percent(change.tuned)} of PROMPTS, was {_percent(change.base)}{interval}"
+
+
+def _changed(change: Change) -> str:
+    digits, said = decimals(change.error), verdict(change)
+    word = {"higher": "rose", "lower": "fell"}.get(said, "went")
+    doubt = ", no clear change" if said == "no clear change" else ""
+    margin = f" (± {fixed(Z * change.error, digits)}{doubt})" if math.isfinite(change.error) else ""
+    return f"{change.reward} {word} from {fixed(change.base, digits)} to {fixed(change.tuned, digits)} on PROMPTS{margin}"
+
+
+def _fallen(changes: Sequence[Change]) -> str:
+    fallen = [change.reward for change in changes if verdict(change) == "lower"]
+    if fallen:
+        return f"Fallen: {', '.join(fallen)}."
+    return "No judged score clearly fell." if any(not change.trained for change in changes) else "No other score was judged."
+
+
+def _alarms(run: Run) -> str:
+    raised = run.alarms()
+    names = ", ".join(dict.fromkeys(one.name for one in raised))
+    return f"{len(raised)} alarm{'s' if len(raised) > 1 else ''}: {names}." if raised else "No alarm."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if math.isfinite(share) else "–"
