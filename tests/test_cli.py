@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import HfApi
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import T5EncoderModel
 
 from g2rpo import __version__, cli, recipes
 from g2rpo.commands.push import push
@@ -21,6 +22,8 @@ from g2rpo.rewards.remote import RemoteReward
 from g2rpo.runs import read_config
 from tests.commands import g2rpo
 from tests.tiny import save_flux
+
+DRAW = ["sample", "a red circle", "--model", "testbed"]
 
 
 def test_help_answers_at_once_and_loads_no_model_library():
@@ -136,6 +139,18 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
         (["sample", "a red circle", "--model", "testbed", "--guidance", "-1"], "guidance_scale: input should be greater than"),
         (["sample", "a red circle", "--model", "testbed", "--size", "0"], "height: input should be greater than 0"),
         (["sample", "--run", "nowhere", "a red circle"], "nowhere is no run directory"),
+        ([*DRAW, "--steps", "600"], "sample: steps: input should be less than or equal to 250, got 600"),
+        ([*DRAW, "--shift", "-1"], "sample: shift: input should be greater than 0, got -1.0"),
+        ([*DRAW, "--shift", "nan"], "sample: shift: input should be a finite number"),
+        ([*DRAW, "--shift", "1e30"], "sample: shift: should be 0, or from 1e-18 to 1e+18 in size"),
+        ([*DRAW, "--strength", "nan"], "sample: strength: input should be a finite number"),
+        ([*DRAW, "--batch-size", "9" * 20], "sample: batch_size: input should be less than or equal to 1000000"),
+        ([*DRAW, "--out", __file__], "test_cli.py is a file; name another --out"),
+        (["train", "scenes", "optim.learning_rate=1e39"], "optim.learning_rate: should be 0, or from 1e-18 to 1e+18 in size"),
+        (["train", "scenes", "algorithm.clip_range=1e39"], "algorithm.clip_range: should be 0, or from 1e-18 to 1e+18"),
+        (["train", "scenes", "algorithm.name=mixgrpo_flash", "algorithm.eta=1e-300"], "algorithm.eta: should be 0, or from"),
+        (["train", "scenes", "optim.betas=[0.9,1e-300]"], "optim.betas: should be 0, or from 1e-18 to 1e+18 in size"),
+        (["train", "scenes", "evaluation.num_steps=1000"], "evaluation.num_steps: input should be less than or equal to 250"),
         (["serve-reward", "brigthness"], "unknown reward 'brigthness'. Did you mean 'brightness'?"),
         (["serve-reward", "brightness", "--host", "0.0.0.0"], "without a token"),
         (["serve-reward", "brightness", "--token-env", "NOT_SET"], "is not set"),
@@ -244,6 +259,29 @@ def test_what_could_not_be_pushed_is_refused_before_training(capsys, tmp_path, m
     monkeypatch.setenv("HF_TOKEN", token)
     code, out, err = g2rpo(capsys, "train", "scenes", "--push-to-hub", repository)
     assert code == 2 and message in " ".join(err.split()) and out == "" and not list(tmp_path.iterdir())
+
+
+def test_memory_that_runs_out_anywhere_is_one_message(capsys, tmp_path, tiny_config, monkeypatch):
+    """As in a text encoder, whose calls no batch size bounds."""
+
+    def forward(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nMore words.")
+
+    monkeypatch.setattr(T5EncoderModel, "forward", forward)
+    code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", tmp_path / "run")
+    assert code == 2 and "Traceback" not in err
+    assert "g2rpo: out of memory: CUDA out of memory. Tried to allocate 9.00 GiB. take smaller" in " ".join(err.split())
+
+
+def test_a_variable_shows_the_traceback_of_a_message(capsys, tmp_path, monkeypatch):
+    words = ["train", "scenes", f"rewards.x={{kind: clip_score, options: {{path: {tmp_path}}}}}", "--run-dir", tmp_path / "run"]
+    shown = []
+    for value in ("", "1"):
+        monkeypatch.setenv("G2RPO_TRACEBACK", value)
+        code, _, err = g2rpo(capsys, *words)
+        assert code == 2 and "g2rpo: rewards.x: cannot be loaded" in err
+        shown.append(err)
+    assert "Traceback" not in shown[0] and "Traceback" in shown[1] and "clip_encoder.py" in shown[1]
 
 
 def test_a_served_reward_answers_a_remote_one(tmp_path):

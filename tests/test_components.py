@@ -1,5 +1,9 @@
 """From a config's names to objects: policies by the pipeline's class, options that fit, and a whole iteration on SD3."""
 
+import json
+import re
+import shutil
+
 import pytest
 import torch
 import yaml
@@ -26,6 +30,45 @@ def test_the_pipelines_class_chooses_the_policy(flux_directory, sd3_directory):
 def test_an_option_that_a_model_does_not_have_is_refused(flux_directory):
     with pytest.raises(UserError, match=r"policy\.negative_prompt: a FluxPipeline has no such option"):
         components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE, negative_prompt=""), tuning="frozen")
+
+
+def damaged(pipeline, file, change):
+    """`pipeline` after `change` was made to one of its files; None removes it."""
+    path = pipeline / file
+    path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
+
+
+def other(**values):
+    """A change of a JSON file's values."""
+    return lambda content: json.dumps({**json.loads(content), **values}).encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("model_index.json", lambda content: content[:20]),
+        ("model_index.json", other(transformer=["diffusers", "NoSuchModel"])),
+        ("model_index.json", other(transformer="x")),
+        ("transformer/config.json", None),
+        ("transformer/config.json", lambda content: b"[]"),
+        ("transformer/config.json", other(num_attention_heads=3)),
+        ("transformer/config.json", other(num_layers="x")),
+        ("transformer/diffusion_pytorch_model.safetensors", None),
+        ("transformer/diffusion_pytorch_model.safetensors", lambda content: content[:1000]),
+        ("vae/config.json", other(block_out_channels=[8, 16])),
+        ("vae/diffusion_pytorch_model.safetensors", lambda content: b"\0" * 100),
+        ("text_encoder/config.json", other(hidden_size=24)),
+        ("text_encoder/model.safetensors", lambda content: content[:-1]),
+        ("tokenizer/tokenizer.json", lambda content: b"{}"),
+        ("tokenizer_2/tokenizer.json", None),
+        ("scheduler/scheduler_config.json", lambda content: b"\xff"),
+    ],
+)
+def test_a_pipeline_with_a_damaged_part_is_one_message(flux_directory, tmp_path, file, change):
+    pipeline = shutil.copytree(flux_directory, tmp_path / "pipe")
+    damaged(pipeline, file, change)
+    with pytest.raises(UserError, match=f"^policy.path={re.escape(str(pipeline))}: ."):
+        components.build_policy(PolicyConfig(path=str(pipeline), **SIZE), tuning="frozen")
 
 
 @pytest.mark.parametrize("name", components.REWARDS)

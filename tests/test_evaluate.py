@@ -267,7 +267,12 @@ def test_a_run_is_judged_as_it_judged_itself(tiny_config, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--steps", "ten"], "--steps ten: should be numbers"),
-        (["--steps", "0"], "steps.0: input should be greater than 0"),
+        (["--steps", "0"], "steps.0: input should be greater than or equal to 1"),
+        (["--steps", "1000"], "steps.0: input should be less than or equal to 250"),
+        (["--batch-size", "9" * 20], "batch_size: input should be less than or equal to 1000000"),
+        (["--num-prompts", "9" * 20], "num_prompts: input should be less than or equal to 1000000"),
+        (["shift=-1"], "shift: input should be greater than 0"),
+        (["--steps", "2", "strength=1e39"], "strength: should be 0, or from 1e-18 to 1e+18 in size, got 1e+39"),
         ([], "'steps' is missing"),
         (["--steps", "2", "--rewards", "rednes"], "unknown reward 'rednes'"),
         (["--steps", "2", "--rewards", "nowhere.yaml"], "nowhere.yaml: cannot be read"),

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from g2rpo.cli import main
 from g2rpo.commands.train import load_config
-from g2rpo.errors import UserError
+from g2rpo.errors import Stopped, UserError
 from g2rpo.files import digest_of
+from g2rpo.named import ALGORITHMS
 from g2rpo.plain import is_text, parse_yaml
 from g2rpo.prompt_sources import read_prompts
-from g2rpo.settings import read_yaml, resolve
+from g2rpo.settings import SMALLEST, _leaves, read_yaml, resolve
+from tests import runs
 from tests.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts, values
 
 encoded = st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "latin-1"])
@@ -145,6 +147,29 @@ def test_a_prompt_file_gives_prompts_or_one_message(content, suffix):
             said(error)
         else:
             assert prompts and all(prompt == prompt.strip() and prompt and is_text(prompt) for prompt in prompts)
+
+
+def _float_keys(config):
+    """The dotted keys of `config` that hold floats."""
+    for key, leaf in _leaves(config.model_dump(mode="json")):
+        if any(isinstance(value, float) for value in (leaf if isinstance(leaf, list) else [leaf])):
+            yield key, leaf
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_numbers_that_are_allowed_train_or_stop_with_a_message(algorithm):
+    """The largest and the smallest of every setting, one at a time, through every line of the trainer."""
+    words = [f"algorithm.name={algorithm}", "algorithm.group_size=3", "trainer.iterations=2", "trainer.max_skipped=2"]
+    tried = 0
+    for key, now in _float_keys(runs.config(*words)):
+        if algorithm != "g2rpo" and not key.startswith("algorithm."):
+            continue  # once is enough
+        for extreme in (1 / SMALLEST, SMALLEST, 0.0, -1.0):
+            value = [extreme] * len(now) if isinstance(now, list) else extreme
+            with contextlib.suppress(UserError, Stopped):
+                list(runs.trainer(None, *words, f"{key}={value}", notify=lambda message: None).train())
+            tried += 1
+    assert tried >= 12
 
 
 def test_a_line_separator_of_unicode_is_a_part_of_a_prompt():

@@ -444,6 +444,9 @@ def test_alarms_are_told_and_marked(tmp_path):
     charts = {a["aria-label"].split(".")[0]: a["aria-label"] for a in page.all("svg", class_="chart")}
     assert "Alarm at iteration 2." in charts["dark, judged only"] and "Alarm" not in charts["Gradient norm"]
     assert len(page.all("path", class_="alarm")) == 3 and len(read_runs([directory])[0].alarms()) == 3  # key, bright, dark
+    rows[-1]["alarms"] = {"of another version": "its words"}
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "of another version 6 its words" in Page(render(read_runs([directory]))).words
     quiet = Page(render(read_runs([make_run(tmp_path / "quiet", "alarms.action=off")])))
     assert "None was raised." in quiet.words and not quiet.all("path", class_="alarm")
 

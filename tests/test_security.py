@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
+from transformers import CLIPConfig, CLIPModel
 
 import g2rpo
 from g2rpo.checkpoint import _digest, checkpoints, save_checkpoint
@@ -26,6 +27,7 @@ from g2rpo.errors import UserError
 from g2rpo.metrics import read_metrics
 from g2rpo.model_card import _block
 from g2rpo.pictures import read_grid
+from g2rpo.prompt_sources import read_prompts
 from g2rpo.report.history import read_runs
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
@@ -96,10 +98,79 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path):
         trainer(tmp_path).resume()
 
 
+def rewritten(change):
+    """A `forged` state.pt in which `change` was made to what it held."""
+
+    def write(file):
+        state = torch.load(file, weights_only=True)
+        change(state)
+        torch.save(state, file)
+
+    return write
+
+
+@pytest.mark.parametrize("betas", ["x", (2.0,), (2.0, -1.0), None, [[]]])
+def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(tmp_path, betas):
+    list(trainer(tmp_path).train())
+    shutil.copytree(tmp_path, tmp_path / "forged")
+    change = rewritten(lambda state: state["optimizer"]["param_groups"][0].update(betas=betas, weight_decay=betas))
+    forged(checkpoints(tmp_path / "forged" / "checkpoints")[-1], state=change)
+    means = []
+    for folder in (tmp_path, tmp_path / "forged"):
+        again = trainer(folder, "trainer.iterations=6")
+        assert again.resume() == []
+        list(again.train())
+        means.append(again.policy.mean.detach().clone())
+    assert torch.equal(*means)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["optimizer"]["state"][0].pop("exp_avg_sq"),
+        lambda state: state["optimizer"]["state"][0].update(exp_avg="x"),
+        lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(1, 1, 1)),
+        lambda state: state["optimizer"]["state"][0].update(step=None),
+        lambda state: state["optimizer"]["state"].update({99: {}}),
+        lambda state: state.update(optimizer=[]),
+        lambda state: state.update(averaged="x"),
+        lambda state: state.clear(),
+    ],
+    ids=["lost", "word", "shape", "step", "place", "list", "average", "empty"],
+)
+def test_moments_that_are_none_are_named_and_the_checkpoint_before_is_used(tmp_path, change):
+    list(trainer(tmp_path).train())
+    forged(checkpoints(tmp_path / "checkpoints")[-1], state=rewritten(change))
+    again = trainer(tmp_path)
+    (complaint,) = again.resume()
+    assert "iteration_000004: does not fit this model" in complaint and again.iteration == 2
+    list(again.train())
+
+
 def test_weights_that_would_run_code_are_refused(tmp_path):
     torch.save({"state_dict": Payload(tmp_path / "mark")}, tmp_path / "HPS.pt")
     with pytest.raises(UserError, match="unpickling it could run any code"):
         build_rewards({"it": RewardConfig(kind="image_reward", options={"path": str(tmp_path / "HPS.pt")})})
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_clip_that_would_run_code_is_refused(tmp_path):
+    """In transformers' own format, which transformers reads itself."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = CLIPConfig(text_config={**small, "vocab_size": 50}, vision_config={**small, "image_size": 32, "patch_size": 16})
+    CLIPModel(config).save_pretrained(tmp_path / "clip")
+    (tmp_path / "clip" / "model.safetensors").unlink()
+    torch.save(Payload(tmp_path / "mark"), tmp_path / "clip" / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"rewards\.it: cannot be loaded: a file holds more than tensors"):
+        build_rewards({"it": RewardConfig(kind="clip_score", options={"path": str(tmp_path / "clip")})})
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_dataset_that_would_run_code_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "data.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    with pytest.raises(UserError, match="cannot be loaded: RuntimeError: Dataset scripts are no longer supported"):
+        read_prompts(f"hf:{tmp_path / 'data'}")
     assert not (tmp_path / "mark").exists()
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from g2rpo import __version__
-from g2rpo.errors import Stopped, UserError
+from g2rpo.errors import Stopped, UserError, out_of_memory
 
 app = typer.Typer(
     name="g2rpo",
@@ -381,6 +382,12 @@ def main(arguments: list[str] | None = None) -> None:
     except Stopped as stop:
         _tell(str(stop), "bold yellow")
         sys.exit(stop.exit_code)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        remedy = "take smaller pictures or batches, policy.dtype=bfloat16, or a device with more memory (see `g2rpo plan`)"
+        _tell(f"out of memory: {str(error).splitlines()[0] if str(error) else 'Python has no more'}\n{remedy}", "bold red")
+        sys.exit(2)
 
 
 def plugins_first(arguments: list[str]) -> list[str]:
@@ -397,7 +404,12 @@ def plugins_first(arguments: list[str]) -> list[str]:
 
 
 def _tell(message: str, style: str) -> None:
-    """A message as it is: no markup, and no control characters, which a file's or a server's words could hold."""
+    """A message as it is: no markup, and no control characters, which a file's or a server's words could hold.
+
+    With G2RPO_TRACEBACK=1 the traceback comes before it.
+    """
+    if os.environ.get("G2RPO_TRACEBACK"):
+        traceback.print_exc()
     message = re.sub(r"(?<=:/)/?[^\s/]*@", "/***@", message)  # a user and a password in an address, wherever it was written
     shown = "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in message)
     Console(stderr=True).print(Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from g2rpo.config import Config, PolicyConfig, RewardConfig, SamplingConfig
 from g2rpo.contracts import name_of, plans_of
 from g2rpo.distributed import World
 from g2rpo.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
-from g2rpo.errors import UserError, did_you_mean
+from g2rpo.errors import UserError, did_you_mean, loading
 from g2rpo.files import FileDigests, digest_of, local
 from g2rpo.given import Mentioned, refuse_mention
 from g2rpo.plain import parse_json, read_text
@@ -114,7 +114,7 @@ class Loaded:
 
     def policy(self, sharding: Sharded | None = None) -> Any:
         """The policy, on its device; `sharding` divides the trained weights."""
-        with _loading(self.config):
+        with _loading(self.config.path):
             return self.kind(self.pipeline, **self.options, sharding=sharding, text=self.text)
 
 
@@ -126,23 +126,18 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
     path, name = locate_pipeline(config.path, config.pipeline, config.kind)
     device = pick_device(config.device)
     kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
-    with _loading(config):
+    with _loading(config.path):
         pipeline = kind.load_pipeline(path, **options)
         return Loaded(config, kind, options, pipeline, kind.encoders(pipeline, **options))
+
+
+def _loading(path: str) -> AbstractContextManager[None]:
+    return loading(f"policy.path={path}: the pipeline cannot be loaded")
 
 
 def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **options: Any) -> Any:
     """The policy of `load_pipeline(config, **options)`, at once."""
     return load_pipeline(config, **options).policy(sharding)
-
-
-@contextmanager
-def _loading(config: PolicyConfig) -> Iterator[None]:
-    """Names the pipeline that cannot be loaded."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise UserError(f"policy.path={config.path}: the pipeline cannot be loaded: {error}") from error
 
 
 def policy_options(
@@ -331,14 +326,12 @@ def _options_of(kind: Any) -> list[str]:
 def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
     kind = _reward_kind(name, entry)
     placed = {"device": device} if "device" in inspect.signature(kind).parameters else {}
-    try:
+    with loading(f"rewards.{name}: cannot be loaded", _weights_hint(name, kind, entry.options)):
         if not isinstance(kind, type):
             from g2rpo.rewards.function import FunctionReward
 
             return FunctionReward(kind, options={**placed, **entry.options})
         return kind(**{**placed, **entry.options})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"rewards.{name}: cannot be loaded: {error}{_weights_hint(name, kind, entry.options)}") from error
 
 
 def _weights_hint(name: str, kind: Any, options: Mapping[str, Any]) -> str:

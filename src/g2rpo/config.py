@@ -31,6 +31,10 @@ Shift = PositiveFloat | Literal["model", "scheduler"]
 the grid of diffusers' scheduler, as SD3's pipelines walk it (`flow.scheduler_grid`)."""
 
 
+Steps = Annotated[int, Field(ge=1, le=250)]
+"""Of a sampler."""
+
+
 class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -196,7 +200,7 @@ class EvaluationConfig(Group):
     prompts: str
     num_prompts: Count = 64
     every: Count = 20
-    num_steps: Count | None = None
+    num_steps: Steps | None = None
     """None: the sampler's."""
     rewards: RewardTable = {}
     pictures: Count = 8

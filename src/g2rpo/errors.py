@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
 LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
 """Where Python's own code, installed packages and this one lie."""
@@ -38,6 +40,30 @@ class RankLost(Stopped):
 
 class RewardFailed(Stopped):
     """A reward raised an exception, or answered nonsense. Its cause, if any, has the traceback."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether Python or torch ran out of memory. torch is not imported for that: `g2rpo --help` has no use for it."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def loading(what: str, hint: str = "") -> Iterator[None]:
+    """UserError "WHAT: REASON HINT" for whatever is raised while files that others wrote are read.
+
+    Libraries promise no particular exceptions for a file that is damaged, or is not what its name says.
+    """
+    try:
+        yield
+    except (UserError, Stopped):
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, UnpicklingError):
+            reason = "a file holds more than tensors, and unpickling it could run any code; save its tensors with safetensors"
+        raise UserError(f"{what}: {reason}{hint}") from error
 
 
 def where(error: BaseException) -> str:

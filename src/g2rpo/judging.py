@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from g2rpo.config import CacheFolder, Group, PolicyConfig, RewardTable, Shift, grid_of
+from g2rpo.config import CacheFolder, Count, Group, PolicyConfig, RewardTable, Shift, Steps, grid_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation import Evaluation, evaluate
 from g2rpo.files import write_whole
@@ -40,15 +40,15 @@ class JudgingConfig(Group):
     strength: float = 1.0
     prompts: str
     """A source, as for training."""
-    num_prompts: PositiveInt | None = None
+    num_prompts: Count | None = None
     """The first so many of the source; None: all."""
     cache: CacheFolder = "auto"
     """Where text embeddings are kept, as for training."""
     rewards: Annotated[RewardTable, Field(min_length=1)]
-    steps: Annotated[list[PositiveInt], Field(min_length=1)]
+    steps: Annotated[list[Steps], Field(min_length=1)]
     shift: Shift = "model"
     seed: int = 0
-    batch_size: PositiveInt = 16
+    batch_size: Count = 16
     contents: dict[str, str] = Field(default_factory=dict)
     """Digests of what the names above stood for."""
 

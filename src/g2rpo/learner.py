@@ -14,6 +14,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from g2rpo.config import OptimConfig
 from g2rpo.sharding import Replicated
 
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter."""
+
 
 class Learner:
     """The trained `parameters` with AdamW (arXiv 1711.05101) and, with `ema_decay`, their exponential moving average.
@@ -101,16 +104,16 @@ class Learner:
         averages = list(self.average.module.parameters()) if self.average is not None else []
         _check_shapes(tensors["weights"], own)
         _check_shapes(tensors["average"] if averages else [], averages)
-        moments = {}
+        moments, averaged = {}, int(state["averaged"])
         for place, values in state["optimizer"]["state"].items():
-            whole = [value for value in values.values() if value.ndim]
-            _check_shapes(whole, [own[place]] * len(whole))
-            moments[place] = {name: self.shards.piece(value, own[place]) for name, value in values.items()}
-        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+            _check_shapes([values[name] for name in MOMENTS], [torch.zeros(()), own[place], own[place]])
+            moments[place] = {name: self.shards.piece(values[name], own[place]) for name in MOMENTS}
+        groups = self.optimizer.state_dict()["param_groups"]  # the config's: betas and the like are no part of what was learnt
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self._restore(tensors["weights"], own)
         if self.average is not None:
             self._restore(tensors["average"], averages)
-            self.average.n_averaged.fill_(state["averaged"])
+            self.average.n_averaged.fill_(averaged)
 
     def take_weights(self, weights: Sequence[Tensor]) -> None:
         """Goes back to `weights`, the average too; moments stay."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, loading
 from g2rpo.files import local
 from g2rpo.plain import is_text, parse_json, read_text
 from g2rpo.types import Prompt
@@ -97,10 +97,8 @@ def _from_hub(source: str) -> list[Prompt]:
     subset = None
     if not Path(name).is_dir() and name.count("/") == 2:
         name, subset = name.rsplit("/", 1)
-    try:
+    with loading(f"{source}: cannot be loaded"):
         data = datasets.load_dataset(name, subset, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{source}: cannot be loaded: {error}") from None
     if column not in data.column_names:
         raise UserError(_no_column(source, column, data.column_names))
     plain = [name for name, kind in data.features.items() if type(kind).__name__ == "Value" and not _is_binary(kind.dtype)]

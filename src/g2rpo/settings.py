@@ -27,6 +27,9 @@ LARGEST = 2**18
 CODE_KEYS = ("name", "kind", "target", "trackers")
 """Last parts of keys whose values may name code."""
 
+SMALLEST = 1e-18
+"""In size, of a setting that is not 0; the largest is its inverse. Ours lie between 1e-8 and 1e7."""
+
 G = TypeVar("G", bound=Group)
 
 
@@ -65,9 +68,11 @@ def resolve_as(
         _override(merged, override)
     _check_keys(kind, merged, "", source, mention)
     try:
-        return kind.model_validate(merged, context={"mention": mention})
+        group = kind.model_validate(merged, context={"mention": mention})
     except ValidationError as error:
         raise UserError("\n".join(_complaints(error, source))) from None
+    _check_sizes(group, source)
+    return group
 
 
 def _with_other_algorithm(
@@ -205,6 +210,23 @@ def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
         raise
     except UserError as error:
         raise UserError(f"{source}: algorithm.name: {str(error).removeprefix('algorithm.')}") from None
+
+
+def _check_sizes(group: Group, source: str) -> None:
+    """Refuses numbers whose square float32 does not hold; a reward's options are its own matter."""
+    for key, leaf in _leaves(group.model_dump(mode="json")):
+        for number in _numbers(leaf) if "options" not in key.split(".") else ():
+            if number and not SMALLEST <= abs(number) <= 1 / SMALLEST:
+                wanted = f"should be 0, or from {SMALLEST:g} to {1 / SMALLEST:g} in size"
+                raise UserError(f"{source}: {key}: {wanted}, got {number:g}")
+
+
+def _numbers(leaf: Any) -> Iterator[float]:
+    if isinstance(leaf, float):
+        yield leaf
+    elif isinstance(leaf, list | Mapping):
+        for inner in leaf.values() if isinstance(leaf, Mapping) else leaf:
+            yield from _numbers(inner)
 
 
 def _is_member(part: int | str) -> bool:

@@ -16,7 +16,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.commands.evaluate import model_settings
 from g2rpo.config import Group, PolicyConfig, RewardTable, SamplingConfig
 from g2rpo.demo.studio import Studio, Tuned
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, loading
 from g2rpo.memory import batch_sizes
 from g2rpo.named import title_of
 from g2rpo.rewards.server import is_loopback
@@ -78,10 +78,8 @@ def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None]) -
     policy = components.build_policy(cast.policy, tuning="frozen", keep_base=True)
     tuned: Tuned = "nothing"
     if weights is not None:
-        try:
+        with loading(f"{weights}: the weights do not fit {cast.policy.path}"):
             policy.load(weights)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{weights}: the weights do not fit {cast.policy.path}: {error}") from error
         tuned = "adapter" if getattr(policy.tuning.transformer, "peft_config", None) else "all weights"
     return Studio(
         policy,

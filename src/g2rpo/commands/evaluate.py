@@ -18,7 +18,7 @@ from g2rpo import components
 from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.progress import counter, say, warn_on
 from g2rpo.config import Config
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, loading
 from g2rpo.files import FileDigests, digest_of, local, write_whole
 from g2rpo.folders import held, is_empty
 from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
@@ -161,10 +161,8 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
 
     def use_weights() -> None:
         weights = local(config.weights or "")
-        try:
+        with loading(f"{weights}: the weights do not fit {config.policy.path}"):
             policy.load(weights, config.strength)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{weights}: the weights do not fit {config.policy.path}: {error}") from error
 
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -10,11 +10,22 @@ from rich.console import Console
 
 from g2rpo import components
 from g2rpo.commands.progress import say
-from g2rpo.config import PolicyConfig, Shift, grid_of
-from g2rpo.errors import UserError
+from g2rpo.config import Count, Group, PolicyConfig, Shift, Steps, grid_of
+from g2rpo.errors import UserError, loading
 from g2rpo.evaluation import sample_images
+from g2rpo.folders import is_empty
 from g2rpo.pictures import Strip, save_grid, to_pil
 from g2rpo.runs import read_config, weights_path
+from g2rpo.settings import resolve_as
+
+
+class Drawing(Group):
+    """How pictures are drawn; None: as the run draws them, else 28 steps with the model's own shift."""
+
+    steps: Steps | None
+    shift: Shift | None
+    strength: float
+    batch_size: Count
 
 
 def sample(
@@ -33,24 +44,26 @@ def sample(
     console: Console,
 ) -> None:
     """Writes `out/NNNN.png`, `out/prompts.jsonl` (what each picture shows) and `out/grid.png`."""
+    asked = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size}
+    drawing = resolve_as(Drawing, asked, source="sample")
     if not prompts:
         raise UserError("give prompts as arguments, or a file of them with --prompts")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; name another --out")
+    if not is_empty(out):
+        raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
     if run is not None:
         config = read_config(run)
         policy, weights = config.policy, weights or (None if base else weights_path(run))
-        steps, shift = steps or config.sampling.num_steps, shift or config.sampling.shift
+        own = {"steps": drawing.steps or config.sampling.num_steps, "shift": drawing.shift or config.sampling.shift}
+        drawing = drawing.model_copy(update=own)
     if policy is None:
         raise UserError("name a run with --run, or a pipeline with --model")
     painter = components.build_policy(policy, tuning="frozen")
     if weights is not None and not base:
-        try:
-            painter.load(weights, strength)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{weights}: the weights do not fit {policy.path}: {error}") from error
-    sigmas = grid_of(shift or "model", painter, steps or 28)
-    images = sample_images(painter, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=batch_size)
+        with loading(f"{weights}: the weights do not fit {policy.path}"):
+            painter.load(weights, drawing.strength)
+    sigmas = grid_of(drawing.shift or "model", painter, drawing.steps or 28)
+    rows = drawing.batch_size
+    images = sample_images(painter, prompts, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
         for number, (prompt, image) in enumerate(zip(prompts, images, strict=True)):

@@ -159,7 +159,7 @@ def alarms(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "run": run.name,
             "when": str(one.first) if one.first == one.last else f"{one.first} to {one.last}",
             "said": one.said,
-            "advice": ADVICE[one.name],
+            "advice": ADVICE.get(one.name, ""),  # a log may be of another version, with alarms of its own
         }
         for style, run in enumerate(runs)
         for one in run.alarms()
