@@ -119,6 +119,26 @@ def test_what_ranks_tell_each_other(tmp_path):
         assert added == [[6.0] * 6, [1.5]]
 
 
+def judge(world, folder):
+    heldout = [str(i / 20) for i in range(5)]
+    t = trainer(folder / "run", "evaluation.pictures=5", world=world)
+    t.heldout = heldout
+    row = t.evaluate()
+    return [list(t._baseline.images.shape), str(t._baseline.images.dtype), row, t._baseline.images.flatten().tolist()]
+
+
+def test_pictures_meet_on_rank_0_in_8_bits_and_what_they_say_everywhere(tmp_path):
+    """Of 5 held-out pictures rank 0 paints 2 and has all in the end; statistics of pictures are in every rank's row."""
+    (alone,) = ranks.run(1, judge, tmp_path / "alone")
+    one, other = ranks.run(2, judge, tmp_path / "two")
+    for ours, theirs in ((one, alone), (other[:1], [[3, 3, 4, 4]])):
+        assert ours[0] == theirs[0]
+    assert one[1] == other[1] == "torch.uint8" and one[3] == alone[3] and other[3] == alone[3][2 * 48 :]
+    for key, value in alone[2].items():
+        if key != "seconds":
+            assert one[2][key] == other[2][key] == value, key
+
+
 def test_dealt_items_are_the_whole_in_order():
     for count in range(12):
         for size in range(1, 6):

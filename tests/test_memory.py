@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from g2rpo.errors import UserError
-from g2rpo.evaluation import sample_images
+from g2rpo.evaluation import evaluate, sample_images
 from g2rpo.flow import sigma_grid
 from g2rpo.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, largest_batch
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -134,6 +134,23 @@ def test_a_reward_that_runs_out_of_memory_sees_fewer_pictures():
 
     trainer(None, rewards={"bright": hungry}).iterate()
     assert sizes[:3] == [64, 32, 16] and max(sizes[2:]) == 16
+
+
+def test_a_reward_that_runs_out_of_memory_in_an_evaluation_sees_fewer_pictures_too():
+    sizes = []
+
+    def hungry(images, prompts):
+        sizes.append(len(images))
+        if len(images) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return images.flatten(1).mean(1)
+
+    t = trainer(None, "sampling.decode_batch_size=8", rewards={"bright": hungry})
+    evaluation = t.judge()
+    assert sizes == [3, 3, 2, 1, 1, 1] and t.sizes.decode == 1 and t.sizes.halved == 3
+    assert torch.equal(evaluation.scores["bright"], trainer(None).judge().scores["bright"])
+    with pytest.raises(UserError, match="--batch-size of g2rpo sample and g2rpo evaluate"):  # where nothing halves
+        evaluate(GaussianPolicy(), ["0"] * 2, {"bright": hungry}, sigma_grid(4), seed=0, batch_size=2, decode_batch_size=2)
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 7}, {"decode_batch_size": 5}])

@@ -65,13 +65,28 @@ class World:
         if self.size == 1:
             return own
         with self._meeting():
-            counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(counts, torch.tensor([len(own)]))
-            padded = own.new_zeros(int(max(counts)), *own.shape[1:])
-            padded[: len(own)] = own
+            padded, counts = self._padded(own)
             parts = [torch.empty_like(padded) for _ in counts]
             dist.all_gather(parts, padded)
-        return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def collect(self, own: Tensor) -> Tensor:
+        """As `gather`, but on the leader only: the others keep their own rows."""
+        if self.size == 1:
+            return own
+        with self._meeting():
+            padded, counts = self._padded(own)
+            parts = [torch.empty_like(padded) for _ in counts] if self.leads else None
+            dist.gather(padded, parts)
+        return own if parts is None else torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def _padded(self, own: Tensor) -> tuple[Tensor, list[int]]:
+        """`own` with as many rows as any rank has, and how many each has."""
+        counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(counts, torch.tensor([len(own)]))
+        padded = own.new_zeros(int(max(counts)), *own.shape[1:])
+        padded[: len(own)] = own
+        return padded, [int(count) for count in counts]
 
     def total(self, *numbers: int) -> list[int]:
         """Each number, summed over the ranks."""

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from g2rpo.distributed import World
 from g2rpo.errors import UserError
+from g2rpo.rewards.pixels import to_uint8
 from g2rpo.rollout.engine import Engine
-from g2rpo.scoring import decode, score
+from g2rpo.scoring import decode, score_in_batches
 from g2rpo.seeding import generator_for
 from g2rpo.statistics import Z
 from g2rpo.types import Policy, Reward
@@ -23,7 +24,10 @@ from g2rpo.types import Policy, Reward
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Pictures [N, 3, H, W] of `prompts`, scores [N] by reward, and `verdicts` [N] where a reward says right or wrong."""
+    """Pictures [N, 3, H, W] of `prompts`, 8 bit, scores [N] by reward, and verdicts [N] where a reward says right or wrong.
+
+    Of an evaluation that ranks have shared, those that do not lead have their own pictures only.
+    """
 
     prompts: tuple[str, ...]
     images: Tensor
@@ -70,12 +74,26 @@ def evaluate(
     decode_batch_size: int,
     first: int = 0,
 ) -> Evaluation:
-    """Samples and scores `prompts`; num_steps network evaluations per prompt."""
-    images = sample_images(
-        policy, prompts, sigmas, seed=seed, batch_size=batch_size, decode_batch_size=decode_batch_size, first=first
-    )
-    scores = dict(zip(rewards, score(rewards, images, prompts), strict=True))
-    return Evaluation(tuple(prompts), images, scores, verdicts(rewards, scores))
+    """Samples and scores `prompts`, `batch_size` at a time; num_steps network evaluations per prompt.
+
+    A reward sees at most `decode_batch_size` pictures at once, as in training.
+    """
+    pictures, scores = [], []
+    for start in range(0, len(prompts), batch_size):
+        part = prompts[start : start + batch_size]
+        images = sample_images(
+            policy,
+            part,
+            sigmas,
+            seed=seed,
+            batch_size=batch_size,
+            decode_batch_size=decode_batch_size,
+            first=first + start,
+        )
+        scores.append(score_in_batches(rewards, images, part, decode_batch_size))
+        pictures.append(to_uint8(images))
+    by_reward = dict(zip(rewards, torch.cat(scores, 1), strict=True))
+    return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(rewards, by_reward))
 
 
 def verdicts(rewards: Mapping[str, Reward], scores: Mapping[str, Tensor]) -> Tensor | None:
@@ -99,14 +117,14 @@ def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> 
     """The evaluation of `prompts` whose pieces the ranks have made."""
     scores = {name: world.gather(values) for name, values in own.scores.items()}
     right = None if own.right is None else world.gather(own.right)
-    return Evaluation(tuple(prompts), world.gather(own.images), scores, right)
+    return Evaluation(tuple(prompts), world.collect(own.images), scores, right)
 
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:
-    """Keeps pictures (8 bit), scores and verdicts in one safetensors file."""
+    """Keeps pictures, scores and verdicts in one safetensors file."""
     scores = {f"score/{name}": values for name, values in evaluation.scores.items()}
     right = {} if evaluation.right is None else {"right": evaluation.right}
-    save_file({"images": (evaluation.images * 255).round().to(torch.uint8).contiguous(), **scores, **right}, path)
+    save_file({"images": evaluation.images.contiguous(), **scores, **right}, path)
 
 
 def save_scores(path: Path, evaluation: Evaluation) -> None:
@@ -129,7 +147,7 @@ def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
     if "images" not in stored or any(len(values) != len(prompts) for values in stored.values()):
         raise UserError(f"{path}: does not hold {len(prompts)} pictures and their scores")
     scores = {name.removeprefix("score/"): values for name, values in stored.items() if name.startswith("score/")}
-    return Evaluation(tuple(prompts), stored["images"].float() / 255, scores, stored.get("right"))
+    return Evaluation(tuple(prompts), stored["images"], scores, stored.get("right"))
 
 
 @dataclass(frozen=True)

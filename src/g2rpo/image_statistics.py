@@ -14,7 +14,7 @@ MARGIN = 0.01
 
 
 def image_statistics(images: Tensor) -> dict[str, Tensor]:
-    """Statistics [N] of pictures [N, 3, H, W] in [0, 1], as they are stored (8 bit); each is in [0, 1], float64.
+    """Statistics [N] of pictures [N, 3, H, W], 8 bit or in [0, 1] and then rounded to 8 bit; each is in [0, 1], float64.
 
     With the luma Y = .299 R + .587 G + .114 B (ITU-R BT.601): `brightness` is its mean; `contrast` its std over pixels, 0 for
     a blank picture and at most 1/2; `saturation` the mean over pixels of the largest minus the smallest channel; `clipped` the
@@ -26,7 +26,7 @@ def image_statistics(images: Tensor) -> dict[str, Tensor]:
 
 
 def _statistics(image: Tensor) -> dict[str, Tensor]:
-    pixels = (image.cpu() * 255).round().double() / 255
+    pixels = (image.cpu() if image.dtype == torch.uint8 else (image.cpu() * 255).round()).double() / 255
     luma = (pixels * pixels.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0)
     around = (luma[:-2, 1:-1] + luma[2:, 1:-1] + luma[1:-1, :-2] + luma[1:-1, 2:]) / 4
     return {

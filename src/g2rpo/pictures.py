@@ -25,9 +25,9 @@ NOTE = "g2rpo-grid"  # the text of the PNG that says what is where
 
 
 def to_pil(image: Tensor) -> Image.Image:
-    """A PIL picture of [3, H, W] in [0, 1]."""
-    pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
-    return Image.fromarray(pixels)
+    """A PIL picture of [3, H, W], 8 bit or in [0, 1]."""
+    pixels = image if image.dtype == torch.uint8 else (image.clamp(0, 1) * 255).round().to(torch.uint8)
+    return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,14 @@ def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str])
     return torch.stack(rows)
 
 
+def score_in_batches(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str], batch_size: int) -> Tensor:
+    """`score` of at most `batch_size` pictures at a time, which is the size to lower where memory runs out."""
+    with bounded_by("decode"):
+        starts = range(0, len(images), batch_size)
+        parts = [score(rewards, images[i : i + batch_size], prompts[i : i + batch_size]) for i in starts]
+    return torch.cat(parts, 1)
+
+
 def score_rollouts(
     policy: Policy,
     rollouts: Sequence[Rollout],
@@ -78,7 +86,6 @@ def score_rollouts(
     for start in range(0, len(latents), batch_size):  # pictures of one batch at a time: an iteration's are gigabytes
         images = decode(policy, latents[start : start + batch_size], batch_size)
         watch.lap("decode")
-        with bounded_by("decode"):  # a reward sees as many pictures as are decoded at once
-            parts.append(score(rewards, images, asked[start : start + batch_size]))
+        parts.append(score_in_batches(rewards, images, asked[start : start + batch_size], batch_size))
         watch.lap("rewards")
     return torch.cat(parts, 1).unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2])).transpose(0, 1)

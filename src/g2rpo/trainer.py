@@ -8,7 +8,7 @@ import shlex
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -268,13 +268,20 @@ class Trainer:
             row |= {"right": right.tuned, "right_stderr": right.error}
         if base is not None:
             row["judged_gain"] = judged_gain(base.scores, evaluation.scores, list(self.judges or self.rewards))
-            self._base_look = self._base_look or image_statistics(base.images)
-            row |= statistics_row(self._base_look, image_statistics(evaluation.images))
+            row |= self._picture_statistics(base, evaluation)
         row["seconds"] = watch.seconds["evaluation"]
         self._announce(self.alarms.see(row, evaluation.scores), row)
         if self.may_roll_back and self.world.total(self.alarms.best_so_far)[0]:  # together: pieces are gathered
             self._keep_best()
         return row
+
+    def _picture_statistics(self, base: Evaluation, evaluation: Evaluation) -> Row:
+        """Pictures beside the base's, in numbers: by the leader, who has them all, for every rank."""
+        row: Row = {}
+        if self.world.leads:
+            self._base_look = self._base_look or image_statistics(base.images)
+            row = statistics_row(self._base_look, image_statistics(evaluation.images))
+        return dict(json.loads(self.world.text_of_leader(json.dumps(row))))
 
     def judge(self) -> Evaluation:
         """Held-out pictures and all their scores, of the (averaged) weights."""
@@ -417,7 +424,8 @@ class Trainer:
     def _base(self) -> Evaluation | None:
         """The base model's evaluation, by this process or by the one that began the run; None if neither kept it."""
         if self._baseline is None and self.run_dir is not None:
-            self._baseline = load_evaluation(self.run_dir / BASELINE, self.heldout)
+            stored = load_evaluation(self.run_dir / BASELINE, self.heldout)
+            self._baseline = stored if self.world.leads else replace(stored, images=stored.images[:0].clone())
         return self._baseline
 
     def _find_sizes(self, cond: Cond) -> None:
