@@ -21,6 +21,7 @@ from g2rpo.rollout.tails import Tails
 from g2rpo.seeding import generator_for
 from g2rpo.types import Normal
 from tests.runs import trainer
+from tests.test_algorithms import collected
 
 
 @pytest.mark.parametrize(
@@ -129,13 +130,11 @@ def test_guards_batch_correction_is_the_published_one():
     assert float((member - theirs).norm()) > 0.01 * float(theirs.norm())
 
 
-@pytest.mark.parametrize("name", ["grpo_guard", "tempflow_grpo"])
-def test_a_loss_knows_which_step_each_of_its_rows_is(name, monkeypatch):
+@pytest.mark.parametrize("kind", [GRPOGuard, TempFlowGRPO])
+def test_a_loss_knows_which_step_each_of_its_rows_is(monkeypatch, kind):
     """With latents of their own or a shared one; passes are cut anywhere."""
-    t = trainer(None, f"algorithm.name={name}", "algorithm.group_size=6", "trainer.micro_batch_size=4", "trainer.iterations=1")
-    seen = []
-    kind, own = type(t.algorithm), type(t.algorithm).policy_loss
-    monkeypatch.setattr(kind, "policy_loss", lambda self, steps: seen.append(steps) or own(self, steps))
+    seen = collected(monkeypatch, kind)
+    t = trainer(None, f"algorithm.name={kind.name}", "algorithm.group_size=6", "trainer.micro_batch_size=4")
     t.iterate()
     assert sum(len(steps.step) for steps in seen) == 2 * 6 * 5
     for steps in seen:
@@ -162,3 +161,13 @@ def test_flow_grpo_and_its_kin_normalise_as_published(kind):
     assert algorithm.batch_std == (kind not in (GRPOGuard, TempFlowGRPO))
     torch.testing.assert_close(advantages, tracked(rewards, algorithm.batch_std), rtol=1e-5, atol=1e-7)
     assert torch.equal(advantages[3], torch.zeros(algorithm.group_size))
+
+
+def test_flow_grpos_kl_is_the_codes_or_the_papers():
+    """|mean - mean_base|^2 over 2 g^2 with 0.04, or over 2 g^2 |dsigma| with 0.004."""
+    kl, dsigma = torch.tensor([0.3, 0.5]), torch.tensor([0.04, 0.27])
+    steps = Steps(*[torch.zeros(2)] * 4, torch.ones(2), dsigma, torch.tensor([0, 8]))
+    code, paper = FlowGRPO(), FlowGRPO(kl_denominator="std", kl_weight=0.004)
+    torch.testing.assert_close(code.kl_weight * code.kl_penalty(kl, steps), 0.04 * kl * dsigma)
+    torch.testing.assert_close(paper.kl_weight * paper.kl_penalty(kl, steps), 0.004 * kl)
+    assert torch.equal(TempFlowGRPO().kl_penalty(kl, steps), kl) and TempFlowGRPO().kl_weight == 0.004

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torch import Tensor
+
 from g2rpo.algorithms.grpo import GRPO, whole_walk
+from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.types import Plan, UpdateEvery
 
 
@@ -17,16 +20,18 @@ from g2rpo.types import Plan, UpdateEvery
 class FlowGRPO(GRPO):
     """Flow-GRPO; defaults for SD3.5 Medium on GenEval and OCR (10 steps, 48 prompts an update).
 
-    `kl_weight` belongs to the KL of the paper's Eq. 14 (`objectives.kernel_kl`). The newer code leaves |dsigma| out of its
-    denominator and takes 0.04 where 0.004 stood before. `noisy_last_step`: the published samplers add noise at the last step
-    too. On SD3's deployed grid (sampling.shift=scheduler) that is next to nothing, on any other it is seen in the pictures.
+    `kl_denominator`: "g" is the published code's |mean - mean_base|^2 / (2 g^2), with `kl_weight` 0.04 (PickScore 0.01); "std"
+    is the KL of the step, the paper's Eq. 14, with std^2 = g^2 |dsigma|, for which early code took 0.004 (PickScore 0.001).
+    FLUX.1-dev: `kl_weight` 0. `noisy_last_step`: the published samplers add noise at the last step too. On SD3's deployed grid
+    (sampling.shift=scheduler) that is next to nothing, on any other it is seen in the pictures.
     """
 
     name: Literal["flow_grpo"] = "flow_grpo"
     title: ClassVar[str] = "Flow-GRPO"
     paper: ClassVar[str] = "2505.05470"
     batch_std: bool = True
-    kl_weight: float = 0.004
+    kl_weight: float = 0.04
+    kl_denominator: Literal["g", "std"] = "g"
     population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
@@ -34,3 +39,6 @@ class FlowGRPO(GRPO):
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
+
+    def kl_penalty(self, kl: Tensor, steps: Steps) -> Tensor:
+        return kl * steps.dsigma if self.kl_denominator == "g" else kl

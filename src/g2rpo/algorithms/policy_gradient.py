@@ -50,6 +50,10 @@ class PolicyGradient(Algorithm):
         """The loss [B] without the KL term."""
         raise NotImplementedError
 
+    def kl_penalty(self, kl: Tensor, steps: Steps) -> Tensor:
+        """What `kl_weight` multiplies, [B]; `kl` is each step's KL to the untrained model's kernel."""
+        return kl
+
     def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:
         return [
             Example(
@@ -95,7 +99,7 @@ class PolicyGradient(Algorithm):
             log["drift"] = (log_prob - recorded).abs()
         if base is not None:
             log["kl"] = kernel_kl(new, base)
-            values = values + self.kl_weight * log["kl"]
+            values = values + self.kl_weight * self.kl_penalty(log["kl"], steps)
         return Loss(values, log)
 
     def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
