@@ -67,7 +67,8 @@ Bound = tuple[Tensor, Tensor]
 
 
 def flow_sde(eta: float) -> Callable[..., Bound]:
-    """Flow-GRPO: s = eta sqrt(sigma / (1 - sigma*)), mean = x (1 + s^2 / (2 sigma) dt) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt."""
+    """Flow-GRPO: mean = x (1 + s^2 / (2 sigma) dt) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, std = s sqrt(-dt), with
+    s = eta sqrt(sigma / (1 - sigma)) and the second sigma in that denominator at the first step."""
 
     def step(x: Tensor, v: Tensor, sigmas: Tensor, i: int) -> Bound:
         sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
@@ -145,7 +146,12 @@ class Update:
     """What one optimizer step saw."""
 
     loss: float
+    norm: float  # of the gradient, before it is clipped
     gradients: list[Tensor]  # clipped
+
+    @property
+    def flat(self) -> Tensor:
+        return torch.cat([gradient.flatten() for gradient in self.gradients])
 
 
 @dataclass
@@ -167,9 +173,9 @@ class Learner:
         for loss in losses:
             value = loss()
             value.backward()
-            total += float(value)
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.updates.append(Update(total, [p.grad.clone() for p in self.parameters]))
+            total += float(value.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0))
+        self.updates.append(Update(total, norm, [p.grad.clone() for p in self.parameters]))
         self.optimizer.step()
 
 
@@ -212,10 +218,12 @@ def flow_grpo_updates(
     *,
     parts: int,
     beta: float,
+    per_time: bool,
     clip: float = 1e-4,
 ) -> None:
-    """The second half of Flow-GRPO's iteration: members of zero advantage are filtered out; for each of `parts` batches the mean
-    over members and over steps 0 .. T-2 of the surrogate and beta |mean - mean_ref|^2 / (2 std^2) (Eq. 14).
+    """The second half of Flow-GRPO's iteration: members of zero advantage are filtered out, and for each of `parts` batches the
+    loss is the mean over members and over steps 0 .. T-2 of the surrogate and beta |mean - mean_ref|^2 / (2 std^2) (Eq. 14), or
+    with `per_time` over 2 s^2, without |dt|.
 
     The published code shuffles members into the batches; here a batch has equally many of each group.
     """
@@ -228,6 +236,7 @@ def flow_grpo_updates(
             policy, (mean, std) = surrogate(network, member, i, sigmas, step, clip)
             with torch.no_grad():
                 base, _ = step(member.latents[i], reference(member.latents[i], sigmas[i], member.prompt), sigmas, i)
-            return (policy + beta * ((mean - base) ** 2).mean() / (2 * std**2)) / share
+            time = sigmas[i] - sigmas[i + 1] if per_time else 1.0
+            return (policy + beta * time * ((mean - base) ** 2).mean() / (2 * std**2)) / share
 
         learner.update([lambda member=member, i=i, loss=loss: loss(member, i) for member in batch for i in steps])

@@ -1,14 +1,16 @@
 """Ours beside a restatement: the same weights, prompts, noise and scores, and what both made of them."""
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from g2rpo.seeding import generator_for
 from g2rpo.trainer import Trainer
-from tests.published.neighbours import Learner, Member, Update
+from tests.published.neighbours import Learner, Member
 
 
 @dataclass
@@ -16,18 +18,21 @@ class Ours:
     """Everything that a trainer's iterations computed, as they went."""
 
     trainer: Trainer
-    rollouts: list = field(default_factory=list)  # one list an iteration
-    experience: list = field(default_factory=list)
-    updates: list[Update] = field(default_factory=list)
+    sampled: list = field(default_factory=list)  # an entry for each iteration
+    examples: list = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)  # of each update, clipped
+    norms: list[float] = field(default_factory=list)  # of gradients before they are clipped, mean over an iteration's updates
     losses: list[float] = field(default_factory=list)  # mean over an iteration's updates
+    clipped: list[float] = field(default_factory=list)  # share of ratios beyond the clip range, an iteration each
 
     def __post_init__(self) -> None:
         t = self.trainer
+        self.before = [p.detach().clone() for p in t.learner.parameters]
         sample, update = t.sampler.sample, t.updater.update
-        t.sampler.sample = lambda *given: self._keep(self.rollouts, sample(*given))
-        t.updater.update = lambda experience, cond: update(self._keep(self.experience, experience), cond)
+        t.sampler.sample = lambda *given: self._keep(self.sampled, sample(*given))
+        t.updater.update = lambda examples, cond: update(self._keep(self.examples, examples), cond)
         t.learner.optimizer.register_step_pre_hook(
-            lambda *_: self.updates.append(Update(0.0, [p.grad.clone() for p in t.learner.parameters]))
+            lambda *_: self.gradients.append(torch.cat([p.grad.flatten() for p in t.learner.parameters]))
         )
 
     @staticmethod
@@ -36,27 +41,59 @@ class Ours:
         return value
 
     def iterate(self) -> None:
-        self.losses.append(self.trainer.iterate()["loss"])
+        row = self.trainer.iterate()
+        self.losses.append(row["loss"])
+        self.norms.append(row["grad_norm"])
+        self.clipped.append(row["clip_fraction"])
+
+    @property
+    def moved(self) -> Tensor:
+        """How far all weights have come."""
+        return moved(self.trainer.learner.parameters, self.before)
 
     def members(self, iteration: int) -> list[list[dict]]:
         """By group, what is to compare of each member: latents before and after trained steps, log-probs, advantage, final."""
         groups = []
-        sampled, experience = self.rollouts[iteration], self.experience[iteration]
-        for rollout in sampled.rollouts:
-            items = [e for e in experience if any(e.transition is t for t in rollout.transitions)]
+        for rollout in self.sampled[iteration].rollouts:
+            steps = [example for example in self.examples[iteration] if example.prompt == rollout.prompt]
             groups.append(
                 [
                     {
-                        "before": torch.stack([t.x[g if len(t.x) > 1 else 0] for t in rollout.transitions]),
-                        "after": torch.stack([t.x_next[g] for t in rollout.transitions]),
-                        "log_probs": torch.stack([t.old_log_prob[g] for t in rollout.transitions]),
-                        "advantage": items[0].advantages[g],
+                        "before": torch.stack([e.x[g if e.rows > 1 else 0] for e in steps]),
+                        "after": torch.stack([e.data["x_next"][g] for e in steps]),
+                        "log_probs": torch.stack([e.data["old_log_prob"][g] for e in steps]),
+                        "advantage": steps[0].advantages[g],
                         "final": rollout.finals[0, g],
                     }
                     for g in range(rollout.finals.shape[1])
                 ]
             )
         return groups
+
+
+@dataclass
+class Restated:
+    """Everything that a restatement computed."""
+
+    learner: Learner
+    groups: list[list[list[Member]]] = field(default_factory=list)  # by iteration
+    trained: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.before = [p.detach().clone() for p in self.learner.parameters]
+
+    def members(self, iteration: int) -> list[list[dict]]:
+        return theirs(self.groups[iteration], self.trained[iteration])
+
+    def mean_norm(self, iteration: int) -> float:
+        """Of the gradients of an iteration's updates, before they were clipped."""
+        count = len(self.learner.updates) // len(self.groups)
+        norms = [update.norm for update in self.learner.updates[iteration * count : (iteration + 1) * count]]
+        return sum(norms) / count
+
+    @property
+    def moved(self) -> Tensor:
+        return moved(self.learner.parameters, self.before)
 
 
 def theirs(groups: list[list[Member]], trained: list[int]) -> list[list[dict]]:
@@ -94,15 +131,23 @@ def texts(t: Trainer, iteration: int, dtype: torch.dtype) -> list[dict[str, Tens
     return [{name: value[i : i + 1].to(dtype) for name, value in cond.tensors.items()} for i in range(len(cond))]
 
 
-def copied(t: Trainer, dtype: torch.dtype) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
-    """A copy of the transformer that `t` is about to train, and its trained parameters."""
-    transformer = copy.deepcopy(t.policy.pipeline.transformer).to(dtype)
-    return transformer, [p for p in transformer.parameters() if p.requires_grad]
+def copied(t: Trainer) -> torch.nn.Module:
+    """A copy of the transformer that `t` is about to train."""
+    return copy.deepcopy(t.policy.pipeline.transformer)
+
+
+def nudged(transformer: torch.nn.Module, off: float) -> torch.nn.Module:
+    """A copy whose weights are `off` by this share of themselves, up or down."""
+    generator, other = torch.Generator().manual_seed(0), copy.deepcopy(transformer)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1 + off * (2 * torch.randint(2, weight.shape, generator=generator) - 1))
+    return other
 
 
 def distance(a: Tensor, b: Tensor) -> float:
     """|a - b| / |b|."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
 
 
 def apart(ours: list[list[dict]], others: list[list[dict]]) -> dict[str, float]:
@@ -114,6 +159,58 @@ def apart(ours: list[list[dict]], others: list[list[dict]]) -> dict[str, float]:
     return {name: distance(flat(ours, name), flat(others, name)) for name in ours[0][0]}
 
 
-def moved(learner: Learner, before: list[Tensor]) -> Tensor:
+def moved(now: Iterable[Tensor], before: Iterable[Tensor]) -> Tensor:
     """How far all weights have come."""
-    return torch.cat([(p.detach().double() - b.double()).flatten() for p, b in zip(learner.parameters, before, strict=True)])
+    return torch.cat([(p.detach().double() - b.detach().double()).flatten() for p, b in zip(now, before, strict=True)])
+
+
+class Pair(Protocol):
+    """Two iterations of one algorithm, ours and restated, and a third that tells how near is near."""
+
+    autocast: torch.dtype | None
+    share: float
+    ours: Ours
+    restated: Restated
+    measure: Restated
+
+
+def agree(pair: Pair) -> None:
+    """Ours and restated, by everything that is computed on the way.
+
+    In float32 two orders of the same sums differ by a few roundings, and these grow on the way through network, group
+    normalisation and Adam as one rounding in every weight grows, which `measure` has: four times that is allowed. In bfloat16 a
+    half of what bfloat16 itself changes is allowed, and for advantages all of it: they come of pictures that are decoded in
+    bfloat16, where a group's scores differ by a few roundings.
+    """
+    ours, restated, measure = pair.ours, pair.restated, pair.measure
+    for iteration in range(2):
+        members = restated.members(iteration)
+        allowed = apart(measure.members(iteration), members)
+        for name, value in apart(ours.members(iteration), members).items():
+            share = 1.0 if name == "advantage" and pair.autocast else pair.share
+            _check(f"{name} of iteration {iteration}", value, share * allowed[name])
+    updates = zip(ours.gradients, restated.learner.updates, measure.learner.updates, strict=True)
+    limits = []
+    for number, (own, other, off) in enumerate(updates):
+        limits.append(pair.share * distance(off.flat, other.flat))
+        _check(f"gradient of update {number}", distance(own, other.flat), limits[-1])
+    _check("weights", distance(ours.moved, restated.moved), pair.share * distance(measure.moved, restated.moved))
+    if pair.autocast is None:
+        for iteration, norm in enumerate(ours.norms):  # lengths are no further apart than the vectors
+            _check(f"gradient norm of iteration {iteration}", abs(norm / restated.mean_norm(iteration) - 1), max(limits))
+        check_losses(ours, restated)
+        assert all(0.02 < fraction < 0.48 for fraction in ours.clipped), f"the clip acts on {ours.clipped}, not on some"
+
+
+def _check(what: str, value: float, limit: float) -> None:
+    assert value <= limit, f"{what}: {value:.2e} apart, {limit:.2e} allowed"
+
+
+def check_losses(ours: Ours, restated: Restated) -> None:
+    """An iteration's loss is a mean of terms A r with |A| <= 5. A log-ratio is a difference of two log-probs, each known to a
+    rounding of itself and of its entries' mean; a KL term is smaller."""
+    count = len(restated.learner.updates) // len(ours.losses)
+    for iteration, loss in enumerate(ours.losses):
+        largest = max(float(m["log_probs"].abs().max()) for group in ours.members(iteration) for m in group)
+        terms = [update.loss for update in restated.learner.updates[iteration * count : (iteration + 1) * count]]
+        _check(f"loss of iteration {iteration}", abs(loss - sum(terms) / count), 5 * 4 * 2**-24 * (1 + largest))

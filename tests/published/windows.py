@@ -1,7 +1,8 @@
-"""DanceGRPO's and MixGRPO's iterations on the tiny FLUX: ours, and restated in a dtype of choice."""
+"""DanceGRPO's and MixGRPO's iterations on the tiny FLUX: ours, and restated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -10,18 +11,22 @@ from torch import Tensor
 from g2rpo.policies.flux import FluxPolicy
 from tests.published import side_by_side
 from tests.published.neighbours import Flux, Learner, Member, normalised, sample, window_updates
-from tests.published.side_by_side import Ours
+from tests.published.side_by_side import Ours, Restated, agree
 from tests.runs import trainer
+
+__all__ = ["Windows", "agree", "normalised"]
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square", "blue"]
 COMMON = (
     "sampling.batch_size=1",  # a network call has one row there, and in bfloat16 the kernels differ by the batch
     "trainer.micro_batch_size=1",
     "trainer.prompts_per_iteration=2",
-    "trainer.iterations=2",
-    "policy.truncate_timesteps=true",
     "rewards={tilt: 3.0, spread: 1.0}",
     "evaluation.rewards={}",
+)
+IN_BFLOAT16 = (
+    "sampling.step_dtype=bfloat16",
+    "algorithm.clip_range=100",  # a clip at 1e-4 of a ratio that is known to 1e-5 depends on the last bit
 )
 
 
@@ -37,28 +42,11 @@ REWARDS = {"tilt": tilt, "spread": spread}
 
 
 @dataclass
-class Restated:
-    """What a restatement computed."""
-
-    groups: list[list[list[Member]]]  # by iteration
-    trained: list[list[int]]
-    learner: Learner
-    before: list[Tensor]
-
-    def members(self, iteration: int) -> list[list[dict]]:
-        return side_by_side.theirs(self.groups[iteration], self.trained[iteration])
-
-    @property
-    def moved(self) -> Tensor:
-        return side_by_side.moved(self.learner, self.before)
-
-
-@dataclass
 class Windows:
-    """`iterations` of one algorithm, ours at once and restated when asked for.
+    """Two iterations of one algorithm, ours at once and restated when asked for.
 
-    `accumulate` members an update, `step(eta)` is the stochastic step, `noisy` the stochastic steps of a plan and `mix` makes
-    one advantage of a group's scores [2, G].
+    `step` is the stochastic step, `accumulate` how many members make an update, and `mix` makes one advantage of a group's
+    scores [2, G].
     """
 
     directory: Path
@@ -66,14 +54,10 @@ class Windows:
     autocast: torch.dtype | None
     step: Callable
     accumulate: int
-    noisy: Callable
     mix: Callable[[Tensor], Tensor]
-    iterations: int = 2
     ours: Ours = field(init=False)
 
     def __post_init__(self) -> None:
-        low = self.autocast is not None
-        options = ("sampling.step_dtype=bfloat16",) if low else ()
         policy = FluxPolicy.from_pretrained(
             self.directory,
             height=32,
@@ -84,50 +68,61 @@ class Windows:
             truncate_timesteps=True,
             dtype=self.autocast or torch.float32,
         )
-        t = trainer(None, *COMMON, *options, *self.overrides, policy=policy, rewards=REWARDS, prompts=PROMPTS)
-        self.start = {dtype: side_by_side.copied(t, dtype) for dtype in (torch.float32, torch.float64)}
+        options = (*COMMON, *self.overrides, *(IN_BFLOAT16 if self.autocast else ()))
+        t = trainer(None, *options, policy=policy, rewards=REWARDS, prompts=PROMPTS)
+        self.start = side_by_side.copied(t)
         self.ours = Ours(t)
-        for _ in range(self.iterations):
+        for _ in range(2):
             self.ours.iterate()
-        self.moved = torch.cat([(p.detach() - q).double().flatten() for p, q in self._pairs(t)])
 
-    def _pairs(self, t):
-        return zip(t.learner.parameters, self.start[torch.float32][1], strict=True)
+    @cached_property
+    def restated(self) -> Restated:
+        return self.restate(self.autocast)
 
-    def restate(self, dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None) -> Restated:
-        """The same iterations from the formulas; weights in `dtype`, computed in `autocast`."""
-        t, (transformer, parameters) = self.ours.trainer, self.start[dtype]
-        sigmas, low = t.sigmas.to(dtype), autocast or dtype
-        network = Flux(transformer, [], 8, autocast)
-        result = Restated([], [], Learner(parameters, t.config.optim.learning_rate), [p.detach().clone() for p in parameters])
-        for iteration in range(self.iterations):
+    @property
+    def share(self) -> float:
+        """How much of what `measure` is apart ours may be."""
+        return 4.0 if self.autocast is None else 0.5
+
+    @cached_property
+    def measure(self) -> Restated:
+        """What tells how near is near: the restatement with every weight one rounding of float32 off; or, in bfloat16, what
+        float32 makes of the same."""
+        return self.restate() if self.autocast else self.restate(off=2**-23)
+
+    def restate(self, autocast: torch.dtype | None = None, off: float = 0.0) -> Restated:
+        """The same iterations from the formulas, computed in `autocast`; every weight is `off` by this share of itself."""
+        t, low = self.ours.trainer, autocast or torch.float32
+        transformer = side_by_side.nudged(self.start, off)
+        network, learner = (
+            Flux(transformer, [], 8, autocast),
+            Learner(list(transformer.parameters()), t.config.optim.learning_rate),
+        )
+        result = Restated(learner)
+        for iteration in range(2):
             (plan,) = t.plans(iteration)
-            noisy, size = self.noisy(plan), t.algorithm.group_size
+            noisy, size = range(plan.branch, plan.merge), t.algorithm.group_size
             trained = [i for i in noisy if plan.trains(i)]
             network.text = side_by_side.texts(t, iteration, low)
             groups = []
-            for prompt, words in enumerate(t.prompts_of(iteration)):
+            for prompt in range(len(network.text)):
                 initial, noise = side_by_side.drawn(t, iteration, prompt, size, plan.branch, noisy, low, own=False)
                 group = [
-                    sample(network, prompt, initial[g : g + 1], sigmas, {i: n[g : g + 1] for i, n in noise.items()}, self.step)
+                    sample(
+                        network, prompt, initial[g : g + 1], t.sigmas, {i: n[g : g + 1] for i, n in noise.items()}, self.step
+                    )
                     for g in range(size)
                 ]
-                pictures = t.policy.decode(torch.cat([member.final for member in group]).float())
-                scores = torch.stack([reward(pictures, [words] * size) for reward in REWARDS.values()]).to(dtype)
-                for member, advantage in zip(group, self.mix(scores), strict=True):
-                    member.advantage = advantage
+                self._score(group)
                 groups.append(group)
-            window_updates(network, result.learner, groups, trained, sigmas, self.step, accumulate=self.accumulate)
+            clip = 1e-4 if self.autocast is None else 100.0
+            window_updates(network, learner, groups, trained, t.sigmas, self.step, accumulate=self.accumulate, clip=clip)
             result.groups.append(groups)
             result.trained.append(trained)
         return result
 
-
-def summed(scores: Tensor) -> Tensor:
-    """DanceGRPO's several rewards: their advantages, weighted 3 and 1, added and clipped at 5."""
-    return (3 * normalised(scores[0]) + normalised(scores[1])).clamp(-5, 5)
-
-
-def shared(scores: Tensor) -> Tensor:
-    """MixGRPO's: weights are divided by their sum."""
-    return (0.75 * normalised(scores[0]) + 0.25 * normalised(scores[1])).clamp(-5, 5)
+    def _score(self, group: list[Member]) -> None:
+        pictures = self.ours.trainer.policy.decode(torch.cat([member.final for member in group]))
+        advantages = self.mix(torch.stack([reward(pictures, []) for reward in REWARDS.values()]))
+        for member, advantage in zip(group, advantages, strict=True):
+            member.advantage = advantage

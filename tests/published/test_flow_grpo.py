@@ -1,0 +1,147 @@
+"""Flow-GRPO's whole training step, KL term and all, against a restatement from its published formulas, on the tiny SD3."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from g2rpo.policies.sd3 import SD3Policy
+from tests.published import side_by_side
+from tests.published.neighbours import (
+    Learner,
+    StableDiffusion3,
+    batch_normalised,
+    flow_grpo_updates,
+    flow_sde,
+    sample,
+)
+from tests.published.side_by_side import Ours, Restated, agree
+from tests.published.windows import tilt
+from tests.runs import trainer
+
+PROMPTS = ["a red circle", "two blue square left of a circle", "a square", "blue"]
+GROUP, STEPS = 4, 5
+SETTING = (
+    "algorithm.name=flow_grpo",
+    f"algorithm.group_size={GROUP}",
+    "algorithm.update_every=2",
+    f"sampling.num_steps={STEPS}",
+    "sampling.shift=scheduler",
+    "trainer.prompts_per_iteration=4",
+    "rewards={tilt: 1.0}",
+    "evaluation.rewards={}",
+    "optim.learning_rate=2e-3",
+)
+
+
+def partial_tilt(images, prompts):
+    """The last prompt's pictures are all alike to it."""
+    return torch.where(torch.tensor([prompt == PROMPTS[-1] for prompt in prompts]), 0.5, tilt(images, prompts))
+
+
+@dataclass
+class Walks:
+    """Two iterations, ours at once and restated when asked for."""
+
+    directory: Path
+    overrides: tuple[str, ...]
+    beta: float
+    per_time: bool
+    autocast: None = None
+    share: float = 4.0
+    ours: Ours = field(init=False)
+
+    def __post_init__(self) -> None:
+        policy = SD3Policy.from_pretrained(
+            self.directory, height=32, width=32, max_sequence_length=12, lora_rank=4, guidance_scale=4.5
+        )
+        with torch.no_grad():  # an adapter that has moved, or the first KL is 0 whatever its formula
+            for p in policy.trainable_parameters():
+                p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+        options = (*SETTING, f"algorithm.kl_weight={self.beta}", *self.overrides)
+        t = trainer(None, *options, policy=policy, rewards={"tilt": partial_tilt}, prompts=PROMPTS)
+        self.start = side_by_side.copied(t)
+        self.ours = Ours(t)
+        for _ in range(2):
+            self.ours.iterate()
+
+    @cached_property
+    def restated(self) -> Restated:
+        return self.restate()
+
+    @cached_property
+    def measure(self) -> Restated:
+        return self.restate(off=2**-23)
+
+    def restate(self, off: float = 0.0, beta: float | None = None) -> Restated:
+        t, transformer = self.ours.trainer, side_by_side.nudged(self.start, off)
+        untrained = side_by_side.nudged(self.start, off)
+        untrained.disable_adapters()
+        network, base = StableDiffusion3(transformer, []), StableDiffusion3(untrained, [])
+        learner = Learner([p for p in transformer.parameters() if p.requires_grad], t.config.optim.learning_rate)
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+        scheduler.set_timesteps(STEPS)
+        sigmas, result = scheduler.sigmas, Restated(learner)
+        for iteration in range(2):
+            network.text = base.text = side_by_side.texts(t, iteration, torch.float32)
+            groups = []
+            for prompt in range(len(PROMPTS)):
+                initial, noise = side_by_side.drawn(t, iteration, prompt, GROUP, 0, range(STEPS), torch.float32, own=True)
+                groups.append(
+                    [
+                        sample(network, prompt, initial[g : g + 1], sigmas, {i: n[g : g + 1] for i, n in noise.items()}, SDE)
+                        for g in range(GROUP)
+                    ]
+                )
+            scores = torch.stack(
+                [self._scores(group, words) for group, words in zip(groups, t.prompts_of(iteration), strict=True)]
+            )
+            for group, advantages in zip(groups, batch_normalised(scores).clamp(-5, 5), strict=True):
+                for member, advantage in zip(group, advantages, strict=True):
+                    member.advantage = advantage
+            flow_grpo_updates(
+                network,
+                base,
+                learner,
+                groups,
+                sigmas,
+                SDE,
+                parts=2,
+                beta=self.beta if beta is None else beta,
+                per_time=self.per_time,
+            )
+            result.groups.append(groups)
+            result.trained.append(list(range(STEPS - 1)))
+        return result
+
+    def _scores(self, group, words):
+        pictures = self.ours.trainer.policy.decode(torch.cat([member.final for member in group]))
+        return partial_tilt(pictures, [words] * GROUP)
+
+
+SDE = flow_sde(0.7)
+
+
+@pytest.fixture(scope="module", params=["g", "std"])
+def pair(request, sd3_directory):
+    """The KL term as the code has it, or the paper; its weight is large enough to be seen."""
+    return Walks(sd3_directory, (f"algorithm.kl_denominator={request.param}",), beta=1.0, per_time=request.param == "g")
+
+
+def test_samples_scores_gradients_and_weights_are_the_published_ones(pair):
+    agree(pair)
+
+
+def test_the_setting_has_what_is_to_be_tested(pair):
+    """All steps are stochastic and the last is not trained; a silent group is filtered out; the KL term is a good part of a
+    gradient; two updates an iteration."""
+    first = pair.restated.groups[0]
+    assert [sorted(member.log_probs) for member in first[0]] == [list(range(STEPS))] * GROUP
+    assert pair.ours.sampled[0].rollouts[0].transitions[-1].step == STEPS - 2
+    assert sum(all(member.advantage == 0 for member in group) for group in first) == 1
+    assert len(pair.ours.gradients) == 4
+    with_kl, without = pair.restated.learner.updates[0].flat, pair.restate(beta=0.0).learner.updates[0].flat
+    assert side_by_side.distance(without, with_kl) > 0.1
