@@ -15,25 +15,29 @@ import yaml
 
 from g2rpo import components
 from g2rpo.cli import main
-from g2rpo.commands.demo import of_model, of_run, open_studio
+from g2rpo.commands.demo import facts, of_model, of_run, open_studio
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import Config
 from g2rpo.demo.gate import MAX_BODY, Gate
+from g2rpo.demo.opening import Opening, opening, opening_of
 from g2rpo.demo.studio import MAX_PROMPT, MAX_SEED, draw, learn, plan_labels
 from g2rpo.demo.views import digits, drawing_html, lesson_html, run_html
 from g2rpo.errors import UserError
-from g2rpo.evaluation import sample_images
+from g2rpo.evaluation import load_tensors, sample_images
 from g2rpo.flow import sigma_grid
 from g2rpo.named import ALGORITHMS
 from g2rpo.report.history import read_runs
+from g2rpo.report.verdict import summary
 from g2rpo.rollout.engine import Engine
 from g2rpo.scoring import Stopwatch
 from g2rpo.seeding import generator_for
 from g2rpo.settings import resolve
+from g2rpo.trainer import scores_after
 from g2rpo.types import Plan
 from tests.commands import TINY, g2rpo
 
 PROMPT = "a red circle"
+NAN = float("nan")
 
 
 def tiny(flux_directory, prompts, *overrides) -> Config:
@@ -91,6 +95,24 @@ def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, studio
         assert drawing.trained == ("brightness",) and drawing.prompt == PROMPT
         assert studio.policy.guidance_scale == 3.5  # as before
     assert studio.tuned == {"lora": "adapter", "full": "all weights"}[run.name]
+
+
+def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
+    """From the noise of its number: the scores are those of the run's log."""
+    cast = of_run(run)
+    heldout = components.build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
+    studio = open_studio(cast, run / ("adapter" if run.name == "lora" else "transformer"), print, heldout)
+    log = read_runs([run])[0]
+    asked = {"seed": studio.seed, "steps": studio.steps, "guidance": studio.policy.guidance_scale}
+    for number, prompt in enumerate(heldout):
+        drawing = draw(studio, prompt, **asked)
+        for evaluation, iteration in ((drawing.base, 0), (drawing.tuned, log.changes()[0].iteration)):
+            stored = load_tensors(run / scores_after(iteration))
+            for name, value in evaluation.scores.items():  # other batches, so not to the last bit
+                torch.testing.assert_close(value, stored[name][number : number + 1], atol=1e-4, rtol=0, equal_nan=True)
+        assert drawing.settings.startswith(f"held-out prompt {number + 1} · seed {studio.seed} · {studio.steps} steps")
+    assert "held-out" not in draw(studio, "three green stars", **asked).settings
+    assert draw(studio, heldout[1], **asked).base.images.ne(draw(studio, "three green stars", **asked).base.images).any()
 
 
 def test_an_adapter_without_strength_is_the_base_model(run, studio):
@@ -417,3 +439,67 @@ def test_the_gate_refuses_other_sites():
     for host in ("evil.example:7860", "", "127.0.0.1.evil.example", "192.168.1.2:7860", "localhost.evil.example", "[::1"):
         assert asked(host=host) == 421
     assert asked(local=False, host="evil.example") == 200  # the token decides
+
+
+class Right:
+    """A reward that knows right from wrong; its scores are given."""
+
+    right = 1
+
+    def __call__(self, images, prompts):
+        raise AssertionError("scores are given")
+
+
+@pytest.mark.parametrize(
+    ("base", "tuned", "number", "rule"),
+    [
+        ([0.5, 1, 0, 0, 1], [0.9, 1, 1, 1, 0], 2, "the first of the 2 held-out prompts (of 5) that the base model draws wrong"),
+        ([NAN, 0, 0, 1, 1], [1, NAN, 0, 1, 1], 0, "the first of 5 held-out prompts: there is none that the base"),
+        ([1, 1, 1, 1, 0], [0, 0, 1, 1, 1], 4, "the tuned one right; on 2 it is the other way round."),
+    ],
+)
+def test_the_demo_opens_on_the_first_prompt_that_became_right(base, tuned, number, rule):
+    scores = {"a": torch.tensor(base, dtype=torch.float32)}, {"a": torch.tensor(tuned, dtype=torch.float32)}
+    chosen = opening(*scores, {"a": Right()}, ["a"])
+    assert chosen.number == number and chosen.rule.startswith("This opens on ") and rule in chosen.rule
+
+
+def test_without_right_and_wrong_it_opens_where_every_trained_score_rose():
+    base = {"a": torch.tensor([0.0, 0, 0, 0]), "b": torch.tensor([5.0, 5, 5, 5]), "judge": torch.tensor([1.0, 1, 1, 1])}
+    tuned = {
+        "a": torch.tensor([1.0, NAN, 0.1, 0.2]),
+        "b": torch.tensor([4.0, 6, 5.1, 6]),
+        "judge": torch.tensor([2.0, 2, 0, 0]),
+    }
+    chosen = opening(base, tuned, {"a": None, "b": None, "judge": None}, ["a", "b"])
+    assert chosen.number == 2
+    assert chosen.rule == (
+        "This opens on the first of the 2 held-out prompts (of 4) on which training raised a and b; "
+        "on 0 it is the other way round."
+    )
+    assert opening(base, tuned, {"judge": None}, []) == Opening()
+
+
+def test_a_run_without_scores_opens_on_its_first_prompt(run, studio, tmp_path):
+    rewards = {**studio.rewards, **studio.judges}
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    assert opening_of(read_runs([copy])[0], rewards, ["brightness"]) == opening_of(read_runs([run])[0], rewards, ["brightness"])
+    shutil.rmtree(copy / "scores")
+    assert opening_of(read_runs([copy])[0], rewards, ["brightness"]) == Opening()
+
+
+def test_what_the_page_is_about_is_said_for_outsiders(run):
+    log = read_runs([run])[0]
+    said = facts(of_run(run), log)
+    weights = {"lora": "an adapter", "full": "all weights"}[run.name]
+    assert f", before and after training {weights} with G²RPO on brightness. " in said and said.endswith(summary(log))
+    assert facts(of_model("testbed", None, 3.5, None), None) == "The tiny FLUX that comes with g2rpo, as it is."
+
+
+def test_a_drawing_is_marked_where_a_reward_can_tell(testbed, studio):
+    drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
+    right = float(drawing.base.scores["scene_correct"]) == 1
+    assert ("✓ right" if right else "✗ wrong") in drawing_html(drawing) and "why not" in drawing_html(drawing, "why not")
+    unparsed = drawing_html(draw(testbed, "a dog", seed=1, steps=2, guidance=3.5))
+    assert "✓" not in unparsed and "✗" not in unparsed

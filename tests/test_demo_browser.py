@@ -164,10 +164,34 @@ def test_a_click_during_a_drawing_counts(page):
     assert [data[-1] for data in asked] == [1, 0]
 
 
-def test_draw_two_pictures_with_their_scores(page):
-    write(page, "two red circles")
+def draw(page, prompt):
+    """Asks for a drawing, and waits until it is there."""
+    write(page, prompt)
     page.click("#draw")
-    page.wait_for_selector("#drawing img", timeout=MINUTE)
+    shown = "document.querySelector('#drawing .g2-prompt')?.firstChild.textContent.trim()"
+    page.wait_for_function(f"prompt => {shown} == prompt", arg=prompt, timeout=MINUTE)
+
+
+def test_the_page_opens_with_a_drawing_and_says_why_this_one(page):
+    assert page.locator("#drawing img").count() == 2
+    rule = page.locator("#drawing .g2-note").inner_text()
+    assert rule.startswith("This opens on the first of ") and "held-out prompts" in rule
+    prompt = page.locator("#drawing .g2-prompt").inner_text().split("\n")[0]
+    assert page.locator("textarea:visible").input_value() == prompt
+    assert page.locator("#drawing .g2-prompt span").inner_text().startswith("held-out prompt ")
+    assert all(mark in ("✓ right", "✗ wrong") for mark in page.locator("#drawing .g2-verdict").all_inner_texts())
+    before = page.evaluate("[...document.querySelectorAll('#drawing img')].map(it => it.src)")
+    page.click("#draw")  # the same again, without the rule
+    page.wait_for_function("!document.querySelector('#drawing .g2-note')", timeout=MINUTE)
+    assert page.evaluate("[...document.querySelectorAll('#drawing img')].map(it => it.src)") == before
+    facts = page.locator(".g2-facts").inner_text()
+    assert facts.startswith(
+        "The tiny FLUX that comes with g2rpo, before and after training an adapter with G²RPO on scene_accuracy."
+    )
+
+
+def test_draw_two_pictures_with_their_scores(page):
+    draw(page, "two red circles")
     assert page.locator("#drawing h3").all_inner_texts() == ["Base model", "After training"]
     base, tuned = page.locator("#drawing img").all()
     assert base.get_attribute("src") != tuned.get_attribute("src")
@@ -187,9 +211,7 @@ def test_draw_two_pictures_with_their_scores(page):
 
 def test_settings_are_used_and_mistakes_are_told(page):
     sources = "[...document.querySelectorAll('#drawing img')].map(it => it.src)"
-    write(page, "three blue stars")
-    page.click("#draw")
-    page.wait_for_selector("#drawing img", timeout=MINUTE)
+    draw(page, "three blue stars")
     base, tuned = page.evaluate(sources)
     assert base != tuned
     page.get_by_role("button", name="Settings").click()
@@ -213,7 +235,7 @@ def test_settings_are_used_and_mistakes_are_told(page):
         page.locator(".toast-close").first.click()
         page.get_by_text(message).first.wait_for(state="detached", timeout=MINUTE)
         field.fill(right)
-    for wrong, said in (("0", "1 steps"), ("1000", "100 steps")):  # the nearest that may be, and the page says so
+    for wrong, said in (("0", "1 step"), ("1000", "100 steps")):  # the nearest that may be, and the page says so
         steps.fill(wrong)
         page.click("#draw")
         page.get_by_text(f"seed 7 · {said} · guidance 3.5 · strength 0").wait_for(timeout=MINUTE)

@@ -225,7 +225,7 @@ def said(directory, rewards, right=None, alarms=(), prompts=192):
     row = {"kind": "eval", "iteration": 4, "seconds": 1.0, "alarms": dict.fromkeys(alarms, "seen")}
     (directory / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (run,) = read_runs([directory])
-    return summary(run)
+    return summary(run).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_the_summary_says_what_happened_in_plain_words(tmp_path):

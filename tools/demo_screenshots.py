@@ -1,6 +1,7 @@
 """Takes the pictures of docs/demo.md: `python -m tools.demo_screenshots runs/quickstart` (needs a Chromium).
 
-Starts `g2rpo demo` on a finished run, asks it one prompt on a desktop and on a phone, and writes demo.png and demo_phone.png.
+Starts `g2rpo demo` on a finished run, looks at what it opens with and asks it one prompt, on a desktop and on a phone, and
+writes demo.png and demo_phone.png.
 """
 
 from __future__ import annotations
@@ -42,13 +43,11 @@ def served(run: Path) -> Iterator[str]:
 
 
 def screens(browser: Browser, address: str, size: tuple[int, int], prompt: str) -> Iterator[Image.Image]:
-    """Each tab with its answer to `prompt`, as high as the window or scrolled to what matters."""
+    """Each tab, the first as it opens, the second with its answer to `prompt`; as high as the window or scrolled to what
+    matters."""
     page = browser.new_page(viewport={"width": size[0], "height": size[1]})
     page.goto(address)
     page.wait_for_selector("#draw", timeout=MINUTE)
-    _write(page, prompt)
-    page.click("#draw")
-    page.wait_for_selector("#drawing img", timeout=MINUTE)
     yield _shot(page, "#drawing" if size == PHONE else None)
     page.get_by_role("tab", name="How it learns").click()
     _write(page, prompt)
@@ -58,7 +57,7 @@ def screens(browser: Browser, address: str, size: tuple[int, int], prompt: str) 
     page.wait_for_selector("#lesson img", timeout=MINUTE)
     yield _shot(page, "#lesson")
     page.get_by_role("tab", name="The run").click()
-    page.frame_locator("iframe.g2-report").get_by_role("heading", name="Results").wait_for(timeout=MINUTE)
+    page.frame_locator("iframe.g2-report").get_by_role("heading", name="Pictures").first.wait_for(timeout=MINUTE)
     yield _shot(page, None)
     page.close()
 

@@ -23,7 +23,7 @@ from g2rpo.evaluation import load_tensors
 from g2rpo.metrics import read_metrics
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.statistics import Interval, bootstrap_crossed
-from g2rpo.trainer import SCORES
+from g2rpo.trainer import scores_after
 
 Scores = NDArray[np.float64]
 Unit = Literal["iterations", "evaluations", "seconds"]
@@ -112,7 +112,7 @@ def read_run(config: Config, run_dir: Path) -> Run:
             evaluations += work(config, row["iteration"] - 1, row["evaluations"])
             clock += row["seconds"]
         else:
-            path = run_dir / SCORES / f"iteration_{row['iteration']:06d}.safetensors"
+            path = run_dir / scores_after(row["iteration"])
             iterations.append(row["iteration"])
             spent.append(evaluations)
             seconds.append(clock)

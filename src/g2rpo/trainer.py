@@ -256,7 +256,7 @@ class Trainer:
             if self.iteration == 0:
                 with self._written(BASELINE) as path:
                     save_evaluation(path, evaluation)
-            with self._written(_scores_after(self.iteration)) as path:
+            with self._written(scores_after(self.iteration)) as path:
                 save_scores(path, evaluation)
             self._paint(_named(self.iteration), {"": evaluation}, f"after iteration {self.iteration}")
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
@@ -379,7 +379,7 @@ class Trainer:
         self.iteration = found[0]
         self.alarms.rows = [row for row in read_metrics(self._directory()) if row["iteration"] <= self.iteration]
         judged = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
-        scores = {iteration: self._directory() / _scores_after(iteration) for iteration in judged}
+        scores = {iteration: self._directory() / scores_after(iteration) for iteration in judged}
         self.alarms.history = {i: load_tensors(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
         return [*complaints, *gaps(self._directory(), self.alarms.rows, self.iteration)]
 
@@ -538,5 +538,6 @@ def _picture(name: str) -> str:
     return f"samples/{name}.png"
 
 
-def _scores_after(iteration: int) -> str:
+def scores_after(iteration: int) -> str:
+    """Where in a run directory the scores of an evaluation are."""
     return f"{SCORES}/{_named(iteration)}.safetensors"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,18 @@ from g2rpo import components, recipes
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.commands.evaluate import model_settings
 from g2rpo.config import Group, PolicyConfig, RewardTable, SamplingConfig
-from g2rpo.demo.studio import Studio, Tuned
+from g2rpo.demo.opening import Opening, opening_of
+from g2rpo.demo.studio import Studio, Tuned, draw
 from g2rpo.errors import UserError, loading
 from g2rpo.memory import batch_sizes
 from g2rpo.named import title_of
+from g2rpo.report.history import Run, read_runs
+from g2rpo.report.verdict import summary
+from g2rpo.report.words import model_name
 from g2rpo.rewards.server import is_loopback
 from g2rpo.rewards.transport import token_from
 from g2rpo.runs import read_config, weights_path
+from g2rpo.scoring import RewardFailed
 from g2rpo.settings import resolve, resolve_as
 from g2rpo.types import Algorithm
 
@@ -40,7 +45,13 @@ class Cast:
     judges: RewardTable = field(default_factory=dict)
     seed: int = 42
     prompts: str = ""
-    """A source of examples."""
+    """A source of held-out prompts."""
+    num_prompts: int | None = None
+    """How many of them are used."""
+    steps: int | None = None
+    """Of the run's evaluations."""
+    story: str = "as it is"
+    """What was done to the model."""
 
     def check(self) -> None:
         """Refuses what can be seen to be wrong before anything is loaded."""
@@ -56,8 +67,22 @@ class _Named(Group):
 def of_run(run: Path) -> Cast:
     """The cast of a run."""
     c = read_config(run, mention=False)
-    judges = c.evaluation.rewards
-    return Cast(run.resolve().name, c.policy, c.algorithm, c.sampling, c.rewards, judges, c.trainer.seed, c.evaluation.prompts)
+    e, method = c.evaluation, title_of(c.algorithm)[0]
+    weights = "an adapter" if c.policy.tuning == "lora" else "all weights"
+    story = f"before and after training {weights} with {method} on {' and '.join(c.rewards)}"
+    return Cast(
+        f"Run {run.resolve().name}",
+        c.policy,
+        c.algorithm,
+        c.sampling,
+        c.rewards,
+        e.rewards,
+        c.trainer.seed,
+        e.prompts,
+        e.num_prompts,
+        e.num_steps,
+        story,
+    )
 
 
 def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, Any] | None) -> Cast:
@@ -68,10 +93,11 @@ def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, A
         return Cast(model, policy, GranularGRPO(), SamplingConfig(num_steps=16, shift="model"), table)
     c = resolve(recipes.settings("scenes"), source="recipe scenes")
     trained, judges = (table, {}) if table else (c.rewards, c.evaluation.rewards)
-    return Cast("The testbed", policy, c.algorithm, c.sampling, trained, judges, c.trainer.seed, c.evaluation.prompts)
+    e = c.evaluation
+    return Cast("The testbed", policy, c.algorithm, c.sampling, trained, judges, c.trainer.seed, e.prompts, e.num_prompts)
 
 
-def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None]) -> Studio:
+def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None], heldout: Sequence[str] = ()) -> Studio:
     """Builds what `cast` names, and loads tuned weights."""
     device = components.pick_device(cast.policy.device)
     rewards, judges = (components.build_rewards(table, device) for table in (cast.rewards, cast.judges))
@@ -91,6 +117,8 @@ def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None]) -
         judges,
         tuned,
         seed=cast.seed,
+        heldout=heldout,
+        steps=cast.steps,
         **({"explain": _grammar} if cast.policy.path == "testbed" else {}),
     )
 
@@ -117,6 +145,13 @@ def _token(variable: str | None, host: str) -> str | None:
     return token
 
 
+def facts(cast: Cast, log: Run | None) -> str:
+    """What the page is about, for people who have seen neither config nor code, and how the run did."""
+    name = model_name(cast.policy)
+    line = f"{'The' + name[3:] if name.startswith('the ') else name}, {cast.story}."
+    return f"{line} {summary(log)}" if log is not None else line
+
+
 def demo(
     run: Path | None,
     cast: Cast,
@@ -130,6 +165,7 @@ def demo(
 ) -> None:
     """Serves the demo until interrupted, or until `stop` is set."""
     token = _token(token_env, host)
+    own = run is not None and weights is None
     if run is not None:
         weights = weights or weights_path(run)
     if weights is not None and not weights.is_dir():
@@ -141,28 +177,45 @@ def demo(
         if error.name != "gradio":
             raise
         raise UserError("the demo needs Gradio: pip install gradio") from None
-    from g2rpo.demo.views import run_html
-    from g2rpo.report.history import read_runs
+    from g2rpo.demo.views import drawing_html, run_html
 
     def say(words: str) -> None:
         console.print(words, highlight=False, soft_wrap=True, markup=False)
 
     say(f"{cast.title}: building the policy and {len(cast.rewards) + len(cast.judges)} rewards ...")
-    studio = open_studio(cast, weights, say)
-    examples: list[str] = []
+    heldout: Sequence[str] = []
     if cast.prompts:
         try:
-            examples = components.build_prompts(cast.prompts, "evaluation.prompts")[:EXAMPLES]
+            heldout = components.build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
         except UserError as error:
             say(f"no examples: {error}")
-    title, _ = title_of(cast.algorithm)
-    tuned = {"nothing": "untrained", "adapter": "tuned by an adapter", "all weights": "all weights tuned"}[studio.tuned]
+    studio = open_studio(cast, weights, say, heldout)
+    log, opening = None, Opening()
+    if run is not None:
+        try:
+            log = read_runs([run])[0]
+            if own:
+                opening = opening_of(log, {**studio.rewards, **studio.judges}, list(studio.rewards))
+        except UserError as error:
+            say(f"the run's log tells nothing: {error}")
+    elif weights is not None:
+        cast = replace(cast, story="with and without tuned weights")
+    examples = [str(prompt) for prompt in dict.fromkeys([*heldout[opening.number :][:1], *heldout])][:EXAMPLES]
+    drawn = ""
+    if examples:
+        say("drawing a held-out prompt to open with ...")
+        asked = {"seed": studio.seed, "steps": studio.steps, "guidance": studio.policy.guidance_scale}
+        try:
+            drawn = drawing_html(draw(studio, examples[0], **asked), opening.rule)
+        except (UserError, RewardFailed) as error:
+            say(f"it was not drawn: {error}")
     page = app.build(
         app.Stage(
             studio,
             cast.title,
-            f"{cast.policy.path}, {tuned} · {title}",
+            facts(cast, log),
             examples,
+            drawn,
             (lambda: run_html(read_runs([run])[0])) if run is not None else None,
         )
     )

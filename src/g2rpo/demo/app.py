@@ -51,6 +51,9 @@ class Stage:
     title: str
     facts: str
     examples: Sequence[str] = ()
+    """Prompts to try; the first is in the prompt's field."""
+    opening: str = ""
+    """HTML of what is drawn when the page opens."""
     report: Callable[[], str] | None = None
     """Makes the run's report, if there is a run."""
 
@@ -96,13 +99,14 @@ def _draw_view(stage: Stage, studio: Studio, prompt: str) -> None:
             toggle.click(None, js=TO_SETTINGS, api_visibility="private")
             with gr.Column(elem_id="settings"):
                 seed = _seed(studio.seed)
-                steps = gr.Slider(1, studio.most_steps, studio.sampling.num_steps, step=1, label="Steps")
+                steps = gr.Slider(1, studio.most_steps, studio.steps, step=1, label="Steps")
                 guidance = gr.Slider(0, studio.most_guidance, studio.policy.guidance_scale, step=0.1, label="Guidance")
                 strength = gr.Slider(
                     0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=studio.tuned == "adapter"
                 )
         with gr.Column(scale=7, min_width=300):
-            out = gr.HTML(_empty("Base and tuned, from the same noise, appear here."), elem_id="drawing")
+            empty = _empty("Base and tuned, from the same noise, appear here.")
+            out = gr.HTML(stage.opening or empty, elem_id="drawing")
 
     def answer(prompt: str, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
         return views.drawing_html(draw(studio, prompt, seed=seed, steps=steps, guidance=guidance, strength=strength))

@@ -41,7 +41,8 @@ class Studio:
 
     `tuned` says what tuned weights the policy has loaded; its `base()` must then be the untrained model. `rewards` are the ones
     the algorithm turns into advantages, with `weights` [R]; `judges` only score. `explain` says in words why a prompt has no
-    score, or nothing. `plans` are those of the first iteration with `seed`.
+    score, or nothing. `plans` are those of the first iteration with `seed`. `heldout` are the prompts of the run's evaluations,
+    which took `steps` steps (None: those of `sampling`).
     """
 
     policy: Any
@@ -54,10 +55,14 @@ class Studio:
     tuned: Tuned = "nothing"
     explain: Callable[[str], str] = lambda prompt: ""
     seed: int = 42
+    heldout: Sequence[str] = ()
+    steps: int | None = None
 
     def __post_init__(self) -> None:
+        self.steps = self.steps or self.sampling.num_steps
+        self.numbers = {str(prompt): number for number, prompt in reversed(list(enumerate(self.heldout)))}
         self.plans = plans_of(self.algorithm, self.sampling.num_steps, 0, self.seed)
-        self.most_steps = max(MAX_STEPS, self.sampling.num_steps)
+        self.most_steps = max(MAX_STEPS, self.sampling.num_steps, self.steps)
         self.most_guidance = max(MAX_GUIDANCE, self.policy.guidance_scale)
 
     def grid(self, num_steps: int) -> Tensor:
@@ -116,7 +121,8 @@ class Drawing:
 
 
 def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float, strength: float = 1.0) -> Drawing:
-    """Draws and scores `prompt`, as `g2rpo sample` draws its first with this seed. `UserError` for settings out of range."""
+    """Draws and scores `prompt`, as `g2rpo sample` draws its first with this seed; a held-out prompt as the run's evaluations
+    do, from the noise of its number. `UserError` for settings out of range."""
     prompt, seed = checked(prompt, seed)
     for name, value, low, high in (
         ("steps", steps, 1, studio.most_steps),
@@ -129,15 +135,22 @@ def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float,
     steps, rewards = int(steps), {**studio.rewards, **studio.judges}
     sigmas = studio.grid(steps)
 
+    number = studio.numbers.get(prompt)
+    asked, first = (prompt, 0) if number is None else (studio.heldout[number], number)
+
     def judged(tuned: bool) -> Evaluation:
         with studio.model(tuned, guidance, strength):
-            return evaluate(studio.policy, [prompt], rewards, sigmas, seed=seed, batch_size=1, decode_batch_size=1)
+            return evaluate(studio.policy, [asked], rewards, sigmas, seed=seed, batch_size=1, decode_batch_size=1, first=first)
 
     base, tuned = judged(False), judged(True) if studio.tuned != "nothing" else None
-    settings = f"seed {seed} · {steps} steps · guidance {guidance:g}" + (
-        f" · strength {strength:g}" if studio.tuned == "adapter" else ""
-    )
-    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), settings)
+    settings = [
+        *([f"held-out prompt {number + 1}"] if number is not None else []),
+        f"seed {seed}",
+        f"{steps} step{'s' if steps > 1 else ''}",
+        f"guidance {guidance:g}",
+        *([f"strength {strength:g}"] if studio.tuned == "adapter" else []),
+    ]
+    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), " · ".join(settings))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from g2rpo.demo.studio import Drawing, Lesson, plan_labels
 from g2rpo.diagnostics import group_std
+from g2rpo.evaluation import Evaluation
 from g2rpo.pictures import to_pil
 from g2rpo.report.history import Run
 from g2rpo.report.page import data_uri, render
@@ -38,16 +39,24 @@ def style() -> str:
     return environment.loader.get_source(environment, "style.css")[0]  # type: ignore[union-attr]
 
 
-def drawing_html(drawing: Drawing) -> str:
-    """Base and tuned side by side, the scores under each, and their difference."""
+def drawing_html(drawing: Drawing, note: str = "") -> str:
+    """Base and tuned side by side, under each whether it is right and its scores, and their difference; `note` under all."""
     sides = [("base", drawing.base), *([("tuned", drawing.tuned)] if drawing.tuned is not None else [])]
     return environment.get_template("drawing.html").render(
         prompt=drawing.prompt,
-        pictures=[(name, _uri(evaluation.images[0], LARGE), _scores(drawing, name)) for name, evaluation in sides],
+        pictures=[
+            (name, _uri(evaluation.images[0], LARGE), _scores(drawing, name), _right(evaluation)) for name, evaluation in sides
+        ],
+        note=note,
         missing=[name for name, values in drawing.base.scores.items() if values.isnan().any()],
         why=drawing.why,
         settings=drawing.settings,
     )
+
+
+def _right(evaluation: Evaluation) -> bool | None:
+    """Whether its one picture is right, where something says so."""
+    return None if evaluation.right is None or evaluation.right.isnan().any() else bool(evaluation.right)
 
 
 def _scores(drawing: Drawing, side: str) -> list[dict[str, Any]]:

@@ -61,4 +61,4 @@ def _alarms(run: Run) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if math.isfinite(share) else "–"
+    return f"{100 * share:.0f}\N{NO-BREAK SPACE}%" if math.isfinite(share) else "–"

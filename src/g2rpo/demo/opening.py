@@ -1,0 +1,62 @@
+"""What the demo opens with: a held-out prompt that a rule chooses from the run's own evaluations, and the rule in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from g2rpo.evaluation import load_tensors, verdicts
+from g2rpo.report.history import Run
+from g2rpo.trainer import scores_after
+from g2rpo.types import Reward
+
+Scores = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The number of a held-out prompt, and why it was chosen."""
+
+    number: int = 0
+    rule: str = "This opens on the first held-out prompt."
+
+
+def opening_of(run: Run, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
+    """The opening for a run whose rewards have been built; the first held-out prompt if the run kept no scores. UserError for
+    damaged ones."""
+    changes = run.changes()
+    if not changes:
+        return Opening()
+    paths = [run.directory / scores_after(iteration) for iteration in (0, changes[0].iteration)]
+    if not all(path.is_file() for path in paths):  # of before scores were kept
+        return Opening()
+    base, tuned = map(load_tensors, paths)
+    known = {name: reward for name, reward in rewards.items() if name in base.keys() & tuned.keys()}
+    return opening(base, tuned, known, [name for name in trained if name in known])
+
+
+def opening(base: Scores, tuned: Scores, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
+    """The first prompt on which training helped, from scores [N] by reward before and after it: one that was wrong and is right
+    or, where nothing says what is right, one on which every trained score rose."""
+    before, after = verdicts(rewards, base), verdicts(rewards, tuned)
+    if before is not None and after is not None:
+        gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)
+        words = "that the base model draws wrong and the tuned one right"
+    elif trained:
+        rises = torch.stack([tuned[name] - base[name] for name in trained])
+        gained, lost = (rises > 0).all(0), (rises < 0).all(0)
+        words = f"on which training raised {' and '.join(trained)}"
+    else:
+        return Opening()
+    total, count, other = len(gained), int(gained.sum()), int(lost.sum())
+    if not count:
+        return Opening(
+            0, f"This opens on the first of {total} held-out prompts: there is none {words}, and {other} the other way round."
+        )
+    rule = (
+        f"This opens on the first of the {count} held-out prompts (of {total}) {words}; on {other} it is the other way round."
+    )
+    return Opening(int(gained.nonzero()[0]), rule)
