@@ -171,11 +171,11 @@ def train(
             )
         chosen = stack.enter_context(entered(config, run_dir, resume, warn_on(console))) if world.leads else ""
         directory = Path(world.text_of_leader(str(chosen)))
-        _run(config, directory, resume, accept_changes, world, console)
+        _run(config, directory, resume, world, console, accept_changes)
         return directory if world.leads else None
 
 
-def _run(config: Config, directory: Path, resume: bool, accept_changes: bool, world: World, console: Console) -> None:
+def _run(config: Config, directory: Path, resume: bool, world: World, console: Console, accept_changes: bool = False) -> None:
     """One rank's part."""
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
