@@ -4,6 +4,7 @@ import resource
 from contextlib import contextmanager
 
 import pytest
+import yaml
 
 from g2rpo.cli import main
 
@@ -16,6 +17,18 @@ TINY = {
     "evaluation": {"num_prompts": 3, "every": 1, "pictures": 2},
 }
 """A run of the tiny random FLUX, but for its policy and prompts."""
+
+
+def write_tiny(folder, flux_directory):
+    """Writes a config for that run, and its prompts; returns its path."""
+    (folder / "prompts.txt").write_text("a red circle\ntwo blue squares\n")
+    prompts = str(folder / "prompts.txt")
+    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
+    data = {**TINY, "policy": policy, "prompts": {"train": prompts}}
+    data["evaluation"] = {**TINY["evaluation"], "prompts": prompts}
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
 
 
 def g2rpo(capsys, *arguments):

@@ -38,15 +38,6 @@ def sd3_directory(tmp_path_factory):
 @pytest.fixture
 def tiny_config(tmp_path, flux_directory):
     """A config that trains the tiny random FLUX; its path."""
-    import yaml
+    from tests.commands import write_tiny
 
-    from tests.commands import TINY
-
-    (tmp_path / "prompts.txt").write_text("a red circle\ntwo blue squares\n")
-    prompts = str(tmp_path / "prompts.txt")
-    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
-    data = {**TINY, "policy": policy, "prompts": {"train": prompts}}
-    data["evaluation"] = {**TINY["evaluation"], "prompts": prompts}
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return path
+    return write_tiny(tmp_path, flux_directory)

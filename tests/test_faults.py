@@ -16,12 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import g2rpo.checkpoint
 from g2rpo.checkpoint import checkpoints
-from g2rpo.commands.train import ended_by_sigterm
 from g2rpo.errors import RewardFailed, Stopped
 from g2rpo.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests import ranks
-from tests.commands import g2rpo as command
 from tests.commands import small_files
 from tests.runs import brightness, trainer
 
@@ -38,8 +36,7 @@ def go_on(world, folder, fault=lambda t: None, policy=None):
     t = trainer(folder, *LONG, rewards={"bright": reward}, policy=policy, world=world)
     t.policy.trainer = t
     t.resume()
-    with ended_by_sigterm(t):
-        list(t.train())
+    list(t.train())
     if world.leads:
         save_file({"mean": t.policy.mean.detach()}, folder / "final.safetensors")
 
@@ -143,39 +140,6 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_leaves_the_one_before(
     again = trainer(tmp_path, *LONG)
     again.resume()
     assert again.iteration == 1
-
-
-SIGTERM_ONCE = """
-import os, signal
-from pathlib import Path
-
-marker = Path(__file__).with_name("calls")
-
-def brightness(images, prompts):
-    calls = int(marker.read_text()) + 1 if marker.exists() else 1
-    marker.write_text(str(calls))
-    if calls == 2:  # the first is the base model's evaluation
-        os.kill(os.getpid(), signal.SIGTERM)
-    return images.flatten(1).mean(1)
-"""
-
-
-def test_sigterm_ends_a_run_in_good_order_with_exit_code_75(capsys, tmp_path, tiny_config):
-    (tmp_path / "reward.py").write_text(SIGTERM_ONCE)
-    options = ["rewards=", f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:brightness}}}}"]
-    runs = {name: [tiny_config, *options, "--run-dir", tmp_path / name] for name in ("cut", "straight")}
-    code, _, err = command(capsys, "train", *runs["cut"])
-    assert (
-        code == 75
-        and f"stopped after iteration 1, as asked; `g2rpo resume {tmp_path / 'cut'}` continues it" in err
-        and "Traceback" not in err
-    )
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert command(capsys, "train", *runs["cut"], "--resume")[0] == 0
-    assert command(capsys, "train", *runs["straight"])[0] == 0
-    assert log(tmp_path / "cut") == log(tmp_path / "straight")
-    cut, straight = (tmp_path / name / "adapter" / "pytorch_lora_weights.safetensors" for name in ("cut", "straight"))
-    torch.testing.assert_close(load_file(cut), load_file(straight), atol=0, rtol=0)
 
 
 # --- ranks

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from g2rpo import __version__
-from g2rpo.errors import Stopped, UserError, out_of_memory
+from g2rpo.commands.stopping import stoppable
+from g2rpo.errors import Interrupted, Stopped, UserError, out_of_memory
 
 app = typer.Typer(
     name="g2rpo",
@@ -103,12 +104,13 @@ def _train(
     accept_changes: bool,
     push_to_hub: str | None,
 ) -> None:
-    from g2rpo.commands.push import check_push
-    from g2rpo.commands.train import train as run
+    with stoppable("stopped before training began; the same command begins again") as stopping:  # loading takes a while
+        from g2rpo.commands.push import check_push
+        from g2rpo.commands.train import train as run
 
-    if push_to_hub is not None:
-        check_push(push_to_hub)
-    directory = run(recipe, overrides or [], run_dir, resume, console, accept_changes)
+        if push_to_hub is not None:
+            check_push(push_to_hub)
+        directory = run(recipe, overrides or [], run_dir, resume, console, accept_changes, stopping)
     if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
 
@@ -368,8 +370,8 @@ def build(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 75 for a run that
-    was asked to end early and can be resumed, 1 for anything else."""
+    """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 130 and 75 for a run that
+    Ctrl-C or SIGTERM ended early and that can be resumed, 1 for anything else."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for library in ("TRANSFORMERS", "DIFFUSERS"):  # their advice is for programmers; errors still come through
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
@@ -379,7 +381,7 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         _tell(str(error), "bold red")
         sys.exit(2)
-    except Stopped as stop:
+    except (Stopped, Interrupted) as stop:
         _tell(str(stop), "bold yellow")
         sys.exit(stop.exit_code)
     except (MemoryError, RuntimeError) as error:

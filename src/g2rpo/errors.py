@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
-LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
+LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent), "<frozen")
 """Where Python's own code, installed packages and this one lie."""
 
 
@@ -28,6 +28,14 @@ class Preempted(Stopped):
     """The run was asked to end, and left a checkpoint; exit code 75, which by custom means: try again."""
 
     exit_code = 75
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM ended the command at once. No `except Exception` in a library keeps it from doing so."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class RolledBack(Stopped):

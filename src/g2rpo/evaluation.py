@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,16 +48,18 @@ def sample_images(
     batch_size: int,
     decode_batch_size: int,
     first: int = 0,
+    on_rows: Callable[[int], None] = lambda rows: None,
 ) -> Tensor:
     """One picture per prompt by the plain ODE. Picture i starts from noise (seed, i), whatever the batch size or rank.
 
-    `first` is the number of the first prompt, where `prompts` are a part of a longer list.
+    `first` is the number of the first prompt, where `prompts` are a part of a longer list. `on_rows(rows)` is called for every
+    call of the network, and may raise to leave.
     """
     images = []
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
         with torch.no_grad():
-            engine = Engine(policy, policy.encode(part), sigmas, batch_size=batch_size)
+            engine = Engine(policy, policy.encode(part), sigmas, batch_size=batch_size, on_rows=on_rows)
             x = policy.noise([generator_for(seed, "picture", first + start + i) for i in range(len(part))])
             images.append(decode(policy, engine.sample(x), decode_batch_size))
     return torch.cat(images)
@@ -73,10 +75,11 @@ def evaluate(
     batch_size: int,
     decode_batch_size: int,
     first: int = 0,
+    on_rows: Callable[[int], None] = lambda rows: None,
 ) -> Evaluation:
     """Samples and scores `prompts`, `batch_size` at a time; num_steps network evaluations per prompt.
 
-    A reward sees at most `decode_batch_size` pictures at once, as in training.
+    A reward sees at most `decode_batch_size` pictures at once, as in training. `on_rows` as for `sample_images`.
     """
     pictures, scores = [], []
     for start in range(0, len(prompts), batch_size):
@@ -89,6 +92,7 @@ def evaluate(
             batch_size=batch_size,
             decode_batch_size=decode_batch_size,
             first=first + start,
+            on_rows=on_rows,
         )
         scores.append(score_in_batches(rewards, images, part, decode_batch_size))
         pictures.append(to_uint8(images))

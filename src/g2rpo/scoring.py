@@ -50,10 +50,11 @@ def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str])
     rows = []
     for name, reward in rewards.items():
         try:
-            values = torch.as_tensor(reward(images, prompts)).detach().float().cpu()
+            own = images.clone(), list(prompts)  # what a reward does to them is no other's business
+            values = torch.as_tensor(reward(*own)).detach().float().cpu()
         except (torch.OutOfMemoryError, UserError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}{where(error)}"
             raise RewardFailed(f"reward '{name}' failed on {len(images)} pictures: {what}") from error
         if values.shape != (len(images),):

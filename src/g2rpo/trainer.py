@@ -68,7 +68,8 @@ class Trainer:
     `tail_network` finishes members where `sampling.tails` asks for another network than the policy's. `notify` hears of batch
     sizes that were found, or halved because memory ran out, and of `trackers` that fail. Every rank of `world` has a trainer of
     its own, alike but for the prompts that it is dealt; only the leader's writes. `sharding` is the policy's, where its weights
-    are in pieces. After `stopping` is set, on any rank, `train` ends with the iteration at hand.
+    are in pieces. After `stopping` is set, on any rank, `train` saves after the iteration at hand, or in the midst of an
+    evaluation, and raises `Preempted`.
     """
 
     config: Config
@@ -155,22 +156,22 @@ class Trainer:
 
     def train(self) -> Iterator[Row]:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
-        c = self.config
+        c = self.config.trainer
         with self._log() as logged:
-            if self.iteration == 0:
-                yield logged(self.evaluate())
-            while self.iteration < c.trainer.iterations:
+            if self._is_to_be_judged():
+                yield logged(self._evaluate_unless_stopped())
+                self._stop_if_asked()
+                self._heed_alarms()
+            while self.iteration < c.iterations:
                 yield (row := logged(self.iterate()))
                 self._give_up_on(row)
-                last = self.iteration == c.trainer.iterations
-                if last or self.iteration % c.evaluation.every == 0:
-                    yield logged(self.evaluate())
-                stop = self.world.total(self.stopping)[0] > 0 and not last
-                if last or stop or self.endings or self.iteration % c.trainer.checkpoint_every == 0:
+                self._stop_if_asked()  # a run that goes on begins with the evaluation
+                if self._is_to_be_judged():
+                    yield logged(self._evaluate_unless_stopped())
+                    self._stop_if_asked()
+                if self.iteration % c.checkpoint_every == 0 or self.iteration == c.iterations or self.endings:
                     self.save()
-                self._heed_alarms(last)
-                if stop:
-                    raise Preempted(f"stopped after iteration {self.iteration}, as asked; {self.command} continues it")
+                self._heed_alarms()
 
     def iterate(self) -> Row:
         """One iteration, straight down; returns its metrics."""
@@ -284,7 +285,8 @@ class Trainer:
         return dict(json.loads(self.world.text_of_leader(json.dumps(row))))
 
     def judge(self) -> Evaluation:
-        """Held-out pictures and all their scores, of the (averaged) weights."""
+        """Held-out pictures and all their scores, of the (averaged) weights. `Preempted`, where this is the only rank, if
+        `stopping` is set meanwhile."""
         c = self.config
         own = self.own_heldout()
         if self.sizes.auto:
@@ -300,6 +302,7 @@ class Trainer:
                 batch_size=self.sizes.rollout,
                 decode_batch_size=self.sizes.decode,
                 first=self.world.first(len(self.heldout)) if len(own) < len(self.heldout) else 0,
+                on_rows=lambda rows: self._leave_if_asked(),
             )
 
         with self.learner.averaged(), self._naming_the_iteration(), self.shards.sampling():
@@ -401,6 +404,41 @@ class Trainer:
             if self.writes:
                 save_checkpoint(self._directory() / BEST, self.iteration, tensors, {}, keep=1)
 
+    def _is_to_be_judged(self) -> bool:
+        """Whether an evaluation is due that the log does not have yet: after this iteration, or after the one that a run was
+        stopped in."""
+        every, last = self.config.evaluation.every, self.config.trainer.iterations
+        due = self.iteration % every == 0 or self.iteration >= last
+        known = any(row["kind"] == "eval" and row["iteration"] == self.iteration for row in self.alarms.rows)
+        return self.world.total(self.iteration == 0 or (due and not known))[0] > 0
+
+    def _evaluate_unless_stopped(self) -> Row:
+        try:
+            return self.evaluate()
+        except Preempted:
+            self._save_what_was_learnt()
+            raise
+
+    def _leave_if_asked(self) -> None:
+        """Raises `Preempted` if `stopping` is set; several ranks go on, and stop together."""
+        if self.stopping and self.world.size == 1:
+            raise self._preempted()
+
+    def _stop_if_asked(self) -> None:
+        """Saves and raises `Preempted`, on all ranks, if `stopping` is set on any."""
+        if self.world.total(self.stopping)[0]:
+            self._save_what_was_learnt()
+            self._heed_alarms()
+            raise self._preempted()
+
+    def _save_what_was_learnt(self) -> None:
+        if self.iteration:
+            self.save()
+
+    def _preempted(self) -> Preempted:
+        self.stopping = False
+        return Preempted(f"stopped after iteration {self.iteration}, as asked; {self.command} continues it")
+
     def _announce(self, new: Sequence[str], row: Row) -> None:
         """Says which alarms are new in a row, and remembers what they ask for."""
         for name in new:
@@ -410,7 +448,7 @@ class Trainer:
                     f"alarm after iteration {row['iteration']}: {name}: {row['alarms'][name]}. What helps: {ADVICE[name]}"
                 )
 
-    def _heed_alarms(self, last: bool) -> None:
+    def _heed_alarms(self) -> None:
         """Ends the run if one of the alarms of this iteration asks for it; a checkpoint is written."""
         asked, self.endings = self.endings, set()
         if "rollback" in asked:
@@ -418,7 +456,7 @@ class Trainer:
             best = f"the weights are those of iteration {self.iteration}, the best evaluation kept"
             stopped = f"stopped by an alarm after iteration {self.rolled_back_from}"
             raise RolledBack(f"{stopped}; {best}; {self.command} goes on without going back")
-        if "stop" in asked and not last:
+        if "stop" in asked and self.iteration < self.config.trainer.iterations:
             raise Stopped(f"stopped by an alarm after iteration {self.iteration}; {self.command} goes on in spite of it")
 
     def _base(self) -> Evaluation | None:

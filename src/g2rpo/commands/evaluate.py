@@ -17,6 +17,7 @@ from torch import Tensor
 from g2rpo import components
 from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.progress import counter, say, warn_on
+from g2rpo.commands.stopping import stoppable
 from g2rpo.config import Config
 from g2rpo.errors import UserError, loading
 from g2rpo.files import FileDigests, digest_of, local, write_whole
@@ -84,7 +85,8 @@ def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console
     config = config.model_copy(update={"contents": _contents(config, prompts)})
     _check_folder(out, config)
     judging = Judging(config, prompts, out)
-    with held(out, warn_on(console)):
+    kept = "stopped; finished chunks are kept, and the same command goes on after them"
+    with held(out, warn_on(console)), stoppable(kept):
         _check_folder(out, config)
         missing = judging.missing()
         if missing:

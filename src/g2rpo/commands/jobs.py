@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from g2rpo.commands.progress import say
+from g2rpo.commands.stopping import stoppable
 from g2rpo.errors import UserError
 from g2rpo.folders import held
 
@@ -98,10 +98,6 @@ def environment(slot: int, count: int) -> dict[str, str]:
 
 @contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """One study at a time in a folder; a SIGTERM ends the jobs as an interrupt does."""
-    with held(out) as descriptor:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        try:
-            yield descriptor
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    """One study at a time in a folder; Ctrl-C and SIGTERM end the jobs too, which save first."""
+    with held(out) as descriptor, stoppable("stopped; what is done is kept, and the same command does what is missing"):
+        yield descriptor

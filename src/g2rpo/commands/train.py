@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from g2rpo.checkpoint import newest_iteration
 from g2rpo.commands.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.commands.contents import contents_of
 from g2rpo.commands.progress import say, warn_on
+from g2rpo.commands.stopping import Stopping
 from g2rpo.commands.watching import show_results, watch_training
 from g2rpo.config import Config
 from g2rpo.distributed import ALONE, World, joined
@@ -147,10 +146,12 @@ def train(
     resume: bool,
     console: Console,
     accept_changes: bool = False,
+    stopping: Stopping | None = None,
 ) -> Path | None:
     """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks that do not lead.
 
-    With `resume` the run in `run_dir` goes on, by its own config where `recipe` is None or the name that the run has.
+    With `resume` the run in `run_dir` goes on, by its own config where `recipe` is None or the name that the run has. What
+    `stopping` is asked to stop saves first.
     """
     notes: list[str] = []
     if resume and run_dir is not None and (recipe is None or recipe == read_config(run_dir).recipe):
@@ -171,12 +172,21 @@ def train(
             )
         chosen = stack.enter_context(entered(config, run_dir, resume, warn_on(console))) if world.leads else ""
         directory = Path(world.text_of_leader(str(chosen)))
-        _run(config, directory, resume, world, console, accept_changes)
+        _run(config, directory, resume, world, console, accept_changes, stopping)
         return directory if world.leads else None
 
 
-def _run(config: Config, directory: Path, resume: bool, world: World, console: Console, accept_changes: bool = False) -> None:
+def _run(
+    config: Config,
+    directory: Path,
+    resume: bool,
+    world: World,
+    console: Console,
+    accept_changes: bool = False,
+    stopping: Stopping | None = None,
+) -> None:
     """One rank's part."""
+    stopping = stopping or Stopping("")
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
     console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {len(config.rewards)} rewards and the prompts ...")
@@ -186,11 +196,13 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
         console.print(f"resuming after iteration {trainer.iteration}")
     began = time.perf_counter()
     ended: RolledBack | None = None
+    stopping.message = f"stopped at once; {trainer.command} goes on from the last checkpoint"
     try:
-        with ended_by_sigterm(trainer):
+        with stopping.after(partial(setattr, trainer, "stopping", True)):
             watch_training(trainer, console)
     except RolledBack as error:  # what it went back to is judged and written like any result
         ended = error
+    stopping.message = f"stopped while base and tuned were compared; all iterations are done, and {trainer.command} finishes"
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
     weights = trainer.export()
@@ -198,23 +210,6 @@ def _run(config: Config, directory: Path, resume: bool, world: World, console: C
         show_results(trainer, weights, table, directory, console)
     if ended is not None:
         raise ended
-
-
-@contextmanager
-def ended_by_sigterm(trainer: Trainer) -> Iterator[None]:
-    """While entered, SIGTERM, with which clusters take machines back, ends the training after the iteration at hand."""
-
-    def asked(number: int, frame: object) -> None:
-        trainer.stopping = True
-
-    if threading.current_thread() is not threading.main_thread():  # others may not set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, asked)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _warn_from(rank: int, message: str) -> None:

@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM: a command ends with a message and an exit code, and a run keeps what it has learnt.
+
+Loads nothing heavy, so that the signals are handled while heavy libraries load.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from g2rpo.errors import Interrupted, Preempted, Stopped, where
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
+"""As shells report Ctrl-C, and "try again", on which schedulers requeue: SIGTERM is how clusters take machines back."""
+
+
+class Stopping:
+    """Handles both signals: at once with `Interrupted`, or by `ask`, where something can be brought to an end first.
+
+    `message` says what is kept if the command ends at this moment.
+    """
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.asked: signal.Signals | None = None
+        self._ask: Callable[[], None] | None = None
+
+    @contextmanager
+    def after(self, ask: Callable[[], None]) -> Iterator[None]:
+        """While entered, the first signal calls `ask` instead, which sees to the end; a Ctrl-C after it does not wait."""
+        self._ask = ask
+        try:
+            yield
+        finally:
+            self._ask = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        impatient = self.asked is not None and number == signal.SIGINT
+        self.asked = self.asked or signal.Signals(number)
+        if self._ask is None or impatient:
+            raise Interrupted(self.message, EXIT_CODES[self.asked])
+        self._ask()
+        again = "; press again to stop at once" if number == signal.SIGINT else " (SIGTERM)"
+        _tell(f"stopping after this iteration{again}")
+
+
+@contextmanager
+def stoppable(message: str) -> Iterator[Stopping]:
+    """While entered, the signals end the command as `Stopping` says; in another thread than the main one nothing changes."""
+    stopping = Stopping(message)
+    if threading.current_thread() is not threading.main_thread():  # only the main one may set handlers
+        yield stopping
+        return
+    before = {number: signal.signal(number, stopping.handle) for number in EXIT_CODES}
+    try:
+        yield stopping
+    except Preempted as error:
+        error.exit_code = EXIT_CODES[stopping.asked or signal.SIGTERM]
+        raise
+    except SystemExit as error:  # of a reward's file, say: no code of ours, and an exit code of 0 would promise results
+        raise Stopped(f"code that the command called has ended it: sys.exit({error.code!r}){where(error)}") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell(words: str) -> None:
+    """Writes without Python's buffers, in whose midst a signal may come; one rank speaks for all."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"\ng2rpo: {words}\n".encode())
