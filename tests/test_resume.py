@@ -23,7 +23,16 @@ def begun(capsys, tmp_path, tiny_config):
     (tmp_path / "reward.py").write_text(REWARD)
     reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
     (tmp_path / "train.txt").write_text("a red circle\na blue square\n")
-    command = ["train", tiny_config, "recipe=mine", "algorithm.group_size=4", "rewards=", reward]
+    command = [
+        "train",
+        "--plugin",
+        tmp_path / "reward.py",
+        tiny_config,
+        "recipe=mine",
+        "algorithm.group_size=4",
+        "rewards=",
+        reward,
+    ]
     command += [f"prompts.train={tmp_path / 'train.txt'}", "--run-dir", tmp_path / "run"]
     code, _, err = g2rpo(capsys, *command)
     assert code == 0, err

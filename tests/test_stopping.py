@@ -47,7 +47,8 @@ def train(capsys, folder, flux_directory):
     """Begins a run with that reward."""
     (folder / "reward.py").write_text(REWARD)
     reward = f"rewards.it={{kind: function, options: {{target: {folder / 'reward.py'}:brightness}}}}"
-    return g2rpo(capsys, "train", write_tiny(folder, flux_directory), "rewards=", reward, "--run-dir", folder / "run")
+    plugin = ["--plugin", folder / "reward.py"]
+    return g2rpo(capsys, "train", write_tiny(folder, flux_directory), "rewards=", reward, "--run-dir", folder / "run", *plugin)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,7 @@ def straight(tmp_path_factory, flux_directory):
     (folder / "reward.py").write_text(REWARD)
     reward = f"rewards.it={{kind: function, options: {{target: {folder / 'reward.py'}:brightness}}}}"
     command = ["train", str(write_tiny(folder, flux_directory)), "rewards=", reward, "--run-dir", str(folder / "run")]
+    command += ["--plugin", str(folder / "reward.py")]
     with pytest.raises(SystemExit) as done:
         main(command)
     assert not done.value.code
@@ -101,7 +103,8 @@ def test_a_signal_while_a_run_starts_leaves_nothing_behind(capsys, tmp_path, flu
     (tmp_path / "reward.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\ndef it(images, prompts): pass\n")
     reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
     config = write_tiny(tmp_path, flux_directory)
-    code, _, err = g2rpo(capsys, "train", config, "rewards=", reward, "--run-dir", tmp_path / "run")
+    words = ["train", config, "rewards=", reward, "--run-dir", tmp_path / "run", "--plugin", tmp_path / "reward.py"]
+    code, _, err = g2rpo(capsys, *words)
     assert code == EXIT_CODES[number] and "stopped before training began" in err and "Traceback" not in err
     assert not (tmp_path / "run").exists()
 
@@ -161,12 +164,14 @@ def test_an_evaluation_that_is_stopped_is_finished_by_the_same_command(capsys, t
     (tmp_path / "rewards.yaml").write_text(
         f"it: {{kind: function, options: {{target: {tmp_path / 'reward.py'}:brightness}}}}\n"
     )
-    words = ["evaluate", "--model", flux_directory, "--size", "32", "--prompts", tmp_path / "prompts.txt", "--steps", "2"]
-    words += [
-        "--batch-size",
-        "1",
-        "--rewards",
-        tmp_path / "rewards.yaml",
+    pictures = ["--size", "32", "--prompts", tmp_path / "prompts.txt", "--steps", "2", "--batch-size", "1"]
+    rewards = ["--rewards", tmp_path / "rewards.yaml", "--plugin", tmp_path / "reward.py"]
+    words = [
+        "evaluate",
+        "--model",
+        flux_directory,
+        *pictures,
+        *rewards,
         "policy.max_sequence_length=12",
         "--out",
         tmp_path / "out",
@@ -197,12 +202,16 @@ def test_the_jobs_of_a_study_end_with_it(tmp_path):
 
 
 def test_code_that_calls_exit_does_not_end_a_command_as_if_it_were_done(capsys, tmp_path, flux_directory):
-    for place, lines in (("call", "def it(images, prompts):\n    exit(0)\n"), ("load", "import sys\nsys.exit(0)\n")):
+    for place, lines, said in (
+        ("call", "def it(images, prompts):\n    exit(0)\n", "SystemExit: 0"),
+        ("load", "import sys\nsys.exit(0)\n", "sys.exit(0)"),
+    ):
         (tmp_path / f"{place}.py").write_text(lines)
         reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / place}.py:it}}}}"
         config = write_tiny(tmp_path, flux_directory)
-        code, _, err = g2rpo(capsys, "train", config, "rewards=", reward, "--run-dir", tmp_path / place)
-        assert code != 0 and "SystemExit: 0" in err and f"{place}.py" in err and "Traceback" not in err
+        words = ["train", config, "rewards=", reward, "--run-dir", tmp_path / place, "--plugin", tmp_path / f"{place}.py"]
+        code, _, err = g2rpo(capsys, *words)
+        assert code != 0 and said in err and f"{place}.py" in err and "Traceback" not in err
     with pytest.raises(Stopped, match=r"sys\.exit\(0\)"), stoppable("stopped"):
         load_function(str(Path(__file__)) + ":Leaves")()
 
