@@ -25,7 +25,7 @@ from g2rpo.cost.plan import make_plan
 from g2rpo.cost.probe import by_probe
 from g2rpo.cost.trace import LiveBytes, working_sets
 from g2rpo.errors import UserError
-from g2rpo.policies.pipelines import load_pipeline
+from g2rpo.policies.pipelines import PipelinePolicy, load_pipeline
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
@@ -354,7 +354,7 @@ def test_ranks_share_the_work_and_with_pieces_the_state(deep):
         assert two.memory.parts[part] == whole.memory.parts[part]
         assert full.memory.parts[part] == training.memory.parts[part] == -(-whole.memory.parts[part] // 2)
     transformer = whole.policy.pipeline.transformer
-    blocks = [sum(p.numel() for p in block.parameters()) for block in trace.blocks_of(transformer)]
+    blocks = [sum(p.numel() for p in block.parameters()) for block in PipelinePolicy.blocks(transformer)]
     everything = sum(p.numel() for p in transformer.parameters())
     layers = 2 * (everything - sum(blocks) + 2 * max(blocks))
     assert full.memory.working["gathered layers"] == training.memory.working["gathered layers"] == layers

@@ -315,3 +315,18 @@ def test_encode_refuses_what_it_cannot_do(tiny_config, capsys, tmp_path):
     assert code == 2 and "there is no cache to fill" in err
     code, _, err = g2rpo(capsys, "encode", tiny_config, "prompts.train=missing.txt")
     assert code == 2 and "missing.txt: cannot be read" in err
+
+
+def test_text_of_any_length_is_kept_row_by_row(tmp_path):
+    """Ragged conditioning: stored, joined, picked, padded."""
+    rows = [Cond({"pooled": torch.full((1, 2), float(n))}, {"sequence": (torch.full((n, 3), float(n)),)}) for n in (2, 4)]
+    store = EmbeddingStore(tmp_path, {"of": "test"}, reserve=0)
+    for prompt, row in zip("ab", rows, strict=True):
+        store.write(prompt, row)
+    both = Cond.join([store.read(prompt) for prompt in "ab"])
+    assert len(both) == 2 and [tuple(value.shape) for value in both.ragged["sequence"]] == [(2, 3), (4, 3)]
+    picked = both.rows([1, 0, 1])
+    assert [len(value) for value in picked.ragged["sequence"]] == [4, 2, 4] and len(picked.tensors["pooled"]) == 3
+    padded, mask = picked.padded("sequence")
+    assert padded.shape == (3, 4, 3) and mask.sum(1).tolist() == [4, 2, 4]
+    assert torch.equal(padded[1], torch.tensor([2.0, 2.0, 0.0, 0.0])[:, None].expand(4, 3))

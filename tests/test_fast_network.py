@@ -97,7 +97,7 @@ def test_int8_is_as_near_as_its_roundings_are(policy):
 
 def test_int8_without_torchao_says_what_to_install(policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(UserError, match=r"pip install 'g2rpo\[quantized\]'"):
+    with pytest.raises(UserError, match=r"pip install torchao"):
         FastNetwork(policy, quantize="int8")
 
 

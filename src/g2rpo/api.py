@@ -127,7 +127,7 @@ def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[s
     config, weights = read_config(Path(run)), weights_path(Path(run))
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.prompts.cache, prompts, Console(quiet=True), print)
-    policy: Any = cached.policy
+    policy = cached.policy
     sigmas = _sigmas(config, cached)
 
     def judged() -> Evaluation:

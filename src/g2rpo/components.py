@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from g2rpo.errors import UserError, did_you_mean, loading
 from g2rpo.files import FileDigests, digest_of, local
 from g2rpo.given import Mentioned, refuse_mention
 from g2rpo.plain import parse_json, read_text
+from g2rpo.policies.options import PolicyOptions
+from g2rpo.policies.pipelines import PipelinePolicy
+from g2rpo.policies.text import TextEncoders
 from g2rpo.prompt_sources import read_prompts
 from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.sharding import Sharded
@@ -107,12 +110,12 @@ class Loaded:
     """
 
     config: PolicyConfig
-    kind: Any
+    kind: type[PipelinePolicy]
     options: dict[str, Any]
     pipeline: Any
-    text: Encoder
+    text: TextEncoders
 
-    def policy(self, sharding: Sharded | None = None) -> Any:
+    def policy(self, sharding: Sharded | None = None) -> PipelinePolicy:
         """The policy, on its device; `sharding` divides the trained weights."""
         with _loading(self.config.path):
             return self.kind(self.pipeline, **self.options, sharding=sharding, text=self.text)
@@ -135,40 +138,25 @@ def _loading(path: str) -> AbstractContextManager[None]:
     return loading(f"policy.path={path}: the pipeline cannot be loaded")
 
 
-def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **options: Any) -> Any:
+def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **options: Any) -> PipelinePolicy:
     """The policy of `load_pipeline(config, **options)`, at once."""
     return load_pipeline(config, **options).policy(sharding)
 
 
 def policy_options(
     config: PolicyConfig, kind: str, *, device: str, seed: int = 0, tuning: str | None = None, keep_base: bool = False
-) -> tuple[Any, dict[str, Any]]:
-    """The policy class for pipelines of class `kind`, and the constructor's arguments that `config` means."""
+) -> tuple[type[PipelinePolicy], dict[str, Any]]:
+    """The policy class for pipelines of class `kind`, and the constructor's options that `config` means."""
     policy = plugins.find("policies", config.kind or kind, POLICIES)
-    options = {name: getattr(config, name) for name in ("lora_targets", "negative_prompt", "max_sequence_length")}
-    options = {name: value for name, value in options.items() if value is not None}  # None: the policy's default
-    for name in options.keys() - inspect.signature(policy).parameters.keys():
-        raise UserError(f"policy.{name}: a {kind} has no such option; take it out")
-    return policy, {
-        "dtype": getattr(torch, config.dtype),
-        "device": device,
-        "height": config.height,
-        "width": config.width,
-        "guidance_scale": config.guidance_scale,
-        "tuning": tuning or config.tuning,
-        "lora_rank": config.lora_rank,
-        "lora_alpha": config.lora_alpha,
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "truncate_timesteps": config.truncate_timesteps,
-        "published_pictures": config.published_pictures,
-        "vae_tiling": config.vae_tiling,
-        "seed": seed,
-        "keep_base": keep_base,
-        **options,
-    }
+    for name in getattr(policy, "unsupported", ()):
+        if getattr(config, name) is not None:
+            raise UserError(f"policy.{name}: a {kind} has no such option; take it out")
+    given = {field.name: getattr(config, field.name) for field in fields(PolicyOptions) if hasattr(config, field.name)}
+    changed = {"dtype": getattr(torch, config.dtype), "device": device, "tuning": tuning or config.tuning}
+    return policy, {**given, **changed, "seed": seed, "keep_base": keep_base}
 
 
-def build_tail_network(policy: Any, tails: Tails) -> TailNetwork | None:
+def build_tail_network(policy: PipelinePolicy, tails: Tails) -> TailNetwork | None:
     """The network that finishes members as `sampling.tails` asks; None where the policy's own does."""
     if not tails.own_network:
         return None

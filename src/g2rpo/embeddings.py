@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import safetensors.torch
 import torch
@@ -21,6 +21,8 @@ from g2rpo.types import Cond, Policy, Prompt
 
 FORMAT = 1
 """Part of every key: raise it when the meaning of stored tensors changes, and old files are no longer found."""
+RAGGED = "ragged/"
+"""Before the names of tensors that have another length for each prompt."""
 RESERVE = 2**30
 """Bytes of the disk that the cache leaves free, so that checkpoints still fit."""
 
@@ -65,11 +67,13 @@ class EmbeddingStore:
             raise DamagedEmbedding(f"{path} is truncated or no safetensors file ({error})") from None
         if notes.get("prompt") != str(prompt) or notes.get("sha256") != _checksum(tensors):
             raise DamagedEmbedding(f"{path} was changed after it was written")
-        return Cond(tensors)
+        ragged = {name: (tensors.pop(name),) for name in list(tensors) if name.startswith(RAGGED)}
+        return Cond(tensors, {name.removeprefix(RAGGED): value for name, value in ragged.items()})
 
     def write(self, prompt: str, row: Cond) -> None:
         """Stores one row. Raises OSError when the disk is full, or nearly: `reserve` bytes are left to others."""
-        tensors = {name: value.detach().cpu().contiguous() for name, value in row.tensors.items()}
+        every = {**row.tensors, **{f"{RAGGED}{name}": value for name, (value,) in row.ragged.items()}}
+        tensors = {name: value.detach().cpu().contiguous() for name, value in every.items()}
         notes = {"prompt": str(prompt), "sha256": _checksum(tensors)}
         content = safetensors.torch.save(tensors, metadata=notes)
         if shutil.disk_usage(self.folder).free < self.reserve + len(content):
@@ -133,8 +137,7 @@ class CachedEncoder:
     def encode(self, prompts: Sequence[str]) -> Cond:
         """Conditioning for each prompt, on the encoder's device."""
         rows = {prompt: self._row(prompt) for prompt in dict.fromkeys(prompts)}
-        names = next(iter(rows.values())).tensors
-        return Cond({name: torch.cat([rows[prompt].tensors[name] for prompt in prompts]) for name in names})
+        return Cond.join([rows[prompt] for prompt in prompts])
 
     def missing(self, prompts: Iterable[str]) -> list[str]:
         """The different prompts that are not stored."""
@@ -174,10 +177,13 @@ class CachedEncoder:
         return row
 
 
-class CachedPolicy:
+P = TypeVar("P", bound=Policy)
+
+
+class CachedPolicy(Generic[P]):
     """`policy` with the conditioning that `encoder` makes or finds; the rest is the policy's own."""
 
-    def __init__(self, policy: Policy, encoder: CachedEncoder) -> None:
+    def __init__(self, policy: P, encoder: CachedEncoder) -> None:
         self.policy, self.encoder = policy, encoder
         self.encode = encoder.encode
         # bound once: these are the policy's, and the cache has no part in them

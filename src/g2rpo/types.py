@@ -162,19 +162,46 @@ def plain_prompt(prompt: str) -> str | dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cond:
-    """What a policy is conditioned on, one row per prompt: named tensors that share their first dimension."""
+    """What a policy is conditioned on, one row per prompt.
+
+    `tensors` share their first dimension. `ragged` is what has another length for each prompt, such as embeddings of text that
+    is not padded: one tensor [length, ...] per row.
+    """
 
     tensors: Mapping[str, Tensor]
+    ragged: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, rows: Sequence[Cond]) -> Cond:
+        """Rows of several conditionings, one after the other; all have the same names."""
+        first = rows[0]
+        return cls(
+            {name: torch.cat([row.tensors[name] for row in rows]) for name in first.tensors},
+            {name: tuple(value for row in rows for value in row.ragged[name]) for name in first.ragged},
+        )
 
     def __len__(self) -> int:
-        return len(next(iter(self.tensors.values())))
+        return next(len(values) for part in (self.tensors, self.ragged) for values in part.values())
 
     def rows(self, index: Tensor | Sequence[int]) -> Cond:
         """The rows named by `index`, in its order; rows may repeat."""
-        return Cond({k: v[torch.as_tensor(index, device=v.device)] for k, v in self.tensors.items()})
+        return Cond(
+            {k: v[torch.as_tensor(index, device=v.device)] for k, v in self.tensors.items()},
+            {k: tuple(v[int(i)] for i in index) for k, v in self.ragged.items()},
+        )
+
+    def padded(self, name: str) -> tuple[Tensor, Tensor]:
+        """A ragged entry as one tensor [rows, longest, ...], zero beyond each row's length, and a mask [rows, longest]."""
+        values = self.ragged[name]
+        lengths = torch.tensor([len(value) for value in values], device=values[0].device)
+        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+        return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True), mask
 
     def to(self, device: torch.device | str) -> Cond:
-        return Cond({k: v.to(device) for k, v in self.tensors.items()})
+        return Cond(
+            {k: v.to(device) for k, v in self.tensors.items()},
+            {k: tuple(each.to(device) for each in v) for k, v in self.ragged.items()},
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from g2rpo.commands.progress import counter, say
 from g2rpo.config import Config
 from g2rpo.distributed import ALONE, World
 from g2rpo.embeddings import CachedEncoder, CachedPolicy
+from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.prompts import PromptOrder
 from g2rpo.sharding import Sharded
 
@@ -24,7 +25,7 @@ def policy_after_encoding(
     console: Console,
     warn: Callable[[str], None],
     sharding: Sharded | None = None,
-) -> CachedPolicy:
+) -> CachedPolicy[PipelinePolicy]:
     """The policy of `loaded` with its embeddings kept as `cache` says: those of `prompts` are made first.
 
     The text encoders then leave the device. Where nothing is kept, or there is no room for all, they come with the first prompt

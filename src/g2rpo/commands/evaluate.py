@@ -156,7 +156,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
     prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.cache, prompts, console, warn_on(console))
-    policy: Any = cached.policy
+    policy = cached.policy
     done = len(judging.chunks()) - len(missing)
     if done:
         say(console, f"{done} of {len(judging.chunks())} chunks in {out} are finished already")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from g2rpo import components
 from g2rpo.config import PolicyConfig
 from g2rpo.errors import UserError
 from g2rpo.plain import parse_json, read_text
+from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 
 LIBRARIES = ("diffusers", "transformers")
 Part = tuple[str, dict[str, Any]]
@@ -83,7 +83,7 @@ def on_meta(part: Part) -> nn.Module:
         return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
 
 
-def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> Any:
+def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> PipelinePolicy:
     """The policy that a run of `config` would build, on the meta device. UserError for a size or option it refuses."""
     import diffusers
 
@@ -98,37 +98,9 @@ def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> Any:
         raise UserError(f"policy.path={config.path}: {error}") from error
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """Sizes of what a policy reads and writes: one latent, one prompt's conditioning, tokens, network rows an evaluation."""
-
-    latent: tuple[int, ...]
-    cond: Mapping[str, tuple[int, ...]]
-    image_tokens: int
-    text_tokens: int
-    rows: int
-
-    @property
-    def latent_bytes(self) -> int:
-        """Latents are float32 wherever they are kept."""
-        return 4 * math.prod(self.latent)
-
-
-def shapes_of(policy: Any, blueprint: Blueprint) -> Shapes:
-    """The shapes of a policy on the meta device. SD3's prompts are CLIP's and T5's tokens, one after the other."""
-    config = policy.pipeline.transformer.config
-    latent = tuple(policy.noise([torch.Generator()]).shape[1:])
-    packed = len(latent) == 2
-    image = latent[0] if packed else math.prod(latent[1:]) // config.patch_size**2
-    text = policy.max_sequence_length + (0 if packed else blueprint.clip_tokens)
-    guided = getattr(policy, "guided", False)
-    cond: dict[str, tuple[int, ...]] = {
-        "sequence": (text, config.joint_attention_dim),
-        "pooled": (config.pooled_projection_dim,),
-    }
-    if guided:
-        cond |= {f"negative_{name}": shape for name, shape in cond.items()}
-    return Shapes(latent, cond, image, text, 2 if guided else 1)
+def shapes_of(policy: PipelinePolicy, blueprint: Blueprint) -> Shapes:
+    """The shapes of a policy's calls."""
+    return policy.shapes(blueprint.clip_tokens)
 
 
 def size_of(module: nn.Module) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from g2rpo.cost.blueprint import Shapes
+from g2rpo.policies.pipelines import Shapes
 
 _ONCE = re.compile(r"(^|\.)(norm\w*\.linear|time_text_embed)")  # modulation and time: one token whatever the picture
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from g2rpo.config import Config
-from g2rpo.cost.blueprint import Blueprint, Shapes, size_of
+from g2rpo.cost.blueprint import Blueprint, size_of
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.judges import Judge
-from g2rpo.cost.trace import blocks_of, working_sets
+from g2rpo.cost.trace import working_sets
+from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 
 RESERVE, SLACK = 2**30, 0.05
 """Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
@@ -41,7 +41,7 @@ class Memory:
 def plan_memory(
     config: Config,
     blueprint: Blueprint,
-    policy: Any,
+    policy: PipelinePolicy,
     shapes: Shapes,
     judges: dict[str, Judge | None],
     counts: Counts,
@@ -108,7 +108,7 @@ def plan_memory(
     )
 
 
-def trained_parts(config: Config, policy: Any) -> dict[str, dict[str, int]]:
+def trained_parts(config: Config, policy: PipelinePolicy) -> dict[str, dict[str, int]]:
     """Bytes of the transformer's weights, frozen and trained, and of what the optimizer keeps beside the trained ones.
 
     Trained weights are float32, and with them gradients (kept from one update to the next), AdamW's two moments and its
@@ -128,7 +128,7 @@ def _piece(config: Config, size: int, ranks: int) -> int:
     return size if config.trainer.sharding == "none" else math.ceil(size / ranks)
 
 
-def _gathered(config: Config, policy: Any) -> tuple[int, int]:
+def _gathered(config: Config, policy: PipelinePolicy) -> tuple[int, int]:
     """Bytes that a rank gathers, where weights are in pieces: of layers at work, and of all that is there while it samples.
 
     Layers at work are one block, the next, which comes meanwhile, and what lies outside the blocks.
@@ -137,17 +137,17 @@ def _gathered(config: Config, policy: Any) -> tuple[int, int]:
         return 0, 0
     transformer = policy.pipeline.transformer
     everything = in_calls_dtype(policy)
-    blocks = [sum(p.numel() for p in block.parameters()) * policy.dtype.itemsize for block in blocks_of(transformer)]
+    blocks = [sum(p.numel() for p in block.parameters()) * policy.dtype.itemsize for block in policy.blocks(transformer)]
     layers = min(everything, everything - sum(blocks) + 2 * max(blocks))
     return layers, everything if config.trainer.sharding == "training" else layers
 
 
-def in_calls_dtype(policy: Any) -> int:
+def in_calls_dtype(policy: PipelinePolicy) -> int:
     """Bytes of the transformer's weights in the dtype of its calls."""
     return sum(p.numel() for p in policy.pipeline.transformer.parameters()) * policy.dtype.itemsize
 
 
-def _optimizer_scratch(policy: Any, cuda: bool) -> int:
+def _optimizer_scratch(policy: PipelinePolicy, cuda: bool) -> int:
     """What one AdamW step allocates: on CUDA it works on all tensors at once, and a root of the second moments is made."""
     sizes = [p.nbytes for p in policy.trainable_parameters()]
     return sum(sizes) if cuda else max(sizes)
@@ -165,7 +165,7 @@ def _latents(config: Config, counts: Counts, shapes: Shapes) -> int:
     return counts.prompts * counts.largest(rows) * shapes.latent_bytes
 
 
-def _tail_network(config: Config, policy: Any) -> int:
+def _tail_network(config: Config, policy: PipelinePolicy) -> int:
     """What `policies.fast.FastNetwork` does not share with the policy: weights in another dtype, or int8 ones."""
     tails, total = config.sampling.tails, 0
     kind = torch.bfloat16 if tails.dtype == "bfloat16" else policy.dtype
@@ -180,6 +180,6 @@ def _tail_network(config: Config, policy: Any) -> int:
     return total
 
 
-def _row(policy: Any, shapes: Shapes) -> int:
+def _row(policy: PipelinePolicy, shapes: Shapes) -> int:
     """One prompt's embedding, in the encoders' dtype."""
     return sum(math.prod(shape) for shape in shapes.cond.values()) * policy.dtype.itemsize

@@ -13,7 +13,7 @@ import torch
 
 from g2rpo import components
 from g2rpo.config import Config
-from g2rpo.cost.blueprint import Shapes, build_on_meta, read_blueprint, shapes_of
+from g2rpo.cost.blueprint import build_on_meta, read_blueprint, shapes_of
 from g2rpo.cost.cards import CARDS, Card, card_of, find_card
 from g2rpo.cost.counting import Counts, Iteration, count, settled
 from g2rpo.cost.judges import Judge, judge
@@ -21,6 +21,7 @@ from g2rpo.cost.memory import Memory, plan_memory
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
 from g2rpo.distributed import World
 from g2rpo.errors import UserError
+from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 
 COUNTED: dict[str, Callable[[Iteration], float]] = {
     "evaluations": lambda it: it.evaluations,
@@ -73,7 +74,7 @@ class Plan:
     """A rank's: it has its share of the prompts."""
     counts: Counts
     memory: Memory
-    policy: Any
+    policy: PipelinePolicy
     """On the meta device."""
     shapes: Shapes
     judges: dict[str, Judge | None]

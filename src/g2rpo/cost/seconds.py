@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from g2rpo.config import Config
-from g2rpo.cost.blueprint import Shapes
 from g2rpo.cost.cards import Card
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.flops import forward_flops, training_flops
 from g2rpo.cost.judges import Judge, count_flops
+from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 
 OPTIMIZER_PASSES = 14
 """Reads and writes of every trained float32 in clipping and an AdamW step."""
@@ -57,7 +56,9 @@ class Work:
     """Prompts whose embeddings are made before training and kept; 0 if each is made when it comes."""
 
 
-def work_of(config: Config, policy: Any, shapes: Shapes, judges: Mapping[str, Judge | None], distinct_prompts: int) -> Work:
+def work_of(
+    config: Config, policy: PipelinePolicy, shapes: Shapes, judges: Mapping[str, Judge | None], distinct_prompts: int
+) -> Work:
     """The work of a run of `config`, whose policy on the meta device is `policy`."""
     transformer = policy.pipeline.transformer
     here = {name: known for name, known in judges.items() if known is not None and known.device.startswith("cuda")}
@@ -81,7 +82,7 @@ def _tails_dtype(config: Config) -> str:
     return config.policy.dtype if tails.dtype == "policy" and tails.quantize == "none" else "bfloat16"
 
 
-def _encoder_flops(policy: Any, shapes: Shapes) -> float:
+def _encoder_flops(policy: PipelinePolicy, shapes: Shapes) -> float:
     """2 * parameters * tokens of every text encoder, for one prompt (with its negative one, where guidance is on)."""
     total = 0.0
     for name, module in policy.pipeline.components.items():

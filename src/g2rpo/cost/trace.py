@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from g2rpo import components
 from g2rpo.config import Config, PolicyConfig
-from g2rpo.cost.blueprint import Blueprint, Shapes, build_on_meta, shapes_of
+from g2rpo.cost.blueprint import Blueprint, build_on_meta, shapes_of
 from g2rpo.cost.counting import Counts
 from g2rpo.flow import sigma_grid
+from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 from g2rpo.rollout.planning import dry_rollout
 from g2rpo.seeding import generator_for
 from g2rpo.types import Batch, Cond, Plan
@@ -80,7 +82,8 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
     """
     models = {name: part for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
     target, full = models["transformer"]
-    shallow, standing = _shallow(blueprint.kind, full)
+    kind, _ = components.policy_options(config.policy, blueprint.kind, device="meta")
+    shallow, standing = kind.shallow(full)
     small = replace(blueprint, parts={**models, "transformer": (target, shallow)})
     policy = build_on_meta(small, config.policy)
     if config.trainer.sharding != "none":
@@ -105,7 +108,7 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
     return WorkingSets(velocity.peak, training.peak, decode.peak)
 
 
-def training_pass(policy: Any, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
+def training_pass(policy: PipelinePolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
     """One training pass over `rows` latents by the algorithm's own loss, on the example of `plans` with most members a latent.
 
     The untrained model's velocities are taken to be there: their call holds no more than the rollout's does.
@@ -132,38 +135,10 @@ def _inputs(shapes: Shapes, rows: int, config: PolicyConfig) -> tuple[Tensor, Te
     return torch.empty(rows, *shapes.latent), torch.empty(rows), Cond(cond)
 
 
-def _shallow(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """A transformer's config with two blocks of every kind, and how many blocks each one stands for, in their order.
-
-    Of n alike blocks the first stands for n - 1 and the last for itself: at the peak one block is at work, and what the
-    others have left behind is there.
-    """
-
-    def pair(blocks: int) -> list[int]:
-        return [blocks - 1, 1] if blocks > 1 else [1] * blocks
-
-    if kind == "FluxPipeline":
-        double, single = pair(config["num_layers"]), pair(config["num_single_layers"])
-        return {**config, "num_layers": len(double), "num_single_layers": len(single)}, double + single
-    if kind == "StableDiffusion3Pipeline":
-        last = config["num_layers"] - 1  # gives up the text
-        doubled = set(config.get("dual_attention_layers", ()))
-        dual, plain = pair(len(doubled - {last})), pair(last - len(doubled - {last}))
-        layers = len(dual) + len(plain)
-        with_dual = (*range(len(dual)), *((layers,) if last in doubled else ()))
-        return {**config, "num_layers": layers + 1, "dual_attention_layers": with_dual}, [*dual, *plain, 1]
-    raise NotImplementedError(f"the blocks of a {kind} are unknown to the plan; say in {__name__} which are alike")
-
-
-def blocks_of(transformer: Any) -> list[nn.Module]:
-    """A transformer's blocks, in the order in which they run."""
-    return [*transformer.transformer_blocks, *getattr(transformer, "single_transformer_blocks", [])]
-
-
 @contextmanager
-def _standing_for(live: LiveBytes, policy: Any, times: list[int]) -> Iterator[None]:
+def _standing_for(live: LiveBytes, policy: PipelinePolicy, times: list[int]) -> Iterator[None]:
     """While entered, what a block leaves behind in its first forward pass counts `times` times."""
-    blocks = blocks_of(policy.pipeline.transformer)
+    blocks = policy.blocks(policy.pipeline.transformer)
     before: dict[nn.Module, set[int]] = {}
 
     def enter(block: nn.Module, args: Any) -> None:
@@ -186,7 +161,7 @@ def _standing_for(live: LiveBytes, policy: Any, times: list[int]) -> Iterator[No
             handle.remove()
 
 
-def _tensors(policy: Any) -> Iterator[Tensor]:
+def _tensors(policy: PipelinePolicy) -> Iterator[Tensor]:
     """All that stays while the policy works: weights, buffers, gradients."""
     for module in (policy.pipeline.transformer, policy.pipeline.vae):
         for tensor in (*module.parameters(), *module.buffers()):
@@ -196,7 +171,7 @@ def _tensors(policy: Any) -> Iterator[Tensor]:
     yield from (value for value in vars(policy).values() if isinstance(value, Tensor))
 
 
-def _materialise(policy: Any) -> None:
+def _materialise(policy: PipelinePolicy) -> None:
     """Puts fake CPU tensors, with gradients, in the place of a policy's meta tensors. Autocast ignores the meta device."""
 
     def fake(value: Any) -> Any:
@@ -215,7 +190,7 @@ def _materialise(policy: Any) -> None:
         table.update({name: fake(value) for name, value in table.items()})
 
 
-def _norms_in_float32(policy: Any) -> None:
+def _norms_in_float32(policy: PipelinePolicy) -> None:
     """What CUDA's autocast does to norms (they are on its list of float32 operations) and the CPU's does not."""
 
     def cast(norm: nn.Module, args: tuple) -> tuple:

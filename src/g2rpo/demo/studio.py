@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from g2rpo.errors import UserError
 from g2rpo.evaluation import Evaluation, evaluate
 from g2rpo.flow import ode_step
 from g2rpo.memory import BatchSizes
+from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.scoring import decode, score
@@ -45,7 +46,7 @@ class Studio:
     which took `steps` steps (None: those of `sampling`).
     """
 
-    policy: Any
+    policy: PipelinePolicy
     algorithm: Algorithm
     sampling: SamplingConfig
     sizes: BatchSizes

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from g2rpo.errors import UserError
+from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.types import Cond
 
 
 class FastNetwork:
-    """The velocity of a `FluxPolicy` or `SD3Policy`, for sampling only.
+    """The velocity of a pipeline's policy, for sampling only.
 
     `compile` runs the transformer through torch.compile with `backend` (the first calls take minutes). `dtype` bfloat16 is
     for a float32 policy. `quantize` "int8" rounds the frozen weights of linear layers per channel and their inputs per
@@ -30,7 +30,7 @@ class FastNetwork:
 
     def __init__(
         self,
-        policy: Any,
+        policy: PipelinePolicy,
         *,
         compile: bool = False,
         backend: str = "inductor",
@@ -45,9 +45,8 @@ class FastNetwork:
         self._network = _shared_copy(self._source)
         self._fresh = False
         self._policy = copy.copy(policy)
-        self._policy.tuning = SimpleNamespace(
-            active=torch.compile(self._network, backend=backend) if compile else self._network
-        )
+        self._policy.tuning = copy.copy(policy.tuning)
+        self._policy.tuning.active = torch.compile(self._network, backend=backend) if compile else self._network
         self._policy.dtype = self._dtype
 
     def refresh(self) -> None:

@@ -1,16 +1,158 @@
-"""What policies of diffusers pipelines have in common: loading, placing the parts, the deployed shift, decoding."""
+"""What policies of diffusers pipelines have in common: loading, placing the parts, the deployed shift, decoding, saving."""
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from g2rpo.policies.tuning import TuningMode
+from g2rpo.policies.options import PolicyOptions
+from g2rpo.policies.text import TextEncoders
+from g2rpo.policies.tuning import Tuning, TuningMode
+from g2rpo.sharding import Sharded
+from g2rpo.types import Cond, Policy
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of what a policy reads and writes: one latent, one prompt's conditioning, tokens, network rows an evaluation."""
+
+    latent: tuple[int, ...]
+    cond: Mapping[str, tuple[int, ...]]
+    image_tokens: int
+    text_tokens: int
+    rows: int
+
+    @property
+    def latent_bytes(self) -> int:
+        """Latents are float32 wherever they are kept."""
+        return 4 * math.prod(self.latent)
+
+
+class PipelinePolicy(Policy, ABC):
+    """A `Policy` of a diffusers pipeline, and what else adapters, sharding, plans and the demo need of one.
+
+    Subclasses name their pipeline and its defaults, and say what a latent is and how the network is called. `options` are
+    the keywords of `PolicyOptions`. ValueError for a size that the model cannot have.
+    """
+
+    pipeline_class: ClassVar[str]
+    """The class in diffusers."""
+    lora_targets: ClassVar[Sequence[str]]
+    guidance: ClassVar[float]
+    tokens: ClassVar[int]
+    """The defaults of lora_targets, guidance_scale and max_sequence_length."""
+    unsupported: ClassVar[Sequence[str]] = ()
+    """Options that mean nothing to this model."""
+
+    def __init__(
+        self, pipeline: Any, *, sharding: Sharded | None = None, text: TextEncoders | None = None, **options: Any
+    ) -> None:
+        o = self.options = PolicyOptions(**options)
+        self.pipeline = pipeline
+        self.guidance_scale = self.guidance if o.guidance_scale is None else o.guidance_scale
+        self.max_sequence_length = o.max_sequence_length or self.tokens
+        self.dtype, self._device = o.dtype, torch.device(o.device)
+        self.check_size(o.height, o.width)
+        self.text = text or self.encoders(pipeline, **options)
+        self.tuning = Tuning(
+            pipeline.transformer,
+            o.tuning,
+            rank=o.lora_rank,
+            alpha=o.lora_alpha,
+            targets=o.lora_targets or self.lora_targets,
+            seed=o.seed,
+            dtype=o.dtype,
+            device=self._device,
+            keep_base=o.keep_base,
+            sharding=sharding,
+        )
+        place(
+            pipeline,
+            dtype=o.dtype,
+            device=self._device,
+            vae_tiling=o.vae_tiling,
+            gradient_checkpointing=o.gradient_checkpointing,
+        )
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
+        """Loads the pipeline in a directory or of a hub id."""
+        return cls(cls.load_pipeline(path, **options), **options)
+
+    @classmethod
+    def load_pipeline(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        """The pipeline in a directory or of a hub id, on the CPU, for a policy with these options."""
+        import diffusers
+
+        return load_pipeline(getattr(diffusers, cls.pipeline_class), path, dtype, options.get("tuning", "lora"))
+
+    @classmethod
+    @abstractmethod
+    def encoders(cls, pipeline: Any, **options: Any) -> TextEncoders:
+        """The text encoders of a policy with these options: they work before there is a policy, too."""
+
+    @abstractmethod
+    def check_size(self, height: int, width: int) -> None:
+        """ValueError for a picture that the model cannot make."""
+
+    @property
+    @abstractmethod
+    def image_tokens(self) -> int:
+        """Tokens of one picture."""
+
+    @abstractmethod
+    def shapes(self, clip_tokens: int) -> Shapes:
+        """The sizes of a call; `clip_tokens` is the length to which the CLIP tokenizers pad."""
+
+    @staticmethod
+    @abstractmethod
+    def shallow(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """A transformer's config with two blocks of every kind, and how many blocks each one stands for, in their order."""
+
+    @staticmethod
+    def blocks(transformer: Any) -> list[nn.Module]:
+        """A transformer's blocks, in the order in which they run."""
+        return [*transformer.transformer_blocks, *getattr(transformer, "single_transformer_blocks", [])]
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def shift(self) -> float:
+        """The time shift with which the pipeline itself samples this size."""
+        return deployed_shift(self.pipeline.scheduler, self.image_tokens)
+
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        return self.text.encode(prompts)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return list(self.tuning.named().values())
+
+    def base(self) -> AbstractContextManager[None]:
+        return self.tuning.base()
+
+    def load(self, path: Path, strength: float = 1.0) -> None:
+        """Puts tuned weights to work, as `save` wrote them; `strength` scales an adapter."""
+        self.tuning.load(path, self.pipeline, strength)
+
+    def save(self, directory: Path) -> Path:
+        """Writes the tuned weights in diffusers' format, and returns where."""
+        return self.tuning.save(directory, type(self.pipeline))
+
+
+def two_of(blocks: int) -> list[int]:
+    """How many of so many alike blocks the first and the last stand for: at the peak one block is at work, and what the others
+    have left behind is there, so the first stands for all but the last."""
+    return [blocks - 1, 1] if blocks > 1 else [1] * blocks
 
 
 def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora") -> Any:

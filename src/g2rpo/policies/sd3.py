@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from g2rpo.policies.pipelines import decode_latents, deployed_shift, load_pipeline, place
+from g2rpo.policies.options import PolicyOptions
+from g2rpo.policies.pipelines import PipelinePolicy, Shapes, decode_latents, two_of
 from g2rpo.policies.text import SD3Text
-from g2rpo.policies.tuning import Tuning, TuningMode
-from g2rpo.sharding import Sharded
 from g2rpo.types import Cond
 
 LORA_TARGETS = tuple(
@@ -23,127 +20,72 @@ LORA_TARGETS = tuple(
 attention (attn2) is not among them."""
 
 
-class SD3Policy:
+class SD3Policy(PipelinePolicy):
     """A `StableDiffusion3Pipeline` (arXiv 2403.03206) as a `Policy`.
 
     Latents are [B, channels, h, w]. With `guidance_scale` > 1 every row is evaluated twice in one call of 2B rows, with the
     prompt and with `negative_prompt`: v = v_negative + guidance_scale * (v_prompt - v_negative). At 1 and below there is no
-    guidance and one evaluation, as in the pipeline. `truncate_timesteps` feeds the network floor(1000 sigma), as the
-    published code of G2RPO does; diffusers' pipeline does not. `published_pictures`: see `pipelines.decode_latents`. Height
-    and width are pixels, multiples of 16 for SD3's VAE.
+    guidance and one evaluation, as in the pipeline. Height and width are multiples of 16 for SD3's VAE. The pipeline walks
+    a grid of its own at its shift (docs/models.md).
     """
 
-    def __init__(
-        self,
-        pipeline: Any,
-        *,
-        height: int,
-        width: int,
-        guidance_scale: float = 4.5,
-        negative_prompt: str = "",
-        max_sequence_length: int = 256,
-        tuning: TuningMode = "lora",
-        lora_rank: int = 32,
-        lora_alpha: float = 64,
-        lora_targets: Sequence[str] = LORA_TARGETS,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        truncate_timesteps: bool = False,
-        published_pictures: bool = False,
-        vae_tiling: bool = False,
-        gradient_checkpointing: bool = False,
-        keep_base: bool = True,
-        sharding: Sharded | None = None,
-        text: SD3Text | None = None,
-    ) -> None:
-        config, scale = pipeline.transformer.config, pipeline.vae_scale_factor
-        patch = config.patch_size * scale
-        if height % patch or width % patch:
-            raise ValueError(f"height and width must be multiples of {patch} for this model, got {height}x{width}")
-        if max(height, width) > patch * config.pos_embed_max_size:
-            raise ValueError(
-                f"this model knows positions up to {patch * config.pos_embed_max_size} pixels, got {height}x{width}"
-            )
-        self.pipeline = pipeline
-        self.height, self.width = height, width
-        self.guidance_scale = guidance_scale
-        self.max_sequence_length = max_sequence_length
-        self.truncate_timesteps = truncate_timesteps
-        self.published_pictures = published_pictures
-        self.dtype = dtype
-        self._device = torch.device(device)
-        self.text = text or self.encoders(
-            pipeline,
-            dtype=dtype,
-            device=device,
-            guidance_scale=guidance_scale,
-            negative_prompt=negative_prompt,
-            max_sequence_length=max_sequence_length,
-        )
-        self.tuning = Tuning(
-            pipeline.transformer,
-            tuning,
-            rank=lora_rank,
-            alpha=lora_alpha,
-            targets=lora_targets,
-            seed=seed,
-            dtype=dtype,
-            device=self._device,
-            keep_base=keep_base,
-            sharding=sharding,
-        )
-        place(
-            pipeline,
-            dtype=dtype,
-            device=self._device,
-            vae_tiling=vae_tiling,
-            gradient_checkpointing=gradient_checkpointing,
-        )
-        self._latent = (config.in_channels, height // scale, width // scale)
-        self._tokens = (height // patch) * (width // patch)
+    pipeline_class = "StableDiffusion3Pipeline"
+    lora_targets = LORA_TARGETS
+    guidance = 4.5
+    tokens = 256
+
+    def __init__(self, pipeline: Any, **options: Any) -> None:
+        super().__init__(pipeline, **options)
+        scale, o = pipeline.vae_scale_factor, self.options
+        self._latent = (pipeline.transformer.config.in_channels, o.height // scale, o.width // scale)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> SD3Policy:
-        """Loads a StableDiffusion3Pipeline from a directory or a hub id; `options` are the constructor's."""
-        return cls(cls.load_pipeline(path, dtype=dtype, **options), dtype=dtype, **options)
-
-    @staticmethod
-    def load_pipeline(path: str | Path, *, dtype: torch.dtype, **options: Any) -> Any:
-        """The StableDiffusion3Pipeline in a directory or of a hub id, on the CPU, for a policy with these options."""
-        from diffusers import StableDiffusion3Pipeline
-
-        return load_pipeline(StableDiffusion3Pipeline, path, dtype, options.get("tuning", "lora"))
-
-    @staticmethod
-    def encoders(
-        pipeline: Any,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        guidance_scale: float = 4.5,
-        negative_prompt: str = "",
-        max_sequence_length: int = 256,
-        **options: Any,
-    ) -> SD3Text:
-        """The text encoders of a policy with these options: they work before there is a policy, too."""
+    def encoders(cls, pipeline: Any, **options: Any) -> SD3Text:
+        o = PolicyOptions(**options)
         return SD3Text(
             pipeline,
-            dtype=dtype,
-            device=device,
-            max_sequence_length=max_sequence_length,
-            negative_prompt=negative_prompt,
-            guided=guidance_scale > 1,
+            dtype=o.dtype,
+            device=o.device,
+            max_sequence_length=o.max_sequence_length or cls.tokens,
+            negative_prompt=o.negative_prompt or "",
+            guided=(cls.guidance if o.guidance_scale is None else o.guidance_scale) > 1,
         )
 
     @property
-    def device(self) -> torch.device:
-        return self._device
+    def _patch(self) -> int:
+        """Pixels of a token's side."""
+        return self.pipeline.transformer.config.patch_size * self.pipeline.vae_scale_factor
+
+    def check_size(self, height: int, width: int) -> None:
+        patch, most = self._patch, self._patch * self.pipeline.transformer.config.pos_embed_max_size
+        if height % patch or width % patch:
+            raise ValueError(f"height and width must be multiples of {patch} for this model, got {height}x{width}")
+        if max(height, width) > most:
+            raise ValueError(f"this model knows positions up to {most} pixels, got {height}x{width}")
 
     @property
-    def shift(self) -> float:
-        """The time shift with which the pipeline itself samples this size (on a grid of its own, see docs/models.md)."""
-        return deployed_shift(self.pipeline.scheduler, self._tokens)
+    def image_tokens(self) -> int:
+        return (self.options.height // self._patch) * (self.options.width // self._patch)
+
+    def shapes(self, clip_tokens: int) -> Shapes:
+        """A prompt is CLIP's and T5's tokens, one after the other."""
+        config, text = self.pipeline.transformer.config, self.max_sequence_length + clip_tokens
+        cond: dict[str, tuple[int, ...]] = {
+            "sequence": (text, config.joint_attention_dim),
+            "pooled": (config.pooled_projection_dim,),
+        }
+        if self.guided:
+            cond |= {f"negative_{name}": shape for name, shape in cond.items()}
+        return Shapes(self._latent, cond, self.image_tokens, text, 2 if self.guided else 1)
+
+    @staticmethod
+    def shallow(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        last = config["num_layers"] - 1  # gives up the text
+        doubled = set(config.get("dual_attention_layers", ()))
+        dual, plain = two_of(len(doubled - {last})), two_of(last - len(doubled - {last}))
+        layers = len(dual) + len(plain)
+        with_dual = (*range(len(dual)), *((layers,) if last in doubled else ()))
+        return {**config, "num_layers": layers + 1, "dual_attention_layers": with_dual}, [*dual, *plain, 1]
 
     @property
     def guided(self) -> bool:
@@ -151,14 +93,14 @@ class SD3Policy:
         return self.guidance_scale > 1
 
     def encode(self, prompts: Sequence[str]) -> Cond:
-        return self.text.encode(prompts, guided=self.guided)
+        return self.text.encode(prompts, guided=self.guided)  # the demo changes the scale
 
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
         return torch.stack([torch.randn(self._latent, generator=generator) for generator in generators]).to(self._device)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         timestep = sigma * 1000
-        timestep = timestep.floor() if self.truncate_timesteps else timestep
+        timestep = timestep.floor() if self.options.truncate_timesteps else timestep
         sequence, pooled = cond.tensors["sequence"], cond.tensors["pooled"]
         if self.guided:
             sequence = torch.cat([cond.tensors["negative_sequence"], sequence])
@@ -179,18 +121,4 @@ class SD3Policy:
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        return decode_latents(self.pipeline.vae, x, self.published_pictures)
-
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        return list(self.tuning.named().values())
-
-    def base(self) -> AbstractContextManager[None]:
-        return self.tuning.base()
-
-    def load(self, path: Path, strength: float = 1.0) -> None:
-        """Puts tuned weights to work, as `save` wrote them; `strength` scales an adapter."""
-        self.tuning.load(path, self.pipeline, strength)
-
-    def save(self, directory: Path) -> Path:
-        """Writes the tuned weights in diffusers' format, and returns where."""
-        return self.tuning.save(directory, type(self.pipeline))
+        return decode_latents(self.pipeline.vae, x, self.options.published_pictures)

@@ -31,6 +31,10 @@ class TextEncoders:
         ]
         self._parked = False
 
+    def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
+        """Conditioning for each prompt; `guided` stands in for the encoders' own setting, where there is one."""
+        raise NotImplementedError
+
     def park(self) -> None:
         """Takes the encoders off the device."""
         self._parked = True
@@ -60,8 +64,7 @@ class FluxText(TextEncoders):
         self.max_sequence_length = max_sequence_length
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
-        """Conditioning for each prompt."""
+    def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
         with self._at_work():
             sequence, pooled, _ = self.pipeline.encode_prompt(
                 prompt=list(prompts), prompt_2=None, device=self.device, max_sequence_length=self.max_sequence_length
@@ -88,7 +91,6 @@ class SD3Text(TextEncoders):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
-        """Conditioning for each prompt; `guided` stands in for the encoders' own setting."""
         guided = self.guided if guided is None else guided
         with self._at_work():
             sequence, negative_sequence, pooled, negative_pooled = self.pipeline.encode_prompt(

@@ -1,0 +1,39 @@
+"""What a policy of a diffusers pipeline can be built with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from g2rpo.policies.tuning import TuningMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """The options of `config.PolicyConfig` as policies take them, and what a run adds; None is the policy's own default.
+
+    height, width: of pictures, in pixels.
+    truncate_timesteps: the network sees floor(1000 sigma), as in the published code of G2RPO; diffusers' pipelines do not.
+    published_pictures: see `pipelines.decode_latents`.
+    seed: of the adapters' first values. keep_base: keep a copy of weights that training or `load` changes.
+    """
+
+    height: int
+    width: int
+    guidance_scale: float | None = None
+    negative_prompt: str | None = None
+    max_sequence_length: int | None = None
+    tuning: TuningMode = "lora"
+    lora_rank: int = 32
+    lora_alpha: float = 64
+    lora_targets: Sequence[str] | None = None
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    gradient_checkpointing: bool = False
+    truncate_timesteps: bool = False
+    published_pictures: bool = False
+    vae_tiling: bool = False
+    seed: int = 0
+    keep_base: bool = True
