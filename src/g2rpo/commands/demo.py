@@ -204,9 +204,10 @@ def demo(
     drawn = ""
     if examples:
         say("drawing a held-out prompt to open with ...")
-        asked = {"seed": studio.seed, "steps": studio.steps, "guidance": studio.policy.guidance_scale}
+        scale = studio.policy.guidance_scale
         try:
-            drawn = drawing_html(draw(studio, examples[0], **asked), opening.rule)
+            drawing = draw(studio, examples[0], seed=studio.seed, steps=studio.steps, guidance=scale)
+            drawn = drawing_html(drawing, opening.rule)
         except (UserError, RewardFailed) as error:
             say(f"it was not drawn: {error}")
     page = app.build(
