@@ -204,9 +204,9 @@ def demo(
     drawn = ""
     if examples:
         say("drawing a held-out prompt to open with ...")
-        scale = studio.policy.guidance_scale
+        scale, steps = studio.policy.guidance_scale, studio.steps or studio.sampling.num_steps
         try:
-            drawing = draw(studio, examples[0], seed=studio.seed, steps=studio.steps, guidance=scale)
+            drawing = draw(studio, examples[0], seed=studio.seed, steps=steps, guidance=scale)
             drawn = drawing_html(drawing, opening.rule)
         except (UserError, RewardFailed) as error:
             say(f"it was not drawn: {error}")
