@@ -1,5 +1,6 @@
 """Flow-GRPO's whole training step, KL term and all, against a restatement from its published formulas, on the tiny SD3."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -76,7 +77,7 @@ class Walks:
     def measure(self) -> Restated:
         return self.restate(off=2**-23)
 
-    def restate(self, off: float = 0.0, beta: float | None = None) -> Restated:
+    def restate(self, off: float = 0.0, beta: float | None = None, updates: Callable = flow_grpo_updates) -> Restated:
         t, transformer = self.ours.trainer, side_by_side.nudged(self.start, off)
         untrained = side_by_side.nudged(self.start, off)
         untrained.disable_adapters()
@@ -102,7 +103,7 @@ class Walks:
             for group, advantages in zip(groups, batch_normalised(scores).clamp(-5, 5), strict=True):
                 for member, advantage in zip(group, advantages, strict=True):
                     member.advantage = advantage
-            flow_grpo_updates(
+            updates(
                 network,
                 base,
                 learner,

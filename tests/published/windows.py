@@ -90,7 +90,7 @@ class Windows:
         float32 makes of the same."""
         return self.restate() if self.autocast else self.restate(off=2**-23)
 
-    def restate(self, autocast: torch.dtype | None = None, off: float = 0.0) -> Restated:
+    def restate(self, autocast: torch.dtype | None = None, off: float = 0.0, updates: Callable = window_updates) -> Restated:
         """The same iterations from the formulas, computed in `autocast`; every weight is `off` by this share of itself."""
         t, low = self.ours.trainer, autocast or torch.float32
         transformer = side_by_side.nudged(self.start, off)
@@ -116,7 +116,7 @@ class Windows:
                 self._score(group)
                 groups.append(group)
             clip = 1e-4 if self.autocast is None else 100.0
-            window_updates(network, learner, groups, trained, t.sigmas, self.step, accumulate=self.accumulate, clip=clip)
+            updates(network, learner, groups, trained, t.sigmas, self.step, accumulate=self.accumulate, clip=clip)
             result.groups.append(groups)
             result.trained.append(trained)
         return result
