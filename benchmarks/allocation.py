@@ -36,11 +36,11 @@ from g2rpo.flow import tail
 from g2rpo.objectives import group_normalize, mix_rewards
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
+from g2rpo.rollout.scoring import Stopwatch, score_rollouts
 from g2rpo.rollout.tails import Tails
-from g2rpo.scoring import Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
 from g2rpo.statistics import ranks
-from g2rpo.trainer import Trainer
+from g2rpo.training.trainer import Trainer
 from g2rpo.types import Plan
 
 TAILS = {

@@ -26,10 +26,10 @@ from scipy.stats import rankdata
 
 from benchmarks.credit import REWARDS, instrument_parser, load_pyplot, save, save_figure
 from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.curves import COLOURS
 from g2rpo.flow import tail
+from g2rpo.monitor.curves import COLOURS
 from g2rpo.rollout.engine import Engine
-from g2rpo.scoring import Stopwatch, score_rollouts
+from g2rpo.rollout.scoring import Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
 from g2rpo.statistics import bootstrap_mean
 from g2rpo.types import Plan

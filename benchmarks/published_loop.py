@@ -15,7 +15,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.flow import ode_step
-from g2rpo.scoring import Stopwatch, score
+from g2rpo.rollout.scoring import Stopwatch, score
 from g2rpo.types import Cond, Policy, Reward
 
 Noise = Callable[..., torch.Generator]

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from g2rpo.commands.train import train
-from g2rpo.metrics import read_metrics
+from g2rpo.monitor.metrics import read_metrics
 
 
 def main() -> None:

@@ -34,13 +34,13 @@ from benchmarks.fast_tails import CLOCKS, OPTIONS
 from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.build.components import build_policy, build_prompts, build_rewards, build_tail_network
 from g2rpo.commands.train import load_config
-from g2rpo.components import build_policy, build_prompts, build_rewards, build_tail_network
 from g2rpo.flow import sigma_grid
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
+from g2rpo.rollout.scoring import Stopwatch, score_rollouts
 from g2rpo.rollout.tails import EXACT, TailNetwork, Tails
-from g2rpo.scoring import Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
 
 NUM_STEPS = 16

@@ -20,16 +20,16 @@ import torch
 
 from benchmarks.fast_tails import OPTIONS
 from benchmarks.machine import describe, peak_bytes
-from g2rpo.components import build_tail_network
-from g2rpo.config import Config
-from g2rpo.embeddings import CachedEncoder, CachedPolicy
+from g2rpo.build.components import build_tail_network
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import Config
+from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import Tails
 from g2rpo.seeding import generator_for
-from g2rpo.settings import resolve
-from g2rpo.trainer import Trainer
+from g2rpo.training.trainer import Trainer
 from g2rpo.types import Cond
 
 TRANSFORMER = {

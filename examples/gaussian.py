@@ -14,12 +14,12 @@ import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.flow import sigma_grid
-from g2rpo.memory import batch_sizes
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.scoring import Stopwatch, score_rollouts
+from g2rpo.rollout.scoring import Stopwatch, score_rollouts
+from g2rpo.runtime.memory import batch_sizes
 from g2rpo.seeding import generator_for
-from g2rpo.update import Experience, Updater
+from g2rpo.training.updater import Experience, Updater
 
 STEPS, ITERATIONS, GREY = 10, 60, 0.75
 

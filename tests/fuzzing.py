@@ -2,9 +2,9 @@
 
 from hypothesis import strategies as st
 
-from g2rpo import recipes
-from g2rpo.named import ALGORITHMS
-from g2rpo.settings import resolve
+from g2rpo.config import recipes
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.resolve import resolve
 
 SNIPPETS = (
     "!!python/object/apply:os.system [false]",

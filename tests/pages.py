@@ -17,14 +17,14 @@ from pathlib import Path
 import typer
 from torch.distributed.run import get_args_parser
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.cli import app
 from g2rpo.commands import compare_arguments, evaluate
 from g2rpo.commands.train import load_config
-from g2rpo.config import RewardConfig
+from g2rpo.config.resolve import parse_options, resolve_as
+from g2rpo.config.schema import RewardConfig
 from g2rpo.cost.plan import find_target
-from g2rpo.judging import JudgingConfig
-from g2rpo.settings import parse_options, resolve_as
+from g2rpo.evaluation.sweep import JudgingConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-from g2rpo.distributed import joined
+from g2rpo.runtime.distributed import joined
 
 CONTEXT = multiprocessing.get_context("forkserver")
 SLOW_IMPORTS = (

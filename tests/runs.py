@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from g2rpo.config import Config
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import Config
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.settings import resolve
-from g2rpo.trainer import Trainer
+from g2rpo.training.trainer import Trainer
 
 PLAIN = {
     "recipe": "gaussian",

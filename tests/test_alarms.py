@@ -9,7 +9,10 @@ import torch
 from safetensors.torch import load_file
 from scipy.stats import t as student
 
-from g2rpo.alarms import (
+from g2rpo.config.schema import AlarmsConfig
+from g2rpo.errors import RolledBack, Stopped, UserError
+from g2rpo.flow import sigma_grid
+from g2rpo.monitor.alarms import (
     ADVICE,
     LEVEL,
     MASKED,
@@ -24,13 +27,10 @@ from g2rpo.alarms import (
     picture_alarms,
     training_alarms,
 )
-from g2rpo.checkpoint import checkpoints
-from g2rpo.config import AlarmsConfig
-from g2rpo.errors import RolledBack, Stopped, UserError
-from g2rpo.flow import sigma_grid
-from g2rpo.image_statistics import image_statistics, statistics_row
-from g2rpo.metrics import read_metrics
+from g2rpo.monitor.image_statistics import image_statistics, statistics_row
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.training.checkpoint import checkpoints
 from tests import ranks
 from tests.commands import g2rpo
 from tests.runs import brightness, config, trainer

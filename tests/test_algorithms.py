@@ -17,8 +17,8 @@ from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
+from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.flow import cps_kernel, dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
-from g2rpo.named import ALGORITHMS
 from g2rpo.objectives import clipped_surrogate, group_normalize, kernel_kl
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine

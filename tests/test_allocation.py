@@ -11,9 +11,9 @@ from scipy.stats import spearmanr
 from g2rpo.algorithms.allocation import FIRST, Allocator, Auto, best_ratio, cautious
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.commands.train import load_config
-from g2rpo.comparison import iterations_within, read_run, work
 from g2rpo.errors import UserError
-from g2rpo.metrics import read_metrics
+from g2rpo.evaluation.study import iterations_within, read_run, work
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.objectives import group_normalize
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import Tails

@@ -13,10 +13,10 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.mixgrpo import MixGRPO
 from g2rpo.commands.train import load_config
 from g2rpo.errors import UserError
-from g2rpo.metrics import read_metrics
-from g2rpo.model_card import write_card
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.runs import read_config
+from g2rpo.runs.directory import read_config
+from g2rpo.runs.model_card import write_card
 from tests.commands import g2rpo
 from tests.runs import PROMPTS, brightness, darkness
 

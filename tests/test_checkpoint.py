@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g2rpo.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from g2rpo.errors import Stopped, UserError
+from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from tests.runs import trainer
 from tests.test_security import forged
 

@@ -13,13 +13,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import T5EncoderModel
 
-from g2rpo import __version__, cli, recipes
+from g2rpo import __version__, cli
 from g2rpo.commands.push import push
+from g2rpo.config import recipes
+from g2rpo.config.algorithms import ALGORITHMS, title_of
 from g2rpo.errors import UserError
-from g2rpo.metrics import read_metrics
-from g2rpo.named import ALGORITHMS, title_of
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rewards.remote import RemoteReward
-from g2rpo.runs import read_config
+from g2rpo.runs.directory import read_config
 from tests.commands import g2rpo
 from tests.tiny import save_flux
 

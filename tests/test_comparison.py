@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from g2rpo.commands.compare_arguments import own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.commands.jobs import environment
 from g2rpo.commands.train import load_config
-from g2rpo.comparison import Run, best_rate, curve, gain, iterations_within, lines, read_run, seconds_per_evaluation, work
+from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.errors import UserError
-from g2rpo.named import ALGORITHMS
+from g2rpo.evaluation.study import Run, best_rate, curve, gain, iterations_within, lines, read_run, seconds_per_evaluation, work
 from g2rpo.rollout.planning import count_trained
-from g2rpo.runs import read_config
+from g2rpo.runs.directory import read_config
 from g2rpo.statistics import bootstrap_crossed, bootstrap_mean
 from tests.commands import g2rpo
 from tests.runs import trainer

@@ -8,13 +8,13 @@ import pytest
 import torch
 import yaml
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.config import PolicyConfig, RewardConfig
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.sd3 import SD3Policy
-from g2rpo.settings import resolve
 from tests.commands import TINY
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import yaml
 
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.recipes import names, text
+from g2rpo.config.resolve import differences, read_yaml, resolve
 from g2rpo.errors import UserError
-from g2rpo.named import ALGORITHMS
-from g2rpo.recipes import names, text
-from g2rpo.runs import claim, entered
-from g2rpo.settings import differences, read_yaml, resolve
+from g2rpo.runs.directory import claim, entered
 from tests.runs import PLAIN, config
 
 

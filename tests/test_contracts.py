@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from g2rpo import api
+from g2rpo.algorithms.contracts import plans_of
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.contracts import plans_of
 from g2rpo.errors import UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.types import Plan

@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.train import load_config
-from g2rpo.config import RewardConfig
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import RewardConfig
 from g2rpo.cost import trace
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.blueprint import PUBLISHED, build_on_meta, on_meta, read_blueprint, shapes_of, size_of
@@ -29,8 +30,7 @@ from g2rpo.policies.pipelines import PipelinePolicy, load_pipeline
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
-from g2rpo.settings import resolve
-from g2rpo.trainer import Trainer
+from g2rpo.training.trainer import Trainer
 from tests.tiny import flux_pipeline, sd3_pipeline
 
 PROMPTS = ["a red circle", "two blue square", "a square left of a circle"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from g2rpo.curves import curves, save_curves
+from g2rpo.monitor.curves import curves, save_curves
 
 
 def rows(count, errors=True):

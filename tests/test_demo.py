@@ -13,26 +13,26 @@ import pytest
 import torch
 import yaml
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.cli import main
 from g2rpo.commands.demo import facts, of_model, of_run, open_studio
 from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.config import Config
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import Config
 from g2rpo.demo.gate import MAX_BODY, Gate
 from g2rpo.demo.opening import Opening, opening, opening_of
 from g2rpo.demo.studio import MAX_PROMPT, MAX_SEED, draw, learn, plan_labels
 from g2rpo.demo.views import digits, drawing_html, lesson_html, run_html
 from g2rpo.errors import UserError
-from g2rpo.evaluation import load_tensors, sample_images
+from g2rpo.evaluation.heldout import load_tensors, sample_images
 from g2rpo.flow import sigma_grid
-from g2rpo.named import ALGORITHMS
 from g2rpo.report.history import read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.rollout.engine import Engine
-from g2rpo.scoring import Stopwatch
+from g2rpo.rollout.scoring import Stopwatch
 from g2rpo.seeding import generator_for
-from g2rpo.settings import resolve
-from g2rpo.trainer import scores_after
+from g2rpo.training.trainer import scores_after
 from g2rpo.types import Plan
 from tests.commands import TINY, g2rpo
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from g2rpo.diagnostics import diagnose
+from g2rpo.monitor.diagnostics import diagnose
 from g2rpo.statistics import group_std, ranks, spearman
 from tests.runs import trainer
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g2rpo.distributed import ALONE, World, joined
 from g2rpo.errors import RankLost, UserError
-from g2rpo.metrics import read_metrics
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.flux import FluxPolicy
+from g2rpo.runtime.distributed import ALONE, World, joined
 from tests import ranks
 from tests.runs import brightness, trainer
 

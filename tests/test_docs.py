@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from g2rpo import components, recipes
+from g2rpo import plugins
+from g2rpo.build import components
 from g2rpo.cli import main
-from g2rpo.config import Config
-from g2rpo.named import ALGORITHMS
-from g2rpo.settings import _fields, resolve
+from g2rpo.config import recipes
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.resolve import _fields, resolve
+from g2rpo.config.schema import Config
 from tests.pages import BEGINS, PAGES, ROOT, blocks, calls, check, environment_of_make, inline, inline_commands, prose
 from tests.runs import brightness, trainer
 
@@ -29,9 +31,19 @@ SMALLEST = [
 page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
+def save_named(text: str) -> None:
+    """Writes the Python blocks that begin with a file's name into the current folder; commands beside them name it."""
+    for block in blocks(text):
+        if named := re.match(r"# (\w+\.py)\n", block.code):
+            Path(named[1]).write_text(block.code)
+
+
 @page
 def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    save_named(text)
     scripts = [block.code for block in blocks(text) if block.language == "bash"]
     for script in [*scripts, *inline_commands(text)]:
         found = calls(script, tmp_path)
@@ -114,6 +126,9 @@ def test_settings_in_yaml_are_a_config(page):
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language == "yaml":
             config = resolve({**recipes.settings("scenes"), **yaml.safe_load(block.code)}, source=page.name)
+            for entry in config.rewards.values():
+                if plugins.is_code(str(entry.options.get("target"))):
+                    plugins.allow(entry.options["target"])  # as --plugin does
             components.check_rewards(config.rewards)
 
 
@@ -206,5 +221,4 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
 def test_what_the_glossary_says_computes_a_name_exists():
     for entries in glossary().values():
         for function in {name for functions in entries.values() for name in functions}:
-            module = f"{function.partition('.')[0].lower()}." if function[0].isupper() else ""  # Trainer lives in trainer.py
-            assert callable(pkgutil.resolve_name(f"g2rpo.{module}{function}")), function
+            assert callable(pkgutil.resolve_name(f"g2rpo.{function}")), function

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from g2rpo.named import ALGORITHMS
-from g2rpo.update import without_zero_advantages
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.training.updater import without_zero_advantages
 from tests.runs import brightness, trainer
 from tests.test_algorithms import ONCE
 

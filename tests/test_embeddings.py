@@ -7,12 +7,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.ahead import encode_ahead, prompts_to_come
-from g2rpo.config import PolicyConfig
-from g2rpo.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore, cache_root
+from g2rpo.config.schema import PolicyConfig
 from g2rpo.errors import UserError
 from g2rpo.files import FileDigests, write_whole
+from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore, cache_root
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.types import Cond, Policy
 from tests.commands import g2rpo, small_files

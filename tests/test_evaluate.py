@@ -9,9 +9,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from g2rpo.errors import UserError
-from g2rpo.evaluation import sample_images
+from g2rpo.evaluation.heldout import sample_images
+from g2rpo.evaluation.sweep import Judging, JudgingConfig
 from g2rpo.flow import sigma_grid
-from g2rpo.judging import Judging, JudgingConfig
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.statistics import bootstrap_mean
 from tests.commands import g2rpo, small_files

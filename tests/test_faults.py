@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import g2rpo.checkpoint
-from g2rpo.checkpoint import checkpoints
+import g2rpo.training.checkpoint
 from g2rpo.errors import RewardFailed, Stopped
-from g2rpo.metrics import read_metrics
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.training.checkpoint import checkpoints
 from tests import ranks
 from tests.commands import small_files
 from tests.runs import brightness, trainer
@@ -97,7 +97,7 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(tmp_path, untouc
 
 
 MOMENTS = {
-    "weights": (g2rpo.checkpoint, "save_file"),
+    "weights": (g2rpo.training.checkpoint, "save_file"),
     "moments": (torch, "save"),
     "manifest": (Path, "write_text"),
     "rename": (Path, "rename"),

@@ -7,7 +7,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from diffusers.image_processor import VaeImageProcessor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.evaluation import sample_images
+from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.pipelines import deployed_shift

@@ -10,8 +10,8 @@ import pytest
 
 from g2rpo.errors import Stopped, UserError
 from g2rpo.files import whole_file, write_whole
-from g2rpo.folders import LOCK, InUse, held, is_empty, remove_unfinished, whole, writing
-from g2rpo.runs import claim, entered
+from g2rpo.runs.directory import claim, entered
+from g2rpo.runtime.folders import LOCK, InUse, held, is_empty, remove_unfinished, whole, writing
 from tests.commands import g2rpo, small_files
 from tests.ranks import CONTEXT
 from tests.runs import config, trainer

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from g2rpo.cli import main
 from g2rpo.commands.train import load_config
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
 from g2rpo.errors import Stopped, UserError
 from g2rpo.files import digest_of
-from g2rpo.named import ALGORITHMS
 from g2rpo.plain import is_text, parse_yaml
-from g2rpo.prompt_sources import read_prompts
-from g2rpo.settings import SMALLEST, _leaves, read_yaml, resolve
+from g2rpo.prompts.sources import read_prompts
 from tests import runs
 from tests.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts, values
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from g2rpo.errors import UserError
-from g2rpo.evaluation import evaluate, sample_images
+from g2rpo.evaluation.heldout import evaluate, sample_images
 from g2rpo.flow import sigma_grid
-from g2rpo.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, largest_batch
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.runtime.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, largest_batch
 from g2rpo.seeding import generator_for
 from tests.runs import trainer
 

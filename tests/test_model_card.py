@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from g2rpo.evaluation import Comparison
-from g2rpo.model_card import PICTURES, _code, write_card
+from g2rpo.evaluation.heldout import Comparison
+from g2rpo.runs.model_card import PICTURES, _code, write_card
 from tests.runs import config
 
 MEAN = "`</code><script>alert(1)</script>\n\n# Mine\n\n![x](http://x/y.png)<!-- ` `` [a](b)"

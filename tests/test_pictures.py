@@ -9,10 +9,18 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from g2rpo.errors import UserError
-from g2rpo.evaluation import Evaluation, compare_right, evaluate, least_scores, load_evaluation, save_evaluation, verdicts
+from g2rpo.evaluation.heldout import (
+    Evaluation,
+    compare_right,
+    evaluate,
+    least_scores,
+    load_evaluation,
+    save_evaluation,
+    verdicts,
+)
 from g2rpo.flow import sigma_grid
-from g2rpo.metrics import read_metrics
-from g2rpo.pictures import NOTE, RIGHT, WRONG, Strip, figure, read_grid, save_grid
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.monitor.pictures import NOTE, RIGHT, WRONG, Strip, figure, read_grid, save_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
 from g2rpo.testbed.rewards import SceneAccuracy

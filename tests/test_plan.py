@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from g2rpo.named import ALGORITHMS
+from g2rpo.config.algorithms import ALGORITHMS
 from tests.commands import g2rpo
 
 

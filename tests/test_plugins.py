@@ -11,10 +11,10 @@ import torch
 
 from g2rpo import plugins
 from g2rpo.cli import main, plugins_first
+from g2rpo.config.algorithms import algorithm_class, name_of
 from g2rpo.errors import UserError
-from g2rpo.metrics import read_metrics
-from g2rpo.named import algorithm_class, name_of
-from g2rpo.runs import read_config
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.runs.directory import read_config
 from tests.runs import config, trainer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plugin"

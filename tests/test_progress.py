@@ -9,7 +9,7 @@ from rich.console import Console
 
 from g2rpo.commands.progress import Steady, counter, fitted, say_items
 from g2rpo.commands.watching import results_table, watch_training
-from g2rpo.evaluation import Comparison
+from g2rpo.evaluation.heldout import Comparison
 from tests.runs import brightness, trainer
 
 ITEMS = [("scene_accuracy", "0.633"), ("scene_clip", "-0.083"), ("a_reward_with_a_very_long_name", "27.559")]

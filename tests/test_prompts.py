@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from g2rpo.errors import UserError
-from g2rpo.prompt_sources import read_prompts
-from g2rpo.prompts import PromptOrder
+from g2rpo.prompts.order import PromptOrder
+from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import RewardServer
 from g2rpo.types import Prompt

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo import components, recipes
+from g2rpo.build import components
 from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.config import recipes
 from g2rpo.cost.counting import count
 from g2rpo.errors import UserError
 from g2rpo.rollout.planning import count_evaluations, count_images

@@ -13,17 +13,17 @@ import yaml
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from g2rpo.alarms import ADVICE
-from g2rpo.metrics import read_metrics
-from g2rpo.pictures import Strip, read_grid, save_grid
-from g2rpo.recipes import settings
+from g2rpo.config.recipes import settings
+from g2rpo.config.resolve import resolve
+from g2rpo.monitor.alarms import ADVICE
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.monitor.pictures import Strip, read_grid, save_grid
 from g2rpo.report.charts import compact
 from g2rpo.report.history import Change, read_runs
 from g2rpo.report.page import FRAMES, render
 from g2rpo.report.verdict import summary, verdict
 from g2rpo.report.words import decimals, signed, span
-from g2rpo.runs import claim, record_start, source_commit
-from g2rpo.settings import resolve
+from g2rpo.runs.directory import claim, record_start, source_commit
 from tests.commands import g2rpo
 from tests.runs import PLAIN, brightness, config, trainer
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from g2rpo import api
 from g2rpo.errors import UserError
-from g2rpo.metrics import read_metrics
-from g2rpo.runs import read_config, read_starts
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.runs.directory import read_config, read_starts
 from tests.commands import g2rpo
 from tests.runs import brightness, trainer
 from tests.test_faults import log

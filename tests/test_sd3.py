@@ -6,8 +6,8 @@ import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.config import grid_of
-from g2rpo.evaluation import sample_images
+from g2rpo.config.schema import grid_of
+from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.sd3 import SD3Policy
 from g2rpo.rollout.engine import Engine

@@ -19,21 +19,21 @@ from safetensors.torch import save
 from transformers import CLIPConfig, CLIPModel
 
 import g2rpo
-from g2rpo.checkpoint import _digest, checkpoints, save_checkpoint
-from g2rpo.components import build_policy, build_rewards
-from g2rpo.config import PolicyConfig, RewardConfig
+from g2rpo.build.components import build_policy, build_rewards
+from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.cost.blueprint import on_meta, read_blueprint
 from g2rpo.errors import UserError
-from g2rpo.metrics import read_metrics
-from g2rpo.model_card import _block
-from g2rpo.pictures import read_grid
-from g2rpo.prompt_sources import read_prompts
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.monitor.pictures import read_grid
+from g2rpo.prompts.sources import read_prompts
 from g2rpo.report.history import read_runs
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, endpoint, request_json, token_from
 from g2rpo.rewards.weights import read_state_dict
-from g2rpo.runs import claim, record_start
+from g2rpo.runs.directory import claim, record_start
+from g2rpo.runs.model_card import _block
+from g2rpo.training.checkpoint import _digest, checkpoints, save_checkpoint
 from tests.commands import g2rpo as command
 from tests.fuzzing import mutated
 from tests.runs import trainer

@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g2rpo import components
-from g2rpo.checkpoint import checkpoints
+from g2rpo.build import components
 from g2rpo.commands.train import _run
+from g2rpo.config.resolve import resolve
 from g2rpo.cost.plan import make_plan
-from g2rpo.distributed import ALONE, World
 from g2rpo.errors import Stopped, UserError
-from g2rpo.metrics import read_metrics
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.sd3 import SD3Policy
-from g2rpo.settings import resolve
-from g2rpo.sharding import Sharded
+from g2rpo.runtime.distributed import ALONE, World
+from g2rpo.runtime.sharding import Sharded
+from g2rpo.training.checkpoint import checkpoints
 from tests import ranks
 from tests.runs import PLAIN, config, trainer
 

@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from g2rpo.checkpoint import newest_iteration
 from g2rpo.cli import main
 from g2rpo.commands.jobs import Job, Workers, locked
 from g2rpo.commands.stopping import EXIT_CODES, Stopping, stoppable
 from g2rpo.errors import Interrupted, Preempted, Stopped
-from g2rpo.folders import held
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import load_function
+from g2rpo.runtime.folders import held
+from g2rpo.training.checkpoint import newest_iteration
 from tests.commands import g2rpo, write_tiny
 from tests.runs import brightness, trainer
 from tests.test_faults import log

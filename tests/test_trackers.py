@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from g2rpo import components
+from g2rpo.build import components
+from g2rpo.config.resolve import resolve
 from g2rpo.errors import UserError
-from g2rpo.metrics import read_metrics
-from g2rpo.settings import resolve
-from g2rpo.trackers import BACKLOG, Feed, scalars
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.monitor.trackers import BACKLOG, Feed, scalars
 from tests.commands import g2rpo
 from tests.runs import PLAIN, trainer
 

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from g2rpo.checkpoint import BrokenCheckpoint, checkpoints, load_checkpoint
 from g2rpo.errors import RewardFailed
 from g2rpo.flow import scheduler_grid, sigma_grid
-from g2rpo.metrics import read_metrics
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from g2rpo.training.checkpoint import BrokenCheckpoint, checkpoints, load_checkpoint
 from tests.runs import brightness, trainer
 
 
@@ -212,7 +212,7 @@ def test_missing_scores_teach_nothing_and_are_counted():
 def test_rewards_find_their_rollouts_whatever_the_decoding_batch(monkeypatch):
     """72 pictures of 2 prompts x 3 branch steps x 2 granularities x 6 members, in batches of 5 and of 1000."""
     groups = []
-    monkeypatch.setattr("g2rpo.trainer.reward_metrics", lambda names, rewards, *rest: groups.append(rewards) or {})
+    monkeypatch.setattr("g2rpo.training.trainer.reward_metrics", lambda names, rewards, *rest: groups.append(rewards) or {})
     for size in (5, 1000):
         trainer(None, f"sampling.decode_batch_size={size}").iterate()
     assert groups[0].shape == (6, 1, 2, 6)

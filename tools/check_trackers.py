@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from g2rpo import components
-from g2rpo.metrics import read_metrics
+from g2rpo.build import components
+from g2rpo.monitor.metrics import read_metrics
 from tests.test_trackers import cut_short
 
 BLOCK = 32768

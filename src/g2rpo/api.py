@@ -14,20 +14,20 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.compare import compare as compare_cells
 from g2rpo.commands.compare_arguments import parse_budget
 from g2rpo.commands.report import report as write_report
 from g2rpo.commands.train import build_trainer, load_config, open_run
-from g2rpo.config import Config, RewardConfig, grid_of
-from g2rpo.evaluation import Comparison, Evaluation, compare, sample_images
-from g2rpo.evaluation import evaluate as judge
-from g2rpo.given import OBJECT, mention
+from g2rpo.config.given import OBJECT, mention
+from g2rpo.config.schema import Config, RewardConfig, grid_of
+from g2rpo.evaluation.heldout import Comparison, Evaluation, compare, sample_images
+from g2rpo.evaluation.heldout import evaluate as judge
+from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
-from g2rpo.runs import entered, read_config, weights_path
-from g2rpo.trackers import Tracker
-from g2rpo.trainer import Trainer
+from g2rpo.runs.directory import entered, read_config, weights_path
+from g2rpo.training.trainer import Trainer
 from g2rpo.types import Algorithm, Policy, Reward
 
 

@@ -56,7 +56,7 @@ def options(
 
 def recipe_names(incomplete: str) -> list[str]:
     """Recipes that begin like this, for the shell's completion."""
-    from g2rpo import recipes as known
+    from g2rpo.config import recipes as known
 
     return [name for name in known.names() if name.startswith(incomplete)]
 
@@ -187,9 +187,9 @@ def sample(
     """Draw pictures with a run's model, or any pipeline."""
     from g2rpo.commands.evaluate import model_settings
     from g2rpo.commands.sample import sample as draw
-    from g2rpo.config import PolicyConfig
-    from g2rpo.prompt_sources import read_prompts
-    from g2rpo.settings import resolve_as
+    from g2rpo.config.resolve import resolve_as
+    from g2rpo.config.schema import PolicyConfig
+    from g2rpo.prompts.sources import read_prompts
 
     asked = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
     policy = None
@@ -333,7 +333,7 @@ def recipes(
     ] = None,
 ) -> None:
     """List the recipes, or explain one."""
-    from g2rpo import recipes as known
+    from g2rpo.config import recipes as known
 
     if name is None:
         for each in known.names():

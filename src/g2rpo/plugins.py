@@ -49,6 +49,15 @@ def allow(name: str) -> None:
     _allowed.add(_key(source))
 
 
+def require(name: str) -> None:
+    """`CodeNotAllowed` unless the user has named the file or module of `name`; nothing is imported."""
+    source = name.rpartition(":")[0]
+    if _key(source) not in _allowed:
+        raise CodeNotAllowed(
+            f"{name} is code that a config names. Importing runs it: read it, then add --plugin {source} to the command"
+        )
+
+
 def available(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
     """Short names of a group ("algorithms", "policies", ...), each with its MODULE:NAME; built-ins come first."""
     installed = {entry.name: entry.value for entry in entry_points(group=f"g2rpo.{group}")}
@@ -62,11 +71,8 @@ def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
     missing code, or code that cannot be imported.
     """
     if is_code(name):
+        require(name)
         source, _, attribute = name.rpartition(":")
-        if _key(source) not in _allowed:
-            raise CodeNotAllowed(
-                f"{name} is code that a config names. Importing runs it: read it, then add --plugin {source} to the command"
-            )
         return _attribute(_import(source, name), attribute, name)
     known = available(group, builtin)
     if name not in known:

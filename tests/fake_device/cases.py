@@ -11,9 +11,9 @@ from g2rpo.commands.demo import of_run, open_studio
 from g2rpo.commands.evaluate import evaluate, run_settings
 from g2rpo.commands.sample import sample
 from g2rpo.commands.train import build_trainer
+from g2rpo.config.resolve import resolve
 from g2rpo.demo.studio import draw, learn
-from g2rpo.runs import claim, weights_path
-from g2rpo.settings import resolve
+from g2rpo.runs.directory import claim, weights_path
 
 PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
 DATA = {

@@ -15,11 +15,11 @@ import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.train import load_config
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.seeding import generator_for
-from g2rpo.trainer import Trainer
+from g2rpo.training.trainer import Trainer
 from tests.published import g2rpo as published
 from tests.tiny import save_flux
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.seeding import generator_for
-from g2rpo.trainer import Trainer
+from g2rpo.training.trainer import Trainer
 from tests.published.neighbours import Learner, Member
 
 

@@ -8,14 +8,14 @@ from itertools import chain
 from rich.console import Console
 from rich.filesize import decimal
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.progress import counter, say
-from g2rpo.config import Config
-from g2rpo.distributed import ALONE, World
-from g2rpo.embeddings import CachedEncoder, CachedPolicy
+from g2rpo.config.schema import Config
+from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.policies.pipelines import PipelinePolicy
-from g2rpo.prompts import PromptOrder
-from g2rpo.sharding import Sharded
+from g2rpo.prompts.order import PromptOrder
+from g2rpo.runtime.distributed import ALONE, World
+from g2rpo.runtime.sharding import Sharded
 
 
 def policy_after_encoding(

@@ -25,7 +25,10 @@ from g2rpo.commands.evaluate import config_settings
 from g2rpo.commands.jobs import Job, Workers, locked
 from g2rpo.commands.progress import say
 from g2rpo.commands.train import check, load_config
-from g2rpo.comparison import (
+from g2rpo.config.resolve import differences, read_yaml, resolve_as
+from g2rpo.config.schema import Config
+from g2rpo.errors import UserError
+from g2rpo.evaluation.study import (
     PILOT_SEEDS,
     Study,
     Unit,
@@ -35,12 +38,9 @@ from g2rpo.comparison import (
     read_run,
     seconds_per_evaluation,
 )
-from g2rpo.config import Config
-from g2rpo.errors import UserError
 from g2rpo.files import write_whole
-from g2rpo.folders import is_empty
-from g2rpo.runs import check_directory, weights_path
-from g2rpo.settings import differences, read_yaml, resolve_as
+from g2rpo.runs.directory import check_directory, weights_path
+from g2rpo.runtime.folders import is_empty
 
 STUDY = "study.yaml"
 NOISE = 0  # the seed of the pictures that are judged: one noise for all, so that differences are paired

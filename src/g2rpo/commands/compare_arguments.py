@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from g2rpo import plugins
-from g2rpo.comparison import Unit
+from g2rpo.config.algorithms import algorithm_class
 from g2rpo.errors import UserError, did_you_mean
-from g2rpo.named import algorithm_class
+from g2rpo.evaluation.study import Unit
 
 BUDGET = "budget="  # before what a cell has for a budget of its own, among its overrides
 SWEPT = ("optim.learning_rate", "trainer.seed", "trainer.iterations")

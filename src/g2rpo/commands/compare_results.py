@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from g2rpo.commands.progress import say
-from g2rpo.comparison import Judged, Line, Run, Study, curve, judged_scores, lines, save_curves
 from g2rpo.errors import UserError
+from g2rpo.evaluation.study import Judged, Line, Run, Study, curve, judged_scores, lines, save_curves
 from g2rpo.files import write_whole
-from g2rpo.metrics import read_metrics
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.plain import parse_json, read_text
 from g2rpo.statistics import Interval
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import tokenize
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo import components
-from g2rpo.config import Config
+from g2rpo.build import components
+from g2rpo.config.schema import Config
 from g2rpo.files import FileDigests, digest_of, local
 from g2rpo.types import plain_prompt
 
@@ -46,7 +47,7 @@ def source_of(thing: Any) -> str:
         return ""
     try:
         return f"source of {kind.__qualname__}, {_short(hashlib.sha256(inspect.getsource(kind).encode()).hexdigest())}"
-    except (OSError, TypeError):  # typed at a prompt, or not written in Python
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # typed at a prompt, or not written in a Python file
         return ""
 
 

@@ -11,23 +11,24 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from g2rpo import components, recipes
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.build import components
 from g2rpo.commands.evaluate import model_settings
-from g2rpo.config import Group, PolicyConfig, RewardTable, SamplingConfig
+from g2rpo.config import recipes
+from g2rpo.config.algorithms import title_of
+from g2rpo.config.resolve import resolve, resolve_as
+from g2rpo.config.schema import Group, PolicyConfig, RewardTable, SamplingConfig
 from g2rpo.demo.opening import Opening, opening_of
 from g2rpo.demo.studio import Studio, Tuned, draw
 from g2rpo.errors import UserError, loading
-from g2rpo.memory import batch_sizes
-from g2rpo.named import title_of
 from g2rpo.report.history import Run, read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.report.words import model_name
 from g2rpo.rewards.server import is_loopback
 from g2rpo.rewards.transport import token_from
-from g2rpo.runs import read_config, weights_path
-from g2rpo.scoring import RewardFailed
-from g2rpo.settings import resolve, resolve_as
+from g2rpo.rollout.scoring import RewardFailed
+from g2rpo.runs.directory import read_config, weights_path
+from g2rpo.runtime.memory import batch_sizes
 from g2rpo.types import Algorithm
 
 EXAMPLES = 4

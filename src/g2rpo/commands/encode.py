@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.ahead import encode_ahead
 from g2rpo.commands.progress import warn_on
 from g2rpo.commands.train import load_config

@@ -14,18 +14,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.progress import counter, say, warn_on
 from g2rpo.commands.stopping import stoppable
-from g2rpo.config import Config
+from g2rpo.config.resolve import differences, read_yaml, resolve_as
+from g2rpo.config.schema import Config
 from g2rpo.errors import UserError, loading
+from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.files import FileDigests, digest_of, local, write_whole
-from g2rpo.folders import held, is_empty
-from g2rpo.judging import MAY_CHANGE, Chunk, Judging, JudgingConfig
-from g2rpo.pictures import Strip, save_grid
-from g2rpo.runs import read_config, weights_path
-from g2rpo.settings import differences, read_yaml, resolve_as
+from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.runs.directory import read_config, weights_path
+from g2rpo.runtime.folders import held, is_empty
 from g2rpo.statistics import Interval
 from g2rpo.types import plain_prompt
 

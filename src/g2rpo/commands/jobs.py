@@ -17,7 +17,7 @@ from rich.console import Console
 from g2rpo.commands.progress import say
 from g2rpo.commands.stopping import stoppable
 from g2rpo.errors import UserError
-from g2rpo.folders import held
+from g2rpo.runtime.folders import held
 
 
 @dataclass(frozen=True)

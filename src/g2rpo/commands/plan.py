@@ -9,11 +9,11 @@ from functools import cache
 
 from rich.console import Console
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.ahead import prompts_to_come
 from g2rpo.commands.plan_tables import show
 from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.config import Config
+from g2rpo.config.schema import Config
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.memory import in_calls_dtype

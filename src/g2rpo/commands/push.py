@@ -9,7 +9,7 @@ from rich.console import Console
 
 from g2rpo.commands.progress import say
 from g2rpo.errors import UserError
-from g2rpo.runs import weights_path
+from g2rpo.runs.directory import weights_path
 
 
 def check_repository(repository: str) -> None:

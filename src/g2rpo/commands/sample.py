@@ -8,15 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from g2rpo import components
+from g2rpo.build import components
 from g2rpo.commands.progress import say
-from g2rpo.config import Count, Group, PolicyConfig, Shift, Steps, grid_of
+from g2rpo.config.resolve import resolve_as
+from g2rpo.config.schema import Count, Group, PolicyConfig, Shift, Steps, grid_of
 from g2rpo.errors import UserError, loading
-from g2rpo.evaluation import sample_images
-from g2rpo.folders import is_empty
-from g2rpo.pictures import Strip, save_grid, to_pil
-from g2rpo.runs import read_config, weights_path
-from g2rpo.settings import resolve_as
+from g2rpo.evaluation.heldout import sample_images
+from g2rpo.monitor.pictures import Strip, save_grid, to_pil
+from g2rpo.runs.directory import read_config, weights_path
+from g2rpo.runtime.folders import is_empty
 
 
 class Drawing(Group):

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from g2rpo import components, plugins
+from g2rpo import plugins
+from g2rpo.build import components
 from g2rpo.commands.progress import say
-from g2rpo.config import RewardConfig
+from g2rpo.config.resolve import parse_options
+from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.rewards.server import RewardServer
 from g2rpo.rewards.transport import token_from
-from g2rpo.settings import parse_options
 
 
 def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, console: Console) -> None:

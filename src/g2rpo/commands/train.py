@@ -15,20 +15,21 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from g2rpo import components, recipes
-from g2rpo.checkpoint import newest_iteration
+from g2rpo.build import components
 from g2rpo.commands.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.commands.contents import contents_of
 from g2rpo.commands.progress import say, warn_on
 from g2rpo.commands.stopping import Stopping
 from g2rpo.commands.watching import show_results, watch_training
-from g2rpo.config import Config
-from g2rpo.distributed import ALONE, World, joined
+from g2rpo.config import recipes
+from g2rpo.config.resolve import read_yaml, resolve
+from g2rpo.config.schema import Config
 from g2rpo.errors import RolledBack, UserError
 from g2rpo.files import digest_of
-from g2rpo.runs import check_contents, claim, entered, read_config, record_start
-from g2rpo.settings import read_yaml, resolve
-from g2rpo.trainer import Trainer
+from g2rpo.runs.directory import check_contents, claim, entered, read_config, record_start
+from g2rpo.runtime.distributed import ALONE, World, joined
+from g2rpo.training.checkpoint import newest_iteration
+from g2rpo.training.trainer import Trainer
 
 
 def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], None] = lambda message: None) -> Config:

@@ -13,14 +13,14 @@ from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.table import Table
 
 from g2rpo.commands.progress import QUIET, Fitted, Items, Rate, Steady, pace, say, say_items
-from g2rpo.evaluation import Comparison
-from g2rpo.metrics import Row
-from g2rpo.model_card import write_card
+from g2rpo.evaluation.heldout import Comparison
+from g2rpo.monitor.metrics import Row
 from g2rpo.report.history import read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.runs import fresh_directory
-from g2rpo.trainer import Trainer
+from g2rpo.runs.directory import fresh_directory
+from g2rpo.runs.model_card import write_card
+from g2rpo.training.trainer import Trainer
 
 BETWEEN = 2.0
 """Seconds between the lines of two iterations, at least, where there is no terminal."""

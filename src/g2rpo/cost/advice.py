@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
-from g2rpo.config import Config
+from g2rpo.config.schema import Config
 
 LEARNED = ("hpsv2", "clip_score", "pickscore", "image_reward", "aesthetic")
 """Rewards whose weights may be kept in bfloat16."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo import components
-from g2rpo.config import PolicyConfig
+from g2rpo.build import components
+from g2rpo.config.schema import PolicyConfig
 from g2rpo.errors import UserError
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes

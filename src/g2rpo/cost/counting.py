@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from g2rpo.config import Config
-from g2rpo.contracts import plans_of
+from g2rpo.algorithms.contracts import plans_of
+from g2rpo.config.schema import Config
 from g2rpo.flow import sigma_grid
-from g2rpo.memory import CPU_ROWS, batch_sizes
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
 from g2rpo.seeding import generator_for
+from g2rpo.training.updater import Updater
 from g2rpo.types import Cond, Plan
-from g2rpo.update import Updater
 
 AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
 """What a plan takes "auto" to be on a GPU. The run takes more, as long as a fifth of the memory stays free."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from g2rpo.config import RewardConfig
+from g2rpo.config.schema import RewardConfig
 from g2rpo.cost.blueprint import size_of
 from g2rpo.files import local
 from g2rpo.rewards.open_clip import VIT_H_14, clip_config

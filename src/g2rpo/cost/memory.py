@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from g2rpo.config import Config
+from g2rpo.config.schema import Config
 from g2rpo.cost.blueprint import Blueprint, size_of
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.judges import Judge

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from g2rpo import components
-from g2rpo.config import Config
+from g2rpo.build import components
+from g2rpo.config.schema import Config
 from g2rpo.cost.blueprint import build_on_meta, read_blueprint, shapes_of
 from g2rpo.cost.cards import CARDS, Card, card_of, find_card
 from g2rpo.cost.counting import Counts, Iteration, count, settled
 from g2rpo.cost.judges import Judge, judge
 from g2rpo.cost.memory import Memory, plan_memory
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
-from g2rpo.distributed import World
 from g2rpo.errors import UserError
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
+from g2rpo.runtime.distributed import World
 
 COUNTED: dict[str, Callable[[Iteration], float]] = {
     "evaluations": lambda it: it.evaluations,

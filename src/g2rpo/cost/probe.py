@@ -15,12 +15,12 @@ from torch import Tensor
 
 from g2rpo.cost.counting import Counts
 from g2rpo.cost.seconds import Seconds, summed
-from g2rpo.devices import accelerator
 from g2rpo.rollout.engine import Engine, Velocity
 from g2rpo.rollout.planning import dry_rollout
-from g2rpo.scoring import decode
+from g2rpo.rollout.scoring import decode
+from g2rpo.runtime.devices import accelerator
 from g2rpo.seeding import generator_for
-from g2rpo.trainer import Trainer
+from g2rpo.training.trainer import Trainer
 from g2rpo.types import Cond, Example
 
 Rows = Callable[[int], Tensor]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from g2rpo.config import Config
+from g2rpo.config.schema import Config
 from g2rpo.cost.cards import Card
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.flops import forward_flops, training_flops

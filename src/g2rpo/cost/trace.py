@@ -20,16 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from g2rpo import components
-from g2rpo.config import Config, PolicyConfig
+from g2rpo.build import components
+from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.cost.blueprint import Blueprint, build_on_meta, shapes_of
 from g2rpo.cost.counting import Counts
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 from g2rpo.rollout.planning import dry_rollout
 from g2rpo.seeding import generator_for
+from g2rpo.training.updater import Trained, passes
 from g2rpo.types import Batch, Cond, Plan
-from g2rpo.update import Trained, passes
 
 
 class LiveBytes(TorchDispatchMode):

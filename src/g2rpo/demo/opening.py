@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from g2rpo.evaluation import load_tensors, verdicts
+from g2rpo.evaluation.heldout import load_tensors, scores_after, verdicts
 from g2rpo.report.history import Run
-from g2rpo.trainer import scores_after
 from g2rpo.types import Reward
 
 Scores = Mapping[str, Tensor]

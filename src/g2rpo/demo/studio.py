@@ -11,16 +11,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from g2rpo.config import SamplingConfig, grid_of
-from g2rpo.contracts import advantages_of, plans_of
+from g2rpo.algorithms.contracts import advantages_of, plans_of
+from g2rpo.config.schema import SamplingConfig, grid_of
 from g2rpo.errors import UserError
-from g2rpo.evaluation import Evaluation, evaluate
+from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.flow import ode_step
-from g2rpo.memory import BatchSizes
 from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.scoring import decode, score
+from g2rpo.rollout.scoring import decode, score
+from g2rpo.runtime.memory import BatchSizes
 from g2rpo.seeding import generator_for
 from g2rpo.types import Algorithm, Plan, Reward
 

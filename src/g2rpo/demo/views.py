@@ -10,9 +10,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from g2rpo.demo.studio import Drawing, Lesson, plan_labels
-from g2rpo.diagnostics import group_std
-from g2rpo.evaluation import Evaluation
-from g2rpo.pictures import to_pil
+from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.monitor.diagnostics import group_std
+from g2rpo.monitor.pictures import to_pil
 from g2rpo.report.history import Run
 from g2rpo.report.page import data_uri, render
 from g2rpo.report.words import fixed, signed

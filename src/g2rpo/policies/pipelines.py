@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.text import TextEncoders
 from g2rpo.policies.tuning import Tuning, TuningMode
-from g2rpo.sharding import Sharded
+from g2rpo.runtime.sharding import Sharded
 from g2rpo.types import Cond, Policy
 
 

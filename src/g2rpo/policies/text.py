@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo.devices import empty_cache
+from g2rpo.runtime.devices import empty_cache
 from g2rpo.types import Cond
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from g2rpo.sharding import Sharded
+from g2rpo.runtime.sharding import Sharded
 
 TuningMode = Literal["lora", "full", "frozen"]
 

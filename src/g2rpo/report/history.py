@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from g2rpo.config import Config
+from g2rpo.config.schema import Config
 from g2rpo.errors import UserError
-from g2rpo.metrics import Row, read_metrics
+from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.plain import parse_json, read_text
-from g2rpo.runs import read_config, read_starts
+from g2rpo.runs.directory import read_config, read_starts
 
 
 @dataclass(frozen=True)

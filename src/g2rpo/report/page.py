@@ -12,16 +12,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from g2rpo import __version__, recipes
-from g2rpo.alarms import ADVICE
-from g2rpo.named import name_of
-from g2rpo.pictures import Grid, figure, read_grid
+from g2rpo import __version__
+from g2rpo.config import recipes
+from g2rpo.config.algorithms import name_of
+from g2rpo.config.resolve import differences, resolve
+from g2rpo.monitor.alarms import ADVICE
+from g2rpo.monitor.pictures import Grid, figure, read_grid
 from g2rpo.report.charts import compact, interval_plot, key_sample, stacked_bar
 from g2rpo.report.history import Run
 from g2rpo.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
 from g2rpo.report.verdict import summary, verdict
 from g2rpo.report.words import decimals, fixed, model_name, signed, span
-from g2rpo.settings import differences, resolve
 from g2rpo.statistics import Z
 
 FRAMES, PICTURES, PICTURE_BYTES = 9, 8, 3_000_000

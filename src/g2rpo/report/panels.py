@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from g2rpo.metrics import Row
+from g2rpo.monitor.metrics import Row
 from g2rpo.report.charts import Line, compact, line_chart, thin
 from g2rpo.report.history import Run
 from g2rpo.report.words import figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from g2rpo.config import PolicyConfig
+from g2rpo.config.schema import PolicyConfig
 
 
 def model_name(policy: PolicyConfig) -> str:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from g2rpo.flow import ode_step
-from g2rpo.memory import bounded_by
 from g2rpo.rollout.sharing import Node
 from g2rpo.rollout.tails import EXACT, Past, Tails
+from g2rpo.runtime.memory import bounded_by
 from g2rpo.types import Cond, Kernel, Plan, Policy, Rollout, Transition
 
 Noise = Callable[..., torch.Generator]

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo.errors import Stopped, UserError
-from g2rpo.folders import remove, remove_unfinished, whole, writing
 from g2rpo.plain import parse_json, read_text
+from g2rpo.runtime.folders import remove, remove_unfinished, whole, writing
 
 MANIFEST = "manifest.json"
 

@@ -15,21 +15,21 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from g2rpo import plugins
-from g2rpo.config import Config, PolicyConfig, RewardConfig, SamplingConfig
-from g2rpo.contracts import name_of, plans_of
-from g2rpo.distributed import World
-from g2rpo.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
+from g2rpo.algorithms.contracts import name_of, plans_of
+from g2rpo.config.given import Mentioned, refuse_mention
+from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
 from g2rpo.errors import UserError, did_you_mean, loading
 from g2rpo.files import FileDigests, digest_of, local
-from g2rpo.given import Mentioned, refuse_mention
+from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
+from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.policies.text import TextEncoders
-from g2rpo.prompt_sources import read_prompts
+from g2rpo.prompts.sources import read_prompts
 from g2rpo.rollout.tails import TailNetwork, Tails
-from g2rpo.sharding import Sharded
-from g2rpo.trackers import Tracker
+from g2rpo.runtime.distributed import World
+from g2rpo.runtime.sharding import Sharded
 from g2rpo.types import Algorithm, Reward
 
 REWARDS = {
@@ -53,9 +53,9 @@ POLICIES = {
     "StableDiffusion3Pipeline": "g2rpo.policies.sd3:SD3Policy",
 }
 TRACKERS = {
-    "tensorboard": "g2rpo.trackers:TensorBoard",
-    "wandb": "g2rpo.trackers:WandB",
-    "trackio": "g2rpo.trackers:Trackio",
+    "tensorboard": "g2rpo.monitor.trackers:TensorBoard",
+    "wandb": "g2rpo.monitor.trackers:WandB",
+    "trackio": "g2rpo.monitor.trackers:Trackio",
 }
 WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip")
 """Options of rewards that name a folder, a file or a hub repository."""
@@ -300,7 +300,7 @@ def _reward_kind(name: str, entry: RewardConfig) -> Any:
     """The class, or the function, of a reward; code that its options name must be allowed too."""
     try:
         if entry.kind == "function" and plugins.is_code(str(entry.options.get("target"))):
-            plugins.find("rewards", str(entry.options["target"]), {})
+            plugins.require(str(entry.options["target"]))
         return plugins.find("rewards", entry.kind, REWARDS)
     except UserError as error:
         raise type(error)(f"rewards.{name}: {error}") from error

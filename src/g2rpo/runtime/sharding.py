@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from g2rpo.distributed import ALONE, World
 from g2rpo.errors import Stopped, UserError
+from g2rpo.runtime.distributed import ALONE, World
 
 ShardingMode = Literal["none", "training", "full"]
 DONE, SAMPLING, TRAINING = 0, 1, 2

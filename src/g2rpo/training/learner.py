@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from g2rpo.config import OptimConfig
-from g2rpo.sharding import Replicated
+from g2rpo.config.schema import OptimConfig
+from g2rpo.runtime.sharding import Replicated
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter."""

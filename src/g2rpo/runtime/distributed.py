@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from g2rpo.devices import accelerator
 from g2rpo.errors import RankLost, UserError
+from g2rpo.runtime.devices import accelerator
 
 Items = TypeVar("Items", list[str], Sequence[str], Tensor)
 

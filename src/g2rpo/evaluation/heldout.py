@@ -12,14 +12,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.distributed import World
 from g2rpo.errors import UserError
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.rollout.engine import Engine
-from g2rpo.scoring import decode, score_in_batches
+from g2rpo.rollout.scoring import decode, score_in_batches
+from g2rpo.runtime.distributed import World
 from g2rpo.seeding import generator_for
 from g2rpo.statistics import Z
 from g2rpo.types import Policy, Reward
+
+SCORES = "scores"  # the scores of every evaluation, prompt by prompt
+
+
+def iteration_name(iteration: int) -> str:
+    """How files of a run name an iteration."""
+    return f"iteration_{iteration:06d}"
+
+
+def scores_after(iteration: int) -> str:
+    """Where in a run directory the scores of an evaluation are."""
+    return f"{SCORES}/{iteration_name(iteration)}.safetensors"
 
 
 @dataclass(frozen=True)

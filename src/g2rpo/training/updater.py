@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from g2rpo.contracts import loss_of, name_of
-from g2rpo.distributed import World
+from g2rpo.algorithms.contracts import loss_of, name_of
 from g2rpo.errors import UserError
-from g2rpo.memory import BatchSizes, bounded_by
-from g2rpo.sharding import WHOLE, Replicated
+from g2rpo.runtime.distributed import World
+from g2rpo.runtime.memory import BatchSizes, bounded_by
+from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.types import Algorithm, Batch, Cond, Example, Loss, Policy
 
 

@@ -22,8 +22,8 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
+from g2rpo.config.given import Mentioned, is_mention, mention, recorded
 from g2rpo.errors import UserError
-from g2rpo.given import Mentioned, is_mention, mention, recorded
 from g2rpo.types import Algorithm
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -97,7 +97,7 @@ def parse(value: Any, info: ValidationInfo) -> Any:
 @cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
     """Validates the fields of a dataclass as strictly as the rest of a config."""
-    from g2rpo.config import Group
+    from g2rpo.config.schema import Group
 
     return TypeAdapter(create_model("Fields", __base__=Group, it=(kind, ...)))
 

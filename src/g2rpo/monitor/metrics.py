@@ -12,8 +12,8 @@ from typing import Any
 
 from g2rpo.errors import UserError
 from g2rpo.files import write_whole
-from g2rpo.folders import writing
 from g2rpo.plain import read_json_lines
+from g2rpo.runtime.folders import writing
 
 Row = dict[str, Any]
 LOG = "metrics.jsonl"

@@ -12,8 +12,8 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from g2rpo.devices import accelerator, empty_cache
 from g2rpo.errors import UserError
+from g2rpo.runtime.devices import accelerator, empty_cache
 from g2rpo.types import Cond, Policy
 
 Kind = Literal["rollout", "decode", "micro"]

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.config import SamplingConfig
-from g2rpo.contracts import plans_of
-from g2rpo.devices import same_device
-from g2rpo.memory import BatchSizes, OutOfMemory
+from g2rpo.algorithms.contracts import plans_of
+from g2rpo.config.schema import SamplingConfig
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.scoring import Stopwatch, score_rollouts
 from g2rpo.rollout.tails import TailNetwork
-from g2rpo.scoring import Stopwatch, score_rollouts
+from g2rpo.runtime.devices import same_device
+from g2rpo.runtime.memory import BatchSizes, OutOfMemory
+from g2rpo.runtime.sharding import Replicated
 from g2rpo.seeding import generator_for
-from g2rpo.sharding import Replicated
 from g2rpo.types import Algorithm, Cond, Policy, Reward, Rollout
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.errors import RewardFailed, UserError, where
-from g2rpo.memory import bounded_by
+from g2rpo.runtime.memory import bounded_by
 from g2rpo.types import Policy, Reward, Rollout
 
 

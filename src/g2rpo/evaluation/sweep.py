@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from g2rpo.config import CacheFolder, Count, Group, PolicyConfig, RewardTable, Shift, Steps, grid_of
+from g2rpo.config.schema import CacheFolder, Count, Group, PolicyConfig, RewardTable, Shift, Steps, grid_of
 from g2rpo.errors import UserError
-from g2rpo.evaluation import Evaluation, evaluate
+from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.files import write_whole
-from g2rpo.pictures import to_pil
+from g2rpo.monitor.pictures import to_pil
 from g2rpo.plain import parse_json, read_text
 from g2rpo.statistics import Interval, bootstrap_mean
 from g2rpo.types import Policy, Reward

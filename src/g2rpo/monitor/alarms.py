@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.config import Config
-from g2rpo.contracts import plans_of
-from g2rpo.image_statistics import TAIL
-from g2rpo.metrics import Row
+from g2rpo.algorithms.contracts import plans_of
+from g2rpo.config.schema import Config
+from g2rpo.monitor.image_statistics import TAIL
+from g2rpo.monitor.metrics import Row
 from g2rpo.statistics import Z
 from g2rpo.types import Algorithm
 

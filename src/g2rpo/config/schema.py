@@ -17,10 +17,10 @@ from pydantic import (
 )
 from torch import Tensor
 
+from g2rpo.config.algorithms import dump, parse
 from g2rpo.flow import scheduler_grid, sigma_grid
-from g2rpo.named import dump, parse
 from g2rpo.rollout.tails import Tails
-from g2rpo.sharding import ShardingMode
+from g2rpo.runtime.sharding import ShardingMode
 from g2rpo.types import Algorithm, Policy
 
 Dtype = Literal["float32", "bfloat16"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g2rpo.metrics import Row
+from g2rpo.monitor.metrics import Row
 from g2rpo.statistics import Z
 
 if TYPE_CHECKING:

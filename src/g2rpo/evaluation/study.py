@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from g2rpo.config import Config, Group
-from g2rpo.contracts import plans_of
+from g2rpo.algorithms.contracts import plans_of
+from g2rpo.config.schema import Config, Group
 from g2rpo.errors import UserError
-from g2rpo.evaluation import load_tensors
-from g2rpo.metrics import read_metrics
+from g2rpo.evaluation.heldout import load_tensors, scores_after
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.statistics import Interval, bootstrap_crossed
-from g2rpo.trainer import scores_after
 
 Scores = NDArray[np.float64]
 Unit = Literal["iterations", "evaluations", "seconds"]
@@ -207,7 +206,7 @@ def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]],
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from g2rpo.curves import COLOURS
+    from g2rpo.monitor.curves import COLOURS
 
     axes_of: dict[str, Callable[[Point], float]] = {
         "iterations": lambda point: point.iteration,

@@ -15,48 +15,49 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.alarms import ADVICE, judged_gain, watch_of
-from g2rpo.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from g2rpo.config import Config, grid_of
-from g2rpo.contracts import advantages_of, plans_of
-from g2rpo.curves import save_curves
-from g2rpo.diagnostics import diagnose, reward_metrics
-from g2rpo.distributed import ALONE, World
+from g2rpo.algorithms.contracts import advantages_of, plans_of
+from g2rpo.config.schema import Config, grid_of
 from g2rpo.errors import Preempted, RewardFailed, RolledBack, Stopped, UserError
-from g2rpo.evaluation import (
+from g2rpo.evaluation.heldout import (
     Comparison,
     Evaluation,
     compare,
     compare_right,
     evaluate,
     evaluation_of_all,
+    iteration_name,
     least_scores,
     load_evaluation,
     load_tensors,
     sample_images,
     save_evaluation,
     save_scores,
+    scores_after,
 )
 from g2rpo.files import whole_file
-from g2rpo.folders import held, whole, writing
-from g2rpo.image_statistics import image_statistics, statistics_row
-from g2rpo.learner import Learner
-from g2rpo.memory import batch_sizes
-from g2rpo.metrics import MetricsLog, Row, gaps, read_metrics
-from g2rpo.pictures import Strip, save_grid
-from g2rpo.prompts import PromptOrder
+from g2rpo.monitor.alarms import ADVICE, judged_gain, watch_of
+from g2rpo.monitor.curves import save_curves
+from g2rpo.monitor.diagnostics import diagnose, reward_metrics
+from g2rpo.monitor.image_statistics import image_statistics, statistics_row
+from g2rpo.monitor.metrics import MetricsLog, Row, gaps, read_metrics
+from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.monitor.trackers import Feed, TensorBoard, Tracker
+from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.planning import count_evaluations
+from g2rpo.rollout.scoring import Stopwatch
 from g2rpo.rollout.tails import TailNetwork
-from g2rpo.sampling import Sampler
-from g2rpo.scoring import Stopwatch
+from g2rpo.runtime.distributed import ALONE, World
+from g2rpo.runtime.folders import held, whole, writing
+from g2rpo.runtime.memory import batch_sizes
+from g2rpo.runtime.sharding import Replicated
 from g2rpo.seeding import generator_for
-from g2rpo.sharding import Replicated
-from g2rpo.trackers import Feed, TensorBoard, Tracker
+from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from g2rpo.training.learner import Learner
+from g2rpo.training.sampler import Sampler
+from g2rpo.training.updater import Updater
 from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout
-from g2rpo.update import Updater
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
-SCORES = "scores"  # the scores of every evaluation, prompt by prompt
 BEST = "checkpoints/best"  # the weights of the best evaluation, where an alarm may go back to them
 
 
@@ -259,7 +260,7 @@ class Trainer:
                     save_evaluation(path, evaluation)
             with self._written(scores_after(self.iteration)) as path:
                 save_scores(path, evaluation)
-            self._paint(_named(self.iteration), {"": evaluation}, f"after iteration {self.iteration}")
+            self._paint(iteration_name(self.iteration), {"": evaluation}, f"after iteration {self.iteration}")
         means = {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self._base()
         table = compare(base, evaluation) if base is not None else {}
@@ -504,7 +505,10 @@ class Trainer:
 
             def logged(row: Row) -> Row:
                 log.write(row)
-                feed.log(row, {"eval/samples": directory / _picture(_named(row["iteration"]))} if row["kind"] == "eval" else {})
+                feed.log(
+                    row,
+                    {"eval/samples": directory / _picture(iteration_name(row["iteration"]))} if row["kind"] == "eval" else {},
+                )
                 return row
 
             yield logged
@@ -568,14 +572,5 @@ class Trainer:
         return self.run_dir
 
 
-def _named(iteration: int) -> str:
-    return f"iteration_{iteration:06d}"
-
-
 def _picture(name: str) -> str:
     return f"samples/{name}.png"
-
-
-def scores_after(iteration: int) -> str:
-    """Where in a run directory the scores of an evaluation are."""
-    return f"{SCORES}/{_named(iteration)}.safetensors"

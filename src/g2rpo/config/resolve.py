@@ -14,10 +14,10 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ValidationError
 
 from g2rpo import plugins
-from g2rpo.config import Config, Group
+from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, named
+from g2rpo.config.given import is_mention
+from g2rpo.config.schema import Config, Group
 from g2rpo.errors import UserError, did_you_mean
-from g2rpo.given import is_mention
-from g2rpo.named import ALGORITHMS, algorithm_class, named
 from g2rpo.plain import DEPTH, parse_yaml, read_text
 from g2rpo.types import Algorithm
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from g2rpo import __version__
-from g2rpo.config import AlarmsConfig, Config
-from g2rpo.devices import accelerator
+from g2rpo.config.resolve import differences, read_yaml, resolve
+from g2rpo.config.schema import AlarmsConfig, Config
 from g2rpo.errors import UserError
 from g2rpo.files import append_line, write_whole
-from g2rpo.folders import InUse, held, is_empty, remove_unfinished, writing
 from g2rpo.plain import read_json_lines
-from g2rpo.settings import differences, read_yaml, resolve
+from g2rpo.runtime.devices import accelerator
+from g2rpo.runtime.folders import InUse, held, is_empty, remove_unfinished, writing
 
 CONFIG = "config.yaml"
 STARTS = "starts.jsonl"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from g2rpo.metrics import Row
+from g2rpo.monitor.metrics import Row
 
 TAIL = 0.05
 """The base's range of a statistic leaves out this share of its pictures at either end."""

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from g2rpo import __version__
-from g2rpo.config import Config
-from g2rpo.evaluation import Comparison
+from g2rpo.config.algorithms import title_of
+from g2rpo.config.schema import Config
+from g2rpo.evaluation.heldout import Comparison
 from g2rpo.files import local
-from g2rpo.named import title_of
 
 PICTURES = ("samples/before_after.png", "curves.png")
 
