@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.build import components
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import recipes
@@ -20,7 +21,7 @@ REAL = [name for name in recipes.names() if "testbed" not in recipes.text(name)]
 
 def test_the_recipes_for_real_models_are_there():
     published = {"flux1-dev-hps", "flux1-dev-hps-clip", "reference", "reference-hps-clip"}
-    assert published | {"flux1-dev-lora", "sd35-medium-lora"} <= set(REAL)
+    assert published | {"flux1-dev-lora", "sd35-medium-lora", "sd35-medium-flow-grpo"} <= set(REAL)
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -51,6 +52,7 @@ def test_rewards_options_and_plans_of_a_recipe_exist(name):
         ("reference-hps-clip", 16, 1700, 288),
         ("flux1-dev-lora", 4, 727, 96),
         ("sd35-medium-lora", 8, 557, 120),
+        ("sd35-medium-flow-grpo", 48, 240, 24),
     ],
 )
 def test_a_prompt_costs_what_the_comments_say(name, prompts, evaluations, images):
@@ -104,6 +106,15 @@ def test_the_command_for_the_published_prompts_takes_the_first_without_chinese(t
     subprocess.run(command.replace("-n 50000", "-n 3"), shell=True, cwd=tmp_path, check=True)
     kept = (tmp_path / "prompts/hpdv2_train_50000.txt").read_text(encoding="utf-8").splitlines()
     assert kept == [line for line in lines if not re.search("[\u4e00-\u9fff]", line)][:3]
+
+
+def test_flow_grpos_recipe_is_its_pickscore_config():
+    """The algorithm's defaults are those of its OCR and GenEval configs, which differ in the weight of the KL term alone."""
+    config = load_config("sd35-medium-flow-grpo", [])
+    assert config.algorithm == FlowGRPO(kl_weight=0.01)
+    assert config.sampling.shift == "scheduler" and config.sampling.num_steps == 10
+    assert (config.optim.ema_decay, config.optim.ema_every, config.optim.ema_warmup) == (0.9, 8, True)
+    assert config.rewards["pickscore"].weight == pytest.approx(1 / 26, abs=5e-7)  # six digits
 
 
 def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, flux_directory):
