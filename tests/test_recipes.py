@@ -119,9 +119,10 @@ def test_flow_grpos_recipe_is_its_pickscore_config():
 
 def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, flux_directory):
     path = f"policy.path={flux_directory}"
-    code, _, err = g2rpo(capsys, "train", "flux1-dev-lora", path, "--run-dir", "never-made")
+    code, _, err = g2rpo(capsys, "train", "flux1-dev-hps", path, "--run-dir", "never-made")
     assert code == 2 and "Traceback" not in err
-    assert "prompts.train=prompts/train.txt" in err and "or name your own with prompts.train=FILE" in err
+    for key, file, own in (("prompts.train", "train", "train"), ("evaluation.prompts", "test", "heldout")):
+        assert f"{key}=prompts/hpdv2_{file}.txt" in err and f"or name your own with {key}=FILE, or {key}=starter:{own}" in err
 
 
 @pytest.mark.parametrize(
@@ -137,10 +138,12 @@ def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux
     repository = config.rewards[reward].options["path"]
     with pytest.raises(UserError) as refusal:
         build_trainer(config, None, print)
-    assert f"rewards.{reward}: cannot be loaded" in str(refusal.value)
-    assert f"path={repository}" in str(refusal.value) and "hf download" in str(refusal.value)
+    wanted = (
+        f"rewards.{reward}.options.path={repository}: is not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
+    )
+    assert f"{wanted}; `hf download {repository}` fetches it" in str(refusal.value)
 
 
 def test_a_model_that_is_not_there_is_named():
-    with pytest.raises(UserError, match=r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n.hf download black-forest-labs/FLUX"):
+    with pytest.raises(UserError, match=r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n  .hf download black-forest-labs/FLUX"):
         build_trainer(load_config("flux1-dev-lora", []), None, print)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,11 @@ def append_line(path: Path, line: str) -> None:
     """Adds a line to a log, in the place of what an interruption may have left of a last one; OSError as `write_whole`."""
     before = path.read_bytes() if path.exists() else b""
     write_whole(path, before[: before.rfind(b"\n") + 1] + line.encode() + b"\n")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` can be a repository of the Hugging Face Hub (OWNER/NAME), and is nothing on this machine."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not os.path.exists(local(name))
 
 
 def local(name: str | Path) -> Path:

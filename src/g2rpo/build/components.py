@@ -16,17 +16,18 @@ from huggingface_hub import try_to_load_from_cache
 
 from g2rpo import plugins
 from g2rpo.algorithms.contracts import name_of, plans_of
+from g2rpo.build import hub
 from g2rpo.config.given import Mentioned, refuse_mention
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
 from g2rpo.errors import UserError, did_you_mean, loading
-from g2rpo.files import FileDigests, digest_of, local
+from g2rpo.files import FileDigests, digest_of, is_hub_id, local
 from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.policies.text import TextEncoders
-from g2rpo.prompts.sources import read_prompts
+from g2rpo.prompts.sources import STARTER, read_prompts
 from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import Sharded
@@ -196,7 +197,7 @@ def locate_pipeline(name: str, expected: str | None = None, chosen: str | None =
             kind = str(parse_json(read_text(index))["_class_name"])
         except (ValueError, KeyError, TypeError):
             raise UserError(f"policy.path={name}: its model_index.json names no pipeline class") from None
-    elif os.path.exists(path) or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    elif not is_hub_id(name):
         raise UserError(f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, or 'testbed'")
     else:
         kind = _hub_class(name)
@@ -216,12 +217,15 @@ def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | Non
 
 
 def _hub_class(name: str) -> str:
-    from diffusers import DiffusionPipeline
+    from huggingface_hub import hf_hub_download
 
+    hint = f"`hf download {name} --local-dir FOLDER` (after `hf auth login` for a gated model), then policy.path=FOLDER"
+    index = hub.cached(name, "model_index.json")
+    if index is None and (why := hub.obstacle(name)) is not None:
+        raise UserError(f"policy.path={name}: is no local directory, and {why}\n{hint}")
     try:
-        return DiffusionPipeline.load_config(name)["_class_name"]
-    except (OSError, ValueError) as error:
-        hint = f"`hf download {name} --local-dir FOLDER` (after `hf auth login` for a gated model), then policy.path=FOLDER"
+        return str(parse_json(read_text(index or Path(hf_hub_download(name, "model_index.json"))))["_class_name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"policy.path={name}: is no local directory, and the hub does not give it: {error}\n{hint}") from None
 
 
@@ -290,13 +294,13 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
     """Refuses unknown rewards and options, before any weights are loaded."""
     for name, entry in table.items():
         refuse_mention(f"rewards.{name}.kind", entry.kind)
-        known = _options_of(_reward_kind(name, entry))
+        known = _options_of(reward_kind(name, entry))
         for option in entry.options:
             if option not in known:
                 raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
 
 
-def _reward_kind(name: str, entry: RewardConfig) -> Any:
+def reward_kind(name: str, entry: RewardConfig) -> Any:
     """The class, or the function, of a reward; code that its options name must be allowed too."""
     try:
         if entry.kind == "function" and plugins.is_code(str(entry.options.get("target"))):
@@ -312,7 +316,7 @@ def _options_of(kind: Any) -> list[str]:
 
 
 def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
-    kind = _reward_kind(name, entry)
+    kind = reward_kind(name, entry)
     placed = {"device": device} if "device" in inspect.signature(kind).parameters else {}
     with loading(f"rewards.{name}: cannot be loaded", _weights_hint(name, kind, entry.options)):
         if not isinstance(kind, type):
@@ -347,20 +351,27 @@ def build_trackers(names: Sequence[str]) -> list[Tracker]:
     return [plugins.find("trackers", name, TRACKERS)() for name in names]
 
 
+TESTBED_LISTS = ("testbed:train", "testbed:heldout")
+LISTS = (*TESTBED_LISTS, *STARTER)
+"""Prompts that come with the package."""
+
+
 def build_prompts(source: str, key: str) -> list[str]:
     """The prompts of "testbed:train" or "testbed:heldout", or of a source for `read_prompts`; `key` names the config entry."""
     refuse_mention(key, source)
-    if not source.startswith("testbed"):
+    if source.startswith(("testbed", "starter:")) and source not in LISTS:
+        raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")
+    if source not in TESTBED_LISTS:
         try:
             return list[str](read_prompts(source))
         except UserError as error:
             absent = not source.startswith("hf:") and not os.path.exists(local(source))
-            hint = f"; write a prompt a line there, or name your own with {key}=FILE" if absent else ""
+            hint = f"; write a prompt a line there, or name your own with {key}=FILE, or {_starter(key)}" if absent else ""
             raise UserError(f"{key}={source}: {error}{hint}") from None
     from g2rpo.testbed import prompts
 
-    if source == "testbed:train":
-        return list(prompts("train"))
-    if source == "testbed:heldout":
-        return list(prompts("heldout"))
-    raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, ['testbed:train', 'testbed:heldout'])}")
+    return list(prompts("train" if source == "testbed:train" else "heldout"))
+
+
+def _starter(key: str) -> str:
+    return f"{key}=starter:{'heldout' if key.startswith('evaluation') else 'train'}, which comes with the package"

@@ -23,8 +23,9 @@ from g2rpo.commands.compare_arguments import own_budgets
 from g2rpo.commands.compare_results import Cell, write_results
 from g2rpo.commands.evaluate import config_settings
 from g2rpo.commands.jobs import Job, Workers, locked
+from g2rpo.commands.preflight import check
 from g2rpo.commands.progress import say
-from g2rpo.commands.train import check, load_config
+from g2rpo.commands.train import load_config
 from g2rpo.config.resolve import differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
 from g2rpo.errors import UserError

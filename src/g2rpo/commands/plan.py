@@ -99,12 +99,15 @@ def _instead(
 def _prompts(config: Config, notes: list[str]) -> tuple[int, int]:
     """(held-out prompts, different prompts of the run); where a list is not there yet, what the config says of it."""
     n = config.trainer.iterations * config.trainer.prompts_per_iteration
-    try:
-        heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")[: config.evaluation.num_prompts]
-        train = components.build_prompts(config.prompts.train, "prompts.train")
-    except UserError as error:
-        notes.append(f"{str(error).split(';')[0]}. As many prompts as the config asks for are assumed, all different.")
+    read: list[list[str]] = []
+    for key, source in (("prompts.train", config.prompts.train), ("evaluation.prompts", config.evaluation.prompts)):
+        try:
+            read.append(components.build_prompts(source, key))
+        except UserError as error:
+            notes.append(f"{str(error).split(';')[0]}. As many prompts as the config asks for are assumed, all different.")
+    if len(read) < 2:
         return config.evaluation.num_prompts, n + config.evaluation.num_prompts
+    train, heldout = read[0], read[1][: config.evaluation.num_prompts]
     return len(heldout), len(prompts_to_come(config, train, heldout))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from rich.markup import escape
 from g2rpo.build import components
 from g2rpo.commands.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.commands.contents import contents_of
+from g2rpo.commands.preflight import check
 from g2rpo.commands.progress import say, warn_on
 from g2rpo.commands.stopping import Stopping
 from g2rpo.commands.watching import show_results, watch_training
@@ -41,28 +42,6 @@ def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], Non
     return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", note)
 
 
-def check(config: Config, given: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Refuses what can be refused before weights are loaded; returns the prompts to train on and the held-out ones.
-
-    What `given` names (policy, rewards, judges, prompts, heldout, trackers) is an object already, and is not looked up.
-    """
-    named = {} if "rewards" in given else config.rewards
-    components.check_rewards({**named, **({} if "judges" in given else config.evaluation.rewards)})
-    if "trackers" not in given:
-        components.check_trackers(config.trackers)
-    if "policy" not in given:
-        components.locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
-    prompts = [] if "prompts" in given else components.build_prompts(config.prompts.train, "prompts.train")
-    heldout = [] if "heldout" in given else components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
-    clash = sorted(set(config.rewards) & set(config.evaluation.rewards))
-    if clash:
-        raise UserError(f"evaluation.rewards.{clash[0]}: a trained reward has this name already; it is judged anyway")
-    if not config.rewards:
-        raise UserError("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
-    components.check_plans(config.algorithm, config.sampling)
-    return prompts, heldout[: config.evaluation.num_prompts]
-
-
 def build_trainer(
     config: Config,
     run_dir: Path | None,
@@ -74,7 +53,7 @@ def build_trainer(
     """A trainer with the policy, rewards and prompts that `config` names, or with the objects `given` in their place.
 
     Prompts are encoded before the policy takes the device, with progress on `console`. `warn(message)` is called for trouble
-    with the embedding cache, batch sizes and trackers. `given` may have what `check` lists.
+    with the embedding cache, batch sizes and trackers. `given` may have what `preflight.check` lists.
     """
     world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
     given = given or {}
@@ -123,7 +102,7 @@ def open_run(
 ) -> Trainer:
     """A trainer for the run in `directory`, which is held: one that begins, or one that goes on where it was."""
     given = given or {}
-    prompts, heldout = check(config, given)
+    prompts, heldout = check(config, given, directory)
     given = {"prompts": prompts, "heldout": heldout, **given}
     contents = contents_of(config, given["prompts"], given["heldout"], given) if world.leads else {}
     if resume and world.leads:
@@ -161,7 +140,7 @@ def train(
         config = load_config(recipe, overrides, notes.append)
     else:
         raise UserError("name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run")
-    with joined(components.pick_device(config.policy.device), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
+    with joined(_device(config), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
         if not world.leads:
             console = Console(quiet=True)
         for note in notes:
@@ -175,6 +154,15 @@ def train(
         directory = Path(world.text_of_leader(str(chosen)))
         _run(config, directory, resume, world, console, accept_changes, stopping)
         return directory if world.leads else None
+
+
+def _device(config: Config) -> str:
+    """The device of a run. Where there is none, all else that is missing is said too."""
+    try:
+        return components.pick_device(config.policy.device)
+    except UserError:
+        check(config)
+        raise
 
 
 def _run(

@@ -116,7 +116,7 @@ class PromptsConfig(Group):
     """Where prompts come from, and where their embeddings are kept.
 
     A source is a file (.txt with a prompt a line; .jsonl or .parquet, FILE:COLUMN if the column is not "prompt"), a dataset
-    (hf:OWNER/NAME:SPLIT:COLUMN), or "testbed:train".
+    (hf:OWNER/NAME:SPLIT:COLUMN), "starter:train" (for real models) or "testbed:train".
     """
 
     train: str

@@ -15,6 +15,8 @@ from g2rpo.types import Prompt
 
 COLUMN = "prompt"
 EXTRA = "pip install datasets"
+STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" for name in ("train", "heldout")}
+"""Prompts that come with the package: 200 to begin with, of many kinds, and 64 others to judge on."""
 
 
 def read_prompts(source: str | Path) -> list[Prompt]:
@@ -27,12 +29,14 @@ def read_prompts(source: str | Path) -> list[Prompt]:
     - `FILE`: UTF-8 text, one prompt a line, blank lines skipped;
     - `FILE.jsonl` or `FILE.jsonl:COLUMN`: an object a line that holds the prompt under "prompt", or under COLUMN;
     - `FILE.parquet` or `FILE.parquet:COLUMN`: the same of a table (needs the extra `data`);
+    - `starter:train` or `starter:heldout`: `STARTER`;
     - `hf:OWNER/NAME[/SUBSET][:SPLIT[:COLUMN]]`: a dataset of the Hugging Face hub, or a folder of one, by default its split
       "train" and column "prompt" (needs the extra `data`).
     """
     name = str(source)
     if name.startswith("hf:"):
         return _from_hub(name)
+    name = str(STARTER.get(name, name))
     table = re.fullmatch(r"(?P<file>.+\.(jsonl|parquet))(:(?P<column>.+))?", name)
     if table is None:
         return _usable(name, [{COLUMN: line} for _, line in _lines(local(name))], COLUMN, "line")

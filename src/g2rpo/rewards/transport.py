@@ -30,6 +30,14 @@ class NoAnswer(ConnectionError):
     """The endpoint gave no usable answer this time (unreachable, slow, overloaded, garbage): worth a retry."""
 
 
+class Unreachable(NoAnswer):
+    """There is nobody at the endpoint's address."""
+
+
+class TooSlow(NoAnswer):
+    """The endpoint did not finish its answer in time."""
+
+
 class Refused(OSError):
     """The endpoint refused the request for good (a 4xx status): a retry would be refused too."""
 
@@ -152,11 +160,13 @@ def request_json(
             raise Refused(message) from None
         raise NoAnswer(message) from None
     except NoAnswer as error:
-        raise NoAnswer(f"{url} {without_token(str(error), token)}") from None
+        raise type(error)(f"{url} {without_token(str(error), token)}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         if time.monotonic() >= deadline:  # whatever it looked like when the socket was shut
-            raise NoAnswer(f"{url} did not finish its answer in time") from None
-        raise NoAnswer(f"{url}: {type(error).__name__}: {without_token(_printable(str(error)), token)}") from None
+            raise TooSlow(f"{url} did not finish its answer in time") from None
+        reason = getattr(error, "reason", None)
+        kind = Unreachable if isinstance(reason, OSError) and not isinstance(reason, TimeoutError) else NoAnswer
+        raise kind(f"{url}: {type(error).__name__}: {without_token(_printable(str(error)), token)}") from None
     finally:
         shut.cancel()
 
@@ -228,7 +238,7 @@ def _read(response: Any, deadline: float, max_bytes: int) -> bytes:
             raise NoAnswer(f"answered more than {max_bytes} bytes")
         pieces.append(piece)
     if time.monotonic() >= deadline:  # the end was not the end: the socket was shut
-        raise NoAnswer("did not finish its answer in time")
+        raise TooSlow("did not finish its answer in time")
     return b"".join(pieces)
 
 

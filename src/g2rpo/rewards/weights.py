@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from g2rpo.files import local
+from g2rpo.files import is_hub_id, local
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -42,7 +42,7 @@ def fetch(path: str | Path, *names: str) -> Path:
                 return place / name
         held = ", ".join(sorted(p.name for p in place.iterdir())[:12]) or "nothing"
         raise MissingFile(f"{place} has no {' or '.join(names)}; it holds {held}")
-    if place.is_absolute() or str(path).count("/") != 1 or str(path).startswith((".", "~")):
+    if not is_hub_id(str(path)):
         raise FileNotFoundError(f"{path} is neither a file, a folder, nor a Hugging Face repository id (owner/name)")
     return _download(str(path), names)
 

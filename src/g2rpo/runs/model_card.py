@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.files import local
+from g2rpo.files import is_hub_id
 
 PICTURES = ("samples/before_after.png", "curves.png")
 
@@ -27,7 +26,8 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
         shutil.copy(run_dir / picture, folder / Path(picture).name)
     lora = config.policy.tuning == "lora"
     header: dict[str, Any] = {
-        **({"base_model": config.policy.path} if _is_hub_id(config.policy.path) else {}),
+        # the hub refuses a card whose base_model is a folder of this machine
+        **({"base_model": config.policy.path} if is_hub_id(config.policy.path) else {}),
         "library_name": "diffusers",
         "pipeline_tag": "text-to-image",
         "tags": ["g2rpo", "reinforcement-learning", "text-to-image", *(["lora"] if lora else [])],
@@ -52,11 +52,6 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
         encoding="utf-8",
     )
     return card
-
-
-def _is_hub_id(path: str) -> bool:
-    """Whether `path` can be a repository's id: the hub refuses a card whose base_model is a folder of this machine."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None and not os.path.isdir(local(path))
 
 
 def _code(text: str) -> str:

@@ -1,0 +1,57 @@
+"""What a pipeline's folder holds, by its names and headers: nothing is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from g2rpo import plugins
+from g2rpo.build.components import POLICIES, locate_pipeline
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.errors import loading
+from g2rpo.plain import parse_json, read_text
+
+MODELS = ("transformer", "vae", "text_encoder")
+"""How parts of a pipeline that have weights are called."""
+
+
+def missing_parts(pipeline: Path) -> Iterator[str]:
+    """What a diffusers pipeline's folder lacks of the parts that its model_index.json names."""
+    for name, entry in parse_json(read_text(pipeline / "model_index.json")).items():
+        part = pipeline / name
+        if not (isinstance(entry, list) and len(entry) == 2 and entry[0] is not None):
+            continue
+        if not part.is_dir():
+            yield f"{name}/ is missing"
+        elif name.startswith(MODELS):
+            yield from _missing_files(part)
+
+
+def _missing_files(model: Path) -> Iterator[str]:
+    if not (model / "config.json").is_file():
+        yield f"{model.name}/config.json is missing"
+    wanted = set[str]()
+    for index in model.glob("*.safetensors.index.json"):
+        with suppress(ValueError, TypeError, KeyError):  # loading says what is wrong with it
+            wanted |= set(parse_json(read_text(index))["weight_map"].values())
+    yield from (f"{model.name}/{file} is missing" for file in sorted(wanted) if not (model / file).is_file())
+    if not wanted and not any(path.is_file() for path in model.glob("*.safetensors")):
+        yield f"{model.name}/ has no weights (*.safetensors)"
+
+
+def trained_parameters(config: PolicyConfig, pipeline: Path) -> int:
+    """How many a run trains, by the headers of the transformer's files, buffers among them."""
+    from safetensors import safe_open
+
+    shapes: dict[str, list[int]] = {}
+    for file in sorted((pipeline / "transformer").glob("*.safetensors")):
+        with loading(f"policy.path={config.path}: {file.name} cannot be read"), safe_open(file, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    if config.tuning == "full":
+        return sum(math.prod(shape) for shape in shapes.values())
+    kind = plugins.find("policies", locate_pipeline(config.path)[1], POLICIES)
+    targets = config.lora_targets or kind.lora_targets
+    ends = tuple(f".{target}.weight" for target in targets)
+    return sum(config.lora_rank * sum(shape) for name, shape in shapes.items() if len(shape) == 2 and f".{name}".endswith(ends))

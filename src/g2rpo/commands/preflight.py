@@ -1,0 +1,220 @@
+"""What a run needs and would not find: all of it in one message, before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from g2rpo.build import components, hub
+from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
+from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
+from g2rpo.errors import UserError
+from g2rpo.files import is_hub_id
+from g2rpo.rewards.transport import TooSlow
+from g2rpo.rewards.weights import fetch
+from g2rpo.training.checkpoint import checkpoints
+
+SECONDS = 1.5
+"""For servers to answer. One that takes longer is not reported: it may be busy."""
+CLIP = ("open_clip_config.json", "config.json")
+TOKENIZER = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
+FILES = {"path": CLIP, "clip": CLIP, "tokenizer": TOKENIZER, "processor": TOKENIZER}
+"""By option of a reward, files of which one must be in the place that it names. A reward's own WEIGHTS come before `path`."""
+Question = Callable[[], str | None]
+"""What is wrong, if anything is; may take a while."""
+
+
+def check(config: Config, given: Collection[str] = (), directory: Path | None = None) -> tuple[list[str], list[str]]:
+    """The prompts to train on and the held-out ones. UserError names everything that is missing or wrong.
+
+    What `given` names (policy, rewards, judges, prompts, heldout, trackers) is an object already, and is not looked up. With
+    the run's `directory`, there must be room for its checkpoints.
+    """
+    found = _Findings()
+    _check_settings(found, config, given)
+    folder = None if "policy" in given else found.tried(_check_pipeline, config.policy)
+    prompts = _Prompts(config, given)
+    prompts.read(found, far=False)
+    for name, entry in _rewards(config, given).items():
+        found.tried(_check_reward, name, entry, found.questions)
+    found.ask()
+    if folder is not None and directory is not None:
+        found.tried(_check_room, config, folder, directory)
+    found.refuse()
+    prompts.read(found, far=True)
+    found.refuse()
+    return prompts.train, prompts.heldout
+
+
+@dataclass
+class _Findings:
+    """What is wrong, and what has yet to be asked, by what it is about."""
+
+    errors: list[UserError] = field(default_factory=list)
+    questions: dict[str, Question] = field(default_factory=dict)
+
+    def tried(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What `call` returns; None if it has something against going on."""
+        try:
+            return call(*arguments)
+        except UserError as error:
+            self.errors.append(error)
+
+    def add(self, message: str) -> None:
+        self.errors.append(UserError(message))
+
+    def ask(self) -> None:
+        """Asks everything that has yet to be asked."""
+        for what, answer in at_once(self.questions, SECONDS).items():
+            self.add(f"{what}: {answer}")
+
+    def refuse(self) -> None:
+        """Raises UserError if anything is wrong: the only one, or a list."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            lines = ["- " + str(error).replace("\n", "\n  ") for error in self.errors]
+            raise UserError("\n".join([f"{len(lines)} things are missing or wrong:", *lines]))
+
+
+class _Prompts:
+    """The lists of prompts that are not given."""
+
+    def __init__(self, config: Config, given: Collection[str]) -> None:
+        self.train: list[str] = []
+        self.heldout: list[str] = []
+        self.most = config.evaluation.num_prompts
+        self.sources = {"prompts": ("prompts.train", config.prompts.train)}
+        self.sources["heldout"] = ("evaluation.prompts", config.evaluation.prompts)
+        self.sources = {name: source for name, source in self.sources.items() if name not in given}
+
+    def read(self, found: _Findings, far: bool) -> None:
+        """Reads what is on this machine, or else what may have to be downloaded: that only if all else is there."""
+        for name, (key, source) in self.sources.items():
+            if source.startswith("hf:") is not far:
+                if not far and importlib.util.find_spec("datasets") is None:
+                    found.add(f"{key}={source}: reading datasets needs a library: pip install datasets")
+                continue
+            read = found.tried(components.build_prompts, source, key) or []
+            if name == "prompts":
+                self.train = read
+            else:
+                self.heldout = read[: self.most]
+
+
+def _rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:
+    """What a config names, trained and judged."""
+    tables = {"rewards": config.rewards, "judges": config.evaluation.rewards}
+    return {name: entry for key, table in tables.items() if key not in given for name, entry in table.items()}
+
+
+def _check_settings(found: _Findings, config: Config, given: Collection[str]) -> None:
+    """What the config says, by itself and about this machine."""
+    found.tried(components.pick_device, config.policy.device)
+    for name in sorted(set(config.rewards) & set(config.evaluation.rewards)):
+        found.add(f"evaluation.rewards.{name}: a trained reward has this name already; it is judged anyway")
+    if not config.rewards:
+        found.add("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
+    found.tried(components.check_plans, config.algorithm, config.sampling)
+    for name in config.trackers if "trackers" not in given else ():
+        found.tried(components.check_trackers, [name])
+    if config.sampling.tails.quantize != "none" and importlib.util.find_spec("torchao") is None:
+        found.add("sampling.tails.quantize=int8 needs torchao: pip install torchao")
+
+
+def _check_pipeline(config: PolicyConfig) -> Path | None:
+    """The folder of a pipeline that is on this machine; UserError if a part of it is missing and cannot be downloaded."""
+    path, _ = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    index = hub.cached(path, "model_index.json") if is_hub_id(path) else None
+    folder = index.parent if index else Path(path)
+    if config.kind is not None:
+        return None  # a policy of the user's own knows which parts it reads
+    missing = "; ".join(missing_parts(folder))
+    why = hub.obstacle(path, SECONDS) if missing and index else ""
+    if missing and why is not None:
+        raise UserError(f"policy.path={config.path}: {missing}{why and f' ({path} {why})'}")
+    return None if missing else folder
+
+
+def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
+    """Refuses unknown options, and files of a reward of ours that are not here; `questions` gets what only a server can say."""
+    components.check_rewards({name: entry})
+    if entry.kind not in components.REWARDS:
+        return
+    kind = components.reward_kind(name, entry)
+    options = {option: parameter.default for option, parameter in inspect.signature(kind).parameters.items()} | entry.options
+    for option, value in options.items():
+        if value is inspect.Parameter.empty:
+            raise UserError(f"rewards.{name}.options.{option} is missing; {entry.kind} cannot do without it")
+    if "url" in options:
+        questions[f"rewards.{name}"] = partial(_ask_endpoint, kind, entry.options)
+    own = getattr(inspect.getmodule(kind), "WEIGHTS", None)
+    for option, files in {**FILES, **({"path": (own,)} if own else {})}.items():
+        if isinstance(place := options.get(option), str):
+            _check_files(f"rewards.{name}.options.{option}", place, files, questions)
+
+
+def _check_files(key: str, place: str, files: tuple[str, ...], questions: dict[str, Question]) -> None:
+    """Refuses a place on this machine that has none of `files`."""
+    if is_hub_id(place):
+        if hub.cached(place, *files) is None:
+            questions[f"{key}={place}"] = partial(_ask_hub, place)
+        return
+    try:
+        fetch(place, *files)
+    except OSError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _ask_hub(repository: str) -> str | None:
+    why = hub.obstacle(repository, SECONDS)
+    return why and f"{why}; `hf download {repository}` fetches it, or name a FOLDER that you have"
+
+
+def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
+    """What is wrong with an endpoint that is asked for its health, as the reward asks when it is made."""
+    try:
+        kind(**{**options, "timeout_s": SECONDS})
+    except TooSlow:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def at_once(questions: Mapping[str, Question], seconds: float) -> dict[str, str]:
+    """What is answered to several questions within `seconds`; None is no answer."""
+    answers: dict[str, str | None] = {}
+
+    def ask(what: str, question: Question) -> None:
+        answers[what] = question()
+
+    threads = [threading.Thread(target=ask, args=each, daemon=True) for each in questions.items()]
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {what: answer for what in questions if (answer := answers.get(what)) is not None}
+
+
+def _check_room(config: Config, pipeline: Path, directory: Path) -> None:
+    """Refuses a disk without room for the checkpoints that are kept, and the one that is written before the oldest goes."""
+    copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(directory / "checkpoints")))
+    tensors = 3 + bool(config.optim.ema_decay)  # the weights, their two moments and their average, all float32
+    needed = 4 * trained_parameters(config.policy, pipeline) * (copies * tensors + 1)  # the last: the weights of the end
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        remedy = "free some, name another --run-dir, or lower trainer.keep_checkpoints"
+        raise UserError(f"{directory}: checkpoints and weights take {decimal(needed)}, {decimal(free)} are free; {remedy}")
