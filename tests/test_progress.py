@@ -119,13 +119,14 @@ def test_training_writes_plain_lines_into_a_pipe():
     assert re.search(r"  [\d.,e+]+ evaluations/s  \d+:\d\d:\d\d left$", told)
 
 
-@pytest.mark.parametrize("width", [30, 50, 80, 200])
-def test_names_and_numbers_of_a_table_are_never_cut(width):
-    name = "a_reward_with_a_very_long_name"
+@pytest.mark.parametrize("width", [45, 60, 80, 120, 200])
+@pytest.mark.parametrize("name", ["a_reward_with_a_very_long_name", "scene_preference", "hps"])
+def test_names_and_numbers_of_a_table_are_never_cut(width, name):
     console = terminal(width)
-    console.print(results_table({name: Comparison(0.1234, 0.4321, 0.05)}, 192, [name]))
+    console.print(results_table({name: Comparison(0.1234, 0.4321, 0.05)}, 192, [name], width))
     text = written(console)
-    assert "…" not in text
+    assert "…" not in text and all(len(line) <= width for line in text.splitlines())
+    assert name in text or len(name) > width // 4  # in one piece where there is room
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
     columns = ["".join(row[i] for row in cells) for i in range(5)]
     assert columns[0] == name and columns[1] == "0.123" and columns[3].replace(" ", "") == "+0.309±0.098"

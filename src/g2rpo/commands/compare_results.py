@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from g2rpo.commands.progress import say
+from g2rpo.commands.progress import add_names, say
 from g2rpo.errors import UserError
 from g2rpo.evaluation.study import Judged, Line, Run, Study, curve, judged_scores, lines, save_curves
 from g2rpo.files import write_whole
@@ -86,7 +86,7 @@ def write_results(
     write_whole(out / "results.md", text.encode())
     save_curves(out / "curves.png", curves, trained)
     for steps in study.steps:
-        console.print(_console_table(table, steps, trained, prompts, study.seeds))
+        console.print(_console_table(table, steps, trained, prompts, study.seeds, console.width))
     for what in ("results.json", "results.md", "curves.png"):
         say(console, f"  {out / what}")
 
@@ -163,12 +163,13 @@ def _cell(interval: Interval) -> str:
     return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
 
-def _console_table(table: Sequence[Line], steps: int, trained: Sequence[str], prompts: int, seeds: int) -> Table:
-    """One step count for people."""
+def _console_table(table: Sequence[Line], steps: int, trained: Sequence[str], prompts: int, seeds: int, width: int) -> Table:
+    """One step count for people, on a console of `width`."""
     out = Table(title=f"{steps} steps: change against the base, {seeds} seeds x {prompts} prompts, 95 % intervals")
     rewards = list(dict.fromkeys(line.reward for line in table))
-    for column in ("cell", *(f"{name}{'' if name in trained else ' (judged)'}" for name in rewards)):
-        out.add_column(column, justify="left" if column == "cell" else "right", overflow="fold")
+    add_names(out, "cell", [line.cell for line in table], width)
+    for name in rewards:
+        out.add_column(f"{name}{'' if name in trained else ' (judged)'}", justify="right", overflow="fold")
     for cell in dict.fromkeys(line.cell for line in table):
         own = {line.reward: line.change for line in table if (line.cell, line.steps) == (cell, steps)}
         out.add_row(cell, *(escape(_cell(own[name])) for name in rewards))

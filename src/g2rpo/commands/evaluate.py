@@ -16,7 +16,7 @@ from torch import Tensor
 
 from g2rpo.build import components
 from g2rpo.commands.ahead import policy_after_encoding
-from g2rpo.commands.progress import counter, say, warn_on
+from g2rpo.commands.progress import add_names, counter, say, warn_on
 from g2rpo.commands.stopping import stoppable
 from g2rpo.config.resolve import differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
@@ -92,19 +92,21 @@ def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console
         if missing:
             _judge(judging, missing, console)
         results = judging.write_results()
-        console.print(results_table(judging))
+        console.print(results_table(judging, console.width))
         for steps in sorted(set(config.steps)):
             _save_grid(judging, steps)
     for what, where in (("numbers", results), ("pictures", out / "pictures.jsonl"), ("grids", out / "grid_steps_*.png")):
         say(console, f"{what:>9}  {where}")
 
 
-def results_table(judging: Judging) -> Table:
-    """The results for people."""
+def results_table(judging: Judging, width: int) -> Table:
+    """The results for people, on a console of `width`."""
     sides = judging.sides
     table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % bootstrap intervals")
-    for column in ("steps", "reward", *sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):
-        table.add_column(column, justify="left" if column == "reward" else "right", overflow="fold")
+    table.add_column("steps", justify="right", overflow="fold")
+    add_names(table, "reward", list(judging.config.rewards), width)
+    for column in (*sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):
+        table.add_column(column, justify="right", overflow="fold")
     for line in judging.results():
         cells = [str(line["steps"]), line["reward"], *(_cell(line[side]) for side in sides)]
         if len(sides) == 2:

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 Items = Sequence[tuple[str, str]]
@@ -121,6 +121,11 @@ def fitted(items: Items, width: float) -> str:
 
 def _shortened(name: str, longest: int) -> str:
     return name if len(name) <= longest else name[: longest - 1] + "…"
+
+
+def add_names(table: Table, title: str, names: Sequence[str], width: int) -> None:
+    """A column of names for a console of `width`: in one piece, unless they would take more than a quarter of it."""
+    table.add_column(title, overflow="fold", no_wrap=max(map(len, names)) <= width // 4)
 
 
 def say_items(console: Console, head: str, items: Items) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.table import Table
 
-from g2rpo.commands.progress import QUIET, Fitted, Items, Rate, Steady, pace, say, say_items
+from g2rpo.commands.progress import QUIET, Fitted, Items, Rate, Steady, add_names, pace, say, say_items
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.monitor.metrics import Row
 from g2rpo.report.history import read_runs
@@ -92,7 +92,7 @@ def _rewards(row: Row) -> Items:
 def show_results(trainer: Trainer, weights: Path, table: dict[str, Comparison], directory: Path, console: Console) -> None:
     """Writes a card beside the weights, and shows what came of the run and what can be done with it."""
     write_card(directory, weights, trainer.config, table, len(trainer.heldout))
-    console.print(results_table(table, len(trainer.heldout), list(trainer.rewards)))
+    console.print(results_table(table, len(trainer.heldout), list(trainer.rewards), console.width))
     say(console, summary(*read_runs([directory])))
     again = fresh_directory(directory.parent, directory.resolve().name)
     for what, where in (
@@ -112,11 +112,12 @@ def _command(*arguments: str | Path) -> str:
     return shlex.join(["g2rpo", *map(str, arguments)])
 
 
-def results_table(table: dict[str, Comparison], prompts: int, trained: Sequence[str]) -> Table:
-    """Base against tuned for people."""
+def results_table(table: dict[str, Comparison], prompts: int, trained: Sequence[str], width: int) -> Table:
+    """Base against tuned for people, on a console of `width`."""
     out = Table(title=f"{prompts} held-out prompts, same noise; ± 95 % interval")
-    for column in ("reward", "base", "tuned", "change", ""):
-        out.add_column(column, justify="left" if column in ("reward", "") else "right", overflow="fold")
+    add_names(out, "reward", list(table), width)
+    for column in ("base", "tuned", "change", ""):
+        out.add_column(column, justify="right" if column else "left", overflow="fold")
     for name, row in table.items():
         change = row.tuned - row.base
         colour = "green" if change > row.margin else "red" if change < -row.margin else "white"
