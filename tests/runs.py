@@ -5,6 +5,8 @@ from pathlib import Path
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.runtime.distributed import ALONE
+from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.trainer import Trainer
 
 PLAIN = {
@@ -33,7 +35,9 @@ def config(*overrides: str) -> Config:
     return resolve(PLAIN, overrides)
 
 
-def trainer(run_dir: Path | None, *overrides: str, policy=None, rewards=None, prompts=PROMPTS, **more) -> Trainer:
+def trainer(
+    run_dir: Path | None, *overrides: str, policy=None, rewards=None, prompts=PROMPTS, world=ALONE, sharding=None, **more
+) -> Trainer:
     return Trainer(
         config(*overrides),
         policy or GaussianPolicy(),
@@ -42,5 +46,6 @@ def trainer(run_dir: Path | None, *overrides: str, policy=None, rewards=None, pr
         prompts[:3],
         {"dark": darkness},
         run_dir,
+        shards=sharding or Replicated(world),
         **more,
     )

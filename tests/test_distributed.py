@@ -124,7 +124,12 @@ def judge(world, folder):
     t = trainer(folder / "run", "evaluation.pictures=5", world=world)
     t.heldout = heldout
     row = t.evaluate()
-    return [list(t._baseline.images.shape), str(t._baseline.images.dtype), row, t._baseline.images.flatten().tolist()]
+    return [
+        list(t.evaluator.baseline.images.shape),
+        str(t.evaluator.baseline.images.dtype),
+        row,
+        t.evaluator.baseline.images.flatten().tolist(),
+    ]
 
 
 def test_pictures_meet_on_rank_0_in_8_bits_and_what_they_say_everywhere(tmp_path):

@@ -199,11 +199,11 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     page = Page(render(read_runs([tmp_path])))
     below = page.words.partition("by the rewards that can tell")[2]
     marks = below.count("✓ right"), below.count("✗ wrong")
-    judged = [t._baseline.right[:2], t.judge().right[:2]]
+    judged = [t.evaluator.baseline.right[:2], t.judge().right[:2]]
     middle = read_grid(tmp_path / "samples" / "iteration_000002.png")
     expected = [bool(v) for side in judged for v in side] + list(middle.right[0])
     assert marks == (expected.count(True), expected.count(False)) and sum(marks) == 6 > marks[0] > 0
-    for value in [*t._baseline.scores["bright"][:2], *t.judge().scores["bright"][:2]]:
+    for value in [*t.evaluator.baseline.scores["bright"][:2], *t.judge().scores["bright"][:2]]:
         assert f"bright {float(value):.3f}" in page.words
     share = [f"{100 * row['right']:.0f} %" for row in (rows[0], rows[-1])]
     assert f"Right on {share[1]} of 3 unseen prompts, was {share[0]} (" in page.words
@@ -463,7 +463,7 @@ def test_a_run_that_went_back_says_so(tmp_path):
     directory = make_run(tmp_path / "run", iterations=3, finish=False)
     t = trainer(directory, "alarms.action=rollback")
     t.resume()
-    t._keep_best()
+    t.persistence.keep_best(t.iteration)
     t.iteration = 3
     t.roll_back()
     table = t.finish()

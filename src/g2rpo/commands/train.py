@@ -29,6 +29,7 @@ from g2rpo.errors import RolledBack, UserError
 from g2rpo.files import digest_of
 from g2rpo.runs.directory import check_contents, claim, entered, read_config, record_start
 from g2rpo.runtime.distributed import ALONE, World, joined
+from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
 from g2rpo.training.trainer import Trainer
 
@@ -84,8 +85,7 @@ def build_trainer(
         run_dir,
         tail_network=components.build_tail_network(getattr(policy, "policy", policy), config.sampling.tails),
         notify=warn,
-        world=world,
-        sharding=sharding,
+        shards=sharding or Replicated(world),
         trackers=given["trackers"] if "trackers" in given else components.build_trackers(config.trackers),
     )
 
@@ -185,13 +185,15 @@ def _run(
         console.print(f"resuming after iteration {trainer.iteration}")
     began = time.perf_counter()
     ended: RolledBack | None = None
-    stopping.message = f"stopped at once; {trainer.command} goes on from the last checkpoint"
+    stopping.message = f"stopped at once; {trainer.files.command} goes on from the last checkpoint"
     try:
         with stopping.after(partial(setattr, trainer, "stopping", True)):
             watch_training(trainer, console)
     except RolledBack as error:  # what it went back to is judged and written like any result
         ended = error
-    stopping.message = f"stopped while base and tuned were compared; all iterations are done, and {trainer.command} finishes"
+    stopping.message = (
+        f"stopped while base and tuned were compared; all iterations are done, and {trainer.files.command} finishes"
+    )
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
     weights = trainer.export()

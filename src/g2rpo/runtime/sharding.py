@@ -28,6 +28,8 @@ DONE, SAMPLING, TRAINING = 0, 1, 2
 class Replicated:
     """Every rank has all weights, and they are the same."""
 
+    divided = False
+    """Whether ranks hold pieces of the weights."""
     in_step: frozenset[Literal["rollout", "decode", "micro"]] = frozenset()
     """Batch sizes (`memory.Kind`) that no rank may change alone."""
 
@@ -77,6 +79,7 @@ class Sharded(Replicated):
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise UserError(f"trainer.sharding needs a newer torch than {torch.__version__}; 2.13 is what it was tested with")
         super().__init__(world)
+        self.divided = True
         self.in_step = frozenset(("micro",) if whole_samples else ("micro", "rollout"))
         self._whole_samples = whole_samples
         self._mesh = init_device_mesh(device, (world.size,))

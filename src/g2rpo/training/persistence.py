@@ -1,0 +1,94 @@
+"""Saving and restoring a run: checkpoints, the best weights, and the exported ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from g2rpo.errors import Stopped, UserError
+from g2rpo.runtime.folders import whole, writing
+from g2rpo.runtime.sharding import Replicated
+from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from g2rpo.training.learner import Learner
+from g2rpo.training.run_files import RunFiles
+from g2rpo.types import AlgorithmState, Policy
+
+BEST = "checkpoints/best"  # the weights of the best evaluation, where an alarm may go back to them
+
+
+@dataclass(kw_only=True)
+class Persistence:
+    """Keeps what `learner` and the algorithm's `memory` hold, the newest `keep` checkpoints of it."""
+
+    policy: Policy
+    learner: Learner
+    memory: AlgorithmState | None
+    shards: Replicated
+    files: RunFiles
+    keep: int
+
+    def save(self, iteration: int) -> Path | None:
+        """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept.
+
+        It holds whole tensors, so that any number of ranks can go on from it; the leader's CPU has them all at once.
+        Raises `Stopped` instead if the weights of the ranks differ.
+        """
+        if diverged := self.shards.parted(list(self.learner.parameters)):
+            raise Stopped(f"iteration {iteration}: the weights of ranks {diverged} are not rank 0's; nothing was saved")
+        if self.files.folder is None:
+            return None
+        tensors, state = self.learner.whole()
+        if not self.files.writes:
+            return None
+        state["algorithm"] = self.memory.state if self.memory else {}
+        with self.files.holding():
+            return save_checkpoint(self.files.directory / "checkpoints", iteration, tensors, state, self.keep)
+
+    def resume(self) -> tuple[int | None, list[str]]:
+        """Takes the newest checkpoint that is intact and fits; returns its iteration, None if there is none at all, and what is
+        wrong with newer ones."""
+
+        def take(found: Checkpoint) -> None:
+            _, tensors, state = found
+            self.learner.take(tensors, state)
+            if self.memory is not None:
+                self.memory.state = state["algorithm"]
+
+        found, complaints = latest_checkpoint(self.files.directory / "checkpoints", take)
+        if self.shards.world.differing(torch.tensor([found[0] if found else 0])):
+            folder = self.files.folder
+            raise UserError(f"ranks see different checkpoints in {folder}: it must be a folder that all of them share")
+        return (found[0] if found else None), complaints
+
+    def keep_best(self, iteration: int) -> None:
+        """Keeps the (averaged) weights of the best evaluation."""
+        with self.learner.averaged():
+            tensors = self.learner.weights()
+            if self.files.writes:
+                save_checkpoint(self.files.directory / BEST, iteration, tensors, {}, keep=1)
+
+    def take_best(self, iteration: int) -> int:
+        """Takes the weights of the best evaluation up to `iteration`, and returns whose they are."""
+        found, _ = latest_checkpoint(self.files.directory / BEST, until=iteration)
+        if found is None:
+            raise Stopped(
+                f"stopped by an alarm after iteration {iteration}; no weights were kept to go back to: {BEST} is empty"
+            )
+        best, tensors, _ = found
+        self.learner.take_weights(tensors["weights"])
+        return best
+
+    def export(self, name: str) -> Path:
+        """Writes the (averaged) weights as diffusers reads them into the folder `name` of the run, and returns where; for all
+        ranks to call, one writes."""
+        folder = self.files.directory / name
+        save: Callable[[Path], Path] = self.policy.save
+        with self.learner.averaged(), self.files.holding():
+            if not self.files.writes:  # but their pieces are gathered
+                return save(folder) if self.shards.divided else folder
+            with writing(folder), whole(folder) as unfinished:
+                saved = save(unfinished)
+        return folder / saved.relative_to(unfinished)
