@@ -27,7 +27,12 @@ from g2rpo.cost.plan import find_target
 from g2rpo.evaluation.sweep import JudgingConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks/results").glob("*.md")),
+]
 FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("g2rpo", "python", "python3", "torchrun", "pytest", "make", "pip", "uv", "tensorboard", "hf")
 BEGINS = re.compile(rf"^(?:time )?(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS)}) ")
