@@ -4,10 +4,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from g2rpo import __version__
 
@@ -66,3 +69,40 @@ def test_what_issues_ask_for_is_well_formed():
 def test_python_m_g2rpo_is_g2rpo():
     told = subprocess.run([sys.executable, "-m", "g2rpo", "recipes"], capture_output=True, text=True, check=False)
     assert told.returncode == 0 and "scenes" in told.stdout
+
+
+def pins(file):
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines}
+
+
+def needed(wanted, installed):
+    """Names of all distributions that requirements lead to, by what is installed."""
+    seen, left = set(), [Requirement(each) for each in wanted]
+    while left:
+        requirement = left.pop()
+        key = (canonicalize_name(requirement.name), *sorted(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        for inner in map(Requirement, installed[key[0]].requires or ()):
+            extras = [{"extra": extra} for extra in requirement.extras or {""}]
+            if inner.marker is None or any(map(inner.marker.evaluate, extras)):
+                left.append(inner)
+    return {name for name, *_ in seen}
+
+
+def test_constraints_pin_what_tests_need_and_nothing_else():
+    """Trackers that no test installs have pins of their own, beside these."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [
+        *project["dependencies"],
+        *extras["data"],
+        *extras["demo"],
+        *(each for each in extras["dev"] if "g2rpo" not in each),
+    ]
+    installed = {canonicalize_name(each.metadata["Name"]): each for each in distributions()}
+    assert needed(wanted, installed) - {"setuptools"} == pins("constraints.txt").keys()
+    assert not pins("constraints.txt").keys() & pins("constraints-trackers.txt").keys()
+    assert "wandb" in pins("constraints-trackers.txt")
