@@ -354,7 +354,7 @@ class Policy(Protocol):
         ...
 
     def decode(self, x: Tensor) -> Tensor:
-        """Images [B, 3, H, W], float32 in [0, 1], of latents at sigma = 0."""
+        """Images [B, 3, H, W], or clips [B, T, 3, H, W], float32 in [0, 1], of latents at sigma = 0."""
         ...
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
@@ -376,6 +376,9 @@ class Reward(Protocol):
 
     A reward whose scores tell right from wrong may have an attribute `right`, the least score of a right picture: pictures are
     then marked, and the share of right ones is logged.
+
+    Clips of a policy that makes video, [B, T, 3, H, W], are scored frame by frame and the scores averaged. A reward with an
+    attribute `video = True` gets whole clips instead.
     """
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -15,6 +15,7 @@ from g2rpo.config.schema import Count, Group, PolicyConfig, Shift, Steps, grid_o
 from g2rpo.errors import UserError, loading
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.monitor.pictures import Strip, save_grid, to_pil
+from g2rpo.rollout.scoring import stills
 from g2rpo.runs.directory import read_config, weights_path
 from g2rpo.runtime.folders import is_empty
 
@@ -63,7 +64,7 @@ def sample(
             painter.load(weights, drawing.strength)
     sigmas = grid_of(drawing.shift or "model", painter, drawing.steps or 28)
     rows = drawing.batch_size
-    images = sample_images(painter, prompts, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows)
+    images = stills(sample_images(painter, prompts, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows))
     out.mkdir(parents=True, exist_ok=True)
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
         for number, (prompt, image) in enumerate(zip(prompts, images, strict=True)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from g2rpo.errors import UserError
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.scoring import decode, score_in_batches
+from g2rpo.rollout.scoring import decode, score_in_batches, stills
 from g2rpo.runtime.distributed import World
 from g2rpo.seeding import generator_for
 from g2rpo.statistics import Z
@@ -107,7 +107,7 @@ def evaluate(
             on_rows=on_rows,
         )
         scores.append(score_in_batches(rewards, images, part, decode_batch_size))
-        pictures.append(to_uint8(images))
+        pictures.append(to_uint8(stills(images)))
     by_reward = dict(zip(rewards, torch.cat(scores, 1), strict=True))
     return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(rewards, by_reward))
 

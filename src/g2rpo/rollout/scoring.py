@@ -50,8 +50,8 @@ def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str])
     rows = []
     for name, reward in rewards.items():
         try:
-            own = images.clone(), list(prompts)  # what a reward does to them is no other's business
-            values = torch.as_tensor(reward(*own)).detach().float().cpu()
+            own = images.clone(), list(prompts)  # a reward may change what it is given
+            values = torch.as_tensor(_scored(reward, *own)).detach().float().cpu()
         except (torch.OutOfMemoryError, UserError):
             raise
         except (Exception, SystemExit) as error:
@@ -62,6 +62,21 @@ def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str])
             raise RewardFailed(f"reward '{name}' should return {len(images)} scores, one per image, but returned {shape}")
         rows.append(values.where(values.isfinite(), torch.nan))
     return torch.stack(rows)
+
+
+def _scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
+    """The reward's scores; of clips [B, T, 3, H, W] the mean over frames, unless the reward has an attribute `video` that is
+    true and takes whole clips."""
+    if images.ndim == 4 or getattr(reward, "video", False):
+        return reward(images, prompts)
+    frames = images.shape[1]
+    scores = reward(images.flatten(0, 1), [prompt for prompt in prompts for _ in range(frames)])
+    return torch.as_tensor(scores).float().unflatten(0, (len(images), frames)).nanmean(1)
+
+
+def stills(images: Tensor) -> Tensor:
+    """Pictures [B, 3, H, W]; of clips [B, T, 3, H, W] their middle frames."""
+    return images if images.ndim == 4 else images[:, images.shape[1] // 2]
 
 
 def score_in_batches(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str], batch_size: int) -> Tensor:
