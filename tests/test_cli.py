@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -20,6 +21,7 @@ from g2rpo.config.algorithms import ALGORITHMS, title_of
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rewards.remote import RemoteReward
+from g2rpo.rewards.server import RewardServer
 from g2rpo.runs.directory import read_config
 from tests.commands import g2rpo
 from tests.tiny import save_flux
@@ -260,6 +262,47 @@ def test_what_could_not_be_pushed_is_refused_before_training(capsys, tmp_path, m
     monkeypatch.setenv("HF_TOKEN", token)
     code, out, err = g2rpo(capsys, "train", "scenes", "--push-to-hub", repository)
     assert code == 2 and message in " ".join(err.split()) and out == "" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [
+        ("raise KeyError('no such word')", "KeyError: 'no such word' (in look, "),
+        ("return [1.0]", "ValueError: "),
+        ("raise SystemError('deep')", "SystemError: deep (in look, "),
+    ],
+)
+def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, tiny_config, failing, message):
+    """Its name, the iteration and the line at fault; the rest is in a file of the run."""
+    code = f"calls = []\n\ndef look(images):\n    {failing}\n\ndef mine(images, prompts):\n    calls.append(1)\n"
+    (tmp_path / "mine.py").write_text(code + "    return look(images) if len(calls) > 1 else images.mean((1, 2, 3))\n")
+    reward = ["rewards.scene_accuracy=", "rewards.mine.kind=function", f"rewards.mine.options.target={tmp_path}/mine.py:mine"]
+    code, _, err = g2rpo(capsys, "train", tiny_config, *reward, "sampling.decode_batch_size=64", "--run-dir", tmp_path / "run")
+    said = err[err.index("g2rpo:") :]  # loading bars come before it
+    assert code == 1 and "Traceback" not in err and len(said.splitlines()) == 2
+    assert f"g2rpo: after iteration 0: reward 'mine' failed on 12 pictures: {message}" in " ".join(err.split())
+    assert "Traceback" in (tmp_path / "run" / "traceback_rank0.txt").read_text()
+
+
+def test_a_reward_server_that_refuses_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, tiny_config):
+    class Refusing(RewardServer):
+        """Knows its token until the base model has been judged."""
+
+        def admit(self, connection):
+            super().admit(connection)
+            self.asked = getattr(self, "asked", 0) + 1
+            if self.asked > 3:  # health twice (before anything is loaded, and then), the evaluation
+                self.token = "another"
+
+    with Refusing(lambda images, prompts: images.mean((1, 2, 3)), port=0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        reward = ["rewards.scene_accuracy=", f"rewards.far={{kind: http, options: {{url: '{server.address}'}}}}"]
+        code, _, err = g2rpo(
+            capsys, "train", tiny_config, *reward, "sampling.decode_batch_size=64", "--run-dir", tmp_path / "run"
+        )
+        server.shutdown()
+    assert code == 1 and "Traceback" not in err
+    assert "reward 'far' failed on 12 pictures: Refused: http://127.0.0.1:" in err and "answered 401" in err
 
 
 def test_memory_that_runs_out_anywhere_is_one_message(capsys, tmp_path, tiny_config, monkeypatch):

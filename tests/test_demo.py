@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from g2rpo.build import components
 from g2rpo.cli import main
@@ -431,6 +433,23 @@ def test_the_gate_bounds_bodies():
     assert asked(content_length=str(MAX_BODY + 1)) == 413
     assert asked(transfer_encoding="chunked", content_length=None) == asked(content_length="-1") == 411
     assert asked(content_length="9" * 5000) == 413 and asked(content_length="²") == 411
+
+
+NAMES = st.sampled_from(["host", "origin", "content-length", "transfer-encoding"])
+WORDS = st.sampled_from(["127.0.0.1:7860", "[::1", "http://[::1", "9" * 5000, "²", "null", ""])
+HEADERS = st.dictionaries(NAMES, WORDS | st.text(st.characters(max_codepoint=255)))
+
+
+@given(HEADERS, st.sampled_from(["GET", "POST", "HEAD", "X"]), st.sampled_from(["/", "/login", "/x", "//"]))
+def test_the_gate_answers_whatever_is_asked(headers, method, path):
+    scope = {
+        "method": method,
+        "path": path,
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers.items()],
+    }
+    for local in (True, False):
+        refused = Gate(None, local).refusal(scope)
+        assert refused is None or (refused[0] in (403, 404, 411, 413, 421) and refused[1])
 
 
 def test_the_gate_refuses_other_sites():

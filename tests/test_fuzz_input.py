@@ -12,11 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from g2rpo.cli import main
+from g2rpo.commands.sample import Drawing
 from g2rpo.commands.train import load_config
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
+from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve, resolve_as
 from g2rpo.errors import Stopped, UserError
 from g2rpo.files import digest_of
+from g2rpo.flow import sigma_grid
 from g2rpo.plain import is_text, parse_yaml
 from g2rpo.prompts.sources import read_prompts
 from tests import runs
@@ -125,6 +127,28 @@ def test_the_command_line_says_one_thing_and_ends_with_2(text, words):
         main(["encode", str(path), *words, "prompts.cache=off"])
     assert end.value.code == 2
     assert "g2rpo:" in err.getvalue() and "Traceback" not in err.getvalue() and "\x1b" not in err.getvalue()
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(("steps", "shift", "strength", "batch_size"), values)))
+@example({"steps": "600", "shift": "-1", "strength": ".nan", "batch_size": "9" * 20})
+def test_what_a_drawing_is_asked_for_can_be_drawn_or_is_refused(words):
+    """Also what typer reads as numbers before: every kind of value may come."""
+    try:
+        drawing = resolve_as(Drawing, {name: _as_number(word) for name, word in words.items()}, source="sample")
+    except UserError as error:
+        said(error)
+    else:
+        assert drawing.batch_size < 10**7 and (drawing.steps or 1) <= 250
+        if isinstance(drawing.shift, float):
+            grid = sigma_grid(drawing.steps or 28, drawing.shift)
+            assert grid.isfinite().all() and grid[0] == 1 and grid[-1] == 0 and (grid.diff() <= 0).all()
+
+
+def _as_number(word):
+    try:
+        return float(word) if "." in word else int(word)
+    except ValueError:
+        return word
 
 
 LINES = '{"prompt": "a red circle"}\n{"prompt": "two\u2028lines"}\n'

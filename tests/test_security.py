@@ -263,6 +263,14 @@ def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monk
         assert code == 2 and SECRET not in out + err and not list(tmp_path.iterdir())
 
 
+@given(mutated(f"http://me:{SECRET}@host:80/v1", st.sampled_from([*"/@:;#?[] \t", "//", "ftp", "é"]), most=4))
+def test_no_address_that_is_refused_is_repeated(url):
+    try:
+        endpoint(url, "/score")
+    except ValueError as error:
+        assert "hunter2" not in str(error) and len(str(error)) < 300
+
+
 def test_a_password_in_the_wrong_place_is_not_repeated(capsys):
     for words in (["policy.path=", ""], ["rewards.r={kind: http, options: '", "'}"], ["trainer.seed=", ""]):
         code, out, err = command(capsys, "train", "scenes", f"{words[0]}http://me:{SECRET}@host{words[1]}")

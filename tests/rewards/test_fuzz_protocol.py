@@ -20,7 +20,7 @@ from g2rpo.rewards.transport import NoAnswer, Refused, request_json
 from g2rpo.rewards.vlm import answer_text, parse_scores
 from tests.fuzzing import mutated
 
-LIMITS = Limits(body_bytes=20_000, images=4, pixels=4_000, prompt_chars=100, read_s=1.0, wait_s=0.2)
+LIMITS = Limits(body_bytes=20_000, images=4, pixels=4_000, prompt_chars=100, headers_s=1.0, read_s=1.0, wait_s=0.2)
 PNG = encode_png(to_pil(to_uint8(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))))[0])
 BODY = json.dumps({"images": [PNG, PNG], "prompts": ["a", "b"]})
 REQUEST = (
@@ -116,6 +116,9 @@ def exchange(address, data):
 @given(mutated(REQUEST, PIECES))
 @example(REQUEST.replace(b"Host: 127.0.0.1", b"Host: ["))
 @example(REQUEST.replace(b"Host: 127.0.0.1", b"Host: evil.example"))
+@example(REQUEST.replace(b"Content-Length: ", b"Content-Length: " + b"9" * 5000))
+@example(REQUEST.replace(b"Content-Length: ", b"Content-Length: \xb2"))
+@example(REQUEST.replace(BODY.encode(), b"[" + b"{}," * 6000 + b"{}]"))
 def test_a_request_is_scored_or_refused_and_the_server_lives_on(server, data):
     answer = exchange(server.server_address, data)
     status = int(answer.split(None, 2)[1]) if answer.startswith(b"HTTP/") else 0
