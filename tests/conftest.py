@@ -35,6 +35,23 @@ def sd3_directory(tmp_path_factory):
     return save_sd3(tmp_path_factory.mktemp("models") / "sd3")
 
 
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory):
+    """Tiny models with more blocks than a plan traces: FLUX with 3 + 4, SD3.5 with 2 dual, 2 plain and the last one."""
+    from tests.tiny import flux_pipeline, sd3_pipeline
+
+    folders = {}
+    for name, pipeline, changes in (
+        ("flux", flux_pipeline(), {"num_layers": 3, "num_single_layers": 4}),
+        ("sd3", sd3_pipeline(), {"num_layers": 5, "dual_attention_layers": (0, 1)}),
+    ):
+        kind = type(pipeline.transformer)
+        pipeline.transformer = kind.from_config({**pipeline.transformer.config, **changes})
+        folders[name] = tmp_path_factory.mktemp("deep") / name
+        pipeline.save_pretrained(folders[name], safe_serialization=True)
+    return folders
+
+
 @pytest.fixture
 def tiny_config(tmp_path, flux_directory):
     """A config that trains the tiny random FLUX; its path."""

@@ -31,7 +31,7 @@ from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import Trainer
-from tests.tiny import flux_pipeline, sd3_pipeline
+from tests.tiny import sd3_pipeline
 
 PROMPTS = ["a red circle", "two blue square", "a square left of a circle"]
 
@@ -69,21 +69,6 @@ def test_what_loading_takes_of_the_host_is_what_is_loaded(flux_directory, tuning
     loaded = sum(size_of(part) for part in pipeline.components.values() if isinstance(part, torch.nn.Module))
     adapters = sum(p.nbytes for p in train(c).policy.trainable_parameters()) if tuning == "lora" else 0
     assert planned(c).memory.host == loaded + adapters
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    """Tiny models with more blocks than a plan traces: FLUX with 3 + 4, SD3.5 with 2 dual, 2 plain and the last one."""
-    folders = {}
-    for name, pipeline, changes in (
-        ("flux", flux_pipeline(), {"num_layers": 3, "num_single_layers": 4}),
-        ("sd3", sd3_pipeline(), {"num_layers": 5, "dual_attention_layers": (0, 1)}),
-    ):
-        kind = type(pipeline.transformer)
-        pipeline.transformer = kind.from_config({**pipeline.transformer.config, **changes})
-        folders[name] = tmp_path_factory.mktemp("deep") / name
-        pipeline.save_pretrained(folders[name], safe_serialization=True)
-    return folders
 
 
 # --- counting ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from g2rpo.commands.evaluate import evaluate, run_settings
 from g2rpo.commands.sample import sample
 from g2rpo.commands.train import build_trainer
 from g2rpo.config.resolve import resolve
+from g2rpo.cost import trace
+from g2rpo.cost.blueprint import read_blueprint, shapes_of
 from g2rpo.demo.studio import draw, learn
 from g2rpo.runs.directory import claim, weights_path
 
@@ -107,6 +109,37 @@ def encode(world, folder, model, *overrides):
         "encoding": size("text_encoder", "text_encoder_2"),
         "now": torch.fakegpu.memory_allocated(),
     }
+
+
+def peaks(world, folder, model, *overrides):
+    """Bytes at the peaks of a trainer's second iteration and evaluation; and, beyond what stays, of a training pass of 4 rows,
+    of a network call of 8, and of decoding 4."""
+    settings = config(folder, model, *overrides)
+    trainer = build(world, folder, model, *overrides)
+    found = {}
+
+    def peak(name, call, *arguments, **options):
+        standing = torch.fakegpu.memory_allocated()
+        torch.fakegpu.reset_peak_memory_stats()
+        answer = call(*arguments, **options)
+        found[name] = torch.fakegpu.max_memory_allocated() - standing
+        found[f"{name} in all"] = torch.fakegpu.max_memory_allocated()
+        return answer
+
+    trainer.evaluate()
+    trainer.iterate()  # now gradients and moments are there
+    peak("evaluation", trainer.evaluate)
+    peak("iteration", trainer.iterate)
+    policy = trainer.policy.policy
+    shapes = shapes_of(policy, read_blueprint(settings.policy))
+    # transformers has another torch.linspace while it loads a model, and torch remembers that one
+    torch.utils._device._device_constructors.cache_clear()
+    with torch.device("fakegpu"):
+        peak("training", trace.training_pass, policy, settings, shapes, set(trainer.plans()), 4)
+        with torch.no_grad():
+            peak("velocity", lambda: policy.velocity(*trace._inputs(shapes, 8, settings.policy)))
+            peak("decode", lambda: policy.decode(torch.zeros(4, *shapes.latent)))
+    return found
 
 
 def use(world, folder, model):

@@ -23,8 +23,8 @@ RESERVE, SLACK = 2**30, 0.05
 class Memory:
     """Bytes. `parts` is what stays from the first update on, `working` what comes and goes, `moments` the peaks.
 
-    `moments` has the time before the first update too, when the text encoders are there and the optimizer is not. `needed`
-    is the largest of them with the reserve; `host` is what loading passes through the machine's own memory.
+    `moments` has the time before the first update too, when the text encoders work and the optimizer is not there. `needed` is
+    the largest of them with the reserve; `host` is what loading passes through the machine's own memory.
     """
 
     parts: dict[str, int]
@@ -57,7 +57,7 @@ def plan_memory(
     whole = trained_parts(config, policy)
     trained = {kind: {part: _piece(config, size, ranks) for part, size in sizes.items()} for kind, sizes in whole.items()}
     encoders = sum(size_of(getattr(policy.pipeline, name)) for name in blueprint.parts if name.startswith("text_encoder"))
-    parked = cuda and config.prompts.cache != "off"  # on a CPU they stay where they are
+    parked = cuda and config.prompts.cache != "off"  # they come first, and leave; on a CPU they stay where they are
     here = "cuda" if cuda else "cpu"
     scoring = {
         f"reward {name}": known.bytes
@@ -89,7 +89,7 @@ def plan_memory(
     stays = sum(always.values()) + sum(after.values())
     held = stays + sum(work.values())
     moments = {
-        "encoding prompts": sum(always.values()) + encoders,
+        "encoding prompts": sum((scoring if parked else always).values()) + encoders,
         "rollout": held + sampled + traced.velocity,
         "decoding": held + working.get("all weights, gathered to sample", 0) + traced.decode,
         "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from g2rpo.build import components
 from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.cost.autocast import CudaAutocast
 from g2rpo.cost.blueprint import Blueprint, build_on_meta, shapes_of
 from g2rpo.cost.counting import Counts
 from g2rpo.flow import sigma_grid
@@ -76,8 +77,8 @@ class WorkingSets:
 def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool) -> WorkingSets:
     """Traces the largest call of each kind on a shallow copy of the model whose blocks stand for those left out.
 
-    Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes norms in float32 under
-    autocast, as CUDA's autocast does and the CPU's does not. `config` has settled batch sizes. Where ranks hold weights in
+    Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes with CUDA's autocast, which
+    has norms and powers in float32, instead of the CPU's. `config` has settled batch sizes. Where ranks hold weights in
     pieces, those that a call gathers are in its dtype, so autocast casts none; they are not counted here.
     """
     models = {name: part for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
@@ -98,7 +99,8 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
         _materialise(policy)
         kept = list(_tensors(policy))
         if like_cuda:
-            _norms_in_float32(policy)
+            for network in (policy.pipeline.transformer, policy.pipeline.vae):
+                CudaAutocast().apply_to(network)
         with torch.no_grad(), LiveBytes(kept) as velocity, _standing_for(velocity, policy, standing):
             policy.velocity(*_inputs(shapes, rows, config.policy))
         with LiveBytes(kept) as training, _standing_for(training, policy, standing):
@@ -188,14 +190,3 @@ def _materialise(policy: PipelinePolicy) -> None:
         tables += [table for part in module.modules() for table in (part._parameters, part._buffers)]
     for table in tables:
         table.update({name: fake(value) for name, value in table.items()})
-
-
-def _norms_in_float32(policy: PipelinePolicy) -> None:
-    """What CUDA's autocast does to norms (they are on its list of float32 operations) and the CPU's does not."""
-
-    def cast(norm: nn.Module, args: tuple) -> tuple:
-        return tuple(arg.float() for arg in args) if torch.is_autocast_enabled("cpu") else args
-
-    for module in (*policy.pipeline.transformer.modules(), *policy.pipeline.vae.modules()):
-        if isinstance(module, nn.LayerNorm | nn.GroupNorm):
-            module.register_forward_pre_hook(cast)
