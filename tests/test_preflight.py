@@ -15,9 +15,10 @@ import pytest
 from huggingface_hub import constants
 
 from g2rpo.build import components, hub
+from g2rpo.build.hub import at_once
 from g2rpo.commands import preflight
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
-from g2rpo.commands.preflight import at_once, check
+from g2rpo.commands.preflight import check
 from g2rpo.commands.train import load_config
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.errors import UserError

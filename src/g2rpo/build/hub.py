@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
+
+Question = Callable[[], str | None]
+"""What is wrong, if anything is; may take a while."""
 
 
 def cached(repository: str, *files: str) -> Path | None:
@@ -17,6 +24,10 @@ def cached(repository: str, *files: str) -> Path | None:
 
 def obstacle(repository: str, timeout_s: float = 1.5) -> str | None:
     """Why files of `repository` cannot be downloaded; None if they can, or if nothing is known within `timeout_s`."""
+    return at_once({repository: partial(_obstacle, repository, timeout_s)}, timeout_s).get(repository)
+
+
+def _obstacle(repository: str, timeout_s: float) -> str | None:
     absent = "is not in the local hub cache, and"
     if constants.HF_HUB_OFFLINE:
         return f"{absent} HF_HUB_OFFLINE forbids to download it"
@@ -29,3 +40,22 @@ def obstacle(repository: str, timeout_s: float = 1.5) -> str | None:
     except NoAnswer:  # slow, or what it says is no JSON: a download may still work
         return None
     return None
+
+
+def at_once(questions: Mapping[str, Question], seconds: float) -> dict[str, str]:
+    """What is answered to several questions within `seconds`; None is no answer.
+
+    Threads that are late are left behind: nothing stops one that looks up a name.
+    """
+    answers: dict[str, str | None] = {}
+
+    def ask(what: str, question: Question) -> None:
+        answers[what] = question()
+
+    threads = [threading.Thread(target=ask, args=each, daemon=True) for each in questions.items()]
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {what: answer for what in questions if (answer := answers.get(what)) is not None}

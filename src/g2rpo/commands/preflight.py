@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import shutil
-import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +14,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from g2rpo.build import components, hub
+from g2rpo.build.hub import Question, at_once
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.errors import UserError
@@ -30,8 +29,6 @@ CLIP = ("open_clip_config.json", "config.json")
 TOKENIZER = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
 FILES = {"path": CLIP, "clip": CLIP, "tokenizer": TOKENIZER, "processor": TOKENIZER}
 """By option of a reward, files of which one must be in the place that it names. A reward's own WEIGHTS come before `path`."""
-Question = Callable[[], str | None]
-"""What is wrong, if anything is; may take a while."""
 
 
 def check(config: Config, given: Collection[str] = (), directory: Path | None = None) -> tuple[list[str], list[str]]:
@@ -190,22 +187,6 @@ def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
     except (OSError, ValueError, TypeError) as error:
         return str(error)
     return None
-
-
-def at_once(questions: Mapping[str, Question], seconds: float) -> dict[str, str]:
-    """What is answered to several questions within `seconds`; None is no answer."""
-    answers: dict[str, str | None] = {}
-
-    def ask(what: str, question: Question) -> None:
-        answers[what] = question()
-
-    threads = [threading.Thread(target=ask, args=each, daemon=True) for each in questions.items()]
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return {what: answer for what in questions if (answer := answers.get(what)) is not None}
 
 
 def _check_room(config: Config, pipeline: Path, directory: Path) -> None:
