@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from g2rpo import plugins
+from g2rpo.build.components import build_rewards
 from g2rpo.cli import main, plugins_first
 from g2rpo.config.algorithms import algorithm_class, name_of
+from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.directory import read_config
@@ -95,6 +97,16 @@ def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path
 def test_modules_of_pythons_own_are_refused_too(module):
     with pytest.raises(plugins.CodeNotAllowed):
         plugins.find("rewards", module, {})
+
+
+@pytest.mark.parametrize("target", ["mine.py:it", "mine.py:é", "a:b/mine.py:it"])
+def test_a_function_that_a_config_names_is_refused_however_it_is_written(tmp_path, target):
+    file = tmp_path / target.rpartition(":")[0]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef it(images, prompts): ...\né = it\n", encoding="utf-8")
+    with pytest.raises(UserError):
+        build_rewards({"it": RewardConfig(kind="function", options={"target": f"{tmp_path}/{target}"})})
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.files import local
-from g2rpo.plugins import load_file
+from g2rpo.plugins import is_code, load_file
 from g2rpo.rewards.pixels import check_batch
 
 
@@ -18,8 +18,8 @@ def load_function(target: str) -> Callable[..., Any]:
 
     Raises FileNotFoundError if there is no such file, and ValueError if it cannot be run or has no such function.
     """
-    path, colon, name = target.rpartition(":")
-    if not colon or not path.endswith(".py") or not name.isidentifier():
+    path, _, name = target.rpartition(":")
+    if not (is_code(target) and path.endswith(".py")):  # what `plugins` takes for code: it decides whether to allow it
         raise ValueError(f"a function is named 'path/to/file.py:function', got {target!r}")
     file = local(path).resolve()
     try:
