@@ -192,7 +192,8 @@ def test_a_pipeline_with_damaged_weights_is_named(capsys, tmp_path, tiny_config)
     file = broken / "transformer" / "diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={broken}", "--run-dir", tmp_path / "run")
-    assert code == 2 and "cannot be loaded" in err and not (tmp_path / "run").exists()
+    wanted = f"policy.path={broken}: diffusion_pytorch_model.safetensors cannot be read: "
+    assert code == 2 and wanted in err and "Traceback" not in err and not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_of_another_config_is_left_alone(capsys, tmp_path, tiny_config):
@@ -318,14 +319,16 @@ def test_memory_that_runs_out_anywhere_is_one_message(capsys, tmp_path, tiny_con
 
 
 def test_a_variable_shows_the_traceback_of_a_message(capsys, tmp_path, monkeypatch):
-    words = ["train", "scenes", f"rewards.x={{kind: clip_score, options: {{path: {tmp_path}}}}}", "--run-dir", tmp_path / "run"]
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self):\n        raise RuntimeError('deep')\n")
+    words = ["train", "scenes", "rewards.x.kind=function", f"rewards.x.options.target={tmp_path}/mine.py:Mine"]
+    words += ["--run-dir", tmp_path / "run"]
     shown = []
     for value in ("", "1"):
         monkeypatch.setenv("G2RPO_TRACEBACK", value)
         code, _, err = g2rpo(capsys, *words)
-        assert code == 2 and "g2rpo: rewards.x: cannot be loaded" in err
+        assert code == 2 and "g2rpo: rewards.x: cannot be loaded: RuntimeError: deep" in err
         shown.append(err)
-    assert "Traceback" not in shown[0] and "Traceback" in shown[1] and "clip_encoder.py" in shown[1]
+    assert "Traceback" not in shown[0] and "Traceback" in shown[1] and "mine.py" in shown[1]
 
 
 def test_a_served_reward_answers_a_remote_one(tmp_path):
