@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.runs.model_card import PICTURES, _code, write_card
+from g2rpo.training.model_card import PICTURES, _code, write_card
 from tests.runs import config
 
 MEAN = "`</code><script>alert(1)</script>\n\n# Mine\n\n![x](http://x/y.png)<!-- ` `` [a](b)"

@@ -141,6 +141,7 @@ def test_a_run_is_stopped_within_an_evaluation_and_goes_on_with_it(tmp_path, fir
     with pytest.raises(Preempted, match=f"stopped after iteration {0 if first else 2}, as asked"):
         list(t.train())
     assert [row["kind"] for row in log(tmp_path / "run")] == ([] if first else ["eval", "train", "train"])
+    assert newest_iteration(tmp_path / "run" / "checkpoints") == (0 if first else 2)
     again = trainer(tmp_path / "run")
     again.resume()
     list(again.train())

@@ -196,9 +196,8 @@ def _run(
     )
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
-    weights = trainer.export()
     if world.leads:
-        show_results(trainer, weights, table, directory, console)
+        show_results(trainer, table, directory, console)
     if ended is not None:
         raise ended
 

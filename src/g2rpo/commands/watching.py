@@ -18,8 +18,7 @@ from g2rpo.monitor.metrics import Row
 from g2rpo.report.history import read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.runs.directory import fresh_directory
-from g2rpo.runs.model_card import write_card
+from g2rpo.runs.directory import fresh_directory, weights_path
 from g2rpo.training.trainer import Trainer
 
 BETWEEN = 2.0
@@ -89,16 +88,15 @@ def _rewards(row: Row) -> Items:
     return [(key.removeprefix("reward/"), f"{value:.3f}") for key, value in row.items() if key.startswith("reward/")]
 
 
-def show_results(trainer: Trainer, weights: Path, table: dict[str, Comparison], directory: Path, console: Console) -> None:
-    """Writes a card beside the weights, and shows what came of the run and what can be done with it."""
-    write_card(directory, weights, trainer.config, table, len(trainer.heldout))
+def show_results(trainer: Trainer, table: dict[str, Comparison], directory: Path, console: Console) -> None:
+    """Shows what came of a finished run and what can be done with it."""
     console.print(results_table(table, len(trainer.heldout), list(trainer.rewards), console.width))
     say(console, summary(*read_runs([directory])))
     again = fresh_directory(directory.parent, directory.resolve().name)
     for what, where in (
         ("before/after", directory / "samples" / "before_after.png"),
         ("curves", directory / "curves.png"),
-        ("weights", weights),
+        ("weights", weights_path(directory)),
         ("metrics", directory / "metrics.jsonl"),
         ("report", _command("report", directory)),
         ("draw", _command("sample", "--run", directory, trainer.heldout[0])),

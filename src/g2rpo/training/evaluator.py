@@ -31,6 +31,7 @@ from g2rpo.monitor.pictures import Strip, save_grid
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.learner import Learner
+from g2rpo.training.model_card import RESULTS
 from g2rpo.training.run_files import RunFiles, sample_picture
 from g2rpo.types import Policy, Reward
 
@@ -128,7 +129,7 @@ class Evaluator:
         self._save_grid("before_after", {"base": base, "tuned": tuned}, "both rows from the same noise", right)
         if rolled_back_from is not None:
             results["rolled_back_from"] = rolled_back_from
-        with self.files.written("results.json") as path:
+        with self.files.written(RESULTS) as path:
             path.write_text(json.dumps(results, indent=1))
         with self.files.written("curves.png") as path:
             save_curves(path, read_metrics(self.files.directory), list(self.rewards))

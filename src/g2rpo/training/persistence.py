@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from g2rpo.errors import Stopped, UserError
-from g2rpo.runtime.folders import whole, writing
+from g2rpo.runtime.folders import remove_unfinished, whole, writing
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from g2rpo.training.learner import Learner
+from g2rpo.training.model_card import copy_card, finished_at
 from g2rpo.training.run_files import RunFiles
 from g2rpo.types import AlgorithmState, Policy
 
@@ -81,14 +82,18 @@ class Persistence:
         self.learner.take_weights(tensors["weights"])
         return best
 
-    def export(self, name: str) -> Path:
+    def export(self, name: str, iteration: int) -> Path:
         """Writes the (averaged) weights as diffusers reads them into the folder `name` of the run, and returns where; for all
-        ranks to call, one writes."""
+        ranks to call, one writes. A card of the same weights stays."""
         folder = self.files.directory / name
         save: Callable[[Path], Path] = self.policy.save
         with self.learner.averaged(), self.files.holding():
             if not self.files.writes:  # but their pieces are gathered
                 return save(folder) if self.shards.divided else folder
-            with writing(folder), whole(folder) as unfinished:
-                saved = save(unfinished)
+            with writing(folder):
+                remove_unfinished(self.files.directory)
+                with whole(folder) as unfinished:
+                    saved = save(unfinished)
+                    if finished_at(self.files.directory) == iteration:
+                        copy_card(folder, unfinished)
         return folder / saved.relative_to(unfinished)

@@ -24,11 +24,13 @@ from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import Stopwatch
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.runtime.distributed import World
+from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.seeding import generator_for
 from g2rpo.training.evaluator import Evaluator
 from g2rpo.training.learner import Learner
+from g2rpo.training.model_card import write_card
 from g2rpo.training.persistence import Persistence
 from g2rpo.training.run_files import RunFiles
 from g2rpo.training.sampler import Sampler
@@ -260,12 +262,18 @@ class Trainer:
             return sample_images(self.policy, prompts, self.evaluated_on, seed=seed, batch_size=rows, decode_batch_size=decoded)
 
     def finish(self) -> dict[str, Comparison]:
-        """Base against tuned on the held-out prompts; writes the table, the before/after grid and the curves."""
-        return self.evaluator.finish(self.judge(), self.iteration, self.rolled_back_from)
+        """Base against tuned on held-out prompts; writes weights, table, before/after grid, curves and, last, a model card."""
+        weights = self.export() if self.run_dir is not None else Path()
+        table = self.evaluator.finish(self.judge(), self.iteration, self.rolled_back_from)
+        if self.files.writes:
+            with self.files.holding(), writing(weights):
+                write_card(self.files.directory, weights, self.config, table, len(self.heldout))
+        return table
 
     def export(self) -> Path:
-        """Writes the (averaged) weights as diffusers reads them, and returns where; for all ranks to call, one writes."""
-        return self.persistence.export("adapter" if self.config.policy.tuning == "lora" else "transformer")
+        """Writes the (averaged) weights as diffusers reads them, at any time, and returns where; for all ranks to call, one
+        writes."""
+        return self.persistence.export("adapter" if self.config.policy.tuning == "lora" else "transformer", self.iteration)
 
     def save(self) -> Path | None:
         """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept."""

@@ -14,9 +14,26 @@ from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.files import is_hub_id
+from g2rpo.files import is_hub_id, write_whole
+from g2rpo.plain import parse_json, read_text
 
+CARD, RESULTS = "README.md", "results.json"
 PICTURES = ("samples/before_after.png", "curves.png")
+
+
+def finished_at(run_dir: Path) -> int | None:
+    """The iteration whose weights a run's results, and so its card, are about; None if there are none."""
+    try:
+        return dict(parse_json(read_text(run_dir / RESULTS))).get("iteration")
+    except (ValueError, TypeError):  # absent, or damaged and to be written again
+        return None
+
+
+def copy_card(weights: Path, to: Path) -> None:
+    """Copies the card of the folder `weights`, if it has one, with its pictures."""
+    for name in (CARD, *(Path(picture).name for picture in PICTURES)):
+        if (weights / name).is_file():
+            shutil.copy(weights / name, to / name)
 
 
 def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str, Comparison], prompts: int) -> Path:
@@ -32,8 +49,8 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
         "pipeline_tag": "text-to-image",
         "tags": ["g2rpo", "reinforcement-learning", "text-to-image", *(["lora"] if lora else [])],
     }
-    card = folder / "README.md"
-    card.write_text(
+    card = folder / CARD
+    text = (
         "\n\n".join(
             [
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
@@ -48,9 +65,9 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
                 _block("yaml", config.to_yaml().strip()),
             ]
         )
-        + "\n",
-        encoding="utf-8",
+        + "\n"
     )
+    write_whole(card, text.encode())  # last of all: it says that the run has finished
     return card
 
 
