@@ -10,6 +10,7 @@ B rows or members of a batch, [...] the latent of one sample.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -307,6 +308,17 @@ class Batch:
             sigmas,
             first,
         )
+
+    def by_member(self, rows: Tensor) -> Tensor:
+        """`rows` [rows, ...] of the network, one for each member, [B, ...].
+
+        The gradient of a shared row is one sum over its members. An index would add them up one after the other, and round
+        each time in a narrow dtype.
+        """
+        if len(rows) == len(self.row_of):
+            return rows
+        members = Counter(self.row_of)
+        return torch.cat([row.expand(members[index], *row.shape[1:]) for index, row in enumerate(rows.split(1))])
 
 
 class Network(Protocol):

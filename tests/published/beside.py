@@ -1,11 +1,12 @@
 """The restated step beside the trainer's under the published recipes, on the tiny FLUX with the same noise.
 
-python -m tests.published.beside        # a table; test_g2rpo.py bounds what is in it
+python -m tests.published.beside             # a table; test_g2rpo.py bounds what is in it
+python -m tests.published.beside --undone    # what each rounding of the published code is worth, by leaving it out
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,13 +34,19 @@ TINY = (
     "trainer.prompts_per_iteration=2",
 )
 FLOAT32 = ("policy.dtype=float32", "sampling.anchor_dtype=float32", "sampling.step_dtype=float32")
+UNDONE = (
+    "sampling.step_dtype=float32",
+    "sampling.anchor_dtype=float32",
+    "policy.truncate_timesteps=false",
+    "policy.published_pictures=false",
+)
 ONE_BY_ONE = ("sampling.batch_size=1", "sampling.decode_batch_size=1")
 
 
 def judge(levels: Tensor, which: int) -> Tensor:
     """Scores of 8-bit pictures [B, 3, H, W], in float16 as the published ones are: how like the pattern `which` they are.
 
-    Their spread in a group is some hundred float16 steps, as that of published scores is some ten.
+    Their spread in a group is some ten float16 steps.
     """
     pattern = torch.randn(levels.shape[1:], generator=generator_for("pattern", which), dtype=torch.float64)
     return (0.3 + 5 * (levels.double() / 255 * pattern).flatten(1).mean(1)).half().float()
@@ -57,7 +64,7 @@ def differences(folder: Path, recipe: str, setting: published.Setting, *override
     vae = AutoencoderKL.from_pretrained(folder, subfolder="vae", torch_dtype=setting.dtype)
     vae.to(memory_format=torch.channels_last)  # as the policy has it: another layout adds in another order
     group, height = trainer.algorithm.group_size, LATENT[1]
-    texts, rollouts, scores = [], [], []
+    texts, rollouts, pictures, scores = [], [], [], []
     for place, prompt in enumerate(trainer.prompts_of(0)):
         texts.append(published.encode(pipeline, prompt))
         noise = torch.randn(LATENT, generator=trainer.sampler.noise(0, place, "initial"))
@@ -70,6 +77,7 @@ def differences(folder: Path, recipe: str, setting: published.Setting, *override
             torch.stack([published.picture(vae, final, height, setting) for tail in branch.finals for final in tail])
             for branch in rollouts[-1]
         ]
+        pictures += levels
         scores.append([torch.stack([judge(own, which) for which in range(len(trainer.rewards))]) for own in levels])
     weighed = [
         [published.advantages(own.unflatten(1, (len(setting.strides), group)), setting) for own in of_prompt]
@@ -91,6 +99,7 @@ def differences(folder: Path, recipe: str, setting: published.Setting, *override
         "branch latents": _most([own.x_next for own in ours], [torch.cat(branch.landed) for branch in theirs]),
         "log-probs": _most([own.old_log_prob for own in ours], [torch.cat(branch.log_probs) for branch in theirs]),
         "finals": _most([rollout.finals for rollout in sampled.rollouts], finals),
+        "share of grey levels": float((torch.cat(seen["pictures"]) != torch.cat(pictures)).float().mean()),
         "scores": _most(list(sampled.rewards.flatten(2)), [own for of_prompt in scores for own in of_prompt]),
         "advantages": _most([item.advantages for item in seen["update"]], [own for of_prompt in weighed for own in of_prompt]),
         "mean loss": abs(row["loss"] - sum(updated.losses) / len(setting.branches)),
@@ -107,9 +116,18 @@ def differences(folder: Path, recipe: str, setting: published.Setting, *override
 def _trainer(folder: Path, recipe: str, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
     """A trainer on the pipeline in `folder` with judges in the place of the recipe's rewards, and what passes through it."""
     config = load_config(recipe, [f"policy.path={folder}", *TINY, *overrides])
-    rewards = {name: _scoring(which) for which, name in enumerate(config.rewards)}
+    seen: dict[str, Any] = {"gradients": [], "pictures": []}
+
+    def scoring(which: int) -> Callable[[Tensor, Sequence[str]], Tensor]:
+        def score(images: Tensor, prompts: Sequence[str]) -> Tensor:
+            levels = to_uint8(images)
+            seen["pictures"] += [levels] if which == 0 else []
+            return judge(levels, which)
+
+        return score
+
+    rewards = {name: scoring(which) for which, name in enumerate(config.rewards)}
     trainer = Trainer(config, components.build_policy(config.policy), rewards, PROMPTS, PROMPTS)
-    seen: dict[str, Any] = {"gradients": []}
     sample, update = trainer.sampler.sample, trainer.updater.update
 
     def keeping_rollouts(*args: Any) -> Any:
@@ -127,10 +145,6 @@ def _trainer(folder: Path, recipe: str, overrides: Sequence[str]) -> tuple[Train
     return trainer, seen
 
 
-def _scoring(which: int) -> Callable[[Tensor, Sequence[str]], Tensor]:
-    return lambda images, prompts: judge(to_uint8(images), which)
-
-
 def _most(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return max(float((mine - yours).abs().max()) for mine, yours in zip(ours, theirs, strict=True))
 
@@ -142,26 +156,34 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def main() -> None:
+    args = arguments()
+    exact, rounded = published.Setting(strides=(1, 2, 3), dtype=torch.float32), published.Setting(strides=(1, 2, 3))
     cells = {
-        "float32, one by one": ("reference-hps-clip", (1, 2, 3), torch.float32, (*FLOAT32, *ONE_BY_ONE)),
-        "float32, in batches": ("reference-hps-clip", (1, 2, 3), torch.float32, FLOAT32),
-        "bfloat16, one by one": ("reference-hps-clip", (1, 2, 3), torch.bfloat16, ONE_BY_ONE),
-        "bfloat16, in batches": ("reference-hps-clip", (1, 2, 3), torch.bfloat16, ()),
+        "float32, one by one": (exact, (*FLOAT32, *ONE_BY_ONE)),
+        "float32, in batches": (exact, FLOAT32),
+        "bfloat16, one by one": (rounded, ONE_BY_ONE),
+        "bfloat16, in batches": (rounded, ()),
     }
+    if args.undone:
+        cells = {override: (rounded, (*ONE_BY_ONE, override)) for override in UNDONE}
     with tempfile.TemporaryDirectory() as folder:
         save_flux(Path(folder))
         columns = {
-            name: differences(Path(folder), recipe, published.Setting(strides=strides, dtype=dtype), *overrides, *sys.argv[1:])
-            for name, (recipe, strides, dtype, overrides) in cells.items()
+            name: differences(Path(folder), "reference-hps-clip", setting, *own, *args.overrides)
+            for name, (setting, own) in cells.items()
         }
     print("| largest difference |", " | ".join(columns), "|")
     print("|---" * (len(columns) + 1) + "|")
     for quantity in next(iter(columns.values())):
-        print(
-            f"| {quantity} |",
-            " | ".join(f"{column[quantity]:.1e}" if column[quantity] else "0" for column in columns.values()),
-            "|",
-        )
+        found = (column[quantity] for column in columns.values())
+        print(f"| {quantity} |", " | ".join(f"{value:.1e}" if value else "0" for value in found), "|")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--undone", action="store_true")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Setting:
-    """The published script's values; `dtype` is the network's and the VAE's."""
+    """The published script's values; `dtype` is the network's and the VAE's, and groups are normalised in `advantage_dtype`."""
 
     steps: int = 16
     shift: float = 3.0
@@ -35,6 +35,7 @@ class Setting:
     weight_decay: float = 1e-4
     largest_norm: float = 1.0
     dtype: torch.dtype = torch.bfloat16
+    advantage_dtype: torch.dtype = torch.float32
 
     @property
     def sigmas(self) -> Tensor:
@@ -165,10 +166,9 @@ def picture(vae: AutoencoderKL, final: Tensor, height: int, setting: Setting) ->
 
 def advantages(scores: Tensor, setting: Setting) -> Tensor:
     """[members] of one branch's scores [rewards, strides, members]: Eq. 8 for each reward and stride, Eq. 11, the clamp."""
-    total = torch.zeros(scores.shape[-1])
-    for group in scores.flatten(0, 1):
-        total += (group - group.mean()) / (group.std() + 1e-8)
-    return total.clamp(-setting.largest_advantage, setting.largest_advantage)
+    groups = scores.to(setting.advantage_dtype)
+    each = (groups - groups.mean(-1, keepdim=True)) / (groups.std(-1, keepdim=True) + 1e-8)
+    return each.float().sum(1).sum(0).clamp(-setting.largest_advantage, setting.largest_advantage)
 
 
 @dataclass

@@ -74,11 +74,10 @@ class PolicyGradient(Algorithm):
         difference is logged as the drift, because a large one means that rollout and training disagree.
         """
         sigma, sigma_next = (batch.sigmas[batch.steps + ahead].to(batch.x.device) for ahead in (0, 1))
-        kernel = self.kernel(batch.sigmas)
+        kernel, each = self.kernel(batch.sigmas), batch.by_member
 
         def landing(velocity: Tensor) -> Normal:
-            normal = kernel(batch.x, velocity, sigma, sigma_next)
-            return replace(normal, mean=normal.mean[batch.row_of], std=normal.std[batch.row_of])
+            return kernel(each(batch.x), each(velocity), each(sigma), each(sigma_next))
 
         base = landing(network.base_velocity(batch.x, sigma, batch.prompts)) if self.uses_base else None
         new = landing(network.velocity(batch.x, sigma, batch.prompts))
@@ -91,8 +90,8 @@ class PolicyGradient(Algorithm):
             kernel_kl(new, old),
             batch.advantages,
             new.std,
-            (sigma - sigma_next)[batch.row_of],
-            batch.steps[batch.row_of].to(batch.x.device),
+            each(sigma - sigma_next),
+            each(batch.steps).to(batch.x.device),
         )
         values, log = self.policy_loss(steps), {"log_ratio": self.log_ratio(steps)}
         if batch.first:
