@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.credit import save
-from g2rpo import components
+from g2rpo.build.components import build_policy, build_prompts
 from g2rpo.commands.train import load_config
 from g2rpo.seeding import generator_for
-from g2rpo.trainer import Trainer
+from g2rpo.training.trainer import Trainer
 
 TESTBED = (
     "policy.path=testbed", "policy.height=64", "policy.width=64", "policy.max_sequence_length=16", "policy.dtype=float32",
@@ -49,9 +49,9 @@ def run(reward: Score, every: str, seed: int, args: argparse.Namespace) -> dict[
     """Distance of the weights and gain in brightness after every iteration."""
     overrides = [*TESTBED, f"trainer.seed={seed}", f"algorithm.update_every={every}", *args.overrides]
     config = load_config("reference", overrides)
-    prompts = components.build_prompts("testbed:train", "prompts.train")
-    heldout = components.build_prompts("testbed:heldout", "evaluation.prompts")[: args.heldout]
-    policy = components.build_policy(config.policy)
+    prompts = build_prompts("testbed:train", "prompts.train")
+    heldout = build_prompts("testbed:heldout", "evaluation.prompts")[: args.heldout]
+    policy = build_policy(config.policy)
     trainer = Trainer(config, policy, {"hpsv2": reward}, prompts, heldout, {"brightness": brightness}, notify=lambda _: None)
     start = [p.detach().clone() for p in trainer.learner.parameters]
     before = trainer.judge().means()["brightness"]

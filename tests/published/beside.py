@@ -16,7 +16,7 @@ import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
-from g2rpo.build import components
+from g2rpo.build.components import build_policy
 from g2rpo.commands.train import load_config
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.seeding import generator_for
@@ -127,7 +127,7 @@ def _trainer(folder: Path, recipe: str, overrides: Sequence[str]) -> tuple[Train
         return score
 
     rewards = {name: scoring(which) for which, name in enumerate(config.rewards)}
-    trainer = Trainer(config, components.build_policy(config.policy), rewards, PROMPTS, PROMPTS)
+    trainer = Trainer(config, build_policy(config.policy), rewards, PROMPTS, PROMPTS)
     sample, update = trainer.sampler.sample, trainer.updater.update
 
     def keeping_rollouts(*args: Any) -> Any:
