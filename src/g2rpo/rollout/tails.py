@@ -61,7 +61,7 @@ class Tails:
                 "stride needs a second-order solver (ab2 or dpmpp2m); longer Euler jumps are algorithm.granularities"
             )
         if self.forecast and self.solver != "euler":
-            raise ValueError(f"forecast replaces velocities of Euler steps; it cannot be combined with solver={self.solver}")
+            raise ValueError(f"forecast replaces velocities of Euler steps: set forecast=false with solver={self.solver}")
 
     @property
     def own_network(self) -> bool:
