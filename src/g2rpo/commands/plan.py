@@ -157,6 +157,8 @@ def _cautions(result: Plan, asked: Config) -> Iterator[str]:
     elsewhere = [name for name, known in result.judges.items() if known and known.device not in ("cpu", "cuda", "cuda:0")]
     if elsewhere:
         yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
+    if on_cpu := [name for name, known in result.judges.items() if known and known.bytes and known.device == "cpu"]:
+        yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
     for name in ("batch_size", "decode_batch_size"):
         if getattr(asked.sampling, name) == "auto":
             taken = getattr(result.config.sampling, name)

@@ -152,6 +152,8 @@ def _verdict(answer: Answer, console: Console) -> None:
     took = f" and takes {_duration(instead.seconds.run)}" if instead.seconds else ""
     console.print(f"With this it needs {_size(instead.needed)}{took}:", highlight=False)
     say(console, f"  {' '.join(instead.overrides)}")
+    if any(override.endswith(".options.device=cpu") for override in instead.overrides):
+        say(console, "The time of rewards on the CPU is not in that number: measure it with `g2rpo evaluate`.")
 
 
 def _size(size: float) -> str:

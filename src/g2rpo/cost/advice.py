@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
-from g2rpo.config.schema import Config
+from g2rpo.config.schema import Config, RewardConfig
 
 LEARNED = ("hpsv2", "clip_score", "pickscore", "image_reward", "aesthetic")
-"""Rewards whose weights may be kept in bfloat16."""
+"""Rewards with weights, which may be kept in bfloat16, or on the CPU."""
 Change = tuple[str, ...]
 """Overrides that belong together."""
 
@@ -22,6 +22,9 @@ def same_result(config: Config, ranks: int) -> Iterator[Change]:
     numbered = config.sampling.batch_size != "auto" and not config.sampling.tails.own_network
     if ranks > 1 and config.policy.tuning == "full" and config.trainer.sharding != "full" and numbered:
         yield PIECES
+    for table in ("rewards", "evaluation.rewards"):  # those of an evaluation are asked less often
+        if on_device := [name for name, entry in learned(config, table) if entry.options.get("device") != "cpu"]:
+            yield tuple(f"{table}.{name}.options.device=cpu" for name in on_device)
     if config.trainer.micro_batch_size > 1:
         yield ("trainer.micro_batch_size=1",)
     if config.sampling.batch_size not in ("auto", *range(9)):
@@ -34,14 +37,19 @@ def same_result(config: Config, ranks: int) -> Iterator[Change]:
         yield ("prompts.cache=auto",)
 
 
+def learned(config: Config, table: str) -> list[tuple[str, RewardConfig]]:
+    """The rewards with weights of one of the config's two tables."""
+    entries = config.rewards if table == "rewards" else config.evaluation.rewards
+    return [(name, entry) for name, entry in entries.items() if entry.kind in LEARNED]
+
+
 def other_method(config: Config) -> Iterator[Change]:
     """Changes of how exactly things are computed or of what is trained, the mildest first; the first changes nothing."""
-    tables = {"rewards": config.rewards, "evaluation.rewards": config.evaluation.rewards}
     rewards = tuple(
         f"{table}.{name}.options.dtype=bfloat16"
-        for table, entries in tables.items()
-        for name, entry in entries.items()
-        if entry.kind in LEARNED and entry.options.get("dtype", "float32") == "float32"
+        for table in ("rewards", "evaluation.rewards")
+        for name, entry in learned(config, table)
+        if entry.options.get("dtype", "float32") == "float32"
     )
     network = ("policy.dtype=bfloat16",) if config.policy.dtype == "float32" else ()
     low_rank = ("policy.tuning=lora", "optim.learning_rate=1e-4") if config.policy.tuning == "full" else ()

@@ -24,21 +24,28 @@ class Card:
 
 
 CARDS = {
-    "b200": Card("NVIDIA B200", 180, 2250, 75, 8000, "B200"),
-    "h200": Card("NVIDIA H200", 140, 989, 67, 4800, "H200"),
-    "h100": Card("NVIDIA H100 SXM 80 GB", 79.6, 989, 67, 3350, "H100 80GB HBM3"),
-    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.6, 756, 51, 2000, "H100 PCIe"),
-    "a100": Card("NVIDIA A100 80 GB", 80, 312, 19.5, 2039, "A100.*80GB"),
-    "a100-40": Card("NVIDIA A100 40 GB", 40, 312, 19.5, 1555, "A100.*40GB"),
-    "l40s": Card("NVIDIA L40S", 45, 362, 91.6, 864, "L40S"),
-    "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 48, 364, 91.1, 960, "RTX 6000 Ada"),
-    "a6000": Card("NVIDIA RTX A6000", 48, 155, 38.7, 768, "RTX A6000"),
-    "l4": Card("NVIDIA L4", 22.5, 121, 30.3, 300, "L4$"),
-    "rtx5090": Card("NVIDIA RTX 5090", 32, 209.5, 104.8, 1792, "RTX 5090"),
-    "rtx4090": Card("NVIDIA RTX 4090", 24, 165.2, 82.6, 1008, "RTX 4090"),
-    "rtx3090": Card("NVIDIA RTX 3090", 24, 71, 35.6, 936, "RTX 3090$"),
+    "b200": Card("NVIDIA B200", 178.3, 2250, 75, 8000, "B200"),
+    "h200": Card("NVIDIA H200", 139.7, 989, 67, 4800, "H200"),
+    "h100": Card("NVIDIA H100 SXM 80 GB", 79.1, 989, 67, 3350, "H100 80GB HBM3"),
+    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.1, 756, 51, 2000, "H100 PCIe"),
+    "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 19.5, 2039, "A100.*80GB"),
+    "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 19.5, 1555, "A100.*40GB"),
+    "l40s": Card("NVIDIA L40S", 44.3, 362, 91.6, 864, "L40S"),
+    "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 47.3, 364, 91.1, 960, "RTX 6000 Ada"),
+    "a6000": Card("NVIDIA RTX A6000", 47.3, 155, 38.7, 768, "RTX A6000"),
+    "l4": Card("NVIDIA L4", 22.0, 121, 30.3, 300, "L4$"),
+    "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 104.8, 1792, "RTX 5090"),
+    "rtx4090": Card("NVIDIA RTX 4090", 23.5, 165.2, 82.6, 1008, "RTX 4090"),
+    "rtx3090": Card("NVIDIA RTX 3090", 23.5, 71, 35.6, 936, "RTX 3090$"),
 }
-"""Public datasheets (dense, not "with sparsity"); memory about as the driver reports it, which is what can be allocated."""
+"""Rates by public datasheets (dense, not "with sparsity").
+
+Memory is what the driver gives to programs ("GPU 0 has a total capacity of ..." in torch's messages): the least of several
+reports, for drivers differ by .1 or .2 GiB. With ECC on, an RTX 6000 Ada or A6000 has 3 GiB less. Among the reports are,
+on GitHub, pytorch/ao#4002 (B200: 178.35), vllm-project/vllm#27508 (H100: 79.11), levihsu/OOTDiffusion#235 (A100: 79.25),
+TianheWu/CoSeR#10 (A100 40 GB: 39.50), QwenLM/Qwen3-VL#2097 (L40: 44.40), google-research/semivl#18 (A6000: 47.54),
+Wan-Video/Wan2.1#465 (5090: 31.37), Soul-AILab/SoulX-FlashTalk#5 and ali-vilab/VGen#104 (4090: 23.52, 23.64).
+"""
 
 
 def find_card(name: str) -> Card:

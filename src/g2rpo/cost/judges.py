@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def judge(entry: RewardConfig, device: str) -> Judge | None:
         return Judge(0, 0.0, "cpu", "float32")
     if entry.kind.startswith("scene_"):  # the testbed's own, always on the CPU
         options |= {"device": "cpu", "dtype": "float32"}
-    measured = _measured(entry.kind, options)
+    config = {name: value for name, value in options.items() if name not in ("device", "dtype")}
+    measured = _measured(entry.kind, json.dumps(config, sort_keys=True, default=str))
     if measured is None:
         return None
     weights, flops = measured
@@ -59,12 +61,13 @@ def judge(entry: RewardConfig, device: str) -> Judge | None:
     return Judge(weights * width // 4, flops, options["device"], options["dtype"])
 
 
-def _measured(kind: str, options: dict[str, Any]) -> tuple[int, float] | None:
-    """(bytes in float32, operations for one picture) of a reward model."""
+@cache  # advice asks for the same rewards again and again
+def _measured(kind: str, options: str) -> tuple[int, float] | None:
+    """(bytes in float32, operations for one picture) of a reward model; `options` is JSON."""
     with torch.device("meta"):
         if kind == "image_reward":
             return _image_reward()
-        config = _clip(kind, options)
+        config = _clip(kind, json.loads(options))
         if config is None:
             return None
         from transformers import CLIPModel

@@ -24,8 +24,8 @@ class FastNetwork:
 
     `compile` runs the transformer through torch.compile with `backend` (the first calls take minutes). `dtype` bfloat16 is
     for a float32 policy. `quantize` "int8" rounds the frozen weights of linear layers per channel and their inputs per
-    token, by torchao; without `compile` that saves memory rather than time. UserError if torchao is missing, or if the
-    policy computes in bfloat16 already.
+    token, by torchao: a byte a weight beside the policy's own, faster with `compile` only. UserError if torchao is missing, or
+    if `dtype` is bfloat16 and the policy computes in it already.
     """
 
     def __init__(
