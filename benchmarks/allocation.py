@@ -88,7 +88,9 @@ def measure(trainer: Trainer, args: argparse.Namespace) -> tuple[dict[tuple[int,
         scores, steps = {}, args.steps
         for name, (grain, tails) in TAILS.items():
             plans = [Plan(step, step + 1, (tail(step + 1, num_steps, grain, end),)) for step in steps]
-            engine = Engine(trainer.policy, cond, trainer.sigmas, int(config.sampling.batch_size), tails=tails)
+            engine = Engine(
+                policy=trainer.policy, cond=cond, sigmas=trainer.sigmas, batch_size=int(config.sampling.batch_size), tails=tails
+            )
             began = time.process_time()
             rollouts = engine.rollout(plans, args.members, trainer.kernel, noise)
             seconds[name] += time.process_time() - began

@@ -52,7 +52,15 @@ def run(reward: Score, every: str, seed: int, args: argparse.Namespace) -> dict[
     prompts = build_prompts("testbed:train", "prompts.train")
     heldout = build_prompts("testbed:heldout", "evaluation.prompts")[: args.heldout]
     policy = build_policy(config.policy)
-    trainer = Trainer(config, policy, {"hpsv2": reward}, prompts, heldout, {"brightness": brightness}, notify=lambda _: None)
+    trainer = Trainer(
+        config=config,
+        policy=policy,
+        rewards={"hpsv2": reward},
+        prompts=prompts,
+        heldout=heldout,
+        judges={"brightness": brightness},
+        notify=lambda _: None,
+    )
     start = [p.detach().clone() for p in trainer.learner.parameters]
     before = trainer.judge().means()["brightness"]
     seen: dict[str, list[float]] = {"distance": [], "gain": []}

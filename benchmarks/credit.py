@@ -180,7 +180,7 @@ def sketch_prompt(trainer: Trainer, variants: Mapping[str, Variant], sketch: Ske
     """Sketches [R, buckets] of one prompt's gradients by variant, for each reward alone. Variants share what noise they can."""
     (prompt,) = trainer.order.batch(number, 1)
     plans = list(dict.fromkeys(plan for own in variants.values() for plan in own.plans))
-    engine = Engine(trainer.policy, trainer.policy.encode([prompt]), trainer.sigmas, batch_size=96)
+    engine = Engine(policy=trainer.policy, cond=trainer.policy.encode([prompt]), sigmas=trainer.sigmas, batch_size=96)
 
     def noise(place: int, *purpose: Any) -> torch.Generator:
         return generator_for(trainer.config.trainer.seed, "credit", number, *purpose)
@@ -221,7 +221,7 @@ def repeat_the_rest(trainer: Trainer, number: int, step: int, noisy: int, draws:
     of `step` is drawn `draws` times, and that of all other steps anew in each of `repeats`."""
     (prompt,) = trainer.order.batch(number, 1)
     policy, sigmas, count = trainer.policy, trainer.sigmas, draws * repeats
-    engine = Engine(policy, policy.encode([prompt]), sigmas, batch_size=96)
+    engine = Engine(policy=policy, cond=policy.encode([prompt]), sigmas=sigmas, batch_size=96)
     x = policy.noise([generator_for("explained", number)]).expand(count, -1, *[-1] * (policy_dims(trainer) - 1)).clone()
     with torch.no_grad():
         for at in range(len(sigmas) - 1):

@@ -75,10 +75,10 @@ class Runner:
             network.refresh()
         cond = self.policy.encode(self.prompts)
         engine = Engine(
-            self.policy,
-            cond,
-            self.sigmas,
-            self.batch_size,
+            policy=self.policy,
+            cond=cond,
+            sigmas=self.sigmas,
+            batch_size=self.batch_size,
             tails=tails,
             tail_velocity=None if network is None else network.velocity,
         )

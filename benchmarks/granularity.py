@@ -64,7 +64,7 @@ def main() -> None:
     agreements: dict[tuple[int, str, str], list[float]] = {}
     for number in range(args.prompts):
         prompts = trainer.order.batch(number, 1)
-        engine = Engine(trainer.policy, trainer.policy.encode(prompts), trainer.sigmas, batch_size=96)
+        engine = Engine(policy=trainer.policy, cond=trainer.policy.encode(prompts), sigmas=trainer.sigmas, batch_size=96)
 
         def noise(prompt: int, *purpose: Any, number: int = number) -> Any:
             return generator_for(args.seed, "granularity", number, *purpose)

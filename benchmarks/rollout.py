@@ -77,10 +77,10 @@ class Bench:
         if network is not None:
             network.refresh()
         engine = Engine(
-            self.policy,
-            cond,
-            self.sigmas,
-            self.batch_size,
+            policy=self.policy,
+            cond=cond,
+            sigmas=self.sigmas,
+            batch_size=self.batch_size,
             tails=tails,
             tail_velocity=None if network is None else network.velocity,
         )

@@ -142,11 +142,11 @@ def main() -> None:
         network = build_tail_network(policy, tails)
         reward = {"brightness": Brightness()}
         trainer = Trainer(
-            config,
-            CachedPolicy(policy, CachedEncoder(RandomText(policy), None, warn=print)),
-            reward,
-            names,
-            names,
+            config=config,
+            policy=CachedPolicy(policy, CachedEncoder(RandomText(policy), None, warn=print)),
+            rewards=reward,
+            prompts=names,
+            heldout=names,
             tail_network=network,
         )
         evaluations[option] = count_evaluations(trainer.plans(), config.algorithm.group_size, tails)

@@ -19,7 +19,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import Stopwatch, score_rollouts
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.seeding import generator_for
-from g2rpo.training.updater import Experience, Updater
+from g2rpo.training.updater import Updater
 
 STEPS, ITERATIONS, GREY = 10, 60, 0.75
 
@@ -29,7 +29,7 @@ sigmas = sigma_grid(STEPS, shift=3.0)
 kernel = algorithm.kernel(sigmas)
 optimizer = torch.optim.Adam(policy.trainable_parameters(), lr=0.1)
 sizes = batch_sizes("auto", "auto", 64, policy.device, print)
-updater = Updater(policy, algorithm, optimizer, sigmas, kernel, sizes, max_grad_norm=1.0)
+updater = Updater(policy=policy, algorithm=algorithm, optimizer=optimizer, sigmas=sigmas, sizes=sizes, max_grad_norm=1.0)
 
 
 def greyness(images, prompts):
@@ -39,23 +39,20 @@ def greyness(images, prompts):
 
 def pictures(number=200):
     """What the policy draws now: plain sampling, no exploration."""
-    engine = Engine(policy, policy.encode(["0"] * number), sigmas)
+    engine = Engine(policy=policy, cond=policy.encode(["0"] * number), sigmas=sigmas)
     return policy.decode(engine.sample(engine.initial(partial(generator_for, "look"))))
 
 
 before, curve, spread = pictures(), [], []
 prompts = ["0", "0"]  # to this policy a prompt is a number that shifts the mean
 for iteration in range(ITERATIONS):
-    engine = Engine(policy, policy.encode(prompts), sigmas)  # anchors, branches, tails
+    engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas)  # anchors, branches, tails
     rollouts = engine.rollout(algorithm.plans(STEPS), algorithm.group_size, kernel, partial(generator_for, iteration))
     rewards = score_rollouts(policy, rollouts, {"grey": greyness}, prompts, 64, Stopwatch())  # [groups, 1, granularities, G]
     advantages = algorithm.advantages(rewards, torch.ones(1))  # [groups, G]
-    experience = [
-        Experience(rollout.prompt, transition, advantage)
-        for rollout, advantage in zip(rollouts, advantages, strict=True)
-        for transition in rollout.transitions
-    ]
-    updater.update(experience, policy.encode(prompts))
+    draw = partial(generator_for, iteration, "train")  # for losses that draw noise; this one does not
+    examples = [e for rollout, own in zip(rollouts, advantages, strict=True) for e in algorithm.examples(rollout, own, draw)]
+    updater.update(examples, policy.encode(prompts))
     curve.append(rewards.mean().item())
     spread.append(rewards.std(-1).mean(dim=(1, 2)).reshape(len(prompts), -1).mean(0))  # by branch step
 after = pictures()

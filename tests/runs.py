@@ -39,13 +39,13 @@ def trainer(
     run_dir: Path | None, *overrides: str, policy=None, rewards=None, prompts=PROMPTS, world=ALONE, sharding=None, **more
 ) -> Trainer:
     return Trainer(
-        config(*overrides),
-        policy or GaussianPolicy(),
-        rewards or {"bright": brightness},
-        prompts,
-        prompts[:3],
-        {"dark": darkness},
-        run_dir,
+        config=config(*overrides),
+        policy=policy or GaussianPolicy(),
+        rewards=rewards or {"bright": brightness},
+        prompts=prompts,
+        heldout=prompts[:3],
+        judges={"dark": darkness},
+        run_dir=run_dir,
         shards=sharding or Replicated(world),
         **more,
     )

@@ -310,7 +310,7 @@ def test_dancegrpo_trains_random_steps_and_never_the_last():
 
 def test_only_trained_steps_are_kept_but_all_are_taken():
     policy, sigmas = GaussianPolicy(), sigma_grid(8, 3.0)
-    engine = Engine(policy, policy.encode(["0"]), sigmas)
+    engine = Engine(policy=policy, cond=policy.encode(["0"]), sigmas=sigmas)
     (plan,) = DanceGRPO().plans(8, 3)
     (part,) = engine.rollout([plan], 4, DanceGRPO().kernel(sigmas), generator_for)
     (every,) = engine.rollout([Plan(0, 7, ((7, 8),))], 4, DanceGRPO().kernel(sigmas), generator_for)
@@ -462,8 +462,9 @@ def test_kernel_kl_is_the_papers_equation():
 def steps_of(new, old, x_next, advantages=None, dsigma=0.1):
     ones = torch.ones(len(x_next))
     return Steps(
-        new.log_prob(x_next), old.log_prob(x_next), kernel_kl(new, old) * ones, advantages if advantages is not None else ones,
-        new.std * ones, dsigma * ones, torch.zeros(len(x_next), dtype=torch.int64),
+        log_prob=new.log_prob(x_next), old_log_prob=old.log_prob(x_next), old_kl=kernel_kl(new, old) * ones,
+        advantages=ones if advantages is None else advantages,
+        std=new.std * ones, dsigma=dsigma * ones, step=torch.zeros(len(x_next), dtype=torch.int64),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ def test_the_published_loop_needs_what_is_published_and_the_engine_gives_its_lat
     loop = PublishedLoop(policy, SIGMAS, algorithm, {"bright": brightness})
     (finals,) = loop.rollout(["0.1"], noise)
     assert loop.evaluations == published == published_evaluations(algorithm)
-    engine = Engine(policy, policy.encode(["0.1"]), SIGMAS)
+    engine = Engine(policy=policy, cond=policy.encode(["0.1"]), sigmas=SIGMAS)
     rollouts = engine.rollout(algorithm.plans(16), algorithm.group_size, algorithm.kernel(SIGMAS), noise)
     torch.testing.assert_close(torch.stack([rollout.finals for rollout in rollouts]), finals, atol=1e-5, rtol=0)
 

@@ -17,7 +17,17 @@ from g2rpo.commands.jobs import environment
 from g2rpo.commands.train import load_config
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.errors import UserError
-from g2rpo.evaluation.study import Run, best_rate, curve, gain, iterations_within, lines, read_run, seconds_per_evaluation, work
+from g2rpo.evaluation.study import (
+    History,
+    best_rate,
+    curve,
+    gain,
+    iterations_within,
+    lines,
+    read_run,
+    seconds_per_evaluation,
+    work,
+)
 from g2rpo.rollout.planning import count_trained
 from g2rpo.runs.directory import read_config
 from g2rpo.statistics import bootstrap_crossed, bootstrap_mean
@@ -87,7 +97,7 @@ def run(*scores):
     """A run with these evaluations of one reward."""
     rows = [{"a": np.array(values, float)} for values in scores]
     places = range(len(rows))
-    return Run([10 * place for place in places], [100 * place for place in places], [2.0 * place for place in places], rows)
+    return History([10 * place for place in places], [100 * place for place in places], [2.0 * place for place in places], rows)
 
 
 def test_a_gain_is_in_units_of_the_base_and_a_rate_is_chosen_on_its_mean():

@@ -54,7 +54,9 @@ def config(directory, *overrides):
 
 def train(c, run_dir=None):
     policy = components.build_policy(c.policy, keep_base=c.algorithm.kl_weight > 0)
-    return Trainer(c, policy, {"brightness": Brightness()}, PROMPTS, PROMPTS, run_dir=run_dir)
+    return Trainer(
+        config=c, policy=policy, rewards={"brightness": Brightness()}, prompts=PROMPTS, heldout=PROMPTS, run_dir=run_dir
+    )
 
 
 def planned(c, heldout=3):
@@ -312,7 +314,7 @@ def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory, batch
     c = config(flux_directory, "algorithm.group_size=12", f"sampling.batch_size={batch_size}")
     trainer = train(c)
     cond = trainer.policy.encode(PROMPTS[:2])
-    engine = Engine(trainer.policy, cond, trainer.sigmas, batch_size)
+    engine = Engine(policy=trainer.policy, cond=cond, sigmas=trainer.sigmas, batch_size=batch_size)
     working = planned(c).memory.working
     with LiveBytes() as live:
         engine.rollout(trainer.plans(), 12, trainer.kernel, generator_for)

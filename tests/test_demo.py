@@ -219,7 +219,7 @@ def test_predictions_end_where_the_plain_walk_ends(studio):
     with studio.model(False, 3.5), torch.no_grad():
         cond = policy.encode([PROMPT])
         x = policy.noise([generator_for(5, "rollout", 0, 0, "initial")])
-        final = policy.decode(Engine(policy, cond, sigmas).sample(x))
+        final = policy.decode(Engine(policy=policy, cond=cond, sigmas=sigmas).sample(x))
         first = policy.decode(x - policy.velocity(x, sigmas[:1], cond))
     assert lesson.predictions.shape == (4, 3, 32, 32)
     assert (lesson.predictions[-1:] - final).abs().max() < 1e-5

@@ -99,11 +99,11 @@ def test_ranks_train_a_flux_lora_as_one_process_does(tmp_path, flux_directory):
 def gather_all(world, folder):
     from_ranks = world.gather(torch.arange(world.rank * 10, world.rank * 10 + world.rank + 1)[:, None].float())
     tensors = [torch.full((3, 2), float(world.rank + 1)), torch.tensor([0.5 * world.rank])]
-    world.add(tensors)
+    world.all_reduce(tensors)
     return [
         from_ranks.flatten().tolist(),
         world.total(world.rank, 1),
-        world.text_of_leader(f"día {world.rank}"),
+        world.broadcast_text(f"día {world.rank}"),
         world.differing(torch.tensor([min(world.rank, 1)])),
         [t.flatten().tolist() for t in tensors],
     ]
@@ -147,7 +147,7 @@ def test_pictures_meet_on_rank_0_in_8_bits_and_what_they_say_everywhere(tmp_path
 def test_dealt_items_are_the_whole_in_order():
     for count in range(12):
         for size in range(1, 6):
-            dealt = [World(rank, size).deal(list(range(count))) for rank in range(size)]
+            dealt = [World(rank, size).shard(list(range(count))) for rank in range(size)]
             assert [item for part in dealt for item in part] == list(range(count))
             assert [World(rank, size).first(count) for rank in range(size)] == [sum(map(len, dealt[:r])) for r in range(size)]
 

@@ -44,7 +44,7 @@ def test_its_ratio_is_one_before_the_first_update(world):
     policy, sigmas = world["pretrained"](2), sigma_grid(6, 3.0)
     algorithm = GranularGRPO(group_size=3, branch_steps=(0, 2), granularities=(1, 2))
     kernel = algorithm.kernel(sigmas)
-    engine = Engine(policy, policy.encode(["red"]), sigmas)
+    engine = Engine(policy=policy, cond=policy.encode(["red"]), sigmas=sigmas)
     for rollout in engine.rollout(algorithm.plans(6), 3, kernel, generator_for):
         (t,) = rollout.transitions
         sigma = sigmas[t.step]

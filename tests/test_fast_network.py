@@ -157,7 +157,7 @@ def test_rollouts_of_a_transformer_do_not_depend_on_batch_size_or_order(policy, 
     cond = policy.encode(PROMPTS)
 
     def finals(plans, size):
-        engine = Engine(policy, cond, sigmas, batch_size=size, tails=tails)
+        engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=size, tails=tails)
         rollouts = engine.rollout(plans, 3, algorithm.kernel(sigmas), generator_for)
         return {(rollout.prompt, rollout.plan): rollout.finals for rollout in rollouts}
 

@@ -37,7 +37,7 @@ def go_on(world, folder, fault=lambda t: None, policy=None):
     t.policy.trainer = t
     t.resume()
     list(t.train())
-    if world.leads:
+    if world.is_main:
         save_file({"mean": t.policy.mean.detach()}, folder / "final.safetensors")
 
 

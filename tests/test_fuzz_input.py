@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from g2rpo.cli import main
-from g2rpo.commands.sample import Drawing
+from g2rpo.commands.sample import SampleOptions
 from g2rpo.commands.train import load_config
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve, resolve_as
@@ -134,7 +134,7 @@ def test_the_command_line_says_one_thing_and_ends_with_2(text, words):
 def test_what_a_drawing_is_asked_for_can_be_drawn_or_is_refused(words):
     """Also what typer reads as numbers before: every kind of value may come."""
     try:
-        drawing = resolve_as(Drawing, {name: _as_number(word) for name, word in words.items()}, source="sample")
+        drawing = resolve_as(SampleOptions, {name: _as_number(word) for name, word in words.items()}, source="sample")
     except UserError as error:
         said(error)
     else:

@@ -78,7 +78,15 @@ def test_evening_is_the_losss_weight():
     for step in steps_of("1-3"):
         std = t.kernel(torch.zeros(1, 1), torch.zeros(1, 1), sigmas[step], sigmas[step + 1]).std
         ones = torch.ones(1)
-        steps = Steps(ones, ones, 0 * ones, ones, std * ones, (sigmas[step] - sigmas[step + 1]) * ones, step * ones)
+        steps = Steps(
+            log_prob=ones,
+            old_log_prob=ones,
+            old_kl=0 * ones,
+            advantages=ones,
+            std=std * ones,
+            dsigma=(sigmas[step] - sigmas[step + 1]) * ones,
+            step=step * ones,
+        )
         assert evening(t, step) == pytest.approx(float(t.algorithm.weight_of(steps)))
 
 
@@ -110,7 +118,7 @@ def test_gradients_and_their_signal_are_the_gaussians(step):
     weights = torch.linspace(-1, 2, entries)
     found = []
     for number in range(groups):
-        engine = Engine(policy, policy.encode(["0.1"]), SIGMAS)
+        engine = Engine(policy=policy, cond=policy.encode(["0.1"]), sigmas=SIGMAS)
         (rollout,) = engine.rollout([plan], size, kernel, lambda prompt, *key, n=number: generator_for("test", n, *key))
         advantages = group_normalize(rollout.finals[0].flatten(1) @ weights)
         (gradient,) = gradients(policy, kernel, SIGMAS, rollout, advantages[None], "0.1")

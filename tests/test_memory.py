@@ -213,7 +213,7 @@ def test_auto_is_settled_by_the_memory_of_the_device():
             call()
             return 30 * policy.last
 
-    sizes = BatchSizes(1, 1, 1, said.append, {"rollout", "decode"})
+    sizes = BatchSizes(rollout=1, decode=1, micro=1, notify=said.append, auto={"rollout", "decode"})
     sizes.find(policy, policy.encode(["0"]), policy.noise([generator_for(0)]), 10**4, Gauge())
     assert sizes.rollout == int((1 - SAFETY_MARGIN) * 1000 / 30) and sizes.decode == 4 and not sizes.auto
     assert len(said) == 2 and "sampling.batch_size: 26 rows" in said[1]
@@ -239,7 +239,7 @@ def test_other_errors_are_nobodys_batch_size():
         raise RuntimeError("shape mismatch")
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        BatchSizes(4, 4, 4).fit(attempt)
+        BatchSizes(rollout=4, decode=4, micro=4).fit(attempt)
 
 
 def test_where_nothing_halves_the_user_hears_what_to_lower():

@@ -73,7 +73,7 @@ def last_steps(algorithm, num_steps=6, solver="euler", stride=1):
     """(the group's rollout, its velocity at the last step, the sigmas) with the Gaussian policy."""
     policy, sigmas = GaussianPolicy(mean=0.3), sigma_grid(num_steps, 3.0)
     tails = Tails(solver=solver, stride=stride)
-    engine = Engine(policy, policy.encode(["0"]), sigmas, tails=tails)
+    engine = Engine(policy=policy, cond=policy.encode(["0"]), sigmas=sigmas, tails=tails)
     (rollout,) = engine.rollout(algorithm.plans(num_steps), 5, algorithm.kernel(sigmas), generator_for)
     x = rollout.transitions[-1].x_next
     with torch.no_grad():
@@ -122,7 +122,15 @@ def test_guards_batch_correction_is_the_published_one():
     std, dsigma, step = (torch.tensor(pair).repeat_interleave(5) for pair in (stds, dsigmas, (3, 7)))
     now, before = Normal(new.flatten(0, 1), std), Normal(old.flatten(0, 1), std)
     taken = x_next.flatten(0, 1)
-    steps = Steps(now.log_prob(taken), before.log_prob(taken), kernel_kl(now, before), advantages.flatten(), std, dsigma, step)
+    steps = Steps(
+        log_prob=now.log_prob(taken),
+        old_log_prob=before.log_prob(taken),
+        old_kl=kernel_kl(now, before),
+        advantages=advantages.flatten(),
+        std=std,
+        dsigma=dsigma,
+        step=step,
+    )
     losses = [GRPOGuard(correction=kind).policy_loss(steps) for kind in ("batch", "member")]
     torch.testing.assert_close(losses[0], expected, rtol=1e-5, atol=1e-6)
     theirs, batch, member = (torch.autograd.grad(loss.sum(), new, retain_graph=True)[0] for loss in (expected, *losses))
@@ -165,8 +173,16 @@ def test_flow_grpo_and_its_kin_normalise_as_published(kind):
 
 def test_flow_grpos_kl_is_the_codes_or_the_papers():
     """|mean - mean_base|^2 over 2 g^2 with 0.04, or over 2 g^2 |dsigma| with 0.004."""
-    kl, dsigma = torch.tensor([0.3, 0.5]), torch.tensor([0.04, 0.27])
-    steps = Steps(*[torch.zeros(2)] * 4, torch.ones(2), dsigma, torch.tensor([0, 8]))
+    zeros, kl, dsigma = torch.zeros(2), torch.tensor([0.3, 0.5]), torch.tensor([0.04, 0.27])
+    steps = Steps(
+        log_prob=zeros,
+        old_log_prob=zeros,
+        old_kl=zeros,
+        advantages=zeros,
+        std=torch.ones(2),
+        dsigma=dsigma,
+        step=torch.tensor([0, 8]),
+    )
     code, paper = FlowGRPO(), FlowGRPO(kl_denominator="std", kl_weight=0.004)
     torch.testing.assert_close(code.kl_weight * code.kl_penalty(kl, steps), 0.04 * kl * dsigma)
     torch.testing.assert_close(paper.kl_weight * paper.kl_penalty(kl, steps), 0.004 * kl)

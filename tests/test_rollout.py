@@ -33,7 +33,7 @@ class Network(GaussianPolicy):
 
 def make_engine(prompts=1, policy=None, **options):
     policy = policy or Network()
-    return Engine(policy, policy.encode([str(0.1 * i) for i in range(prompts)]), SIGMAS, **options)
+    return Engine(policy=policy, cond=policy.encode([str(0.1 * i) for i in range(prompts)]), sigmas=SIGMAS, **options)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,9 @@ def test_a_prompts_rollout_does_not_depend_on_its_neighbours():
     algorithm = GranularGRPO(branch_steps=(0, 2), granularities=(1, 2))
     kernel = algorithm.kernel(SIGMAS)
     policy = Network()
-    alone = Engine(policy, policy.encode(["0.1"]), SIGMAS).rollout(algorithm.plans(16), 3, kernel, lambda p, *k: noise(1, *k))
+    alone = Engine(policy=policy, cond=policy.encode(["0.1"]), sigmas=SIGMAS).rollout(
+        algorithm.plans(16), 3, kernel, lambda p, *k: noise(1, *k)
+    )
     both = make_engine(prompts=2, policy=policy).rollout(algorithm.plans(16), 3, kernel, noise)
     for a, b in zip(alone, both[2:], strict=True):
         torch.testing.assert_close(a.finals, b.finals, atol=1e-6, rtol=0)

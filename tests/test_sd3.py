@@ -142,7 +142,7 @@ def test_ratio_is_exactly_one_before_the_first_update(sd3_directory, dtype, tuni
     algorithm = GranularGRPO(group_size=3, branch_steps=(0, 2), granularities=(1, 2))
     sigmas = sigma_grid(STEPS, 3.0)
     kernel = algorithm.kernel(sigmas)
-    engine = Engine(policy, policy.encode(PROMPTS[:1]), sigmas, anchor_dtype=dtype, sample_dtype=dtype)
+    engine = Engine(policy=policy, cond=policy.encode(PROMPTS[:1]), sigmas=sigmas, anchor_dtype=dtype, sample_dtype=dtype)
     for rollout in engine.rollout(algorithm.plans(STEPS), 3, kernel, generator_for):
         (t,) = rollout.transitions
         sigma = sigmas[t.step]

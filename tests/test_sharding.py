@@ -271,7 +271,7 @@ def facts(world, folder, model):
         gradients[name] = [p.grad.full_tensor() if name == "s" else p.grad for p in b.learner.parameters]
     flat = {name: torch.cat([g.flatten() for g in gs]) for name, gs in gradients.items()}
     found["bfloat16"] = [
-        float((velocities["s"] - velocities["a"]).abs().max() / velocities["a"].abs().max()) if world.leads else 0.0,
+        float((velocities["s"] - velocities["a"]).abs().max() / velocities["a"].abs().max()) if world.is_main else 0.0,
         float((flat["s"] - flat["a"]).norm() / flat["a"].norm()),
     ]
     found["positions"] = list(positions)

@@ -21,13 +21,13 @@ def pushed(algorithm, step, advantage=1.0):
     log_prob = landing.log_prob(landing.mean.detach() + landing.std * noise)
     ones = torch.ones(1)
     steps = Steps(
-        log_prob,
-        log_prob.detach(),
-        0 * ones,
-        advantage * ones,
-        landing.std * ones,
-        (sigmas[step] - sigmas[step + 1]) * ones,
-        torch.tensor([step]),
+        log_prob=log_prob,
+        old_log_prob=log_prob.detach(),
+        old_kl=0 * ones,
+        advantages=advantage * ones,
+        std=landing.std * ones,
+        dsigma=(sigmas[step] - sigmas[step + 1]) * ones,
+        step=torch.tensor([step]),
     )
     algorithm.policy_loss(steps).sum().backward()
     return v.grad, noise

@@ -176,7 +176,7 @@ def error_at(num_steps, tails, sigmas):
     noise, and |x| / std(sigma) is constant along the exact flow. Members begin after a quarter of the steps.
     """
     policy, start = GaussianPolicy(), num_steps // 4
-    engine = Engine(policy, policy.encode(["0"]), sigmas, tails=tails)
+    engine = Engine(policy=policy, cond=policy.encode(["0"]), sigmas=sigmas, tails=tails)
     plan = Plan(start - 1, start, (tuple(range(start, num_steps + 1)),))
     (rollout,) = engine.rollout([plan], 8, sde_kernel(torch.ones_like), noise)
     x = rollout.transitions[0].x_next.double()

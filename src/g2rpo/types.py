@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -94,6 +94,7 @@ class Plan:
     branch: int
     merge: int
     tails: tuple[tuple[int, ...], ...]
+    _: KW_ONLY
     shared_noise: bool = True
     trained: tuple[int, ...] | None = None
     solver: Solver = "euler"
@@ -266,7 +267,7 @@ Draw = Callable[..., torch.Generator]
 """`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), that belongs to one rollout of one iteration."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """The examples of one training pass, B members in all.
 
@@ -299,14 +300,14 @@ class Batch:
 
         x = torch.cat([example.x for example in examples])
         return cls(
-            x,
-            torch.tensor([example.step for example in examples for _ in example.x]),
-            [example.prompt for example in examples for _ in example.x],
-            [row for own in rows for row in own],
-            torch.cat([example.advantages for example in examples]).to(x.device),
-            {name: by_member(name) for name in examples[0].data},
-            sigmas,
-            first,
+            x=x,
+            steps=torch.tensor([example.step for example in examples for _ in example.x]),
+            prompts=[example.prompt for example in examples for _ in example.x],
+            row_of=[row for own in rows for row in own],
+            advantages=torch.cat([example.advantages for example in examples]).to(x.device),
+            data={name: by_member(name) for name in examples[0].data},
+            sigmas=sigmas,
+            first=first,
         )
 
     def by_member(self, rows: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def _trainer(folder: Path, recipe: str, overrides: Sequence[str]) -> tuple[Train
         return score
 
     rewards = {name: scoring(which) for which, name in enumerate(config.rewards)}
-    trainer = Trainer(config, build_policy(config.policy), rewards, PROMPTS, PROMPTS)
+    trainer = Trainer(config=config, policy=build_policy(config.policy), rewards=rewards, prompts=PROMPTS, heldout=PROMPTS)
     sample, update = trainer.sampler.sample, trainer.updater.update
 
     def keeping_rollouts(*args: Any) -> Any:

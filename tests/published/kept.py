@@ -114,9 +114,11 @@ def flash(directory: Path) -> None:
             points = neighbours.flash_points(25, plan.merge - 1, compression, 3.0)
             if len(points) < 2:  # published, these never reach the image
                 continue
-            whole = Plan(plan.branch, plan.merge, (tuple(range(plan.merge, 26)),), plan.shared_noise)
+            whole = Plan(plan.branch, plan.merge, (tuple(range(plan.merge, 26)),), shared_noise=plan.shared_noise)
             kernel = algorithm.kernel(sigmas)
-            (ours,), (every,) = (Engine(policy, cond, sigmas).rollout([p], 6, kernel, generator_for) for p in (plan, whole))
+            (ours,), (every,) = (
+                Engine(policy=policy, cond=cond, sigmas=sigmas).rollout([p], 6, kernel, generator_for) for p in (plan, whole)
+            )
             last = ours.transitions[-1]
 
             def network(x: Tensor, sigma: Tensor, prompt: int) -> Tensor:

@@ -17,7 +17,7 @@ from g2rpo.seeding import generator_for
 from g2rpo.types import Plan, UpdateEvery
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DanceGRPO(GRPO):
     """DanceGRPO; defaults for FLUX.1-dev (16 steps, 16 GPUs).
 

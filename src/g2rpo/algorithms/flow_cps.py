@@ -13,7 +13,7 @@ from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.types import Plan, UpdateEvery
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowCPS(GRPO):
     """Flow-CPS at every step but the last, where it is the ODE; defaults for SD3.5 Medium on GenEval and OCR (10 steps).
 

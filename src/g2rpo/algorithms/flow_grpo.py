@@ -16,7 +16,7 @@ from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.types import Plan, UpdateEvery
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowGRPO(GRPO):
     """Flow-GRPO; defaults for SD3.5 Medium on GenEval and OCR (10 steps, 48 prompts an update).
 

@@ -13,7 +13,7 @@ from g2rpo.seeding import draw_below
 from g2rpo.types import Plan, UpdateEvery
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowGRPOFast(GRPO):
     """Flow-GRPO-Fast; defaults for SD3.5 Medium and FLUX.1-dev without guidance (10 and 6 steps).
 

@@ -34,7 +34,7 @@ StepWeight = Literal["none", "noise", "even"]
 BranchSchedule = Literal["all", "turns", "random"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GranularGRPO(PolicyGradient):
     """G2RPO; the fields are its hyper-parameters, the defaults the paper's (16 steps, so the first half branches).
 

@@ -23,7 +23,7 @@ SDE = Literal["flow", "dance", "cps"]
 
 def window(start: int, stop: int, num_steps: int, shared_noise: bool, trained: tuple[int, ...] | None = None) -> Plan:
     """Stochastic steps start .. stop - 1, and the ODE before and after."""
-    return Plan(start, stop, (tuple(range(stop, num_steps + 1)),), shared_noise, trained)
+    return Plan(start, stop, (tuple(range(stop, num_steps + 1)),), shared_noise=shared_noise, trained=trained)
 
 
 def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool) -> Plan:
@@ -35,7 +35,7 @@ def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool) -> Pla
     return window(0, last, num_steps, shared_noise)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GRPO(PolicyGradient):
     """The fields are hyper-parameters.
 

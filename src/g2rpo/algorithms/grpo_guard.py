@@ -17,7 +17,7 @@ from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.types import Plan, UpdateEvery
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GRPOGuard(GRPO):
     """GRPO-Guard; defaults for SD3.5 Medium (10 steps, 48 prompts an update). The clip range is the normalised ratio's.
 

@@ -21,7 +21,7 @@ from g2rpo.types import Plan, UpdateEvery
 Schedule = Literal["progressive", "random", "decay", "exp_decay", "frozen"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MixGRPO(GRPO):
     """MixGRPO; defaults for FLUX.1-dev (25 steps, 300 iterations).
 
@@ -93,7 +93,7 @@ class MixGRPO(GRPO):
         return self.window_iterations
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MixGRPOFlash(MixGRPO):
     """MixGRPO-Flash: the steps behind the window are compressed, and walked with DPM-Solver++(2M).
 
@@ -117,4 +117,4 @@ class MixGRPOFlash(MixGRPO):
         way = num_steps - plan.merge
         jumps = max(int((way + 1) * self.compression), 2) - 1
         tail = tuple(plan.merge + round(way * jump / jumps) for jump in range(jumps + 1))
-        return [Plan(plan.branch, plan.merge, (tail,), plan.shared_noise, solver="dpmpp2m")]
+        return [Plan(plan.branch, plan.merge, (tail,), shared_noise=plan.shared_noise, solver="dpmpp2m")]

@@ -17,7 +17,7 @@ from g2rpo.objectives import kernel_kl
 from g2rpo.types import Algorithm, Batch, Draw, Example, Loss, Network, Normal, Rollout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Steps:
     """What a training pass knows about B stochastic steps: every field is [B], one entry per member and step; float32 but the
     last."""
@@ -85,13 +85,13 @@ class PolicyGradient(Algorithm):
         log_prob = new.log_prob(batch.data["x_next"])
         old = replace(new, mean=new.mean.detach() if batch.first else batch.data["old_mean"])
         steps = Steps(
-            log_prob,
-            log_prob.detach() if batch.first else recorded,
-            kernel_kl(new, old),
-            batch.advantages,
-            new.std,
-            each(sigma - sigma_next),
-            each(batch.steps).to(batch.x.device),
+            log_prob=log_prob,
+            old_log_prob=log_prob.detach() if batch.first else recorded,
+            old_kl=kernel_kl(new, old),
+            advantages=batch.advantages,
+            std=new.std,
+            dsigma=each(sigma - sigma_next),
+            step=each(batch.steps).to(batch.x.device),
         )
         values, log = self.policy_loss(steps), {"log_ratio": self.log_ratio(steps)}
         if batch.first:
@@ -132,7 +132,13 @@ class PolicyGradient(Algorithm):
             scale = 2 * float(still.log_prob(still.mean) - still.log_prob(still.mean + std))
             allowed = max(allowed, scale * (4 * e / math.sqrt(entries) + e**2 / 2))
             off_by_one = Steps(
-                torch.ones(1), nothing, nothing, nothing, std, (sigma - sigma_next).reshape(1), torch.tensor([step])
+                log_prob=torch.ones(1),
+                old_log_prob=nothing,
+                old_kl=nothing,
+                advantages=nothing,
+                std=std,
+                dsigma=(sigma - sigma_next).reshape(1),
+                step=torch.tensor([step]),
             )
             unit = max(unit, float(self.log_ratio(off_by_one)))
         half = self.clip_range / 2 / unit

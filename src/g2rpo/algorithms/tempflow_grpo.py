@@ -17,7 +17,7 @@ from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.types import Plan, UpdateEvery
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TempFlowGRPO(GRPO):
     """TempFlow-GRPO; defaults for SD3.5 Medium (10 steps). FLUX.1-dev: `eta` 0.9 and `noise_weight` 1.73.
 

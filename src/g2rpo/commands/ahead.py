@@ -65,5 +65,5 @@ def prompts_to_come(
 ) -> list[str]:
     """The different prompts that this rank will meet from `iteration` on: those to train on, and its held-out ones."""
     order, count = PromptOrder(prompts, config.trainer.seed), config.trainer.prompts_per_iteration
-    batches = [world.deal(order.batch(later, count)) for later in range(iteration, config.trainer.iterations)]
-    return list(dict.fromkeys(chain(*batches, world.deal_enough(heldout))))
+    batches = [world.shard(order.batch(later, count)) for later in range(iteration, config.trainer.iterations)]
+    return list(dict.fromkeys(chain(*batches, world.shard_or_all(heldout))))

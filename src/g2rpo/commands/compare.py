@@ -49,7 +49,7 @@ PROBE = 3  # iterations; the first warms up
 
 
 @dataclass(frozen=True)
-class Grid:
+class Workspace:
     """The runs of a study in its folder, and how each is made."""
 
     study: Study
@@ -167,62 +167,62 @@ def compare(
         _spend(study, configs, {})  # a budget that is too small is known at once
     with locked(out) as lock:
         write_whole(out / STUDY, study.to_yaml().encode())
-        _work(Grid(study, out), configs, Workers(jobs, console, lock), console)
+        _work(Workspace(study, out), configs, Workers(jobs, console, lock), console)
 
 
-def _work(grid: Grid, configs: Mapping[str, Config], workers: Workers, console: Console) -> None:
+def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers, console: Console) -> None:
     """Probes, pilots, runs, judging, results."""
-    study = grid.study
+    study = workspace.study
     prices: dict[str, float] = {}
     if study.unit == "seconds":
-        probes = {cell: grid.probe(cell) for cell in study.cells}
-        workers.run(_some(grid.training(f"probe of {cell}", *probe) for cell, probe in probes.items()))
-        prices = {cell: seconds_per_evaluation(grid.config(own), folder) for cell, (folder, own) in probes.items()}
+        probes = {cell: workspace.probe(cell) for cell in study.cells}
+        workers.run(_some(workspace.training(f"probe of {cell}", *probe) for cell, probe in probes.items()))
+        prices = {cell: seconds_per_evaluation(workspace.config(own), folder) for cell, (folder, own) in probes.items()}
     iterations = _spend(study, configs, prices)
 
     gains: dict[str, dict[float, list[float]]] = {cell: {} for cell in study.cells}
     if len(study.rates) > 1:
-        pilots = {cell: grid.pilots(cell, iterations[cell]) for cell in study.cells}
+        pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in study.cells}
         workers.run(
             _some(
-                grid.training(f"pilot of {cell}, rate {rate:g}, seed {seed}", *pilot)
+                workspace.training(f"pilot of {cell}, rate {rate:g}, seed {seed}", *pilot)
                 for cell, own in pilots.items()
                 for (rate, seed), pilot in own.items()
             )
         )
-        gains = {cell: _gains(grid, configs[cell], own) for cell, own in pilots.items()}
+        gains = {cell: _gains(workspace, configs[cell], own) for cell, own in pilots.items()}
     chosen = {cell: best_rate(own) if own else study.rates[0] for cell, own in gains.items()}
 
-    runs = {cell: grid.runs(cell, chosen[cell], iterations[cell]) for cell in study.cells}
+    runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in study.cells}
     workers.run(
         _some(
-            grid.training(f"{cell}, rate {chosen[cell]:g}, seed {seed}", *run)
+            workspace.training(f"{cell}, rate {chosen[cell]:g}, seed {seed}", *run)
             for cell, own in runs.items()
             for seed, run in own.items()
         )
     )
-    base = grid.out / "judged" / "base"
-    judged = {cell: {seed: grid.out / "judged" / cell / f"seed_{seed}" for seed in own} for cell, own in runs.items()}
+    base = workspace.out / "judged" / "base"
+    judged = {cell: {seed: workspace.out / "judged" / cell / f"seed_{seed}" for seed in own} for cell, own in runs.items()}
     some_run, _ = next(iter(next(iter(runs.values())).values()))
     tuned = (
-        grid.judging(f"judging {cell}, seed {seed}", folder, judged[cell][seed], "base=false")
+        workspace.judging(f"judging {cell}, seed {seed}", folder, judged[cell][seed], "base=false")
         for cell, own in runs.items()
         for seed, (folder, _) in own.items()
     )
-    workers.run(_some([grid.judging("judging the base", some_run, base, "weights="), *tuned]))
+    workers.run(_some([workspace.judging("judging the base", some_run, base, "weights="), *tuned]))
 
     cells = {
         cell: Cell(
             chosen[cell],
             gains[cell],
             [folder for folder, _ in own.values()],
-            [read_run(grid.config(overrides), folder) for folder, overrides in own.values()],
+            [read_run(workspace.config(overrides), folder) for folder, overrides in own.values()],
             list(judged[cell].values()),
         )
         for cell, own in runs.items()
     }
     trained = sorted({name for config in configs.values() for name in config.rewards})
-    write_results(study, grid.out, cells, base, trained, prices, console)
+    write_results(study, workspace.out, cells, base, trained, prices, console)
 
 
 def _check(configs: Mapping[str, Config]) -> None:
@@ -286,12 +286,14 @@ def _spend(study: Study, configs: Mapping[str, Config], prices: Mapping[str, flo
     return iterations
 
 
-def _gains(grid: Grid, config: Config, pilots: Mapping[tuple[float, int], tuple[Path, list[str]]]) -> dict[float, list[float]]:
+def _gains(
+    workspace: Workspace, config: Config, pilots: Mapping[tuple[float, int], tuple[Path, list[str]]]
+) -> dict[float, list[float]]:
     """The pilots' gains by rate."""
     weights = {name: entry.weight for name, entry in config.rewards.items()}
     gains: dict[float, list[float]] = {}
     for (rate, _), (folder, own) in pilots.items():
-        gains.setdefault(rate, []).append(gain(read_run(grid.config(own), folder), weights))
+        gains.setdefault(rate, []).append(gain(read_run(workspace.config(own), folder), weights))
     return gains
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from g2rpo.commands.progress import add_names, say
 from g2rpo.errors import UserError
-from g2rpo.evaluation.study import Judged, Line, Run, Study, curve, judged_scores, lines, save_curves
+from g2rpo.evaluation.study import History, Judged, Outcome, Study, curve, judged_scores, lines, save_curves
 from g2rpo.files import write_whole
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.plain import parse_json, read_text
@@ -30,7 +30,7 @@ class Cell:
     learning_rate: float
     gains: Mapping[float, Sequence[float]]
     folders: Sequence[Path]
-    runs: Sequence[Run]
+    runs: Sequence[History]
     judged: Sequence[Path]
 
     def spent(self, rates: Sequence[float]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def write_results(
 
 def markdown(
     study: Study,
-    table: Sequence[Line],
+    table: Sequence[Outcome],
     spent: Mapping[str, Mapping[str, Any]],
     gains: Mapping[str, Mapping[float, Sequence[float]]],
     prompts: int,
@@ -163,7 +163,7 @@ def _cell(interval: Interval) -> str:
     return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
 
-def _console_table(table: Sequence[Line], steps: int, trained: Sequence[str], prompts: int, seeds: int, width: int) -> Table:
+def _console_table(table: Sequence[Outcome], steps: int, trained: Sequence[str], prompts: int, seeds: int, width: int) -> Table:
     """One step count for people, on a console of `width`."""
     out = Table(title=f"{steps} steps: change against the base, {seeds} seeds x {prompts} prompts, 95 % intervals")
     rewards = list(dict.fromkeys(line.reward for line in table))

@@ -17,7 +17,7 @@ from g2rpo.commands.evaluate import model_settings
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.resolve import resolve, resolve_as
-from g2rpo.config.schema import Group, PolicyConfig, RewardTable, SamplingConfig
+from g2rpo.config.schema import PolicyConfig, RewardTable, SamplingConfig, Section
 from g2rpo.demo.opening import Opening, opening_of
 from g2rpo.demo.studio import Studio, Tuned, draw
 from g2rpo.errors import UserError, loading
@@ -34,7 +34,7 @@ from g2rpo.types import Algorithm
 EXAMPLES = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cast:
     """What a demo is made of, by name: a run's config, or what a pipeline alone suggests."""
 
@@ -61,7 +61,7 @@ class Cast:
         components.check_plans(self.algorithm, self.sampling)
 
 
-class _Named(Group):
+class _Named(Section):
     rewards: RewardTable
 
 
@@ -72,17 +72,17 @@ def of_run(run: Path) -> Cast:
     weights = "an adapter" if c.policy.tuning == "lora" else "all weights"
     story = f"before and after training {weights} with {method} on {' and '.join(c.rewards)}"
     return Cast(
-        f"Run {run.resolve().name}",
-        c.policy,
-        c.algorithm,
-        c.sampling,
-        c.rewards,
-        e.rewards,
-        c.trainer.seed,
-        e.prompts,
-        e.num_prompts,
-        e.num_steps,
-        story,
+        title=f"Run {run.resolve().name}",
+        policy=c.policy,
+        algorithm=c.algorithm,
+        sampling=c.sampling,
+        rewards=c.rewards,
+        judges=e.rewards,
+        seed=c.trainer.seed,
+        prompts=e.prompts,
+        num_prompts=e.num_prompts,
+        steps=e.num_steps,
+        story=story,
     )
 
 
@@ -91,11 +91,27 @@ def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, A
     policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
     table = resolve_as(_Named, {"rewards": rewards or {}}, source="--rewards").rewards
     if model != "testbed":
-        return Cast(model, policy, GranularGRPO(), SamplingConfig(num_steps=16, shift="model"), table)
+        return Cast(
+            title=model,
+            policy=policy,
+            algorithm=GranularGRPO(),
+            sampling=SamplingConfig(num_steps=16, shift="model"),
+            rewards=table,
+        )
     c = resolve(recipes.settings("scenes"), source="recipe scenes")
     trained, judges = (table, {}) if table else (c.rewards, c.evaluation.rewards)
     e = c.evaluation
-    return Cast("The testbed", policy, c.algorithm, c.sampling, trained, judges, c.trainer.seed, e.prompts, e.num_prompts)
+    return Cast(
+        title="The testbed",
+        policy=policy,
+        algorithm=c.algorithm,
+        sampling=c.sampling,
+        rewards=trained,
+        judges=judges,
+        seed=c.trainer.seed,
+        prompts=e.prompts,
+        num_prompts=e.num_prompts,
+    )
 
 
 def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None], heldout: Sequence[str] = ()) -> Studio:
@@ -109,14 +125,14 @@ def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None], h
             policy.load(weights)
         tuned = "adapter" if getattr(policy.tuning.transformer, "peft_config", None) else "all weights"
     return Studio(
-        policy,
-        cast.algorithm,
-        cast.sampling,
-        batch_sizes(cast.sampling.batch_size, cast.sampling.decode_batch_size, 1, policy.device, warn),
-        rewards,
-        torch.tensor([entry.weight for entry in cast.rewards.values()]),
-        judges,
-        tuned,
+        policy=policy,
+        algorithm=cast.algorithm,
+        sampling=cast.sampling,
+        sizes=batch_sizes(cast.sampling.batch_size, cast.sampling.decode_batch_size, 1, policy.device, warn),
+        rewards=rewards,
+        weights=torch.tensor([entry.weight for entry in cast.rewards.values()]),
+        judges=judges,
+        tuned=tuned,
         seed=cast.seed,
         heldout=heldout,
         steps=cast.steps,

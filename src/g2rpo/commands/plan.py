@@ -17,7 +17,7 @@ from g2rpo.config.schema import Config
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.memory import in_calls_dtype
-from g2rpo.cost.plan import SMALL, Answer, Instead, Plan, Target, find_target, make_plan
+from g2rpo.cost.plan import SMALL, Answer, Estimate, Instead, Target, find_target, make_plan
 from g2rpo.cost.probe import by_probe
 from g2rpo.cost.seconds import Seconds
 from g2rpo.errors import UserError
@@ -51,7 +51,7 @@ def plan(
     notes: list[str] = []
     heldout, distinct = _prompts(config, notes)
 
-    def made(config: Config, cuda: bool = target.cuda) -> Plan:
+    def made(config: Config, cuda: bool = target.cuda) -> Estimate:
         return make_plan(config, cuda=cuda, heldout=heldout, distinct_prompts=distinct, ranks=ranks)
 
     result = made(config)
@@ -67,7 +67,15 @@ def plan(
             notes.append(f"No probe of this machine: {error}")
     cards = {} if seconds else _cards(result if target.cuda else made(config, True), utilisation)
     instead = None if target.holds(result) else _instead(recipe, overrides, config, ranks, made, target, utilisation)
-    answer = Answer(recipe, result, target, seconds, cards, instead, [*notes, *_cautions(result, config)])
+    answer = Answer(
+        recipe=recipe,
+        plan=result,
+        target=target,
+        seconds=seconds,
+        cards=cards,
+        instead=instead,
+        notes=[*notes, *_cautions(result, config)],
+    )
     if as_json:
         console.print(json.dumps(answer.plain(), indent=1), markup=False, highlight=False, soft_wrap=True)
     else:
@@ -79,14 +87,14 @@ def _instead(
     overrides: Sequence[str],
     config: Config,
     ranks: int,
-    made: Callable[[Config], Plan],
+    made: Callable[[Config], Estimate],
     target: Target,
     utilisation: float,
 ) -> Instead | None:
     """What fits in the place of `config`, and what it costs."""
 
     @cache
-    def changed(*extra: str) -> Plan:
+    def changed(*extra: str) -> Estimate:
         return made(load_config(recipe, [*overrides, *extra]))
 
     extra = what_fits(config, ranks, lambda extra: target.holds(changed(*extra)))
@@ -111,7 +119,7 @@ def _prompts(config: Config, notes: list[str]) -> tuple[int, int]:
     return len(heldout), len(prompts_to_come(config, train, heldout))
 
 
-def _gathers(result: Plan) -> str:
+def _gathers(result: Estimate) -> str:
     """How much that is, where weights are in pieces."""
     sharding = result.config.trainer.sharding
     if sharding == "none":
@@ -131,7 +139,7 @@ def _on_disk(config: Config) -> bool:
     return isinstance(try_to_load_from_cache(path, "model_index.json"), str)
 
 
-def _measured(result: Plan, device: str | None) -> Seconds:
+def _measured(result: Estimate, device: str | None) -> Seconds:
     """The probe: the run's own trainer, without its cache, so that nothing is left behind."""
     config = result.config
     policy = config.policy.model_copy(update={"device": device or config.policy.device})
@@ -140,7 +148,7 @@ def _measured(result: Plan, device: str | None) -> Seconds:
     return by_probe(trainer, result.counts, result.distinct_prompts, cached=config.prompts.cache != "off")
 
 
-def _cards(result: Plan, utilisation: float) -> dict[str, tuple[bool, Seconds]]:
+def _cards(result: Estimate, utilisation: float) -> dict[str, tuple[bool, Seconds]]:
     """Whether a CUDA plan fits on each known card, and its time there."""
     return {
         key: (result.memory.needed <= find_target(key).capacity, result.seconds(card, utilisation))
@@ -148,7 +156,7 @@ def _cards(result: Plan, utilisation: float) -> dict[str, tuple[bool, Seconds]]:
     }
 
 
-def _cautions(result: Plan, asked: Config) -> Iterator[str]:
+def _cautions(result: Estimate, asked: Config) -> Iterator[str]:
     """What the numbers leave out, or take for granted."""
     if result.ranks > 1:
         yield f"What {result.ranks} ranks send each other takes time that is not counted{_gathers(result)}."

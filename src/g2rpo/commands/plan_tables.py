@@ -12,7 +12,7 @@ from g2rpo.commands.progress import say
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.memory import RESERVE, SLACK
-from g2rpo.cost.plan import COUNTED, Answer, Plan, Target, find_target
+from g2rpo.cost.plan import COUNTED, Answer, Estimate, Target, find_target
 from g2rpo.cost.seconds import Seconds
 
 
@@ -43,7 +43,7 @@ def show(answer: Answer, console: Console) -> None:
         console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
 
 
-def _work_table(plan: Plan) -> Table:
+def _work_table(plan: Estimate) -> Table:
     counts, rows = plan.counts, plan.shapes.rows
     varying = len(counts.kinds) > 1
     table = Table(title="work", title_justify="left")
@@ -75,7 +75,7 @@ def _work_table(plan: Plan) -> Table:
     return table
 
 
-def _memory_table(plan: Plan, target: Target) -> Table:
+def _memory_table(plan: Estimate, target: Target) -> Table:
     memory = plan.memory
     table = Table(title="memory", title_justify="left")
     table.add_column("", overflow="fold")
@@ -105,7 +105,7 @@ def _memory_table(plan: Plan, target: Target) -> Table:
     return table
 
 
-def _disk(plan: Plan) -> int:
+def _disk(plan: Estimate) -> int:
     """Checkpoints that are kept, and the next one while it is written."""
     return plan.memory.checkpoint * (plan.config.trainer.keep_checkpoints + 1)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from g2rpo.build import components
 from g2rpo.commands.progress import say
 from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import Count, Group, PolicyConfig, Shift, Steps, grid_of
+from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps, grid_of
 from g2rpo.errors import UserError, loading
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.monitor.pictures import Strip, save_grid, to_pil
@@ -20,7 +20,7 @@ from g2rpo.runs.directory import read_config, weights_path
 from g2rpo.runtime.folders import is_empty
 
 
-class Drawing(Group):
+class SampleOptions(Section):
     """How pictures are drawn; None: as the run draws them, else 28 steps with the model's own shift."""
 
     steps: Steps | None
@@ -46,7 +46,7 @@ def sample(
 ) -> None:
     """Writes `out/NNNN.png`, `out/prompts.jsonl` (what each picture shows) and `out/grid.png`."""
     asked = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size}
-    drawing = resolve_as(Drawing, asked, source="sample")
+    drawing = resolve_as(SampleOptions, asked, source="sample")
     if not prompts:
         raise UserError("give prompts as arguments, or a file of them with --prompts")
     if not is_empty(out):

@@ -76,13 +76,13 @@ def build_trainer(
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
         policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), warn, sharding)
     return Trainer(
-        config,
-        policy,
-        rewards,
-        prompts,
-        heldout,
-        judges,
-        run_dir,
+        config=config,
+        policy=policy,
+        rewards=rewards,
+        prompts=prompts,
+        heldout=heldout,
+        judges=judges,
+        run_dir=run_dir,
         tail_network=components.build_tail_network(getattr(policy, "policy", policy), config.sampling.tails),
         notify=warn,
         shards=sharding or Replicated(world),
@@ -104,17 +104,17 @@ def open_run(
     given = given or {}
     prompts, heldout = check(config, given, directory)
     given = {"prompts": prompts, "heldout": heldout, **given}
-    contents = contents_of(config, given["prompts"], given["heldout"], given) if world.leads else {}
-    if resume and world.leads:
+    contents = contents_of(config, given["prompts"], given["heldout"], given) if world.is_main else {}
+    if resume and world.is_main:
         for change in check_contents(directory, contents, accept_changes):
             warn(f"goes on with {change}")
     trainer = build_trainer(config, directory, warn, world, given, console)
-    if world.leads:
+    if world.is_main:
         claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:
         for complaint in trainer.resume():
             warn(complaint)
-    if world.leads:
+    if world.is_main:
         record_start(directory, trainer.iteration, trainer.policy.device, contents)
     return trainer
 
@@ -141,19 +141,19 @@ def train(
     else:
         raise UserError("name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run")
     with joined(_device(config), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
-        if not world.leads:
+        if not world.is_main:
             console = Console(quiet=True)
         for note in notes:
             say(console, note)
         fingerprint = torch.tensor(list(bytes.fromhex(digest_of(config.model_dump(mode="json")))))
-        if parted := world.differing(fingerprint):
+        if others := world.differing(fingerprint):
             raise UserError(
-                f"ranks {parted} were started with another config than rank 0; give all the same recipe and overrides"
+                f"ranks {others} were started with another config than rank 0; give all the same recipe and overrides"
             )
-        chosen = stack.enter_context(entered(config, run_dir, resume, warn_on(console))) if world.leads else ""
-        directory = Path(world.text_of_leader(str(chosen)))
+        chosen = stack.enter_context(entered(config, run_dir, resume, warn_on(console))) if world.is_main else ""
+        directory = Path(world.broadcast_text(str(chosen)))
         _run(config, directory, resume, world, console, accept_changes, stopping)
-        return directory if world.leads else None
+        return directory if world.is_main else None
 
 
 def _device(config: Config) -> str:
@@ -179,7 +179,7 @@ def _run(
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
     console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {len(config.rewards)} rewards and the prompts ...")
-    warn = warn_on(console) if world.leads else partial(_warn_from, world.rank)
+    warn = warn_on(console) if world.is_main else partial(_warn_from, world.rank)
     trainer = open_run(config, directory, resume, accept_changes, warn, world, console=console)
     if resume:
         console.print(f"resuming after iteration {trainer.iteration}")
@@ -196,7 +196,7 @@ def _run(
     )
     console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
     table = trainer.finish()
-    if world.leads:
+    if world.is_main:
         show_results(trainer, table, directory, console)
     if ended is not None:
         raise ended

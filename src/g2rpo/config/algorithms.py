@@ -97,9 +97,9 @@ def parse(value: Any, info: ValidationInfo) -> Any:
 @cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
     """Validates the fields of a dataclass as strictly as the rest of a config."""
-    from g2rpo.config.schema import Group
+    from g2rpo.config.schema import Section
 
-    return TypeAdapter(create_model("Fields", __base__=Group, it=(kind, ...)))
+    return TypeAdapter(create_model("Fields", __base__=Section, it=(kind, ...)))
 
 
 def dump(algorithm: Any) -> dict[str, Any]:

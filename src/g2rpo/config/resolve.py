@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from g2rpo import plugins
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, named
 from g2rpo.config.given import is_mention
-from g2rpo.config.schema import Config, Group
+from g2rpo.config.schema import Config, Section
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.plain import DEPTH, parse_yaml, read_text
 from g2rpo.types import Algorithm
@@ -30,7 +30,7 @@ CODE_KEYS = ("name", "kind", "target", "trackers")
 SMALLEST = 1e-18
 """In size, of a setting that is not 0; the largest is its inverse. Ours lie between 1e-8 and 1e7."""
 
-G = TypeVar("G", bound=Group)
+G = TypeVar("G", bound=Section)
 
 
 def resolve(
@@ -112,7 +112,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def differences(a: Group, b: Group) -> dict[str, tuple[Any, Any]]:
+def differences(a: Section, b: Section) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values."""
     left, right = dict(_leaves(a.model_dump(mode="json"))), dict(_leaves(b.model_dump(mode="json")))
     return {key: (left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)}
@@ -212,7 +212,7 @@ def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
         raise UserError(f"{source}: algorithm.name: {str(error).removeprefix('algorithm.')}") from None
 
 
-def _check_sizes(group: Group, source: str) -> None:
+def _check_sizes(group: Section, source: str) -> None:
     """Refuses numbers whose square float32 does not hold; a reward's options are its own matter."""
     for key, leaf in _leaves(group.model_dump(mode="json")):
         for number in _numbers(leaf) if "options" not in key.split(".") else ():

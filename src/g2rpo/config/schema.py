@@ -35,7 +35,7 @@ Steps = Annotated[int, Field(ge=1, le=250)]
 """Of a sampler."""
 
 
-class Group(BaseModel):
+class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def to_yaml(self) -> str:
@@ -46,7 +46,7 @@ class Group(BaseModel):
         return text
 
 
-class PolicyConfig(Group):
+class PolicyConfig(Section):
     """The model and which of its weights are trained."""
 
     path: str
@@ -77,7 +77,7 @@ class PolicyConfig(Group):
     vae_tiling: bool = False
 
 
-class RewardConfig(Group):
+class RewardConfig(Section):
     """One reward: which one, with which options, and how much its advantages count."""
 
     kind: str
@@ -112,7 +112,7 @@ def _off(value: Any) -> Any:
 CacheFolder = Annotated[str, BeforeValidator(_off)]
 
 
-class PromptsConfig(Group):
+class PromptsConfig(Section):
     """Where prompts come from, and where their embeddings are kept.
 
     A source is a file (.txt with a prompt a line; .jsonl or .parquet, FILE:COLUMN if the column is not "prompt"), a dataset
@@ -127,7 +127,7 @@ class PromptsConfig(Group):
 BatchSize = Count | Literal["auto"]
 
 
-class SamplingConfig(Group):
+class SamplingConfig(Section):
     """The sampler that rollouts and evaluation share."""
 
     num_steps: Annotated[int, Field(ge=2, le=250)]
@@ -152,7 +152,7 @@ class SamplingConfig(Group):
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimConfig(Group):
+class OptimConfig(Section):
     """AdamW and what surrounds it."""
 
     learning_rate: PositiveFloat
@@ -172,7 +172,7 @@ class OptimConfig(Group):
     `ema_decay`. Flow-GRPO's is ema_decay=0.9 ema_every=8 ema_warmup=true."""
 
 
-class TrainerConfig(Group):
+class TrainerConfig(Section):
     """How long, how much at a time, and what is kept."""
 
     iterations: Count
@@ -194,7 +194,7 @@ class TrainerConfig(Group):
     seed: int = 42
 
 
-class EvaluationConfig(Group):
+class EvaluationConfig(Section):
     """Held-out prompts with fixed noise; `rewards` are judged on, not trained on."""
 
     prompts: str
@@ -210,7 +210,7 @@ Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_
 """What an alarm does: nothing; say so; save and end the run; or end it with the weights of its best evaluation."""
 
 
-class AlarmsConfig(Group):
+class AlarmsConfig(Section):
     """What a run does that goes wrong; docs/alarms.md says when an alarm is raised."""
 
     action: Action = "warn"
@@ -249,7 +249,7 @@ else:
 """An instance of any algorithm's class; in YAML its name and fields (`named`)."""
 
 
-class Config(Group):
+class Config(Section):
     """One run."""
 
     recipe: str = ""

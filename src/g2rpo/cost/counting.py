@@ -30,7 +30,7 @@ def settled(config: Config, cuda: bool) -> Config:
     return config.model_copy(update={"sampling": config.sampling.model_copy(update=found)})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Iteration:
     """One iteration. Rows are evaluations of a velocity; true guidance makes two rows of the network of each."""
 
@@ -141,13 +141,15 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
     cond = policy.encode(["0"] * config.trainer.prompts_per_iteration)
     tails = policy.tail_velocity if sampling.tails.own_network else None
     rows = int(sampling.batch_size)
-    engine = Engine(policy, cond, sigmas, rows, tails=sampling.tails, tail_velocity=tails)
+    engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=rows, tails=sampling.tails, tail_velocity=tails)
     rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), generator_for)
     silent = torch.zeros(algorithm.group_size)
     examples = [example for rollout in rollouts for example in algorithm.examples(rollout, silent, generator_for)]
     sizes = batch_sizes(rows, int(sampling.decode_batch_size), config.trainer.micro_batch_size, policy.device, print)
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
-    updates = Updater(policy, algorithm, optimizer, sigmas, sizes, 1.0).update(examples, cond)
+    updates = Updater(
+        policy=policy, algorithm=algorithm, optimizer=optimizer, sigmas=sigmas, sizes=sizes, max_grad_norm=1.0
+    ).update(examples, cond)
     return Iteration(
         plans=tuple(plans),
         calls=tuple(policy.calls["rollout"]),

@@ -19,7 +19,7 @@ RESERVE, SLACK = 2**30, 0.05
 """Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes. `parts` is what stays from the first update on, `working` what comes and goes, `moments` the peaks.
 

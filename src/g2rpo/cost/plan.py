@@ -47,7 +47,7 @@ class Target:
     """Bytes of the device's memory."""
     card: Card | None
 
-    def holds(self, plan: Plan) -> bool:
+    def holds(self, plan: Estimate) -> bool:
         return plan.memory.needed <= self.capacity
 
 
@@ -66,8 +66,8 @@ def find_target(device: str) -> Target:
     return Target(card.name, True, False, int(card.memory_gib * 2**30), card)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
     """What each of `ranks` ranks does and holds on a device of the target's kind, and what it takes on any card."""
 
     config: Config
@@ -101,7 +101,7 @@ class Plan:
         return on_card(card, utilisation, self.counts, self.work)
 
 
-def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int, ranks: int = 1) -> Plan:
+def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int, ranks: int = 1) -> Estimate:
     """The plan of one rank of a run of `config` on CUDA devices or a CPU.
 
     The run has `heldout` held-out prompts and `distinct_prompts` different ones in all.
@@ -117,7 +117,16 @@ def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int
     memory = plan_memory(
         config, blueprint, policy, shapes, judges, counts, cuda=cuda, distinct_prompts=distinct_prompts, ranks=ranks
     )
-    return Plan(config, counts, memory, policy, shapes, judges, distinct_prompts, ranks)
+    return Estimate(
+        config=config,
+        counts=counts,
+        memory=memory,
+        policy=policy,
+        shapes=shapes,
+        judges=judges,
+        distinct_prompts=distinct_prompts,
+        ranks=ranks,
+    )
 
 
 def _dealt(config: Config, ranks: int) -> Config:
@@ -135,12 +144,12 @@ class Instead:
     seconds: Seconds | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """All that `g2rpo plan` has to say. `cards` tells of every known card where `seconds` tells nothing of the target."""
 
     recipe: str
-    plan: Plan
+    plan: Estimate
     target: Target
     seconds: Seconds | None
     cards: Mapping[str, tuple[bool, Seconds]]

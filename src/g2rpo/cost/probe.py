@@ -42,7 +42,7 @@ def by_probe(
     prompts = trainer.order.batch(0, config.trainer.prompts_per_iteration)
     encoding = timed(lambda: policy.encode(prompts[:1]))
     cond = policy.encode(prompts)
-    engine = Engine(policy, cond, trainer.sigmas, most)
+    engine = Engine(policy=policy, cond=cond, sigmas=trainer.sigmas, batch_size=most)
 
     def rows(count: int) -> Tensor:
         return policy.noise([generator_for("probe", i) for i in range(count)])
@@ -94,7 +94,9 @@ def _pictures(
     """Seconds to decode a picture, and pictures with their prompts; sampled ones, for a detector takes its time on noise."""
     batch = trainer.sizes.decode
     places = [i % len(prompts) for i in range(batch)]
-    latents = Engine(trainer.policy, cond.rows(places), trainer.sigmas, trainer.sizes.rollout).sample(rows(batch))
+    latents = Engine(
+        policy=trainer.policy, cond=cond.rows(places), sigmas=trainer.sigmas, batch_size=trainer.sizes.rollout
+    ).sample(rows(batch))
     seconds = timed(lambda: decode(trainer.policy, latents, batch)) / batch
     return seconds, decode(trainer.policy, latents, batch), [prompts[place] for place in places]
 

@@ -36,7 +36,7 @@ def summed(iteration: dict[str, float], encoding: float, evaluation: float, coun
     return Seconds(iteration, encoding, evaluation, run, basis)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """What a device has to do: operations of one evaluation, training row, picture, prompt and score; bytes to move."""
 

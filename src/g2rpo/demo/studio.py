@@ -36,7 +36,7 @@ GRANULARITIES = (1, 2, 3)
 Tuned = Literal["nothing", "adapter", "all weights"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Studio:
     """A model with its rewards and its algorithm, open for questions one at a time.
 
@@ -154,7 +154,7 @@ def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float,
     return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), " · ".join(settings))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lesson:
     """One group of one prompt: what an iteration of training does for every prompt and plan."""
 
@@ -215,9 +215,17 @@ def learn(
             done += rows
             on_progress(done, total)
 
-        dtypes = getattr(torch, s.anchor_dtype), getattr(torch, s.sample_dtype)
         cond = studio.policy.encode([prompt])
-        engine = Engine(studio.policy, cond, sigmas, studio.sizes.rollout, *dtypes, tails=s.tails, on_rows=more)
+        engine = Engine(
+            policy=studio.policy,
+            cond=cond,
+            sigmas=sigmas,
+            batch_size=studio.sizes.rollout,
+            anchor_dtype=getattr(torch, s.anchor_dtype),
+            sample_dtype=getattr(torch, s.sample_dtype),
+            tails=s.tails,
+            on_rows=more,
+        )
         (rollout,) = engine.rollout([chosen], algorithm.group_size, algorithm.kernel(sigmas), noise)
         predictions = None
         if chosen.shared_noise:
@@ -230,20 +238,20 @@ def learn(
         if studio.rewards:
             rewards = score(studio.rewards, images, [prompt] * len(images)).unflatten(1, shape)
         return Lesson(
-            prompt,
-            chosen,
-            sigmas,
-            predictions,
-            decode(studio.policy, rollout.transitions[-1].x_next, studio.sizes.decode),
-            rollout.transitions[-1].step,
-            images.unflatten(0, shape),
-            tuple(studio.rewards),
-            studio.weights,
-            rewards,
-            advantages_of(algorithm, rewards[None], studio.weights)[0],
-            chosen.tail_names,
-            studio.explain(prompt),
-            f"seed {seed} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
+            prompt=prompt,
+            plan=chosen,
+            sigmas=sigmas,
+            predictions=predictions,
+            noised=decode(studio.policy, rollout.transitions[-1].x_next, studio.sizes.decode),
+            noised_at=rollout.transitions[-1].step,
+            finals=images.unflatten(0, shape),
+            names=tuple(studio.rewards),
+            weights=studio.weights,
+            rewards=rewards,
+            advantages=advantages_of(algorithm, rewards[None], studio.weights)[0],
+            granularities=chosen.tail_names,
+            why=studio.explain(prompt),
+            settings=f"seed {seed} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
         )
 
     with studio.model(tuned, studio.policy.guidance_scale):

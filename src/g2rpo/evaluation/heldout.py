@@ -71,7 +71,7 @@ def sample_images(
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
         with torch.no_grad():
-            engine = Engine(policy, policy.encode(part), sigmas, batch_size=batch_size, on_rows=on_rows)
+            engine = Engine(policy=policy, cond=policy.encode(part), sigmas=sigmas, batch_size=batch_size, on_rows=on_rows)
             x = policy.noise([generator_for(seed, "picture", first + start + i) for i in range(len(part))])
             images.append(decode(policy, engine.sample(x), decode_batch_size))
     return torch.cat(images)
@@ -133,7 +133,7 @@ def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> 
     """The evaluation of `prompts` whose pieces the ranks have made."""
     scores = {name: world.gather(values) for name, values in own.scores.items()}
     right = None if own.right is None else world.gather(own.right)
-    return Evaluation(tuple(prompts), world.collect(own.images), scores, right)
+    return Evaluation(tuple(prompts), world.gather_to_main(own.images), scores, right)
 
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from g2rpo.algorithms.contracts import plans_of
-from g2rpo.config.schema import Config, Group
+from g2rpo.config.schema import Config, Section
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import load_tensors, scores_after
 from g2rpo.monitor.metrics import read_metrics
@@ -32,7 +32,7 @@ PILOT_SEEDS = 1000
 """How far the pilots' seeds lie from the comparison's."""
 
 
-class Study(Group):
+class Study(Section):
     """What is compared, and for how long."""
 
     recipe: str
@@ -91,7 +91,7 @@ def seconds_per_evaluation(config: Config, run_dir: Path) -> float:
 
 
 @dataclass(frozen=True)
-class Run:
+class History:
     """What a finished training run has to say: after every evaluation the scores [N] by reward, and what was spent by then."""
 
     iterations: list[int]
@@ -101,7 +101,7 @@ class Run:
     scores: list[dict[str, Scores]]
 
 
-def read_run(config: Config, run_dir: Path) -> Run:
+def read_run(config: Config, run_dir: Path) -> History:
     """The run of `config` in `run_dir`."""
     iterations, spent, seconds, scores = [], [], [], []
     evaluations = 0
@@ -116,10 +116,10 @@ def read_run(config: Config, run_dir: Path) -> Run:
             spent.append(evaluations)
             seconds.append(clock)
             scores.append({name: values.double().numpy() for name, values in load_tensors(path).items()})
-    return Run(iterations, spent, seconds, scores)
+    return History(iterations, spent, seconds, scores)
 
 
-def gain(run: Run, weights: Mapping[str, float]) -> float:
+def gain(run: History, weights: Mapping[str, float]) -> float:
     """By how much a run raised the rewards that it was trained on: each one's mean change in units of the base's standard
     deviation over prompts, weighted as in training, summed. Missing scores are left out; a reward that does not vary counts as
     it is."""
@@ -146,7 +146,7 @@ class Point:
     change: Interval
 
 
-def curve(runs: Sequence[Run], reward: str) -> list[Point]:
+def curve(runs: Sequence[History], reward: str) -> list[Point]:
     """A reward's way through training, over the seeds' runs and the held-out prompts, which all have in common."""
     points = []
     for place, iteration in enumerate(runs[0].iterations):
@@ -157,7 +157,7 @@ def curve(runs: Sequence[Run], reward: str) -> list[Point]:
 
 
 @dataclass(frozen=True)
-class Line:
+class Outcome:
     """A cell judged by one reward at one step count; scores of all seeds and prompts, from the same noise for all cells."""
 
     cell: str
@@ -174,11 +174,11 @@ Judged = Mapping[tuple[int, str], Scores]
 """Scores by (steps, reward): [N] of the base, [S, N] of a cell."""
 
 
-def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Line]:
+def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Outcome]:
     """The table of a study, by step count, reward and cell; the first cell is what the others are measured against."""
     first = next(iter(cells.values()))
     return [
-        Line(
+        Outcome(
             name,
             *key,
             tuned=bootstrap_crossed(judged[key]),

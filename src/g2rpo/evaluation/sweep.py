@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from g2rpo.config.schema import CacheFolder, Count, Group, PolicyConfig, RewardTable, Shift, Steps, grid_of
+from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps, grid_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.files import write_whole
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 RESAMPLES, LEVEL = 2000, 0.95
 
 
-class JudgingConfig(Group):
+class JudgingConfig(Section):
     """What is judged, on which prompts, by which rewards, and how it is sampled."""
 
     policy: PolicyConfig

@@ -138,7 +138,7 @@ class Tuning:
         if self._sharding is None:
             return self.transformer
         weights = self._sharding.gather(self.transformer.state_dict())
-        if not self._sharding.world.leads:
+        if not self._sharding.world.is_main:
             return None
         with torch.device("meta"):
             whole = self._kind.from_config(self.transformer.config)

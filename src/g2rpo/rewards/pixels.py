@@ -82,7 +82,7 @@ def score_in_batches(
     return scores
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Preprocess:
     """8-bit pictures of any size -> what a vision tower reads: [B, 3, crop, crop], float32, normalised, on CPU.
 

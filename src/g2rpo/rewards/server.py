@@ -38,7 +38,7 @@ from g2rpo.types import Prompt, Reward
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """Bounds on one request, and on requests at a time."""
 

@@ -27,7 +27,7 @@ Noise = Callable[..., torch.Generator]
 Velocity = Callable[[Tensor, Tensor, Cond], Tensor]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Engine:
     """Runs plans for a batch of prompts (the rows of `cond`) on the grid `sigmas` [num_steps + 1].
 

@@ -36,7 +36,7 @@ class World:
     store: Any = None
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this rank writes the run directory and talks to people."""
         return self.rank == 0
 
@@ -52,13 +52,13 @@ class World:
         """The number of this rank's first item where `count` items are dealt."""
         return self.rank * count // self.size
 
-    def deal(self, items: Items) -> Items:
+    def shard(self, items: Items) -> Items:
         """This rank's items: a piece of the whole, so that the pieces of all ranks, in their order, are the whole again."""
         return items[self.first(len(items)) : (self.rank + 1) * len(items) // self.size]
 
-    def deal_enough(self, items: Items) -> Items:
+    def shard_or_all(self, items: Items) -> Items:
         """This rank's items, or all of them where there are fewer than ranks."""
-        return self.deal(items) if len(items) >= self.size else items
+        return self.shard(items) if len(items) >= self.size else items
 
     def gather(self, own: Tensor) -> Tensor:
         """The rows of all ranks in their order, on every rank; `own` [rows, ...] is on the CPU, and rows may differ."""
@@ -70,13 +70,13 @@ class World:
             dist.all_gather(parts, padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def collect(self, own: Tensor) -> Tensor:
+    def gather_to_main(self, own: Tensor) -> Tensor:
         """As `gather`, but on the leader only: the others keep their own rows."""
         if self.size == 1:
             return own
         with self._meeting():
             padded, counts = self._padded(own)
-            parts = [torch.empty_like(padded) for _ in counts] if self.leads else None
+            parts = [torch.empty_like(padded) for _ in counts] if self.is_main else None
             dist.gather(padded, parts)
         return own if parts is None else torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
@@ -92,9 +92,9 @@ class World:
         """Each number, summed over the ranks."""
         return self.gather(torch.tensor([numbers])).sum(0).tolist()
 
-    def text_of_leader(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """What rank 0 gave."""
-        mine = torch.tensor(list(text.encode() if self.leads else b""), dtype=torch.uint8)
+        mine = torch.tensor(list(text.encode() if self.is_main else b""), dtype=torch.uint8)
         return bytes(self.gather(mine).tolist()).decode()
 
     def differing(self, numbers: Tensor) -> list[int]:
@@ -103,7 +103,7 @@ class World:
         return [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0])]
 
     @torch.no_grad()
-    def add(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor by its sum over the ranks, bit for bit the same on all of them.
 
         Accelerators wait for a lost peer without a word, so the ranks meet through gloo first, which notices.

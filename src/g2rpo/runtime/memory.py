@@ -52,7 +52,7 @@ def bounded_by(kind: Kind) -> Iterator[None]:
         raise OutOfMemory(kind) from None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class BatchSizes:
     """Rows of a network call in rollouts, pictures of one decoding, branch points of one training pass.
 
@@ -160,7 +160,13 @@ def batch_sizes(
     asked: dict[Kind, int | Literal["auto"]] = {"rollout": rollout, "decode": decode}
     auto = {kind for kind, size in asked.items() if size == "auto"}
     sizes = {kind: CPU_ROWS[kind] if size == "auto" else size for kind, size in asked.items()}
-    return BatchSizes(sizes["rollout"], sizes["decode"], micro, notify, auto if accelerator(device) else set())
+    return BatchSizes(
+        rollout=sizes["rollout"],
+        decode=sizes["decode"],
+        micro=micro,
+        notify=notify,
+        auto=auto if accelerator(device) else set(),
+    )
 
 
 def largest_batch(peak: Callable[[int], int], limit: int, most: int) -> int:

@@ -46,9 +46,9 @@ class Replicated:
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         """Sums gradients over the ranks."""
-        self.world.add([p.grad for p in parameters if p.grad is not None])
+        self.world.all_reduce([p.grad for p in parameters if p.grad is not None])
 
-    def parted(self, parameters: Sequence[Tensor]) -> list[int]:
+    def diverged(self, parameters: Sequence[Tensor]) -> list[int]:
         """The ranks whose weights are not rank 0's, to the bit."""
         return self.world.differing(_fingerprint(parameters))
 
@@ -130,7 +130,7 @@ class Sharded(Replicated):
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         """Nothing: backward passes have summed them."""
 
-    def parted(self, parameters: Sequence[Tensor]) -> list[int]:
+    def diverged(self, parameters: Sequence[Tensor]) -> list[int]:
         """None: no number is on two ranks."""
         return []
 
@@ -144,7 +144,7 @@ class Sharded(Replicated):
             return [self.gather(item) for item in value]
         if isinstance(value, DTensor):
             whole = value.full_tensor()
-            return whole.cpu() if self.world.leads else None
+            return whole.cpu() if self.world.is_main else None
         return value
 
     def piece(self, value: Tensor, like: Tensor) -> Tensor:

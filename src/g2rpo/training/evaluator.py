@@ -62,7 +62,7 @@ class Evaluator:
 
     def own(self) -> Sequence[str]:
         """The held-out prompts that this rank evaluates: all of them where there are fewer than ranks."""
-        return self.shards.world.deal_enough(self.heldout)
+        return self.shards.world.shard_or_all(self.heldout)
 
     def evaluate(self, iteration: int, on_rows: Callable[[int], None]) -> Evaluation:
         """Held-out pictures and all their scores; `on_rows` is called after every call of the network."""
@@ -111,7 +111,7 @@ class Evaluator:
         """The base model's evaluation, by this process or by the one that began the run; None if neither kept it."""
         if self.baseline is None and self.files.folder is not None:
             stored = load_evaluation(self.files.folder / BASELINE, self.heldout)
-            self.baseline = stored if self.shards.world.leads else replace(stored, images=stored.images[:0].clone())
+            self.baseline = stored if self.shards.world.is_main else replace(stored, images=stored.images[:0].clone())
         return self.baseline
 
     def finish(self, tuned: Evaluation, iteration: int, rolled_back_from: int | None) -> dict[str, Comparison]:
@@ -139,10 +139,10 @@ class Evaluator:
         """Pictures beside the base's, in numbers: by the leader, who has them all, for every rank."""
         row: Row = {}
         world = self.shards.world
-        if world.leads:
+        if world.is_main:
             self._base_look = self._base_look or image_statistics(base.images)
             row = statistics_row(self._base_look, image_statistics(evaluation.images))
-        return dict(json.loads(world.text_of_leader(json.dumps(row))))
+        return dict(json.loads(world.broadcast_text(json.dumps(row))))
 
     def _save_grid(self, name: str, rows: Mapping[str, Evaluation], which: str, right: Comparison | None = None) -> None:
         """Pictures of the first held-out prompts with the scores that are trained on, a row for each labelled evaluation."""

@@ -37,7 +37,7 @@ class Persistence:
         It holds whole tensors, so that any number of ranks can go on from it; the leader's CPU has them all at once.
         Raises `Stopped` instead if the weights of the ranks differ.
         """
-        if diverged := self.shards.parted(list(self.learner.parameters)):
+        if diverged := self.shards.diverged(list(self.learner.parameters)):
             raise Stopped(f"iteration {iteration}: the weights of ranks {diverged} are not rank 0's; nothing was saved")
         if self.files.folder is None:
             return None

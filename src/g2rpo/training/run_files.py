@@ -36,7 +36,7 @@ class RunFiles:
     @property
     def writes(self) -> bool:
         """Whether this rank keeps the run."""
-        return self.folder is not None and self.world.leads
+        return self.folder is not None and self.world.is_main
 
     @property
     def command(self) -> str:

@@ -34,7 +34,7 @@ class Sampled:
     """Of decoding and scoring while other prompts were sampled."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Sampler:
     """Rolls out prompts as an algorithm plans it, and has `rewards` score the pictures.
 
@@ -92,13 +92,13 @@ class Sampler:
     def roll_out(self, algorithm: Algorithm, iteration: int, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
         """Every plan for the prompts of some rows of `cond`, and the network evaluations that took."""
         engine = Engine(
-            self.policy,
-            cond.rows(rows),
-            self.sigmas,
-            self.sizes.rollout,
-            getattr(torch, self.config.anchor_dtype),
-            getattr(torch, self.config.sample_dtype),
-            getattr(torch, self.config.step_dtype),
+            policy=self.policy,
+            cond=cond.rows(rows),
+            sigmas=self.sigmas,
+            batch_size=self.sizes.rollout,
+            anchor_dtype=getattr(torch, self.config.anchor_dtype),
+            sample_dtype=getattr(torch, self.config.sample_dtype),
+            step_dtype=getattr(torch, self.config.step_dtype),
             tails=self.config.tails,
             tail_velocity=self.tail_network.velocity if self.tail_network is not None else None,
             on_rows=self.on_evaluations,

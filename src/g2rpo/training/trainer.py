@@ -38,7 +38,7 @@ from g2rpo.training.updater import Updater
 from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, kw_only=True)
 class Trainer:
     """Trains `policy` on `rewards` as `config` says, and leaves everything worth keeping in `run_dir`.
 
@@ -95,26 +95,26 @@ class Trainer:
         )
         self.sizes.in_step = self.shards.in_step
         self.sampler = Sampler(
-            self.policy,
-            self.rewards,
-            c.sampling,
-            self.sigmas,
-            self.sizes,
-            self.shards,
-            c.trainer.seed,
-            self.world.first(c.trainer.prompts_per_iteration),
-            self.tail_network,
-            lambda rows: self.on_evaluations(rows),
+            policy=self.policy,
+            rewards=self.rewards,
+            config=c.sampling,
+            sigmas=self.sigmas,
+            sizes=self.sizes,
+            shards=self.shards,
+            seed=c.trainer.seed,
+            first=self.world.first(c.trainer.prompts_per_iteration),
+            tail_network=self.tail_network,
+            on_evaluations=lambda rows: self.on_evaluations(rows),
         )
         self.updater = Updater(
-            self.policy,
-            self.algorithm,
-            self.learner.optimizer,
-            self.sigmas,
-            self.sizes,
-            c.optim.max_grad_norm,
-            self.shards,
-            getattr(torch, c.sampling.step_dtype),
+            policy=self.policy,
+            algorithm=self.algorithm,
+            optimizer=self.learner.optimizer,
+            sigmas=self.sigmas,
+            sizes=self.sizes,
+            max_grad_norm=c.optim.max_grad_norm,
+            shards=self.shards,
+            step_dtype=getattr(torch, c.sampling.step_dtype),
         )
 
         self.evaluator = Evaluator(
@@ -182,7 +182,7 @@ class Trainer:
         advantages = advantages_of(algorithm, rewards, self.weights)
         examples = [
             example
-            for rollout, own in zip(rollouts, self.world.deal(advantages), strict=True)
+            for rollout, own in zip(rollouts, self.world.shard(advantages), strict=True)
             for example in algorithm.examples(rollout, own, self._draws(rollout))
         ]
 
@@ -234,7 +234,7 @@ class Trainer:
 
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration."""
-        return self.world.deal(self.order.batch(iteration, self.config.trainer.prompts_per_iteration))
+        return self.world.shard(self.order.batch(iteration, self.config.trainer.prompts_per_iteration))
 
     def evaluate(self) -> Row:
         """Evaluates the (averaged) weights on held-out prompts; returns the row for the log."""
@@ -336,7 +336,7 @@ class Trainer:
         """Says which alarms are new in a row, and remembers what they ask for."""
         for name in new:
             self.endings |= {self.config.alarms.of(name)} & {"stop", "rollback"}
-            if self.world.leads:
+            if self.world.is_main:
                 self.notify(
                     f"alarm after iteration {row['iteration']}: {name}: {row['alarms'][name]}. What helps: {ADVICE[name]}"
                 )

@@ -77,7 +77,7 @@ class Trained:
             return self.velocity(x, sigma, prompts)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Updater:
     """Turns examples into optimizer steps: one for all of them, or one for each part, as the algorithm asks.
 

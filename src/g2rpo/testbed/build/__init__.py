@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from g2rpo.testbed.build.clip import build_clip
-from g2rpo.testbed.build.common import Context, Log, build_world
+from g2rpo.testbed.build.common import Context, Log, build_dataset
 from g2rpo.testbed.build.figures import CARD, measure
 from g2rpo.testbed.build.flux import build_flux
 from g2rpo.testbed.build.preference import build_preference
@@ -34,13 +34,13 @@ def build(out: Path, *, seed: int = 0, quick: bool = False, log: Log = print) ->
     def done(stage: str) -> None:
         log(f"{stage} done after {time.perf_counter() - start:.0f} s")
 
-    world = build_world(ctx)
+    dataset = build_dataset(ctx)
     done("world")
-    vae = build_vae(ctx, world)
+    vae = build_vae(ctx, dataset)
     done("vae")
-    clip = build_clip(ctx, world)
+    clip = build_clip(ctx, dataset)
     done("clip")
-    preference = build_preference(ctx, world, vae, clip)
+    preference = build_preference(ctx, dataset, vae, clip)
     done("preference")
     readers = build_readers(ctx)
     done("reading")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel
 
 from g2rpo.testbed.build.augment import mild
-from g2rpo.testbed.build.common import FAMILY, Context, World, fit, save_half
+from g2rpo.testbed.build.common import FAMILY, Context, Dataset, fit, save_half
 from g2rpo.testbed.build.text import END, MAX_TOKENS, PAD, VOCABULARY, tokenizer
 from g2rpo.testbed.grammar import render_prompt, turned_round
 from g2rpo.testbed.rewards import SceneCLIP, image_features, text_features
@@ -48,7 +48,7 @@ def new_clip() -> CLIPModel:
     )
 
 
-def build_clip(ctx: Context, world: World) -> CLIPModel:
+def build_clip(ctx: Context, dataset: Dataset) -> CLIPModel:
     """Trains CLIP on whole families of scenes, so that every batch holds captions that are wrong in one word only."""
     folder = ctx.out / SceneCLIP.folder
     if (folder / "config.json").exists():
@@ -57,9 +57,9 @@ def build_clip(ctx: Context, world: World) -> CLIPModel:
     clip = new_clip()
 
     def loss() -> Tensor:
-        heads = rng.integers(len(world.scenes) // FAMILY, size=BATCH // FAMILY) * FAMILY
+        heads = rng.integers(len(dataset.scenes) // FAMILY, size=BATCH // FAMILY) * FAMILY
         rows = (heads[:, None] + np.arange(FAMILY)).ravel()
-        return contrastive_loss(clip, mild(world.images(rows)), [world.scenes[i] for i in rows])
+        return contrastive_loss(clip, mild(dataset.images(rows)), [dataset.scenes[i] for i in rows])
 
     fit(ctx, "clip", clip, loss, steps=ctx.scaled(2400, 4), lr=2e-3, matrix_lr=8e-3, ema=0.995)
     save_half(clip, folder)

@@ -53,7 +53,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class World:
+class Dataset:
     """The training pictures [N, 64, 64, 3] uint8 and their scenes, in families of `FAMILY` that differ in one edit."""
 
     pictures: NDArray[np.uint8]
@@ -69,20 +69,20 @@ def to_images(pictures: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(np.array(pictures)).permute(0, 3, 1, 2).float() / 255
 
 
-def build_world(ctx: Context) -> World:
+def build_dataset(ctx: Context) -> Dataset:
     """Draws the training pictures, or reads back the ones an earlier run drew."""
     pictures_file, prompts_file = ctx.work / "pictures.npy", ctx.work / "prompts.json"
     if prompts_file.exists():
         scenes = [parse(prompt) for prompt in json.loads(prompts_file.read_text())]
-        return World(np.load(pictures_file, mmap_mode="r"), scenes)
-    world = draw_world(ctx.rng("world"), ctx.scaled(100_000, 256))
+        return Dataset(np.load(pictures_file, mmap_mode="r"), scenes)
+    dataset = draw_dataset(ctx.rng("world"), ctx.scaled(100_000, 256))
     ctx.work.mkdir(parents=True, exist_ok=True)
-    np.save(pictures_file, world.pictures)
-    prompts_file.write_text(json.dumps([render_prompt(scene) for scene in world.scenes]))
-    return world
+    np.save(pictures_file, dataset.pictures)
+    prompts_file.write_text(json.dumps([render_prompt(scene) for scene in dataset.scenes]))
+    return dataset
 
 
-def draw_world(rng: np.random.Generator, count: int, *, neat: bool = False) -> World:
+def draw_dataset(rng: np.random.Generator, count: int, *, neat: bool = False) -> Dataset:
     """`count` pictures and their scenes, family by family; none is held out."""
     scenes: list[Scene] = []
     pictures = np.empty((count, SIDE, SIDE, 3), np.uint8)
@@ -91,7 +91,7 @@ def draw_world(rng: np.random.Generator, count: int, *, neat: bool = False) -> W
         for scene in (base, *(corrupt(base, rng) for _ in range(FAMILY - 1))):
             pictures[len(scenes)] = draw(layout(scene, rng, neat=neat), rng)
             scenes.append(scene)
-    return World(pictures, scenes)
+    return Dataset(pictures, scenes)
 
 
 def fast_bf16() -> bool:

@@ -9,7 +9,7 @@ from transformers import CLIPModel
 
 from g2rpo.testbed.build.augment import mild
 from g2rpo.testbed.build.clip import retrieval
-from g2rpo.testbed.build.common import FAMILY, Context, draw_world
+from g2rpo.testbed.build.common import FAMILY, Context, draw_dataset
 from g2rpo.testbed.build.flux import accuracy
 from g2rpo.testbed.build.preference import generated_like, pair_accuracy
 from g2rpo.testbed.build.vae import decode, encode
@@ -37,7 +37,7 @@ settings (LOG.md says which); the command repeats the recipe, not these bits.
 def measure(ctx: Context, vae: AutoencoderKL, clip: CLIPModel, preference: CLIPModel, pipe: FluxPipeline) -> dict[str, float]:
     """All figures, on freshly drawn pictures; accuracies are shares in [0, 1]."""
     rng = ctx.rng("figures")
-    fresh = draw_world(rng, ctx.scaled(4000, 64))
+    fresh = draw_dataset(rng, ctx.scaled(4000, 64))
     rows = ctx.scaled(1000, 64)
     texts = [render_prompt(scene) for scene in fresh.scenes]
     drawn = fresh.images(slice(None))

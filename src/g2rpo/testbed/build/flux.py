@@ -19,7 +19,7 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeli
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.testbed.build.common import Context, compiled, draw_world, fast_bf16, fit
+from g2rpo.testbed.build.common import Context, compiled, draw_dataset, fast_bf16, fit
 from g2rpo.testbed.build.reading import POOLED_WIDTH, WIDTH, Readers
 from g2rpo.testbed.build.text import MAX_TOKENS, tokenize, tokenizer
 from g2rpo.testbed.build.vae import encode
@@ -136,12 +136,12 @@ def training_data(ctx: Context, vae: AutoencoderKL) -> tuple[Tensor, Tensor, Ten
     file = ctx.work / "flux.safetensors"
     if not file.exists():
         rng = ctx.rng("flux data")
-        world = draw_world(rng, ctx.scaled(128_000, 256), neat=True)
+        dataset = draw_dataset(rng, ctx.scaled(128_000, 256), neat=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=fast_bf16()):
-            latents = encode(vae, world, len(world.scenes)).half()
+            latents = encode(vae, dataset, len(dataset.scenes)).half()
         packed = FluxPipeline._pack_latents(latents, len(latents), 16, SIDE // 8, SIDE // 8)
-        right = tokenize([render_prompt(scene) for scene in world.scenes])
-        foils = [render_prompt(corrupt(scene, rng)) for scene in world.scenes for _ in range(WRONG_CAPTIONS)]
+        right = tokenize([render_prompt(scene) for scene in dataset.scenes])
+        foils = [render_prompt(corrupt(scene, rng)) for scene in dataset.scenes for _ in range(WRONG_CAPTIONS)]
         wrong = tokenize(foils).reshape(len(right), WRONG_CAPTIONS, -1)
         save_file({"latents": packed.contiguous(), "right": right, "wrong": wrong}, file)
     data = load_file(file)

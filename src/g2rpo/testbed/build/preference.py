@@ -13,7 +13,7 @@ from transformers import CLIPModel
 
 from g2rpo.testbed.build.augment import harsh, mild
 from g2rpo.testbed.build.clip import contrastive_loss
-from g2rpo.testbed.build.common import FAMILY, Context, World, fit, save_half
+from g2rpo.testbed.build.common import FAMILY, Context, Dataset, fit, save_half
 from g2rpo.testbed.build.text import tokenizer
 from g2rpo.testbed.build.vae import decode, encode
 from g2rpo.testbed.grammar import render_prompt
@@ -26,17 +26,17 @@ RIGHT, RIGHT_UGLY, WRONG, WRONG_UGLY = range(4)
 ORDER = ((RIGHT, RIGHT_UGLY), (RIGHT, WRONG), (RIGHT, WRONG_UGLY), (RIGHT_UGLY, WRONG_UGLY), (WRONG, WRONG_UGLY))
 
 
-def build_preference(ctx: Context, world: World, vae: AutoencoderKL, clip: CLIPModel) -> CLIPModel:
+def build_preference(ctx: Context, dataset: Dataset, vae: AutoencoderKL, clip: CLIPModel) -> CLIPModel:
     """Fine-tunes a copy of CLIP on ordered pictures: right before wrong, clean before ugly."""
     folder = ctx.out / ScenePreference.folder
     if (folder / "config.json").exists():
         return CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
     rng = ctx.rng("preference")
     model = copy.deepcopy(clip)
-    generated = generated_like(ctx, world, vae)
+    generated = generated_like(ctx, dataset, vae)
 
     def loss() -> Tensor:
-        pictures, scenes = ballot(world, rng, generated)
+        pictures, scenes = ballot(dataset, rng, generated)
         scores = cosines(model, pictures, scenes) * ScenePreference.scale
         taste = torch.stack([-F.logsigmoid(scores[:, a] - scores[:, b]).mean() for a, b in ORDER]).mean()
         return taste + contrastive_loss(model, pictures[:, RIGHT], scenes)  # the second, so as not to forget
@@ -54,51 +54,51 @@ def cosines(model: CLIPModel, pictures: Tensor, scenes: list[Scene]) -> Tensor:
     return (images * texts[:, None]).sum(-1).float()
 
 
-def generated_like(ctx: Context, world: World, vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
+def generated_like(ctx: Context, dataset: Dataset, vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
     """The first families as a good and as a poor generator would draw them: decoded latents, clean and noisy."""
-    count = min(ctx.scaled(4096, 32), len(world.scenes))
-    latents = encode(vae, world, count)
+    count = min(ctx.scaled(4096, 32), len(dataset.scenes))
+    latents = encode(vae, dataset, count)
     amount = 0.25 + 0.5 * torch.rand(count, 1, 1, 1)
     noisy = latents * (1 - 0.3 * amount) + amount * torch.randn_like(latents)
     clean, poor = (torch.cat([decode(vae, part) for part in z.split(256)]) for z in (latents, noisy))
     return clean, poor
 
 
-def ballot(world: World, rng: np.random.Generator, generated: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Scene]]:
+def ballot(dataset: Dataset, rng: np.random.Generator, generated: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Scene]]:
     """Pictures [BATCH, 4, 3, 64, 64] to be ordered, and the scenes asked for. Half of them passed through the autoencoder."""
     clean, noisy = generated
     pick = np.concatenate(
         [
             rng.integers(len(clean) // FAMILY, size=BATCH // 2),
-            rng.integers(len(world.scenes) // FAMILY, size=BATCH - BATCH // 2),
+            rng.integers(len(dataset.scenes) // FAMILY, size=BATCH - BATCH // 2),
         ]
     )
     rows = pick * FAMILY + rng.integers(FAMILY, size=BATCH)
-    other = np.array([_relative(world, rng, row) for row in rows])
+    other = np.array([_relative(dataset, rng, row) for row in rows])
     decoded = torch.arange(BATCH)[:, None, None, None] < BATCH // 2
     poor = decoded & (torch.rand(BATCH, 1, 1, 1) < 0.6)
     pictures = []
     for chosen in (rows, other):
         inside = torch.from_numpy(chosen % len(clean))
-        good = torch.where(decoded, clean[inside], world.images(chosen))
+        good = torch.where(decoded, clean[inside], dataset.images(chosen))
         pictures += [mild(good), torch.where(poor, noisy[inside], harsh(good))]
-    return torch.stack(pictures, 1), [world.scenes[i] for i in rows]
+    return torch.stack(pictures, 1), [dataset.scenes[i] for i in rows]
 
 
-def _relative(world: World, rng: np.random.Generator, row: int) -> int:
+def _relative(dataset: Dataset, rng: np.random.Generator, row: int) -> int:
     """Another picture of the row's family, of a scene that differs in an attribute or two."""
     head = row - row % FAMILY
-    return int(rng.choice([i for i in range(head, head + FAMILY) if world.scenes[i] != world.scenes[row]]))
+    return int(rng.choice([i for i in range(head, head + FAMILY) if dataset.scenes[i] != dataset.scenes[row]]))
 
 
 @torch.no_grad()
 def pair_accuracy(
-    model: CLIPModel, world: World, rng: np.random.Generator, generated: tuple[Tensor, Tensor], rounds: int
+    model: CLIPModel, dataset: Dataset, rng: np.random.Generator, generated: tuple[Tensor, Tensor], rounds: int
 ) -> dict[str, float]:
     """How often the better of two pictures scores higher, by pair."""
     wins: dict[str, list[Tensor]] = {"clean over ugly": [], "right over wrong": []}
     for _ in range(rounds):
-        scores = cosines(model, *ballot(world, rng, generated))
+        scores = cosines(model, *ballot(dataset, rng, generated))
         wins["clean over ugly"].append((scores[:, RIGHT] > scores[:, RIGHT_UGLY]).float().mean())
         wins["right over wrong"].append((scores[:, RIGHT] > scores[:, WRONG]).float().mean())
     return {name: torch.stack(values).mean().item() for name, values in wins.items()}

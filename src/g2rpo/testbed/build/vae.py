@@ -7,7 +7,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 from torch.nn import functional as F
 
-from g2rpo.testbed.build.common import Context, World, fit, save_half
+from g2rpo.testbed.build.common import Context, Dataset, fit, save_half
 from g2rpo.testbed.scenes import SIDE
 
 KL_WEIGHT = 3e-4  # smooth latents: the generator's small errors should decode to small errors
@@ -32,7 +32,7 @@ def new_vae() -> AutoencoderKL:
     )
 
 
-def build_vae(ctx: Context, world: World) -> AutoencoderKL:
+def build_vae(ctx: Context, dataset: Dataset) -> AutoencoderKL:
     """Trains the autoencoder, sets its scaling and shift so that latents are about unit normal, and saves it."""
     folder = ctx.pipeline / "vae"
     if (folder / "config.json").exists():
@@ -41,13 +41,13 @@ def build_vae(ctx: Context, world: World) -> AutoencoderKL:
     vae = new_vae()
 
     def loss() -> Tensor:
-        images = world.images(rng.integers(len(world.scenes), size=BATCH)) * 2 - 1
+        images = dataset.images(rng.integers(len(dataset.scenes), size=BATCH)) * 2 - 1
         posterior = vae.encode(images).latent_dist
         decoded = vae.decode(posterior.sample()).sample.float()
         return reconstruction_loss(decoded, images) + KL_WEIGHT * posterior.kl().mean() / 1024
 
     fit(ctx, "vae", vae, loss, steps=ctx.scaled(4000, 4), lr=2e-3, ema=0.998, bf16=True)
-    latents = encode(vae, world, min(4096, len(world.scenes)))
+    latents = encode(vae, dataset, min(4096, len(dataset.scenes)))
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
     save_half(vae, folder)
     return vae
@@ -61,10 +61,10 @@ def reconstruction_loss(decoded: Tensor, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def encode(vae: AutoencoderKL, world: World, count: int, batch: int = 256) -> Tensor:
+def encode(vae: AutoencoderKL, dataset: Dataset, count: int, batch: int = 256) -> Tensor:
     """Latents [count, 16, 8, 8] (the posterior's mean, scaled and shifted) of the world's first pictures."""
     parts = [
-        vae.encode(world.images(slice(i, min(i + batch, count))) * 2 - 1).latent_dist.mode() for i in range(0, count, batch)
+        vae.encode(dataset.images(slice(i, min(i + batch, count))) * 2 - 1).latent_dist.mode() for i in range(0, count, batch)
     ]
     return (torch.cat(parts) - vae.config.shift_factor) * vae.config.scaling_factor
 
