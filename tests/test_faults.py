@@ -82,7 +82,7 @@ def dies_at(world, folder, moment):
 
 
 def test_a_run_killed_at_random_moments_is_the_run_that_was_not(tmp_path, untouched):
-    """Up to 20 kills, each at a random one of the next 30 touches of the disk (a whole run makes 135); not a bit differs."""
+    """Up to 20 kills, each at a random one of the next 30 touches of the disk (a whole run makes 188); not a bit differs."""
     moments, killed = random.Random(0), 0
     while killed < 20:
         (victim,) = ranks.start(1, dies_at, tmp_path, moments.randint(1, 30))
