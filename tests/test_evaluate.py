@@ -176,7 +176,7 @@ def model(tmp_path, flux_directory):
     (tmp_path / "mine.py").write_text("def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
     rewards = {"red": {"kind": "function", "options": {"target": f"{tmp_path / 'mine.py'}:redness"}}}
     (tmp_path / "rewards.yaml").write_text(yaml.safe_dump(rewards))
-    files = ["--prompts", tmp_path / "asked.txt", "--rewards", tmp_path / "rewards.yaml"]
+    files = ["--plugin", tmp_path / "mine.py", "--prompts", tmp_path / "asked.txt", "--rewards", tmp_path / "rewards.yaml"]
     return ["evaluate", "--model", flux_directory, "--size", 32, "--batch-size", 2, *files, "policy.max_sequence_length=12"]
 
 
