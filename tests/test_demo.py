@@ -231,7 +231,7 @@ def test_every_algorithm_has_lessons(flux_directory, prompts, name):
     config = tiny(flux_directory, prompts, f"algorithm.name={name}", "algorithm.group_size=3", "sampling.num_steps=6")
     assert config.algorithm.name == name
     cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
-    cast = type(cast)(name, cast.policy, config.algorithm, config.sampling, cast.rewards)
+    cast = replace(cast, title=name, algorithm=config.algorithm, sampling=config.sampling)
     studio = open_studio(cast, None, print)
     lesson = learn(studio, PROMPT, seed=0, plan=len(studio.plans) - 1, tuned=False)
     assert (lesson.predictions is None) == (not lesson.plan.shared_noise)

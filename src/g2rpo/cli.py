@@ -27,8 +27,6 @@ app = typer.Typer(
 testbed_app = typer.Typer(no_args_is_help=True, help="The embedded world: a tiny FLUX, its prompts and its rewards.")
 app.add_typer(testbed_app, name="testbed")
 console = Console(width=None if sys.stdout.isatty() else 10_000)  # a file or a pipe has no width to cut or wrap names for
-RECIPE = 20
-"""Columns for the name of a recipe."""
 
 
 def print_version(asked: bool) -> None:
@@ -336,9 +334,10 @@ def recipes(
     from g2rpo.config import recipes as known
 
     if name is None:
+        column = max(map(len, known.names())) + 2
         for each in known.names():
-            lines = textwrap.wrap(known.summary(each), max(20, console.width - RECIPE))
-            console.print(Text.assemble((f"{each:<{RECIPE}}", "bold"), f"\n{'':{RECIPE}}".join(lines)), highlight=False)
+            lines = textwrap.wrap(known.summary(each), max(20, console.width - column), break_on_hyphens=False)
+            console.print(Text.assemble((f"{each:<{column}}", "bold"), f"\n{'':{column}}".join(lines)), highlight=False)
     else:
         console.print(known.text(name), highlight=False, markup=False, soft_wrap=True)
 
