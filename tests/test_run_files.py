@@ -37,7 +37,7 @@ def test_a_run_from_python_leaves_weights_and_a_card(tmp_path, tiny_config):
     assert card.is_file() and not list((tmp_path / "run").rglob(".unfinished*"))
 
 
-def test_a_trainer_introduces_itself_in_a_line(tmp_path):
+def test_the_repr_of_a_trainer_is_one_line(tmp_path):
     t = trainer(tmp_path)
     next(t.train())
     assert repr(t) == f"Trainer('gaussian', iteration 0 of 4, run_dir={tmp_path})"

@@ -20,6 +20,7 @@ from g2rpo.errors import Stopped, UserError
 from g2rpo.files import UNFINISHED
 
 LOCK = ".lock"
+ATTEMPTS = 100  # to enter a folder that others make and remove meanwhile
 
 
 class InUse(UserError):
@@ -56,15 +57,15 @@ def held(folder: Path, warn: Callable[[str], None] = print) -> Iterator[int]:
             hold.depth -= 1
         return
     try:
-        made = _make(folder)
-        hold = _HOLDS[place] = _Hold(_lock(folder, warn), os.getpid())
+        descriptor, made = _make_and_lock(folder, warn)
+        hold = _HOLDS[place] = _Hold(descriptor, os.getpid())
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     try:
         yield hold.descriptor
     finally:
         del _HOLDS[place]
-        if made and not _contents(folder):
+        if made and folder.is_dir() and not _contents(folder):
             _remove_empty(folder, made)
         os.close(hold.descriptor)
 
@@ -129,11 +130,24 @@ def _contents(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(UNFINISHED)]
 
 
-def _make(folder: Path) -> list[Path]:
-    """The folders that had to be made, the innermost first."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return made
+def _make_and_lock(folder: Path, warn: Callable[[str], None]) -> tuple[int, list[Path]]:
+    """The descriptor of the locked file, and the folders that had to be made, the innermost first."""
+    made: list[Path] = []
+    for left in reversed(range(ATTEMPTS)):
+        made = made or [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = _lock(folder, warn)
+        except (FileNotFoundError, FileExistsError):
+            if not left or folder.is_file():
+                raise
+        else:
+            if _is_at(descriptor, folder / LOCK):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(), 0)
+                return descriptor, made
+            os.close(descriptor)  # a lock on a file that is gone is none
+    raise InUse(f"{folder} is made and removed by another process again and again; name another folder")
 
 
 def _lock(folder: Path, warn: Callable[[str], None]) -> int:
@@ -148,12 +162,6 @@ def _lock(folder: Path, warn: Callable[[str], None]) -> int:
             os.close(descriptor)
             raise InUse(f"{folder} is in use by {holder}; wait for it, stop it, or name another folder") from None
         warn(f"{folder}: its file system has no locks ({error.strerror}); see to it that no other process writes there")
-    if not _is_at(descriptor, file):  # the process that held it has just removed the folder
-        os.close(descriptor)
-        _make(folder)
-        return _lock(folder, warn)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(), 0)
     return descriptor
 
 
@@ -176,7 +184,7 @@ def _holder(file: Path) -> str:
 
 def _remove_empty(folder: Path, made: list[Path]) -> None:
     remove_unfinished(folder)
-    (folder / LOCK).unlink()
+    (folder / LOCK).unlink(missing_ok=True)
     for path in made:
         try:
             path.rmdir()
