@@ -65,7 +65,7 @@ def test_recipes_are_listed_and_explained(capsys, monkeypatch):
     monkeypatch.setattr(cli, "console", Console(width=60))
     narrow = g2rpo(capsys, "recipes")[1].splitlines()
     assert all(len(line) <= 60 for line in narrow) and " ".join(" ".join(narrow).split()) == " ".join(out.split())
-    begins = [line[: cli.RECIPE].strip() for line in narrow]
+    begins = [line[: (max(map(len, recipes.names())) + 2)].strip() for line in narrow]
     assert [name for name in begins if name] == recipes.names()
     code, out, _ = g2rpo(capsys, "recipes", "scenes")
     assert code == 0 and "group_size: 12" in out
