@@ -49,9 +49,8 @@ def main() -> None:
 
 
 def prepared(at_once: str, reward: Any, overrides: list[str]) -> Trainer:
-    trainer = build_trainer(load_config("scenes", [f"sampling.prompts_at_once={at_once}", *overrides]), None)
-    trainer.rewards = dict.fromkeys(trainer.rewards, reward)
-    return trainer
+    config = load_config("scenes", [f"sampling.prompts_at_once={at_once}", *overrides])
+    return build_trainer(config, None, given={"rewards": dict.fromkeys(config.rewards, reward)})
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:

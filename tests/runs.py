@@ -43,9 +43,7 @@ def trainer(
         policy=policy or GaussianPolicy(),
         rewards=rewards or {"bright": brightness},
         prompts=prompts,
-        heldout=prompts[:3],
-        judges={"dark": darkness},
         run_dir=run_dir,
         shards=sharding or Replicated(world),
-        **more,
+        **{"heldout": prompts[:3], "judges": {"dark": darkness}, **more},
     )

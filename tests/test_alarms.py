@@ -311,19 +311,19 @@ def brightness_of(prompt):
 def alarmed(run_dir, *overrides, heard=None, world=None):
     if run_dir is not None:
         run_dir.mkdir(exist_ok=True)
-    t = trainer(
+    prompts = [str(0.01 * i) for i in range(16)]
+    return trainer(
         run_dir,
         "trainer.iterations=10",
         "trainer.checkpoint_every=5",
         "alarms.pictures=off",  # sixteen grey pictures of nearly one brightness leave its range at once
         *overrides,
-        prompts=[str(0.01 * i) for i in range(16)],
+        prompts=prompts,
+        heldout=prompts,
+        judges={"dark": peaked},
         notify=(heard if heard is not None else []).append,
         **({"world": world} if world is not None else {}),
     )
-    t.judges = {"dark": peaked}
-    t.heldout = t.prompts
-    return t
 
 
 def rows_of(t):

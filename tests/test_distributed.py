@@ -121,8 +121,7 @@ def test_what_ranks_tell_each_other(tmp_path):
 
 def judge(world, folder):
     heldout = [str(i / 20) for i in range(5)]
-    t = trainer(folder / "run", "evaluation.pictures=5", world=world)
-    t.heldout = heldout
+    t = trainer(folder / "run", "evaluation.pictures=5", world=world, heldout=heldout)
     row = t.evaluate()
     return [
         list(t.evaluator.baseline.images.shape),
@@ -153,9 +152,9 @@ def test_dealt_items_are_the_whole_in_order():
 
 
 def test_prompts_that_cannot_be_dealt_evenly_are_refused():
-    with pytest.raises(UserError, match=r"prompts_per_iteration=6 cannot be dealt evenly over 4 ranks; 4 or 8 can"):
+    with pytest.raises(UserError, match=r"prompts_per_iteration=6 cannot be divided evenly over 4 ranks; 4 or 8 can"):
         trainer(None, "trainer.prompts_per_iteration=6", world=World(1, 4))
-    with pytest.raises(UserError, match=r"=1 cannot be dealt evenly over 4 ranks; 4 can"):
+    with pytest.raises(UserError, match=r"=1 cannot be divided evenly over 4 ranks; 4 can"):
         World(0, 4).share(1, "x")
     assert ALONE.share(7, "x") == 7
 

@@ -83,7 +83,7 @@ def test_tables_tell_the_same(capsys):
         (["flux1-dev-hps", "--device", "h20"], "unknown device. Did you mean 'h200'"),
         (["flux1-dev-hps", "--device", "toaster"], "unknown device. Known: a100, a100-40"),
         (["flux1-dev-hps", "--device", "h200", "--probe"], "leave one of them out"),
-        (["flux1-dev-hps", "--ranks", "3"], "cannot be dealt evenly over 3 ranks"),
+        (["flux1-dev-hps", "--ranks", "3"], "cannot be divided evenly over 3 ranks"),
         (["flux1-dev-hps", "trainer.sharding=full"], "plan for them with --ranks"),
         (["scenes", "--ranks", "2", "--probe"], "leave one of them out"),
         (["flux1-dev-hp"], "unknown recipe 'flux1-dev-hp'. Did you mean 'flux1-dev-hps'"),

@@ -1,4 +1,4 @@
-"""What the command line does, from Python, with objects where it has names.
+"""The operations of the command line with Python objects.
 
 trainer = api.trainer("scenes", rewards={"red": redness}, run_dir="runs/red")
 for row in trainer.train(): ...

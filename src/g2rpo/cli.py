@@ -127,7 +127,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell what a run will do, hold and take, before it is paid for."""
+    """Estimate a run's compute, memory and time before launching it."""
     from g2rpo.commands.plan import plan as tell
 
     tell(

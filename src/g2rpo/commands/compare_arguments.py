@@ -1,4 +1,4 @@
-"""What `g2rpo compare` is told in words: cells, budgets, learning rates."""
+"""Parses the arguments of `g2rpo compare`: cells, budgets, learning rates."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from g2rpo.files import FileDigests, digest_of, local
 from g2rpo.types import plain_prompt
 
 READ = ("target", *components.WEIGHT_OPTIONS)  # options of rewards that may name a file
-SMALL = 2**24  # bytes; larger files, which are weights, are told apart by their size
+SMALL = 2**24  # bytes; larger files, which are weights, are compared by their size
 
 
 def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], given: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`g2rpo plan`: what a run will do, hold and take, before anything is paid."""
+"""`g2rpo plan`: estimates compute, memory and time of a run before launching it."""
 
 from __future__ import annotations
 

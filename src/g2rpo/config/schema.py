@@ -25,7 +25,7 @@ from g2rpo.types import Algorithm, Policy
 
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(gt=0, le=10**6)]
-"""More than a million is a slip of the finger, and takes the memory before anybody can say so."""
+"""More than a million is a typing error, and would exhaust memory before any message."""
 Shift = PositiveFloat | Literal["model", "scheduler"]
 """The time shift of the sigma grid. "model": the one that the pipeline is deployed with at this size; "scheduler": the same on
 the grid of diffusers' scheduler, as SD3's pipelines walk it (`flow.scheduler_grid`)."""
@@ -218,7 +218,7 @@ class AlarmsConfig(Section):
     drift: Action | None = None
     """Rollout and training pass disagree about log-probs."""
     silent: Action | None = None
-    """Most groups teach nothing."""
+    """Most groups have zero variance."""
     masked: Action | None = None
     """Groups without scores."""
     saturated: Action | None = None

@@ -1,4 +1,4 @@
-"""A plan: what a run of a config will do, hold and take, on one device."""
+"""Estimates compute, memory and time of a run, from its config, for one device."""
 
 from __future__ import annotations
 

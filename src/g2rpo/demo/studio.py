@@ -193,8 +193,8 @@ def learn(
     """Samples, scores and compares one group for `prompt` by plan number `plan` of the algorithm.
 
     With a run's own seed and granularities (None: the algorithm's) this is what its first iteration did for its first
-    prompt. Tails are walked as `sampling.tails` says, by the policy's own network. `on_progress` hears of network evaluations
-    done and in all. `UserError` for wrong input.
+    prompt. Tails are walked as `sampling.tails` says, by the policy's own network. `on_progress(done, total)` counts
+    network evaluations. `UserError` for wrong input.
     """
     prompt, seed = checked(prompt, seed)
     if plan not in range(len(studio.plans)):

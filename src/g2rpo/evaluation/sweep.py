@@ -113,7 +113,7 @@ class Judging:
     ) -> None:
         """Samples, scores and stores `chunks`; `use_weights` is called once, before the first tuned one.
 
-        `done` hears of finished pictures. `UserError` when the disk refuses; finished chunks remain.
+        `done(count)` is called after finished pictures. `UserError` when the disk refuses; finished chunks remain.
         """
         tuned = False
         for chunk in chunks:

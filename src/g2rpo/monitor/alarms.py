@@ -35,7 +35,7 @@ CROWD, CROWD_LEVEL = 0.25, 1e-4
 
 ADVICE = {
     "drift": "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range",
-    "silent": "groups whose members all score alike teach nothing: a finer reward, harder or easier prompts, more noise (eta)",
+    "silent": "zero-variance groups have no gradient: a finer reward, harder or easier prompts, more noise (eta)",
     "masked": "a reward does not answer: look at its server's or judge's log",
     "saturated": "advantages are mostly signs: raise algorithm.advantage_clip, or lower the weights of the rewards",
     "hacking": "the reward is being gamed: train on the fallen reward too, lower the learning rate, add algorithm.kl_weight",
@@ -100,7 +100,7 @@ def training_alarms(rows: Sequence[Row], drift_limit: float) -> dict[str, str]:
         return raised
     for name, key, limit, what in (
         ("masked", "masked_groups", MASKED, "of the groups have no two scores to compare"),
-        ("silent", "silent_groups", SILENT, "of the groups teach nothing (all advantages 0)"),
+        ("silent", "silent_groups", SILENT, "of the groups have no variance (all advantages 0)"),
         ("saturated", "advantage_clipped", SATURATED, "of the advantages are at the clip"),
     ):
         share = sum(_number(row, key) for row in rows) / len(rows)

@@ -22,7 +22,7 @@ def diagnose(
     `step/K/spread/NAME`: std of a reward within groups that branch at K, over all tails. `step/K/advantage`: mean |A| there.
     `step/K/agreement`: Spearman between two tails' rewards of the same members, over all pairs of tails and all rewards.
     `granularity/M/spread/NAME`, `granularity/M/agreement`: the same by tail, the latter against the group's finest tail.
-    One tail has nobody to agree with, and no such entries. An entry without a single valid value is NaN.
+    With one tail there are no such entries. An entry without a single valid value is NaN.
     """
     grain = torch.as_tensor(granularities)
     spread = group_std(rewards)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from g2rpo.files import write_whole
 
 PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
-BACKLOG = 50  # rows that a tracker may be behind before somebody is told
+BACKLOG = 50  # rows that a tracker may be behind before `notify` is called
 
 
 class Tracker(Protocol):
@@ -149,7 +149,7 @@ class Trackio(Hosted):
 class Feed:
     """Gives rows to trackers, each in a thread of its own, so that none can end a run or hold it up.
 
-    A tracker that fails gets nothing more, and `notify` hears of it once, by name; so it does of one that falls far behind or
+    A tracker that fails gets nothing more, and `notify` is called once with its name; so it is for one that falls far behind or
     does not finish within `patience` seconds.
     """
 

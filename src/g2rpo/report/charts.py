@@ -1,6 +1,6 @@
 """Charts as inline SVG: pure functions from numbers to markup. Colours come from the page's style sheet, by class.
 
-A run is told apart by colour, dash and marker together (its `style`), so that no reader depends on colour.
+Runs differ by colour, dash and marker together (its `style`), so that no reader depends on colour.
 """
 
 from __future__ import annotations

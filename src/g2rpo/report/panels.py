@@ -32,7 +32,7 @@ HEALTH = (
     ("learning_rate", "Learning rate", "as scheduled"),
     ("advantage_size", "Advantage size", "mean |advantage|"),
     ("advantage_clipped", "Clipped advantages", "share at the advantage clip"),
-    ("silent_groups", "Silent groups", "share of groups that teach nothing: all advantages 0"),
+    ("silent_groups", "Zero-variance groups", "share of groups without a gradient: all advantages 0"),
     ("missing_scores", "Missing scores", "share of scores that are NaN"),
     ("masked_groups", "Masked groups", "share of groups without two scores to compare"),
     ("log_prob_drift", "Log-prob drift", "training pass against rollout; rounding, or something is wrong"),

@@ -142,7 +142,7 @@ _LINGER_S, _WRITE_S = 5.0, 30.0
 
 
 class _Input(io.RawIOBase):
-    """What a connection says until `deadline`, then TimeoutError: a client that drips a byte at a time is no exception."""
+    """Reads of a connection until `deadline`, then TimeoutError, also for a client that sends a byte at a time."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self.connection = connection
@@ -191,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"scores": self._scores()})
         except BadRequest as error:
             self._refuse(error)
-        except OSError:  # the connection broke; there is nobody to answer to
+        except OSError:  # the connection broke: no answer can be sent
             raise
         except Exception as error:  # the reward's own failure: the server lives on, the client may try again
             log.exception("the reward failed")

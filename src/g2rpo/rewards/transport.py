@@ -31,7 +31,7 @@ class NoAnswer(ConnectionError):
 
 
 class Unreachable(NoAnswer):
-    """There is nobody at the endpoint's address."""
+    """Nothing answers at the endpoint's address."""
 
 
 class TooSlow(NoAnswer):
@@ -147,7 +147,7 @@ def request_json(
         handlers.append(urllib.request.ProxyHandler({}))  # a proxy cannot see this machine's loopback
     deadline, sockets = time.monotonic() + timeout_s, list[socket.socket]()
     handlers += [_HTTP(sockets), _HTTPS(sockets)]
-    # A socket's own timeout bounds one read, which who drips a byte at a time never meets. So it is shut in the end.
+    # A socket's own timeout bounds one read; a peer that sends a byte at a time never reaches it. So sockets are closed then.
     shut = threading.Timer(timeout_s, _shut, [sockets])
     shut.daemon = True
     shut.start()

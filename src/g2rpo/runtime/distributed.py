@@ -1,7 +1,7 @@
-"""Training on several processes: who this one is, and the few things that the ranks tell each other.
+"""Training on several processes: this process's rank, and the collectives that training uses.
 
-Ranks differ by prompts, so a group never spans two of them. They meet to exchange rewards and metrics (small, on the CPU,
-through gloo) and to add gradients (on their devices). A world of one has nobody to meet: every method is then free.
+Prompts are sharded over ranks, so a group never spans two of them. Rewards and metrics are gathered through gloo (small, on the
+CPU); gradients are reduced on the devices. With one process, collectives are no-ops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Items = TypeVar("Items", list[str], Sequence[str], Tensor)
 
 BUCKET = 2**25
 """Numbers that are added in one message: large enough to be fast, small beside the gradients of a large model."""
-_LAST_WORDS = "g2rpo/last_words"
+_REASON = "g2rpo/reason"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the run directory and talks to people."""
+        """Whether this is rank 0, which writes the run directory and prints."""
         return self.rank == 0
 
     def share(self, count: int, setting: str) -> int:
@@ -45,11 +45,11 @@ class World:
         if count % self.size:
             fitting = [number for number in (count - count % self.size, count + self.size - count % self.size) if number]
             listed = " or ".join(str(number) for number in fitting)
-            raise UserError(f"{setting}={count} cannot be dealt evenly over {self.size} ranks; {listed} can")
+            raise UserError(f"{setting}={count} cannot be divided evenly over {self.size} ranks; {listed} can")
         return count // self.size
 
     def first(self, count: int) -> int:
-        """The number of this rank's first item where `count` items are dealt."""
+        """The number of this rank's first item where `count` items are sharded."""
         return self.rank * count // self.size
 
     def shard(self, items: Items) -> Items:
@@ -64,7 +64,7 @@ class World:
         """The rows of all ranks in their order, on every rank; `own` [rows, ...] is on the CPU, and rows may differ."""
         if self.size == 1:
             return own
-        with self._meeting():
+        with self._collective():
             padded, counts = self._padded(own)
             parts = [torch.empty_like(padded) for _ in counts]
             dist.all_gather(parts, padded)
@@ -74,7 +74,7 @@ class World:
         """As `gather`, but on the leader only: the others keep their own rows."""
         if self.size == 1:
             return own
-        with self._meeting():
+        with self._collective():
             padded, counts = self._padded(own)
             parts = [torch.empty_like(padded) for _ in counts] if self.is_main else None
             dist.gather(padded, parts)
@@ -111,7 +111,7 @@ class World:
         if self.size == 1:
             return
         self.total(0)
-        with self._meeting():
+        with self._collective():
             for bucket in _buckets(tensors):
                 flat = torch.cat([tensor.flatten() for tensor in bucket])
                 dist.all_reduce(flat)
@@ -119,8 +119,8 @@ class World:
                     tensor.copy_(part.view_as(tensor))
 
     @contextmanager
-    def _meeting(self) -> Iterator[None]:
-        """Says why, if a meeting fails: because somebody did not come."""
+    def _collective(self) -> Iterator[None]:
+        """Turns the failure of a collective into `RankLost` with its reason."""
         try:
             yield
         except RuntimeError as error:
@@ -129,11 +129,11 @@ class World:
     def lost(self) -> RankLost:
         """What to raise when a meeting fails."""
         silence = "another rank died without a word, or did not answer within trainer.rank_timeout_s"
-        return RankLost(f"rank {self.rank} stops: {self._last_words() or silence}")
+        return RankLost(f"rank {self.rank} stops: {self._reason() or silence}")
 
-    def _last_words(self) -> str:
+    def _reason(self) -> str:
         try:
-            return self.store.get(_LAST_WORDS).decode() if self.store.check([_LAST_WORDS]) else ""
+            return self.store.get(_REASON).decode() if self.store.check([_REASON]) else ""
         except RuntimeError:  # the store was rank 0's, and is gone with it
             return ""
 
@@ -145,7 +145,7 @@ ALONE = World()
 def joined(device: str, timeout_s: float = 1800) -> Iterator[World]:
     """The world that torchrun, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, has put this process in.
 
-    On GPUs the process takes the device of its local rank. An exception that leaves the context is told to the other ranks;
+    On GPUs the process takes the device of its local rank. An exception that leaves the context is sent to the other ranks;
     one that waits longer than `timeout_s` for the others, or finds one gone, raises `RankLost`.
     """
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -172,15 +172,15 @@ def joined(device: str, timeout_s: float = 1800) -> Iterator[World]:
         yield World(rank, size, store)
     except BaseException as error:
         if not isinstance(error, RankLost):
-            _say(store, f"rank {rank} stopped with {type(error).__name__}: {error}")
+            _publish(store, f"rank {rank} stopped with {type(error).__name__}: {error}")
         raise
     dist.destroy_process_group()
 
 
-def _say(store: Any, words: str) -> None:
-    """Leaves the first last words for the other ranks."""
+def _publish(store: Any, words: str) -> None:
+    """Publishes why this rank stopped, unless another rank did before."""
     with suppress(RuntimeError):  # the store may be gone, and with it the rank that could have listened
-        store.compare_set(_LAST_WORDS, "", words)
+        store.compare_set(_REASON, "", words)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

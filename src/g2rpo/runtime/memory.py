@@ -56,7 +56,7 @@ def bounded_by(kind: Kind) -> Iterator[None]:
 class BatchSizes:
     """Rows of a network call in rollouts, pictures of one decoding, branch points of one training pass.
 
-    `auto` names what `find` has yet to measure. `halved` counts how often memory ran out; `notify` hears of every change.
+    `auto` names what `find` has yet to measure. `halved` counts how often memory ran out; `notify` gets a message for each.
     `in_step` names sizes that are never halved, because the ranks' calls have to match.
     """
 

@@ -68,7 +68,7 @@ class Sharded(Replicated):
     """Every rank has a piece of each weight of the models given to `shard`; on `device`, "cpu" or "cuda".
 
     With `whole_samples` the weights are gathered once before sampling and kept, in the dtype of the network's calls, until it
-    ends; calls meet nobody then, and a rank whose memory runs out halves its batch by itself. Without, each call gathers each
+    ends; calls are local then, and a rank whose memory runs out halves its batch by itself. Without, each call gathers each
     layer once, whatever its number of rows.
     """
 

@@ -39,7 +39,7 @@ class Sampler:
     """Rolls out prompts as an algorithm plans it, and has `rewards` score the pictures.
 
     `sizes` may shrink when memory runs out. `first` is the place of this rank's first prompt in the iteration: noise depends on
-    `seed`, the iteration and a prompt's place, not on the rank. `on_evaluations` hears of rows that the network has seen.
+    `seed`, the iteration and a prompt's place, not on the rank. `on_evaluations(rows)` is called after each network call.
     """
 
     policy: Policy

@@ -22,7 +22,7 @@ from g2rpo.types import Algorithm, Batch, Cond, Example, Loss, Policy
 def without_zero_advantages(examples: Sequence[Example]) -> list[Example]:
     """`examples` in which a member of a prompt counts if it has an advantage other than 0 in any of them.
 
-    The others teach nothing but the KL term, and would make the mean of the rest smaller (Flow-GRPO's code).
+    The others contribute only the KL term, and would make the mean of the rest smaller (Flow-GRPO's code).
     """
     alive: dict[int, Tensor] = {}
     for item in examples:

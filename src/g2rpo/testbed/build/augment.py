@@ -56,7 +56,7 @@ def mild(images: Tensor) -> Tensor:
 
 
 def harsh(images: Tensor) -> Tensor:
-    """What nobody wants: each row gets one or more of blur, bent lines, washed-out colours, noise."""
+    """Degraded pictures: each row gets one or more of blur, bent lines, washed-out colours, noise."""
     batch = len(images)
     chosen = torch.rand(batch, 4) < 0.3
     chosen[torch.arange(batch), torch.randint(4, (batch,))] = True

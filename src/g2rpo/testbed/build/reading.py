@@ -94,7 +94,7 @@ def build_readers(ctx: Context) -> Readers:
 
 
 def questions(told: Tensor, answer: Tensor) -> Tensor:
-    """Mean cross-entropy of what is told [..., sum(CLASSES)] about the answers [..., 5]."""
+    """Mean cross-entropy of logits [..., sum(CLASSES)] for the answers [..., 5]."""
     parts = told.float().split(CLASSES, dim=-1)
     losses = [F.cross_entropy(p.flatten(0, -2), answer[..., i].flatten(), ignore_index=IGNORED) for i, p in enumerate(parts)]
     return torch.stack(losses).mean()
