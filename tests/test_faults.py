@@ -242,6 +242,7 @@ def test_torchrun_ends_when_a_rank_is_killed(tmp_path, tiny_config):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "g2rpo", "train"]
     reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
     options = [str(tiny_config), "trainer.prompts_per_iteration=2", "rewards=", reward, "--run-dir", str(tmp_path / "run")]
+    options += ["--plugin", str(tmp_path / "reward.py")]
     done = subprocess.run([*launch, *options], capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "Signal 9 (SIGKILL)" in done.stderr
