@@ -71,7 +71,7 @@ def learn(world, folder, model, mode, killed=False):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         register_module_forward_pre_hook(die)  # an iteration has four passes of two prompts' two branch points
-    _run(chosen, folder, (folder / "config.yaml").exists(), False, world, Console(quiet=True))
+    _run(chosen, folder, (folder / "config.yaml").exists(), world, Console(quiet=True))
 
 
 def learn_sd3(world, folder, model, mode):
