@@ -1,6 +1,7 @@
 """Predicted work, memory and operations against what tiny real models do, and against published sizes."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from g2rpo.build import components
 from g2rpo.commands.train import load_config
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import RewardConfig
-from g2rpo.cost import trace
+from g2rpo.cost import autocast, trace
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.blueprint import PUBLISHED, build_on_meta, on_meta, read_blueprint, shapes_of, size_of
 from g2rpo.cost.cards import CARDS, card_of
@@ -300,6 +301,17 @@ def test_traced_activations_are_the_allocators(deep, one_thread, model, override
     for run in (velocity, training, decode):
         run()  # what is made once is made
         assert getattr(predicted, run.__name__) == pytest.approx(real_peak(run), rel=0.1), run.__name__
+
+
+def test_the_lists_of_cudas_autocast_are_torchs():
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+
+    def names(macro):
+        (block,) = re.findall(rf"#define {macro}\(_\)(.*?)\n\n", header, re.DOTALL)
+        return {name for name in re.findall(r"_\((\w+)", block) if not name.startswith("_")}
+
+    assert names("AT_FORALL_FP32") == autocast.FLOAT32
+    assert names("AT_FORALL_FP32_SET_OPT_DTYPE") == autocast.SUMS
 
 
 def test_cudas_norms_need_more_than_the_cpus(deep):
