@@ -154,11 +154,11 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
     """Builds what is needed and does the missing chunks."""
     config, out = judging.config, judging.directory
     console.print(f"building the policy and {len(config.rewards)} rewards ...")
-    rewards = components.build_rewards(config.rewards, components.pick_device(config.policy.device))
     prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.cache, prompts, console, warn_on(console))
     policy = cached.policy
+    rewards = components.build_rewards(config.rewards, components.pick_device(config.policy.device))
     done = len(judging.chunks()) - len(missing)
     if done:
         say(console, f"{done} of {len(judging.chunks())} chunks in {out} are finished already")

@@ -53,8 +53,8 @@ def build_trainer(
 ) -> Trainer:
     """A trainer with the policy, rewards and prompts that `config` names, or with the objects `given` in their place.
 
-    Prompts are encoded before the policy takes the device, with progress on `console`. `warn(message)` is called for trouble
-    with the embedding cache, batch sizes and trackers. `given` may have what `preflight.check` lists.
+    Prompts are encoded before policy and rewards take the device, with progress on `console`. `warn(message)` is called for
+    trouble with the embedding cache, batch sizes and trackers. `given` may have what `preflight.check` lists.
     """
     world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
     given = given or {}
@@ -65,9 +65,6 @@ def build_trainer(
             f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
         )
     sharding = components.build_sharding(config, world)
-    device = components.pick_device(config.policy.device)
-    rewards = given.get("rewards") or components.build_rewards(config.rewards, device)
-    judges = given["judges"] if "judges" in given else components.build_rewards(config.evaluation.rewards, device)
     if "policy" in given:
         policy = given["policy"]
     else:
@@ -75,6 +72,9 @@ def build_trainer(
         begun = newest_iteration(run_dir / "checkpoints") if run_dir is not None else 0
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
         policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), warn, sharding)
+    device = components.pick_device(config.policy.device)
+    rewards = given.get("rewards") or components.build_rewards(config.rewards, device)
+    judges = given["judges"] if "judges" in given else components.build_rewards(config.evaluation.rewards, device)
     return Trainer(
         config=config,
         policy=policy,

@@ -89,7 +89,7 @@ def plan_memory(
     stays = sum(always.values()) + sum(after.values())
     held = stays + sum(work.values())
     moments = {
-        "encoding prompts": sum((scoring if parked else always).values()) + encoders,
+        "encoding prompts": encoders if parked else sum(always.values()) + encoders,
         "rollout": held + sampled + traced.velocity,
         "decoding": held + working.get("all weights, gathered to sample", 0) + traced.decode,
         "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers
