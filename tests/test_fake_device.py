@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from g2rpo.build import components
 from g2rpo.commands.train import build_trainer
 from g2rpo.cost.plan import make_plan
 from tests import ranks
@@ -111,6 +112,7 @@ def test_a_finished_run_is_used_for_pictures_evaluations_and_the_demo(run, flux_
     (answer,) = run(cases.use, flux_directory)
     assert answer["sample"] == pytest.approx(answer["trainer"], abs=1e-5)
     assert answer["demo"] == pytest.approx(answer["api"], abs=1e-5)
+    assert answer["models"] < 2  # it judges base and tuned one after the other
 
 
 def test_memory_that_runs_out_halves_batches(run, flux_directory):
@@ -131,7 +133,15 @@ def test_a_checkpoint_of_the_device_is_gone_on_with_on_a_cpu(run, flux_directory
 def test_text_encoders_leave_before_the_transformer_comes(run, flux_directory):
     (cold,) = run(cases.encode, flux_directory)
     assert cold["now"] < cold["painting"] * 1.1 and cold["peak"] < max(cold["painting"] * 1.1, cold["encoding"] * 1.5)
-    assert cold["peak"] < cold["painting"] + cold["encoding"]
+    assert cold["peak"] < cold["painting"] + cold["encoding"] and cold["encoded"] == len(cases.PROMPTS)
+
+
+def test_embeddings_that_a_cpu_has_made_serve_the_device(run, flux_directory, tmp_path):
+    settings = cases.config(tmp_path, flux_directory, "policy.device=cpu")
+    text = components.load_pipeline(settings.policy, tuning="frozen").text
+    components.cache_embeddings(text, settings.policy, settings.prompts.cache, print).encode(cases.PROMPTS)
+    (warm,) = run(cases.encode, flux_directory)
+    assert warm["encoded"] == 0 and warm["peak"] < warm["painting"] * 1.1  # text encoders never come
 
 
 CHECKPOINTED = "policy.gradient_checkpointing=true"

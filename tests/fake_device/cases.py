@@ -13,7 +13,7 @@ from g2rpo.commands.sample import sample
 from g2rpo.commands.train import build_trainer
 from g2rpo.config.resolve import resolve
 from g2rpo.cost import trace
-from g2rpo.cost.blueprint import read_blueprint, shapes_of
+from g2rpo.cost.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.demo.studio import draw, learn
 from g2rpo.runs.directory import claim, weights_path
 
@@ -95,19 +95,17 @@ def run_out(world, folder, model):
 
 
 def encode(world, folder, model, *overrides):
-    """Bytes on the device at the peak of building a trainer, of its transformer and VAE, and of its text encoders."""
+    """Bytes on the device at the peak of building a trainer, and after it; those of its transformer and VAE, and of its text
+    encoders; and how many prompts were encoded."""
     torch.fakegpu.reset_peak_memory_stats()
     trainer = build(world, folder, model, *overrides)
     pipeline = trainer.policy.policy.pipeline
-
-    def size(*names):
-        return sum(tensor.nbytes for name in names for tensor in getattr(pipeline, name).state_dict().values())
-
     return {
         "peak": torch.fakegpu.max_memory_allocated(),
-        "painting": size("transformer", "vae"),
-        "encoding": size("text_encoder", "text_encoder_2"),
+        "painting": size_of(pipeline.transformer) + size_of(pipeline.vae),
+        "encoding": size_of(pipeline.text_encoder) + size_of(pipeline.text_encoder_2),
         "now": torch.fakegpu.memory_allocated(),
+        "encoded": trainer.policy.encoder.encoded,
     }
 
 
@@ -143,7 +141,8 @@ def peaks(world, folder, model, *overrides):
 
 
 def use(world, folder, model):
-    """What a finished run is used for: pictures, evaluations, the demo. Returns a held-out picture's mean from each."""
+    """What a finished run is used for: pictures, evaluations, the demo. Returns a held-out picture's mean from each, and how
+    many models' memory `api.evaluate` takes."""
     settings = config(folder, model)
     run, console, prompt = folder / "run", Console(quiet=True), PROMPTS[0]
     trainer = build(world, folder, model)
@@ -156,7 +155,11 @@ def use(world, folder, model):
     options = {"run": run, "policy": None, "weights": None, "strength": 1.0, "base": False, "steps": None, "shift": None}
     sample([prompt], **options, seed=0, batch_size=2, out=folder / "sampled", console=console)
     evaluate(run_settings(run), [], folder / "evaluated", console)
+    standing = torch.fakegpu.memory_allocated()
+    torch.fakegpu.reset_peak_memory_stats()
     table = api.evaluate(run, trainer.rewards, [prompt])
+    pipeline = trainer.policy.policy.pipeline
+    peak = (torch.fakegpu.max_memory_allocated() - standing) / (size_of(pipeline.transformer) + size_of(pipeline.vae))
 
     studio = open_studio(of_run(run), weights_path(run), print)
     drawing = draw(studio, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
@@ -165,6 +168,7 @@ def use(world, folder, model):
     return {
         "trainer": float(own.mean()),
         "api": table["brightness"].tuned,
+        "models": peak,
         "demo": float(drawing.tuned.scores["brightness"][0]),
         "sample": float(api.sample(run, [prompt]).mean()),
     }
