@@ -92,7 +92,7 @@ def measure(trainer: Trainer, args: argparse.Namespace) -> tuple[dict[tuple[int,
                 policy=trainer.policy, cond=cond, sigmas=trainer.sigmas, batch_size=int(config.sampling.batch_size), tails=tails
             )
             began = time.process_time()
-            rollouts = engine.rollout(plans, args.members, trainer.kernel, noise)
+            rollouts = engine.rollout(plans, args.members, trainer.algorithm.kernel(trainer.sigmas), noise)
             seconds[name] += time.process_time() - began
             began = time.process_time()
             rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, prompts, trainer.sizes.decode, Stopwatch())

@@ -185,11 +185,11 @@ def sketch_prompt(trainer: Trainer, variants: Mapping[str, Variant], sketch: Ske
     def noise(place: int, *purpose: Any) -> torch.Generator:
         return generator_for(trainer.config.trainer.seed, "credit", number, *purpose)
 
-    rollouts = engine.rollout(plans, trainer.algorithm.group_size, trainer.kernel, noise)
+    rollouts = engine.rollout(plans, trainer.algorithm.group_size, trainer.algorithm.kernel(trainer.sigmas), noise)
     rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, [prompt], 8, Stopwatch())  # [plans, R, 1, G]
     found = {}
     for plan, rollout, advantages in zip(plans, rollouts, group_normalize(rewards).sum(2), strict=True):
-        own = gradients(trainer.policy, trainer.kernel, trainer.sigmas, rollout, advantages, prompt)
+        own = gradients(trainer.policy, trainer.algorithm.kernel(trainer.sigmas), trainer.sigmas, rollout, advantages, prompt)
         found[plan] = torch.stack([sketch(gradient) for gradient in own])
     return {
         name: torch.stack([weight * found[plan] for plan, weight in zip(own.plans, own.weights, strict=True)]).mean(0)
@@ -232,7 +232,7 @@ def repeat_the_rest(trainer: Trainer, number: int, step: int, noisy: int, draws:
             generator = generator_for("explained", number, step, at)
             noise = torch.randn(draws if at == step else count, *x.shape[1:], generator=generator)
             noise = noise.repeat_interleave(repeats, 0) if at == step else noise
-            x = trainer.kernel(x, v, sigmas[at], sigmas[at + 1]).sample(noise)
+            x = trainer.algorithm.kernel(trainer.sigmas)(x, v, sigmas[at], sigmas[at + 1]).sample(noise)
         images = decode(policy, x, 8)
     return score(trainer.rewards, images, [prompt] * count).unflatten(1, (draws, repeats))
 
@@ -268,7 +268,9 @@ def steps_of(name: str) -> list[int]:
 def evening(trainer: Trainer, step: int) -> float:
     """The weight of a branch step with `step_weight=even`."""
     sigma, after = trainer.sigmas[step], trainer.sigmas[step + 1]
-    return float(trainer.kernel(torch.zeros(1, 1), torch.zeros(1, 1), sigma, after).std / (sigma - after))
+    return float(
+        trainer.algorithm.kernel(trainer.sigmas)(torch.zeros(1, 1), torch.zeros(1, 1), sigma, after).std / (sigma - after)
+    )
 
 
 def measure_signal(trainer: Trainer, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def main() -> None:
         def noise(prompt: int, *purpose: Any, number: int = number) -> Any:
             return generator_for(args.seed, "granularity", number, *purpose)
 
-        rollouts = engine.rollout(plans, size, trainer.kernel, noise)
+        rollouts = engine.rollout(plans, size, trainer.algorithm.kernel(trainer.sigmas), noise)
         scored = score_rollouts(trainer.policy, rollouts, trainer.rewards, prompts, 8, Stopwatch()).double().numpy()
         for (step, own), rewards in zip(tails.items(), scored, strict=True):
             for reward, values in zip(trainer.rewards, rewards, strict=True):

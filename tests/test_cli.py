@@ -287,12 +287,12 @@ def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(capsys, tmp_p
 
 def test_a_reward_server_that_refuses_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, tiny_config):
     class Refusing(RewardServer):
-        """Knows its token until the base model has been judged."""
+        """Refuses its token once the base model has been scored."""
 
         def admit(self, connection):
             super().admit(connection)
             self.asked = getattr(self, "asked", 0) + 1
-            if self.asked > 3:  # health twice (before anything is loaded, and then), the evaluation
+            if self.asked > 2:  # health before anything is loaded, the evaluation
                 self.token = "another"
 
     with Refusing(lambda images, prompts: images.mean((1, 2, 3)), port=0) as server:

@@ -329,7 +329,7 @@ def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory, batch
     engine = Engine(policy=trainer.policy, cond=cond, sigmas=trainer.sigmas, batch_size=batch_size)
     working = planned(c).memory.working
     with LiveBytes() as live:
-        engine.rollout(trainer.plans(), 12, trainer.kernel, generator_for)
+        engine.rollout(trainer.plans(), 12, trainer.algorithm.kernel(trainer.sigmas), generator_for)
     assert 0.85 < live.peak / (working["latents"] + working["network call"]) < 1
 
 

@@ -76,7 +76,7 @@ def test_evening_is_the_losss_weight():
     t = trainer(None, "algorithm.step_weight=even")
     sigmas = t.sigmas
     for step in steps_of("1-3"):
-        std = t.kernel(torch.zeros(1, 1), torch.zeros(1, 1), sigmas[step], sigmas[step + 1]).std
+        std = t.algorithm.kernel(t.sigmas)(torch.zeros(1, 1), torch.zeros(1, 1), sigmas[step], sigmas[step + 1]).std
         ones = torch.ones(1)
         steps = Steps(
             log_prob=ones,
@@ -166,7 +166,9 @@ def test_each_steps_noise_explains_its_share_of_a_linear_reward():
             for at in range(4):
                 v = t.policy.velocity(x, t.sigmas[at : at + 1], cond)
                 if at < noisy:
-                    x = t.kernel(x, v, t.sigmas[at], t.sigmas[at + 1]).sample(torch.full_like(x, float(at == push)))
+                    x = t.algorithm.kernel(t.sigmas)(x, v, t.sigmas[at], t.sigmas[at + 1]).sample(
+                        torch.full_like(x, float(at == push))
+                    )
                 else:
                     x = ode_step(x, v, t.sigmas[at], t.sigmas[at + 1])
         return float(x.mean())

@@ -65,5 +65,5 @@ def test_a_run_takes_the_weight():
     t = trainer(None, *one)
     norm = {own: trainer(None, *one, f"algorithm.step_weight={own}").iterate()["grad_norm"] for own in ("none", "even")}
     sigma, after = t.sigmas[2], t.sigmas[3]
-    std = float(t.kernel(torch.zeros(1, 1), torch.zeros(1, 1), sigma, after).std)
+    std = float(t.algorithm.kernel(t.sigmas)(torch.zeros(1, 1), torch.zeros(1, 1), sigma, after).std)
     assert norm["even"] == pytest.approx(norm["none"] * std / float(sigma - after), rel=1e-4)

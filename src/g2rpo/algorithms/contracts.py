@@ -52,7 +52,7 @@ def loss_of(algorithm: Algorithm, batch: Batch, network: Network) -> Loss:
     """`algorithm.loss(batch, network)`. UserError unless its values have shape [B], depend on the weights and, in the first
     update of a rollout, are finite where the network's velocities are.
 
-    After the first update a ratio may overflow; such an update is skipped and counted (`update.Updater`).
+    After the first update a ratio may overflow; such an update is skipped and counted (`training.updater.Updater`).
     """
     watched = _Watched(network)
     loss = algorithm.loss(batch, watched)

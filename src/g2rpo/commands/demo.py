@@ -17,7 +17,7 @@ from g2rpo.commands.evaluate import model_settings
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.resolve import resolve, resolve_as
-from g2rpo.config.schema import PolicyConfig, RewardTable, SamplingConfig, Section
+from g2rpo.config.schema import Config, PolicyConfig, RewardTable, SamplingConfig, Section
 from g2rpo.demo.opening import Opening, opening_of
 from g2rpo.demo.studio import Studio, Tuned, draw
 from g2rpo.errors import UserError, loading
@@ -68,11 +68,16 @@ class _Named(Section):
 def of_run(run: Path) -> Cast:
     """The cast of a run."""
     c = read_config(run, mention=False)
-    e, method = c.evaluation, title_of(c.algorithm)[0]
     weights = "an adapter" if c.policy.tuning == "lora" else "all weights"
-    story = f"before and after training {weights} with {method} on {' and '.join(c.rewards)}"
+    story = f"before and after training {weights} with {title_of(c.algorithm)[0]} on {' and '.join(c.rewards)}"
+    cast = _of_config(f"Run {run.resolve().name}", c)
+    return replace(cast, steps=c.evaluation.num_steps, story=story)
+
+
+def _of_config(title: str, c: Config) -> Cast:
+    e = c.evaluation
     return Cast(
-        title=f"Run {run.resolve().name}",
+        title=title,
         policy=c.policy,
         algorithm=c.algorithm,
         sampling=c.sampling,
@@ -81,8 +86,6 @@ def of_run(run: Path) -> Cast:
         seed=c.trainer.seed,
         prompts=e.prompts,
         num_prompts=e.num_prompts,
-        steps=e.num_steps,
-        story=story,
     )
 
 
@@ -98,20 +101,8 @@ def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, A
             sampling=SamplingConfig(num_steps=16, shift="model"),
             rewards=table,
         )
-    c = resolve(recipes.settings("scenes"), source="recipe scenes")
-    trained, judges = (table, {}) if table else (c.rewards, c.evaluation.rewards)
-    e = c.evaluation
-    return Cast(
-        title="The testbed",
-        policy=policy,
-        algorithm=c.algorithm,
-        sampling=c.sampling,
-        rewards=trained,
-        judges=judges,
-        seed=c.trainer.seed,
-        prompts=e.prompts,
-        num_prompts=e.num_prompts,
-    )
+    cast = replace(_of_config("The testbed", resolve(recipes.settings("scenes"), source="recipe scenes")), policy=policy)
+    return replace(cast, rewards=table, judges={}) if table else cast
 
 
 def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None], heldout: Sequence[str] = ()) -> Studio:

@@ -56,10 +56,22 @@ def build_trainer(
     Prompts are encoded before policy and rewards take the device, with progress on `console`. `warn(message)` is called for
     trouble with the embedding cache, batch sizes and trackers. `given` may have what `preflight.check` lists.
     """
-    world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
     given = given or {}
     prompts, heldout = check(config, given)
-    prompts, heldout = given.get("prompts") or prompts, given.get("heldout") or heldout
+    return _assembled(config, run_dir, warn, world, {"prompts": prompts, "heldout": heldout, **given}, console)
+
+
+def _assembled(
+    config: Config,
+    run_dir: Path | None,
+    warn: Callable[[str], None],
+    world: World,
+    given: Mapping[str, Any],
+    console: Console | None,
+) -> Trainer:
+    """The trainer of a config that `preflight.check` has passed; `given` has the prompts."""
+    world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+    prompts, heldout = given["prompts"], given["heldout"]
     if "policy" in given and config.trainer.sharding != "none":
         raise UserError(
             f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
@@ -108,7 +120,7 @@ def open_run(
     if resume and world.is_main:
         for change in check_contents(directory, contents, accept_changes):
             warn(f"goes on with {change}")
-    trainer = build_trainer(config, directory, warn, world, given, console)
+    trainer = _assembled(config, directory, warn, world, given, console)
     if world.is_main:
         claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:

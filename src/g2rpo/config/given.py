@@ -43,11 +43,6 @@ def refuse_mention(key: str, name: object) -> None:
         )
 
 
-def mentioned(data: Mapping[str, Any]) -> Mentioned:
-    """The algorithm that a config's group mentions."""
-    return Mentioned(str(data["name"]), {key: value for key, value in data.items() if key != "name"})
-
-
 def recorded(algorithm: Any) -> dict[str, Any]:
     """The group of a config that mentions `algorithm`: its class, and its fields as plain data."""
     if isinstance(algorithm, Mentioned):

@@ -155,7 +155,7 @@ def read_config(
     *,
     mention: bool = True,
 ) -> Config:
-    """The config of an existing run, with overrides as for `settings.resolve`.
+    """The config of an existing run, with overrides as for `config.resolve.resolve`.
 
     An algorithm whose code the user has not named is a `given.Mentioned` one; without `mention` it is refused.
     """

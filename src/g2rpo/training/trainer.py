@@ -77,7 +77,6 @@ class Trainer:
         self.memory = self.algorithm.memory(c.sampling.num_steps, partial(count_evaluations, tails=c.sampling.tails))
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         self.evaluated_on = grid_of(c.sampling.shift, self.policy, c.evaluation.num_steps or c.sampling.num_steps)
-        self.kernel = self.algorithm.kernel(self.sigmas)
         entries = self.policy.noise([generator_for("alarms")]).numel()
         self.alarms = watch_of(c, self.algorithm, self.sigmas, entries)
         self.may_roll_back = any(c.alarms.of(name) == "rollback" for name in ADVICE)

@@ -23,7 +23,7 @@ def text(name: str) -> str:
 
 
 def settings(name: str) -> dict[str, Any]:
-    """A recipe's values, its name among them, as `settings.resolve` takes them."""
+    """A recipe's values, its name among them, as `config.resolve.resolve` takes them."""
     return {"recipe": name, **yaml.safe_load(text(name))}
 
 
