@@ -58,11 +58,12 @@ def score_in_batches(
     prompts: Sequence[str],
     score: Callable[[Tensor, list[str]], Tensor],
     batch_size: int,
+    missing: str = "the model's score is not finite",
 ) -> Tensor:
     """Scores [B], float32 on CPU: `score(uint8 images, prompts)` for at most `batch_size` rows at a time.
 
-    A picture with a NaN or infinite pixel is not shown to the model: its score is NaN, and a warning is logged. So is the
-    score of a row for which the model itself answers something that is not finite.
+    A picture with a NaN or infinite pixel is not shown to the model: its score is NaN. So is the score of a row for which the
+    model itself answers something that is not finite, `missing` in words. One warning counts both.
     """
     check_batch(images, prompts)
     if batch_size < 1:
@@ -70,16 +71,19 @@ def score_in_batches(
     scores = torch.full((len(images),), torch.nan)
     extremes = torch.stack(images.flatten(1).aminmax(dim=1))  # NaN if any pixel is
     rows = torch.isfinite(extremes).all(dim=0).nonzero().flatten().tolist()
-    if len(rows) < len(images):
-        log.warning("%d of %d images have pixels that are not finite: no score", len(images) - len(rows), len(images))
     for start in range(0, len(rows), batch_size):
         chunk = rows[start : start + batch_size]
         values = score(to_uint8(images[chunk]), [prompts[i] for i in chunk]).float().cpu()
-        if not torch.isfinite(values).all():
-            log.warning("the model's score is not finite for %d images", int((~torch.isfinite(values)).sum()))
-            values = values.where(torch.isfinite(values), torch.nan)
-        scores[chunk] = values
+        scores[chunk] = values.where(torch.isfinite(values), torch.nan)
+    _warn({"pixels that are not finite": len(images) - len(rows), missing: int(scores[rows].isnan().sum())}, len(images))
     return scores
+
+
+def _warn(unscored: dict[str, int], count: int) -> None:
+    """One warning of how many pictures of `count` have no score, by reason."""
+    reasons = [f"{number} ({reason})" for reason, number in unscored.items() if number]
+    if reasons:
+        log.warning("no score for %d of %d images: %s", sum(unscored.values()), count, ", ".join(reasons))
 
 
 @dataclass(frozen=True, kw_only=True)

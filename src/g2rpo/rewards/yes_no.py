@@ -1,0 +1,44 @@
+"""The probability that a language model answers yes, from the log-probs of an OpenAI-compatible chat completion."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from g2rpo.rewards.transport import NoAnswer, brief
+
+MOST_LIKELY = 20
+"""How many of a token's most likely values are asked for: the most that OpenAI, and vLLM unless told otherwise, allow."""
+_BLANKS = " \t\r\n\u2581\u0120\u010a"
+"""White space, and how vocabularies write it where a server shows their raw entries."""
+
+
+def yes_probability(answer: Any) -> float:
+    """P(yes) / (P(yes) + P(no)) of the first token of a chat completion, in [0, 1] (VQAScore, arXiv 2404.01291, in the form
+    that also divides by P(no)).
+
+    All spellings of a word count together: "Yes", " yes", "YES". A word that is not among the listed tokens has probability 0.
+    NaN if neither is. Raises `NoAnswer` if the completion has no log-probs.
+    """
+    yes = no = 0.0
+    for token, probability in first_token(answer):
+        word = token.strip(_BLANKS).lower()
+        yes += probability * (word == "yes")
+        no += probability * (word == "no")
+    return yes / (yes + no) if yes + no > 0 else torch.nan
+
+
+def first_token(answer: Any) -> list[tuple[str, float]]:
+    """The likely values of a completion's first token, with their probabilities; none where the answer is empty."""
+    try:
+        content = answer["choices"][0]["logprobs"]["content"]
+        if content == []:
+            return []
+        listed = [(row["token"], math.exp(row["logprob"])) for row in content[0]["top_logprobs"]]
+    except (KeyError, IndexError, TypeError, OverflowError) as error:
+        raise NoAnswer(f"answered no log-probs of its first token: {brief(answer)}") from error
+    if not all(isinstance(token, str) and 0 <= probability <= 1.001 for token, probability in listed):
+        raise NoAnswer(f"answered log-probs that are none: {brief(listed)}")
+    return listed

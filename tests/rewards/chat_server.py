@@ -1,0 +1,103 @@
+"""A small OpenAI-compatible server with a language model of eight words, which answers as vLLM and llama.cpp do."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+from PIL import Image, ImageStat
+
+WORDS = ("Yes", " yes", "YES", "No", " no", "The", "I", "\u2581Yes")
+Logits = Callable[[float, str], Sequence[float]]
+
+
+def brightness(logits_of_yes: float) -> Logits:
+    """A model that says yes to bright pictures: its logits of `WORDS`, from a picture's mean in [0, 1] and the text."""
+    return lambda mean, text: (logits_of_yes * mean, mean, -2.0, 1.0, 0.5, -1.0, -3.0, -2.5)
+
+
+class ChatServer(ThreadingHTTPServer):
+    """Serves `logits`, and the first likeliest word or `says` as text; `requests` keeps the bodies that it was sent.
+
+    vLLM knows its model by name, allows 20 log-probs, and writes -inf as -9999; llama.cpp takes any name.
+    """
+
+    def __init__(self, style: Literal["vllm", "llama.cpp"], logits: Logits | None = None, says: str | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.style, self.logits, self.says = style, logits or brightness(4.0), says
+        self.requests: list[dict[str, Any]] = []
+        self.finish, self.logprobs, self.vision = "stop", True, True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def complete(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and answer of a chat completion."""
+        self.requests.append(body)
+        vllm = self.style == "vllm"
+        if vllm and body["model"] != "judge":
+            return self.error(404, "NotFoundError", f"The model `{body['model']}` does not exist.")
+        if body.get("top_logprobs", 0) > 20 and vllm:
+            return self.error(400, "BadRequestError", "Requested sample logprobs of 21, which is greater than max allowed: 20")
+        if not self.vision:
+            return self.error(500, "server_error", "image input is not supported")
+        row = self.first_token(body)
+        message: dict[str, Any] = {"role": "assistant", "content": row["token"] if self.says is None else self.says}
+        if self.finish == "length":
+            message["content"] = None
+        asked = bool(body.get("logprobs")) and self.logprobs
+        choice = {"index": 0, "message": message, "finish_reason": self.finish}
+        choice |= {"logprobs": {"content": [row]} if asked else None} if vllm or asked else {}
+        rest = {"prompt_logprobs": None} if vllm else {"timings": {"predicted_n": 1}}
+        return 200, {"id": "chatcmpl-1", "object": "chat.completion", "choices": [choice], "usage": {}, **rest}
+
+    def first_token(self, body: dict[str, Any]) -> dict[str, Any]:
+        picture, text = body["messages"][0]["content"]
+        png = base64.b64decode(picture["image_url"]["url"].partition(",")[2])
+        mean = sum(ImageStat.Stat(Image.open(io.BytesIO(png))).mean) / 3 / 255
+        logits = self.logits(mean, text["text"])
+        total = math.log(sum(math.exp(value) for value in logits))
+        rows = [self.row(number, word, value - total) for number, (word, value) in enumerate(zip(WORDS, logits, strict=True))]
+        rows.sort(key=lambda row: -row["logprob"])
+        return {**rows[0], "top_logprobs": rows[: body.get("top_logprobs", 0)]}
+
+    def row(self, number: int, word: str, logprob: float) -> dict[str, Any]:
+        own = {"token": word, "bytes": list(word.encode()), "logprob": max(logprob, -9999.0)}
+        return own if self.style == "vllm" else {"id": number, **own}
+
+    def error(self, status: int, kind: str, message: str) -> tuple[int, dict[str, Any]]:
+        more = {"param": None} if self.style == "vllm" else {}
+        return status, {"error": {"message": message, "type": kind, **more, "code": status}}
+
+    def models(self) -> dict[str, Any]:
+        vllm = self.style == "vllm"
+        row = {"id": "judge" if vllm else "/models/judge.gguf", "object": "model", "owned_by": "vllm" if vllm else "llamacpp"}
+        return {"object": "list", "data": [row]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ChatServer
+
+    def do_GET(self) -> None:
+        self.answer(200, self.server.models())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.answer(*self.server.complete(body))
+
+    def answer(self, status: int, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
