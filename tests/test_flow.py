@@ -10,9 +10,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from g2rpo.algorithms.dancegrpo import DanceGRPO
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.data import times
 from g2rpo.flow import Normal, dance_sde, flow_sde, ode_step, scheduler_grid, sde_step, sigma_grid, tail
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.types import times
 
 
 def test_sigma_grid_is_the_published_schedule():

@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from g2rpo.types import Kernel, Normal, per_row, precise, times
+from g2rpo.data import Normal, per_row, precise, times
+from g2rpo.types import Kernel
 
 Diffusion = Callable[[Tensor], Tensor]
 """The diffusion coefficient g of the SDE, as a function of sigma (elementwise)."""
@@ -63,7 +64,7 @@ def ode_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> 
     """One Euler step of dx = v dsigma. x, velocity [B, ...]; sigmas [B] or scalar.
 
     A step to `sigma_next` = 0 is the prediction of the image, x - sigma * v. If the velocity is narrower than x, so is the
-    product (`types.times`).
+    product (`data.times`).
     """
     dsigma = sigma_next - sigma
     narrow = dsigma.to(velocity.dtype).to(dsigma.dtype)  # published code has sigma first in sigma * v, and torch rounds it
@@ -76,7 +77,7 @@ def sde_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: 
     dx = (v - g^2 / 2 * score) dsigma + g dw. x, velocity [B, ...]; sigma > 0, sigma_next, g: [B] or scalar.
     Flow-GRPO's and DanceGRPO's published steps are this formula with `flow_sde` and `dance_sde`. At g = 0 the mean is the ODE
     step bit for bit, but the kernel has no density. The mean is at least float32; if the velocity is narrower, so are its
-    products (`types.times`), which are taken in the order of Flow-GRPO's code.
+    products (`data.times`), which are taken in the order of Flow-GRPO's code.
     """
     x, dsigma = precise(x), sigma_next - sigma
     of_x = 1 + g**2 / (2 * sigma) * dsigma  # score and velocity, sorted by x and v

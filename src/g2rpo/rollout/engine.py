@@ -33,7 +33,7 @@ class Engine:
 
     `batch_size` bounds the rows of one network call. `anchor_dtype` rounds the latents at which noise enters, `sample_dtype`
     the latents that the noise leads to; both before log-probs are taken, so that what is stored is what was scored.
-    `step_dtype` is the dtype of velocities and noise, and so of their products with a step's numbers (`types.times`).
+    `step_dtype` is the dtype of velocities and noise, and so of their products with a step's numbers (`data.times`).
     `tails` and `tail_velocity` (None: the policy's) finish members; nothing else in a rollout knows them.
     `evaluations` counts rows given to the network, `calls` its calls; `on_rows(rows)` is called after each.
     """

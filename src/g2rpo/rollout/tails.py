@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from g2rpo.data import Cond, Plan, Solver
 from g2rpo.flow import ode_step, per_row
 from g2rpo.rollout.sharing import Node, prefix_tree
-from g2rpo.types import Cond, Plan, Solver
 
 Past = tuple[tuple[float, Tensor], ...]
 """What a row remembers of the network's last answers on its path, newest first: sigma, and velocity (dpmpp2m: image)."""

@@ -1,0 +1,318 @@
+"""The data types that the protocols exchange; `types.py` has the legend of times and shapes.
+
+In the order of an iteration: `Prompt`, `Cond`, `Plan`, `Normal`, `Transition`, `Rollout`, `Example`, `Batch`, `Loss`.
+At the end: broadcasting and rounding, which `Normal` and `flow` use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+class Prompt(str):
+    """A prompt: a string (its text) with optional input pictures and metadata.
+
+    `images` are paths of input pictures, `metadata` is plain data for rewards and policies, such as the text that a picture is
+    to show. Prompts with different images or metadata differ; one without either equals its text.
+    """
+
+    images: tuple[str, ...]
+    metadata: Mapping[str, Any]
+
+    def __new__(cls, text: str, images: Sequence[str] = (), metadata: Mapping[str, Any] | None = None) -> Prompt:
+        prompt = super().__new__(cls, text)
+        prompt.images, prompt.metadata = tuple(images), dict(metadata or {})
+        return prompt
+
+    def plain(self) -> str | dict[str, Any]:
+        """For JSON: the text alone if there is nothing else, otherwise a mapping."""
+        if not self.images and not self.metadata:
+            return str(self)
+        return {"prompt": str(self), "images": list(self.images), "metadata": dict(self.metadata)}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and plain_prompt(self) == plain_prompt(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def plain_prompt(prompt: str) -> str | dict[str, Any]:
+    """`Prompt.plain` of any string."""
+    return prompt.plain() if isinstance(prompt, Prompt) else prompt
+
+
+@dataclass(frozen=True)
+class Cond:
+    """What a policy is conditioned on, one row per prompt.
+
+    `tensors` share their first dimension. `ragged` has one tensor [length, ...] per row, for what differs in length from prompt
+    to prompt, such as embeddings of text without padding.
+    """
+
+    tensors: Mapping[str, Tensor]
+    ragged: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, rows: Sequence[Cond]) -> Cond:
+        """Conditionings with the same names, concatenated by rows."""
+        first = rows[0]
+        return cls(
+            {name: torch.cat([row.tensors[name] for row in rows]) for name in first.tensors},
+            {name: tuple(value for row in rows for value in row.ragged[name]) for name in first.ragged},
+        )
+
+    def __len__(self) -> int:
+        return next(len(values) for part in (self.tensors, self.ragged) for values in part.values())
+
+    def rows(self, index: Tensor | Sequence[int]) -> Cond:
+        """The rows named by `index`, in its order; rows may repeat."""
+        return Cond(
+            {k: v[torch.as_tensor(index, device=v.device)] for k, v in self.tensors.items()},
+            {k: tuple(v[int(i)] for i in index) for k, v in self.ragged.items()},
+        )
+
+    def padded(self, name: str) -> tuple[Tensor, Tensor]:
+        """A ragged entry as one tensor [rows, longest, ...], zero beyond each row's length, and a mask [rows, longest]."""
+        values = self.ragged[name]
+        lengths = torch.tensor([len(value) for value in values], device=values[0].device)
+        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+        return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True), mask
+
+    def to(self, device: torch.device | str) -> Cond:
+        return Cond(
+            {k: v.to(device) for k, v in self.tensors.items()},
+            {k: tuple(each.to(device) for each in v) for k, v in self.ragged.items()},
+        )
+
+
+Solver = Literal["euler", "ab2", "dpmpp2m"]
+"""The ODE solver of a tail (`rollout.tails`)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the members of one group are sampled: where noise enters, and how a member is finished.
+
+    Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and each tail is an ODE trajectory from
+    `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
+    branch = merge has no stochastic steps.
+    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`.
+    `trained` are the stochastic steps to learn from (None: all of them); `solver` integrates the tails. `granularities` name
+    the tails in the log, one number each (empty: 1, 2, ...); the smallest is the finest.
+    """
+
+    branch: int
+    merge: int
+    tails: tuple[tuple[int, ...], ...]
+    _: KW_ONLY
+    shared_noise: bool = True
+    trained: tuple[int, ...] | None = None
+    solver: Solver = "euler"
+    granularities: tuple[int, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.branch <= self.merge:
+            raise ValueError(f"a plan needs 0 <= branch <= merge, got branch={self.branch}, merge={self.merge}")
+        if self.branch == self.merge and self.shared_noise:
+            raise ValueError("a plan without stochastic steps needs shared_noise=False: all members would be alike")
+        if not self.tails:
+            raise ValueError("a plan needs at least one tail")
+        for tail in self.tails:
+            if tail[0] != self.merge or any(a >= b for a, b in pairwise(tail)):
+                raise ValueError(f"a tail must start at merge={self.merge} and increase, got {tail}")
+        if len({tail[-1] for tail in self.tails}) != 1:
+            raise ValueError(f"all tails must end at the same step, got {self.tails}")
+        if self.granularities and len(self.granularities) != len(self.tails):
+            raise ValueError(f"granularities must name every tail once, got {self.granularities} for {len(self.tails)} tails")
+        if self.trained is not None and not (self.trained and set(self.trained) <= set(range(self.branch, self.merge))):
+            raise ValueError(f"trained must name some of steps {self.branch}..{self.merge - 1}, got {self.trained}")
+
+    def trains(self, step: int) -> bool:
+        """Whether the stochastic step `step` is learnt from."""
+        return self.trained is None or step in self.trained
+
+    @property
+    def tail_names(self) -> tuple[int, ...]:
+        """The number of each tail in the log."""
+        return self.granularities or tuple(range(1, len(self.tails) + 1))
+
+
+@dataclass(frozen=True)
+class Normal:
+    """The distribution of x_next after one stochastic step: independent normals, `mean` [B, ...], `std` [B] or scalar."""
+
+    mean: Tensor
+    std: Tensor
+
+    @property
+    def unit(self) -> Tensor:
+        """The distance in which log-probs and KLs are measured: one standard deviation."""
+        return self.std
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """mean + std * noise; `noise` [G, ...] may have more rows than a one-row mean. The product has the dtype of `noise`."""
+        return self.mean + times(self.std.to(noise.dtype), noise)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Log density of x [B, ...], as the *mean* over a row's entries, [B].
+
+        The mean (not the sum) is the convention of DDPO and its descendants: a ratio is then a geometric mean per entry,
+        and a clip range of 1e-4 is a sensible one.
+        """
+        mean = precise(self.mean)
+        std = per_row(self.std, mean)
+        entries = -((precise(x) - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+        return entries.flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One stochastic step of one group. `x` has one row where the members branch from a shared latent, else G rows."""
+
+    step: int
+    x: Tensor  # [1 or G, ...]
+    x_next: Tensor  # [G, ...]
+    old_mean: Tensor  # [1 or G, ...], the mean of the transition kernel p(x_next | x)
+    old_log_prob: Tensor  # [G], float32
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One `Plan` executed for one prompt."""
+
+    prompt: int  # row of the conditioning batch
+    plan: Plan
+    transitions: tuple[Transition, ...]  # of the steps to learn from
+    finals: Tensor  # [M, G, ...], latents at sigma = 0
+
+
+@dataclass(frozen=True)
+class Example:
+    """The training data of one group at one step: the unit of a training pass.
+
+    `x` are latents that the network sees, [1, ...] where the members share one, else [G, ...]. `data` is what else the loss
+    needs, by name, each [1, ...] or [G, ...] as well. All examples of a run have the same names.
+    """
+
+    prompt: int  # row of the conditioning batch
+    step: int
+    x: Tensor
+    advantages: Tensor  # [G]
+    data: Mapping[str, Tensor] = field(default_factory=dict)
+    counted: Tensor | None = None  # [G], the members that an update's mean is taken over; None: all
+
+    @property
+    def rows(self) -> int:
+        """Latents that the network sees."""
+        return len(self.x)
+
+    @property
+    def mask(self) -> Tensor:
+        """Which members count, [G]."""
+        return torch.ones_like(self.advantages, dtype=torch.bool) if self.counted is None else self.counted
+
+    def members(self, start: int, stop: int) -> Example:
+        """The same for members start .. stop - 1 only."""
+        size = len(self.advantages)
+
+        def part(value: Tensor) -> Tensor:
+            return value[start:stop] if len(value) == size else value
+
+        data = {name: part(value) for name, value in self.data.items()}
+        return Example(self.prompt, self.step, part(self.x), part(self.advantages), data, part(self.mask))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The examples of one training pass, B members in all.
+
+    The network sees `x` [rows, ...] at the grid indices `steps` [rows] (CPU) for rows `prompts` of the conditioning; member i
+    of `advantages` and of `data` [B, ...] belongs to row `row_of[i]`.
+    """
+
+    x: Tensor
+    steps: Tensor
+    prompts: Sequence[int]
+    row_of: Sequence[int]
+    advantages: Tensor
+    data: Mapping[str, Tensor]
+    sigmas: Tensor
+    """The sigma grid of the run, [num_steps + 1], on the CPU."""
+    first: bool
+    """Whether this is the first update after a rollout: the weights are still those of the rollout."""
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], sigmas: Tensor, first: bool) -> Batch:
+        rows, offset = [], 0
+        for example in examples:  # a shared latent is the row of every member
+            members = range(len(example.advantages))
+            rows.append([offset + (member if example.rows > 1 else 0) for member in members])
+            offset += example.rows
+
+        def by_member(name: str) -> Tensor:
+            values = [example.data[name] for example in examples]
+            return torch.cat([v.expand(len(e.advantages), *v.shape[1:]) for v, e in zip(values, examples, strict=True)])
+
+        x = torch.cat([example.x for example in examples])
+        return cls(
+            x=x,
+            steps=torch.tensor([example.step for example in examples for _ in example.x]),
+            prompts=[example.prompt for example in examples for _ in example.x],
+            row_of=[row for own in rows for row in own],
+            advantages=torch.cat([example.advantages for example in examples]).to(x.device),
+            data={name: by_member(name) for name in examples[0].data},
+            sigmas=sigmas,
+            first=first,
+        )
+
+    def by_member(self, rows: Tensor) -> Tensor:
+        """`rows` [rows, ...] of the network, one for each member, [B, ...].
+
+        The gradient of a shared row is one sum over its members. An index would add them up one after the other, and round
+        each time in a narrow dtype.
+        """
+        if len(rows) == len(self.row_of):
+            return rows
+        members = Counter(self.row_of)
+        return torch.cat([row.expand(members[index], *row.shape[1:]) for index, row in enumerate(rows.split(1))])
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of every member of a batch, [B], to be averaged; and what to log, by name, [B] or [any number]."""
+
+    values: Tensor
+    log: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def per_row(value: Tensor, like: Tensor) -> Tensor:
+    """`value` [B] (or a scalar) shaped to broadcast against `like` [B, ...], in its dtype and on its device."""
+    value = value.to(like)
+    return value if value.ndim == 0 else value.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def precise(x: Tensor) -> Tensor:
+    """x in float32 if its own dtype is narrower; steps and log-probs are never taken in bfloat16."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def times(value: Tensor, x: Tensor) -> Tensor:
+    """`value` [B] (or a scalar) times x [B, ...], in the dtype of x.
+
+    If x is narrower than `value`, the result is what torch gives for `x * value` with a `value` without dimensions: a CPU
+    rounds the product alone, a GPU rounds `value` as well.
+    """
+    if x.device.type == "cpu":
+        return (per_row(value, precise(x)) * precise(x)).to(x.dtype)
+    return per_row(value, x) * x
