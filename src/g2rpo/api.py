@@ -89,17 +89,20 @@ def _mentioning(
     if policy is not None:
         changes["policy"] = config.policy.model_copy(update={"path": mention(policy), "pipeline": None})
     if rewards is not None:
-        weights = {name: entry.weight for name, entry in config.rewards.items()}
-        changes["rewards"] = {
-            name: RewardConfig(kind=mention(reward), weight=weights.get(name, 1.0)) for name, reward in rewards.items()
-        }
+        changes["rewards"] = _mentioned(rewards, config.rewards)
     if prompts is not None:
         changes["prompts"] = config.prompts.model_copy(update={"train": OBJECT})
     if heldout is not None:
         judged["prompts"] = OBJECT
     if judges is not None:
-        judged["rewards"] = {name: RewardConfig(kind=mention(judge)) for name, judge in judges.items()}
+        judged["rewards"] = _mentioned(judges, config.evaluation.rewards)
     return config.model_copy(update={**changes, "evaluation": config.evaluation.model_copy(update=judged)})
+
+
+def _mentioned(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
+    """Mentions of `rewards`, with the weights and frames that `table` has for their names."""
+    known = {name: entry.model_dump(include={"weight", "frames"}) for name, entry in table.items()}
+    return {name: RewardConfig(kind=mention(reward), **known.get(name, {})) for name, reward in rewards.items()}
 
 
 def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:

@@ -69,8 +69,8 @@ class Reward(Protocol):
     If a score separates right pictures from wrong ones, an attribute `right` may give the least score of a right picture:
     pictures are then marked, and the share of right ones is logged.
 
-    Clips of a policy that makes video, [B, T, 3, H, W], are scored frame by frame and the scores averaged. A reward with an
-    attribute `video = True` gets whole clips instead.
+    Clips of a policy that makes video, [B, T, 3, H, W], are scored by their frames (`rollout.frames`). A reward with an attribute
+    `video = True` gets whole clips instead.
     """
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

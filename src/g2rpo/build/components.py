@@ -28,6 +28,7 @@ from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.policies.text import TextEncoders
 from g2rpo.prompts.sources import STARTER, read_prompts
+from g2rpo.rollout.frames import OnFrames
 from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import Sharded
@@ -287,7 +288,16 @@ def _commit(hub_id: str) -> str:
 def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dict[str, Reward]:
     """The rewards of a config, by their names there; models whose options name no device go to `device`."""
     check_rewards(table)
-    return {name: _build_reward(name, entry, device) for name, entry in table.items()}
+    return on_frames({name: _build_reward(name, entry, device) for name, entry in table.items()}, table)
+
+
+def on_frames(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
+    """The rewards, with those on frames for which `table` says which; UserError for one that takes whole clips."""
+    chosen = {name: entry.frames for name, entry in table.items() if name in rewards and entry.frames is not None}
+    for name in chosen:
+        if getattr(rewards[name], "video", False):
+            raise UserError(f"rewards.{name}.frames: this reward takes whole clips (its `video` is true); take frames out")
+    return {name: OnFrames(reward, chosen[name]) if name in chosen else reward for name, reward in rewards.items()}
 
 
 def check_rewards(table: Mapping[str, RewardConfig]) -> None:

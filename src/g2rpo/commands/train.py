@@ -24,7 +24,7 @@ from g2rpo.commands.stopping import Stopping
 from g2rpo.commands.watching import show_results, watch_training
 from g2rpo.config import recipes
 from g2rpo.config.resolve import read_yaml, resolve
-from g2rpo.config.schema import Config
+from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.errors import RolledBack, UserError
 from g2rpo.files import digest_of
 from g2rpo.runs.directory import check_contents, claim, entered, read_config, record_start
@@ -32,6 +32,7 @@ from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
 from g2rpo.training.trainer import Trainer
+from g2rpo.types import Reward
 
 
 def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], None] = lambda message: None) -> Config:
@@ -85,15 +86,17 @@ def _assembled(
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
         policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), warn, sharding)
     device = components.pick_device(config.policy.device)
-    rewards = given.get("rewards") or components.build_rewards(config.rewards, device)
-    judges = given["judges"] if "judges" in given else components.build_rewards(config.evaluation.rewards, device)
+
+    def rewards_of(key: str, table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
+        return components.on_frames(given[key], table) if key in given else components.build_rewards(table, device)
+
     return Trainer(
         config=config,
         policy=policy,
-        rewards=rewards,
+        rewards=rewards_of("rewards", config.rewards),
         prompts=prompts,
         heldout=heldout,
-        judges=judges,
+        judges=rewards_of("judges", config.evaluation.rewards),
         run_dir=run_dir,
         tail_network=components.build_tail_network(getattr(policy, "policy", policy), config.sampling.tails),
         notify=warn,

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
@@ -171,6 +172,8 @@ def _fields(kind: Any) -> dict[str, Any] | None:
         return {name: Algorithm if name == "algorithm" else field.annotation for name, field in kind.model_fields.items()}
     if kind is Algorithm:
         return {name: hint for each in ALGORITHMS.values() for name, hint in (_fields(each) or {}).items()}
+    if get_args(kind)[1:] == (NoneType,):  # a group that may be left out
+        return _fields(get_args(kind)[0])
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         return {field.name: hints[field.name] for field in dataclasses.fields(kind)}

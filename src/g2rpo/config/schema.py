@@ -19,6 +19,7 @@ from torch import Tensor
 
 from g2rpo.config.algorithms import dump, parse
 from g2rpo.flow import scheduler_grid, sigma_grid
+from g2rpo.rollout.frames import Frames
 from g2rpo.rollout.tails import Tails
 from g2rpo.runtime.sharding import ShardingMode
 from g2rpo.types import Algorithm, Policy
@@ -83,6 +84,8 @@ class RewardConfig(Section):
     kind: str
     weight: float = 1.0
     options: dict[str, Any] = {}
+    frames: Frames | None = None
+    """Which frames of clips a reward of pictures scores; None: every fourth, their mean."""
 
 
 def _reward_table(value: Any) -> Any:

@@ -42,8 +42,8 @@ class FunctionReward:
 
     The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It answers
     B numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attribute `right`, if it has
-    one, is the least score of a right picture. Its exceptions are not caught. Raises FileNotFoundError or ValueError if the
-    function cannot be loaded.
+    one, is the least score of a right picture; one with `video = True` gets clips [B, T, 3, H, W]. Its exceptions are not
+    caught. Raises FileNotFoundError or ValueError if the function cannot be loaded.
     """
 
     def __init__(self, target: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> None:
@@ -53,11 +53,12 @@ class FunctionReward:
         self.function = found(**given) if isinstance(found, type) else found
         self.options = {} if isinstance(found, type) else given
         self.right = getattr(self.function, "right", None)
+        self.video = bool(getattr(self.function, "video", False))
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B], float32 on CPU; ValueError if the function answers anything but B numbers."""
-        check_batch(images, prompts)
+        check_batch(images[:, 0] if images.ndim == 5 else images, prompts)
         answer = self.function(images, list(prompts), **self.options)
         if isinstance(answer, list | tuple):
             answer = [torch.nan if value is None else float(value) for value in answer]

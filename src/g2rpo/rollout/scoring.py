@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.errors import RewardFailed, UserError, where
+from g2rpo.rollout.frames import OnFrames
 from g2rpo.runtime.memory import bounded_by
 from g2rpo.types import Policy, Reward, Rollout
 
@@ -36,7 +37,7 @@ class Stopwatch:
 
 
 def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
-    """Images [N, 3, H, W] on the CPU, `batch_size` at a time."""
+    """Images [N, 3, H, W], or clips [N, T, 3, H, W], on the CPU, `batch_size` at a time."""
     with bounded_by("decode"):
         return torch.cat([policy.decode(part).cpu() for part in latents.split(batch_size)])
 
@@ -50,8 +51,7 @@ def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str])
     rows = []
     for name, reward in rewards.items():
         try:
-            own = images.clone(), list(prompts)  # a reward may change what it is given
-            values = torch.as_tensor(_scored(reward, *own)).detach().float().cpu()
+            values = torch.as_tensor(_scored(reward, images, prompts)).detach().float().cpu()
         except (torch.OutOfMemoryError, UserError):
             raise
         except (Exception, SystemExit) as error:
@@ -64,14 +64,12 @@ def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str])
     return torch.stack(rows)
 
 
-def _scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
-    """The reward's scores; of clips [B, T, 3, H, W] the mean over frames, unless the reward has an attribute `video` that is
-    true and takes whole clips."""
-    if images.ndim == 4 or getattr(reward, "video", False):
-        return reward(images, prompts)
-    frames = images.shape[1]
-    scores = reward(images.flatten(0, 1), [prompt for prompt in prompts for _ in range(frames)])
-    return torch.as_tensor(scores).float().unflatten(0, (len(images), frames)).nanmean(1)
+def _scored(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """The reward's scores; of clips [B, T, 3, H, W] by their frames, unless the reward has `video = True` and takes clips."""
+    if images.ndim == 5 and not getattr(reward, "video", False):
+        reward = OnFrames(reward)
+    own = images if isinstance(reward, OnFrames) else images.clone()  # a reward may change what it is given
+    return reward(own, list(prompts))
 
 
 def stills(images: Tensor) -> Tensor:
