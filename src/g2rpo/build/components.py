@@ -43,6 +43,7 @@ REWARDS = {
     "vlm_judge": "g2rpo.rewards.vlm:VLMJudge",
     "http": "g2rpo.rewards.remote:RemoteReward",
     "function": "g2rpo.rewards.function:FunctionReward",
+    "ocr": "g2rpo.rewards.ocr:OCR",
     "jpeg_size": "g2rpo.rewards.analytic:JPEGSize",
     "brightness": "g2rpo.rewards.analytic:Brightness",
     "saturation": "g2rpo.rewards.analytic:Saturation",

@@ -50,6 +50,8 @@ def check(config: Config, given: Collection[str] = (), directory: Path | None = 
     found.refuse()
     prompts.read(found, far=True)
     found.refuse()
+    prompts.check_targets(found, config, given)
+    found.refuse()
     return prompts.train, prompts.heldout
 
 
@@ -108,6 +110,15 @@ class _Prompts:
             else:
                 self.heldout = read[: self.most]
 
+    def check_targets(self, found: _Findings, config: Config, given: Collection[str]) -> None:
+        """Refuses rewards that find in no prompt what they look for, such as a text in quotes."""
+        for name, (key, source) in self.sources.items():
+            texts = self.train if name == "prompts" else self.heldout
+            for reward, entry in _rewards(config, {*given, "judges"} if name == "prompts" else given).items():
+                kind = components.reward_kind(reward, entry)
+                if hasattr(kind, "wants") and texts and not any(kind.target(text) for text in texts):
+                    found.add(f"rewards.{reward}: none of {len(texts)} prompts ({key}={source}) has {kind.wants}")
+
 
 def _rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:
     """What a config names, trained and judged."""
@@ -149,6 +160,9 @@ def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]
     if entry.kind not in components.REWARDS:
         return
     kind = components.reward_kind(name, entry)
+    libraries = getattr(inspect.getmodule(kind), "LIBRARIES", ())
+    if absent := [library for library in libraries if importlib.util.find_spec(library) is None]:
+        raise UserError(f"rewards.{name}: needs {' and '.join(absent)}: pip install {' '.join(libraries)}")
     options = {option: parameter.default for option, parameter in inspect.signature(kind).parameters.items()} | entry.options
     for option, value in options.items():
         if value is inspect.Parameter.empty:

@@ -28,8 +28,8 @@ CLIPS = {
     "openai/clip-vit-large-patch14": LARGE_14,
 }
 """Published CLIPs in open_clip's terms."""
-NO_WEIGHTS = ("http", "vlm_judge", "function", "jpeg_size", "brightness", "saturation", "scene_accuracy")
-"""Rewards without a model of their own in this process. What a `function` holds is its author's business."""
+NO_WEIGHTS = ("http", "vlm_judge", "function", "jpeg_size", "brightness", "saturation", "scene_accuracy", "ocr")
+"""Rewards without a torch model of their own in this process. What a `function` holds is its author's business."""
 
 
 @dataclass(frozen=True)

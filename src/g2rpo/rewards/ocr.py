@@ -1,0 +1,115 @@
+"""Is the asked text in the picture? RapidOCR reads it, with the PP-OCRv6 models inside its wheel; nothing is downloaded.
+
+The score is Flow-GRPO's (arXiv 2505.05470, section 4.1): 1 - edit distance / length of the text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from g2rpo.errors import UserError
+from g2rpo.rewards.pixels import check_batch, score_in_batches, to_pil
+from g2rpo.types import Prompt
+
+log = logging.getLogger(__name__)
+
+LIBRARIES = ("rapidocr", "onnxruntime")
+_QUOTED = re.compile(r"\"([^\"]+)\"|“([^”]+)”|(?<!\w)'(.+?)'(?!\w)|‘([^’]+)’")  # an apostrophe inside a word is no quote
+_CHUNK = 64  # pictures at a time; it only bounds memory
+
+
+class OCR:
+    """1 - edit distance / length, in [0, 1], of what is read and the text that the prompt asks for; 1 is exact.
+
+    The text is the prompt's metadata `text`, or else what stands in its first quotes; a prompt without either has no score.
+    Case and spaces do not count, as in Flow-GRPO.
+    Args: `detect`, whether text is looked for in the whole picture (about 1 s each on a core); without, the picture is read as
+    one line (about 10 ms). `contains`, whether a text with more around it is right too, as in Flow-GRPO; else more letters are
+    errors. `width`, the least width that a line is read at, at height 48: a line is padded to it, so that a smaller one is
+    faster for short lines. `workers`, threads that read a picture each (None: as many as torch computes with).
+    """
+
+    right = 1.0
+    wants = "a text to show: put it in quotes, or in the metadata as `text`"
+
+    def __init__(self, *, detect: bool = True, contains: bool = False, width: int = 320, workers: int | None = None) -> None:
+        if width < 1 or (workers is not None and workers < 1):
+            raise ValueError(f"width and workers must be at least 1, got {width} and {workers}")
+        self.detect, self.contains, self.workers = detect, contains, workers
+        self.engine = load_engine(width)
+        self._warned = False
+
+    @staticmethod
+    def target(prompt: str) -> str | None:
+        """The text that a picture of `prompt` is to show, None if it names none."""
+        given = prompt.metadata.get("text") if isinstance(prompt, Prompt) else None
+        quoted = _QUOTED.search(prompt)
+        text = str(given) if given is not None else next(filter(None, quoted.groups())) if quoted else ""
+        return text if plain_letters(text) else None
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
+        check_batch(images, prompts)
+        targets = [self.target(prompt) for prompt in prompts]
+        asked = [i for i, target in enumerate(targets) if target is not None]
+        scores = torch.full((len(images),), torch.nan)
+        scores[asked] = score_in_batches(images[asked], [str(targets[i]) for i in asked], self._score, _CHUNK)
+        if len(asked) < len(images) and not self._warned:
+            self._warned = True
+            log.warning("%d of %d prompts have no text in quotes or metadata: no score", len(images) - len(asked), len(images))
+        return scores
+
+    def _score(self, images: Tensor, targets: list[str]) -> Tensor:
+        with ThreadPoolExecutor(self.workers or torch.get_num_threads()) as pool:
+            texts = list(pool.map(self.read, to_pil(images)))
+        return torch.tensor([similarity(*pair, contains=self.contains) for pair in zip(texts, targets, strict=True)])
+
+    def read(self, picture: Image.Image) -> str:
+        """What RapidOCR reads in a picture, line after line; each picture alone, so that its score depends on no other."""
+        found = self.engine(picture, use_det=self.detect, use_cls=False)
+        return "".join(found.txts or ())
+
+
+def load_engine(width: int = 320) -> Any:
+    """RapidOCR with sessions of one thread, which says nothing; UserError if it is not installed."""
+    for library in LIBRARIES:
+        try:
+            importlib.import_module(library)
+        except ModuleNotFoundError as error:
+            raise UserError(f"the reward ocr needs {library}: pip install {' '.join(LIBRARIES)}") from error
+    from rapidocr import RapidOCR
+
+    threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
+    return RapidOCR(params={**threads, "Global.log_level": "critical", "Rec.rec_img_shape": [3, 48, width]})
+
+
+def plain_letters(text: str) -> str:
+    """`text` without case and spaces."""
+    return "".join(text.casefold().split())
+
+
+def similarity(read: str, target: str, contains: bool = False) -> float:
+    """1 - edit distance / length of `target`, at least 0, without case and spaces."""
+    read, target = plain_letters(read), plain_letters(target)
+    if contains and target in read:
+        return 1.0
+    return 1 - min(edit_distance(read, target), len(target)) / len(target)
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein's: the least number of letters to insert, remove or replace."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return row[-1]

@@ -1,0 +1,153 @@
+"""The reward ocr: RapidOCR's own reading, the asked text of a prompt, and Flow-GRPO's score."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from functools import cache
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from g2rpo.commands.preflight import check
+from g2rpo.commands.train import load_config
+from g2rpo.errors import UserError
+from g2rpo.rewards.ocr import OCR, edit_distance, similarity
+from g2rpo.types import Prompt, Reward
+
+WORDS = ("tiger", "bemo", "quilt", "Zebra")
+
+
+def picture(text: str, width: int = 96, height: int = 32) -> Image.Image:
+    font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSansMono-Bold.ttf", 24)
+    image = Image.new("RGB", (width, height), "white")
+    ImageDraw.Draw(image).text((width / 2, height / 2), text, fill=(200, 30, 30), font=font, anchor="mm")
+    return image
+
+
+def tensor(*pictures: Image.Image) -> Tensor:
+    return torch.from_numpy(np.stack([np.asarray(p) for p in pictures])).permute(0, 3, 1, 2).float() / 255
+
+
+@cache
+def line() -> OCR:
+    return OCR(detect=False, width=144)
+
+
+def test_words_are_read() -> None:
+    images = tensor(*map(picture, WORDS))
+    assert isinstance(line(), Reward)
+    assert line()(images, [f"the word '{word}' in red" for word in WORDS]).tolist() == [1.0] * 4
+    assert line()(images[:1], ["the word 'tigre'"]).tolist() == pytest.approx([3 / 5])
+    assert line()(torch.ones(1, 3, 32, 96), ["the word 'tiger'"]).tolist() == [0.0]  # nothing is read
+
+
+def test_it_reads_what_rapidocrs_own_call_reads() -> None:
+    """RapidOCR called as its manual does, with its defaults but for the classifier of upside-down lines."""
+    from rapidocr import RapidOCR
+
+    own, ours = RapidOCR(), OCR(detect=True)
+    scene = Image.new("RGB", (320, 200), (230, 240, 230))
+    scene.paste(picture("tiger"), (30, 20))
+    scene.paste(picture("Wolf"), (180, 130))
+    assert ours.read(scene) == "".join(own(scene, use_cls=False).txts) == "tigerWolf"
+    lines = [picture(word) for word in WORDS] + [Image.fromarray(noise(seed)) for seed in range(4)]
+    plain = OCR(detect=False)
+    read = [plain.read(image) for image in lines]
+    assert read == ["".join(own(np.asarray(image)[:, :, ::-1], use_det=False, use_cls=False).txts) for image in lines]
+    assert ours.read(Image.new("RGB", (64, 64), "white")) == ""
+
+
+def noise(seed: int) -> np.ndarray:
+    """A word under noise, which is misread."""
+    rough = np.asarray(picture(WORDS[seed])) + np.random.default_rng(seed).normal(0, 90, (32, 96, 3))
+    return rough.clip(0, 255).astype(np.uint8)
+
+
+def test_sessions_have_one_thread_and_workers_change_nothing() -> None:
+    options = line().engine._load_rec_model().session.session.get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (1, 1)
+    images, prompts = tensor(*map(picture, WORDS)), [f'"{word}"' for word in ("tiger", "demo", "quill", "zebra")]
+    scores = [OCR(detect=False, width=144, workers=workers)(images, prompts) for workers in (1, 3)]
+    assert torch.equal(*scores)
+    assert scores[0].tolist() == pytest.approx([1, 3 / 4, 4 / 5, 1])
+    assert torch.equal(line()(images[2:3], prompts[2:3]), scores[0][2:3])  # alone as in a batch
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("the word 'tiger' in red", "tiger"),
+        ('a dog\'s sign that says "New York" and "no"', "New York"),
+        ("a dog's bowl isn't 'full'", "full"),
+        ("“Café” on a mug", "Café"),
+        ("‘so’", "so"),
+        ("a dog's bowl isn't full", None),
+        ("empty '' quotes", None),
+        ("blank ' '", None),
+        (Prompt("a sign", metadata={"text": "stop"}), "stop"),
+        (Prompt("a 'sign'", metadata={"text": "stop"}), "stop"),
+        (Prompt("a 'sign'", metadata={"tag": "x"}), "sign"),
+    ],
+)
+def test_the_asked_text(prompt: str, text: str | None) -> None:
+    assert OCR.target(prompt) == text
+
+
+def test_no_text_and_no_finite_pixel_are_no_score(caplog: pytest.LogCaptureFixture) -> None:
+    images = tensor(*[picture("tiger")] * 3)
+    images[2, 0, 0, 0] = torch.nan
+    reward = OCR(detect=False)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert reward(images, ["'tiger'", "tiger", "'tiger'"]).isnan().tolist() == [False, True, True]
+    assert [record.getMessage() for record in caplog.records if "quotes" in record.getMessage()] == [
+        "1 of 3 prompts have no text in quotes or metadata: no score"
+    ]
+
+
+def distance_by_definition(a: str, b: str) -> int:
+    if not a or not b:
+        return len(a) + len(b)
+    return min(
+        distance_by_definition(a[1:], b) + 1,
+        distance_by_definition(a, b[1:]) + 1,
+        distance_by_definition(a[1:], b[1:]) + (a[0] != b[0]),
+    )
+
+
+def test_edit_distance_is_levenshteins() -> None:
+    words = ["".join(letters) for n in range(4) for letters in itertools.product("ab", repeat=n)]
+    assert all(edit_distance(a, b) == distance_by_definition(a, b) for a in words for b in words)
+    assert edit_distance("kitten", "sitting") == 3
+
+
+def test_similarity() -> None:
+    assert similarity("New  YORK", "new york") == 1
+    assert similarity("tigers", "tiger") == pytest.approx(4 / 5)
+    assert similarity("two tigers", "tiger", contains=True) == 1
+    assert similarity("completely different", "tiger") == 0
+
+
+def test_wrong_input_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        OCR(width=0)
+    config = load_config("scenes", ["rewards.ocr.options.detect=false"])
+    with pytest.raises(
+        UserError, match=r"rewards.ocr: none of 2000 prompts .prompts.train=testbed:train. has a text.*quotes.*metadata"
+    ):
+        check(config)
+    (tmp_path / "p.txt").write_text("the word 'tiger'\na red circle\n")
+    quoted = [f"prompts.train={tmp_path}/p.txt", f"evaluation.prompts={tmp_path}/p.txt"]
+    check(load_config("scenes", ["rewards.ocr=1", *quoted]))
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.raises(UserError, match="ocr needs rapidocr: pip install rapidocr onnxruntime"):
+        OCR()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="rewards.ocr: needs rapidocr and onnxruntime: pip install rapidocr onnxruntime"):
+        check(load_config("scenes", ["rewards.ocr=1", *quoted]))
