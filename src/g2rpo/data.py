@@ -276,6 +276,10 @@ class Batch:
             first=first,
         )
 
+    def sigma(self, ahead: int = 0) -> Tensor:
+        """The sigma of every row [rows], or the one so many steps ahead of it, on the device of `x`."""
+        return self.sigmas[self.steps + ahead].to(self.x.device)
+
     def by_member(self, rows: Tensor) -> Tensor:
         """`rows` [rows, ...] of the network, one for each member, [B, ...].
 

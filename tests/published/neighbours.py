@@ -15,13 +15,17 @@ from torch import Tensor
 
 @dataclass
 class Flux:
-    """FLUX's velocity as the published loops of DanceGRPO and MixGRPO call it: floor(1000 sigma), autocast over the weights."""
+    """FLUX's velocity as the published loops of DanceGRPO and MixGRPO call it: floor(1000 sigma), autocast over the weights.
+
+    Without `truncate` the network sees sigma itself.
+    """
 
     transformer: torch.nn.Module
     text: list[dict[str, Tensor]]
     side: int  # of the square of latent tokens
     autocast: torch.dtype | None = None
     guidance: float = 3.5
+    truncate: bool = True
 
     def __call__(self, x: Tensor, sigma: Tensor, prompt: int) -> Tensor:
         given = self.text[prompt]
@@ -31,7 +35,7 @@ class Flux:
         with torch.autocast("cpu", dtype, enabled=self.autocast is not None):
             return self.transformer(
                 hidden_states=x,
-                timestep=torch.tensor([int(sigma * 1000)]) / 1000,
+                timestep=torch.tensor([int(sigma * 1000)]) / 1000 if self.truncate else sigma.reshape(1),
                 guidance=torch.tensor([self.guidance], dtype=dtype),
                 encoder_hidden_states=given["sequence"],
                 pooled_projections=given["pooled"],

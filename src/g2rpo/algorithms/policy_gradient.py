@@ -73,33 +73,43 @@ class PolicyGradient(Algorithm):
         ratio is exactly 1. What the rollout recorded may differ in the last bits (another batch, another kernel); that
         difference is logged as the drift, because a large one means that rollout and training disagree.
         """
-        sigma, sigma_next = (batch.sigmas[batch.steps + ahead].to(batch.x.device) for ahead in (0, 1))
-        kernel, each = self.kernel(batch.sigmas), batch.by_member
+        sigma = batch.sigma()
+        base = network.base_velocity(batch.x, sigma, batch.prompts) if self.uses_base else None
+        return self.loss_of(batch, network.velocity(batch.x, sigma, batch.prompts), base)
 
-        def landing(velocity: Tensor) -> Normal:
-            return kernel(each(batch.x), each(velocity), each(sigma), each(sigma_next))
+    def loss_of(self, batch: Batch, velocity: Tensor, base: Tensor | None) -> Loss:
+        """The loss, given the velocities [rows, ...] at the latents of the batch, `base` those of the untrained model."""
+        new, recorded = self.landing(batch, batch.x, velocity, batch.sigma()), batch.data["old_log_prob"]
+        old = () if batch.first else (batch.data["old_mean"], recorded)
+        steps = self.taken(batch, new, batch.sigma(), *old)
+        values, log = self.policy_loss(steps), {"log_ratio": self.log_ratio(steps)}
+        if batch.first:
+            log["drift"] = (steps.log_prob - recorded).abs()
+        if base is not None:
+            log["kl"] = kernel_kl(new, self.landing(batch, batch.x, base, batch.sigma()))
+            values = values + self.kl_weight * self.kl_penalty(log["kl"], steps)
+        return Loss(values, log)
 
-        base = landing(network.base_velocity(batch.x, sigma, batch.prompts)) if self.uses_base else None
-        new = landing(network.velocity(batch.x, sigma, batch.prompts))
-        recorded = batch.data["old_log_prob"]
+    def landing(self, batch: Batch, x: Tensor, velocity: Tensor, sigma: Tensor) -> Normal:
+        """Where the step to the batch's next sigmas goes from x [rows, ...] at sigma [rows], a row for every member."""
+        each = batch.by_member
+        return self.kernel(batch.sigmas)(each(x), each(velocity), each(sigma), each(batch.sigma(ahead=1)))
+
+    def taken(
+        self, batch: Batch, new: Normal, sigma: Tensor, old_mean: Tensor | None = None, old_log_prob: Tensor | None = None
+    ) -> Steps:
+        """The batch's steps from sigma [rows] under the kernel `new`; the old policy is the current one unless given."""
         log_prob = new.log_prob(batch.data["x_next"])
-        old = replace(new, mean=new.mean.detach() if batch.first else batch.data["old_mean"])
-        steps = Steps(
+        old = replace(new, mean=new.mean.detach() if old_mean is None else old_mean)
+        return Steps(
             log_prob=log_prob,
-            old_log_prob=log_prob.detach() if batch.first else recorded,
+            old_log_prob=log_prob.detach() if old_log_prob is None else old_log_prob,
             old_kl=kernel_kl(new, old),
             advantages=batch.advantages,
             std=new.std,
-            dsigma=each(sigma - sigma_next),
-            step=each(batch.steps).to(batch.x.device),
+            dsigma=batch.by_member(sigma - batch.sigma(ahead=1)),
+            step=batch.by_member(batch.steps).to(batch.x.device),
         )
-        values, log = self.policy_loss(steps), {"log_ratio": self.log_ratio(steps)}
-        if batch.first:
-            log["drift"] = (log_prob - recorded).abs()
-        if base is not None:
-            log["kl"] = kernel_kl(new, base)
-            values = values + self.kl_weight * self.kl_penalty(log["kl"], steps)
-        return Loss(values, log)
 
     def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
         off = (log["log_ratio"].exp() - 1).abs()

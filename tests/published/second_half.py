@@ -1,0 +1,133 @@
+"""The second half of an iteration, ours beside a restatement: losses, gradients and weights from the same latents and scores.
+
+What a rollout leaves is taken from the trainer; advantages, losses, gradients and AdamW's steps are computed twice. An
+`objective` is a restatement's, or a published function's.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from g2rpo.policies.flux import FluxPolicy
+from g2rpo.training.trainer import Trainer
+from g2rpo.types import Cond, Example, Rollout
+from tests.published.neighbours import Flux, Learner
+from tests.published.windows import tilt
+from tests.runs import trainer
+
+PROMPTS = ["a red circle", "two blue square left of a circle", "a square", "blue", "a blue circle", "red square"]
+TINY = (
+    "sampling.num_steps=8",
+    "trainer.prompts_per_iteration=2",
+    "trainer.micro_batch_size=1",
+    "rewards={tilt: 1.0}",
+    "evaluation.rewards={}",
+    "optim.learning_rate=3e-4",
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an iteration left before its weights moved."""
+
+    rollouts: Sequence[Rollout]
+    rewards: Tensor  # [N, R, M, G]
+    examples: Sequence[Example]
+    cond: Cond
+
+
+@dataclass
+class Models:
+    """Three transformers: `trained`, which moves, the untrained `base`, and `old`, which an objective may move."""
+
+    trained: torch.nn.Module
+    base: torch.nn.Module
+    old: torch.nn.Module
+    text: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def velocity(self, which: str, x: Tensor, sigma: Tensor | float, prompt: int) -> Tensor:
+        """Of one row x [1, tokens, channels] at a sigma."""
+        return Flux(getattr(self, which), self.text, side=8, truncate=False)(x, torch.as_tensor(sigma), prompt)
+
+
+Objective = Callable[[Models, Seen], list[Callable[[], Tensor]]]
+"""The terms of an update's loss, to be added up."""
+
+
+def tiny(folder: Path, *overrides: str, rewards: Sequence[Callable] = (tilt,), **more) -> Trainer:
+    """A trainer of all weights of the tiny FLUX."""
+    policy = FluxPolicy.from_pretrained(folder, height=32, width=32, max_sequence_length=12, tuning="full", keep_base=True)
+    named = {reward.__name__: reward for reward in rewards}
+    return trainer(None, *TINY, *overrides, policy=policy, rewards=named, prompts=PROMPTS, **more)
+
+
+@dataclass
+class Beside:
+    """So many iterations of `trainer`, and the same second halves by `objective`; `after(models, steps)` ends an iteration."""
+
+    trainer: Trainer
+    objective: Objective
+    after: Callable[[Models, int], None] = lambda models, steps: None
+    iterations: int = 3
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        t = self.trainer
+        t.learner.optimizer.register_step_pre_hook(
+            lambda *_: self._ours.append(torch.cat([p.grad.flatten() for p in t.learner.parameters]))
+        )
+        start = copy.deepcopy(t.policy.pipeline.transformer)
+        self.models = Models(start, copy.deepcopy(start), copy.deepcopy(start))
+        self.learner = Learner(list(start.parameters()), t.config.optim.learning_rate)
+        self.start = _flat(t.learner.parameters)
+        for _ in range(self.iterations):
+            self._ours: list[Tensor] = []
+            seen, loss = self._iterate()
+            self._restate(seen, loss)
+
+    def _iterate(self) -> tuple[Seen, float]:
+        t, kept = self.trainer, {}
+        sample, update = t.sampler.sample, t.updater.update
+
+        def sampling(*given, **named):
+            kept["sampled"] = sample(*given, **named)
+            return kept["sampled"]
+
+        def updating(examples, cond):
+            kept["examples"], kept["cond"] = examples, cond
+            return update(examples, cond)
+
+        t.sampler.sample, t.updater.update = sampling, updating
+        try:
+            loss = t.iterate()["loss"]
+        finally:
+            t.sampler.sample, t.updater.update = sample, update
+        sampled = kept["sampled"]
+        return Seen(sampled.rollouts, sampled.rewards, kept["examples"], kept["cond"]), loss
+
+    def _restate(self, seen: Seen, loss: float) -> None:
+        tensors = seen.cond.tensors
+        self.models.text = [{name: value[i : i + 1] for name, value in tensors.items()} for i in range(len(seen.cond))]
+        self.learner.update(self.objective(self.models, seen))
+        made = self.learner.updates[-1]
+        self.losses.append((loss, made.loss))
+        self.gradients.append((self._ours[-1], made.flat))
+        self.after(self.models, len(self.learner.updates))
+
+    def differences(self) -> dict[str, float]:
+        """The largest difference of a loss, and the relative ones of a gradient and of how far all weights have come."""
+        ours, theirs = _flat(self.trainer.learner.parameters), _flat(self.learner.parameters)
+        return {
+            "loss": max(abs(one - other) for one, other in self.losses),
+            "gradient": max(float((one - other).norm() / other.norm()) for one, other in self.gradients),
+            "weights": float((ours - theirs).norm() / (theirs - self.start).norm()),
+        }
+
+
+def _flat(parameters: Sequence[Tensor]) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in parameters])
