@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from PIL import Image
 
 from g2rpo.errors import UserError
 from g2rpo.prompts.order import PromptOrder
@@ -135,14 +136,16 @@ def test_a_prompt_is_its_text_and_what_belongs_to_it():
 
 def test_metadata_and_pictures_come_with_a_prompt(tmp_path):
     rows = [
-        {"prompt": "a sign", "target": "STOP", "metadata": {"count": 2}, "images": ["in.png", "/abs/in.png"]},
+        {"prompt": "a sign", "target": "STOP", "metadata": {"count": 2}, "images": ["in.png", str(tmp_path / "abs.png")]},
         {"prompt": "a dog", "image": "dog.png"},
     ]
+    for name in ("in.png", "abs.png", "dog.png"):
+        Image.new("RGB", (2, 2)).save(tmp_path / name)
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second = read_prompts(file)
     assert first.metadata == {"target": "STOP", "count": 2}
-    assert first.images == (str(tmp_path / "in.png"), "/abs/in.png")
+    assert first.images == (str(tmp_path / "in.png"), str(tmp_path / "abs.png"))
     assert (second, second.images, second.metadata) == (Prompt("a dog", second.images), (str(tmp_path / "dog.png"),), {})
     table = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

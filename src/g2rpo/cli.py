@@ -172,6 +172,9 @@ def sample(
     model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, or 'testbed'.")] = None,
     weights: Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")] = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="An input picture for the prompts given here, for models that edit.")
+    ] = None,
     base: Annotated[bool, typer.Option("--base", help="Leave the tuned weights out.")] = False,
     strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
@@ -188,8 +191,12 @@ def sample(
     from g2rpo.config.resolve import resolve_as
     from g2rpo.config.schema import PolicyConfig
     from g2rpo.prompts.sources import read_prompts
+    from g2rpo.types import Prompt
 
-    asked = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
+    if image and not prompts:
+        raise UserError("--image belongs to prompts that are given as arguments; a file of prompts names its own pictures")
+    inputs = [str(path) for path in image or []]
+    asked = [*(Prompt(text, inputs) for text in prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
     policy = None
     if model is not None:
         policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")

@@ -12,7 +12,7 @@ from typing import Any
 from g2rpo.build import components
 from g2rpo.config.schema import Config
 from g2rpo.files import FileDigests, digest_of, local
-from g2rpo.types import plain_prompt
+from g2rpo.input_pictures import digest_of_prompts
 
 READ = ("target", *components.WEIGHT_OPTIONS)  # options of rewards that may name a file
 SMALL = 2**24  # bytes; larger files, which are weights, are compared by their size
@@ -31,8 +31,8 @@ def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], 
         for name, entry in named.items()
     }
     found = {
-        "prompts.train": f"{len(prompts)} prompts, {_short(digest_of([plain_prompt(each) for each in prompts]))}",
-        "evaluation.prompts": f"{len(heldout)} prompts, {_short(digest_of([plain_prompt(each) for each in heldout]))}",
+        "prompts.train": f"{len(prompts)} prompts, {_short(digest_of_prompts(prompts))}",
+        "evaluation.prompts": f"{len(heldout)} prompts, {_short(digest_of_prompts(heldout))}",
         "policy.path": source_of(given["policy"]) if "policy" in given else components.pipeline_identity(config.policy.path),
         "algorithm": source_of(config.algorithm),
         **of_rewards,

@@ -22,12 +22,12 @@ from g2rpo.config.resolve import differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
 from g2rpo.errors import UserError, loading
 from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
-from g2rpo.files import FileDigests, digest_of, local, write_whole
+from g2rpo.files import FileDigests, local, write_whole
+from g2rpo.input_pictures import digest_of_prompts
 from g2rpo.monitor.pictures import Strip, save_grid
 from g2rpo.runs.directory import read_config, weights_path
 from g2rpo.runtime.folders import held, is_empty
 from g2rpo.statistics import Interval
-from g2rpo.types import plain_prompt
 
 SETTINGS = "settings.yaml"
 SHOWN = 8  # pictures in a grid
@@ -126,7 +126,7 @@ def _cell(interval: Interval, sign: str = "") -> str:
 def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
     """Digests of prompts, tuned weights and model: a name may stand for something else by the time one goes on."""
     contents = {
-        "prompts": digest_of([plain_prompt(each) for each in prompts]),
+        "prompts": digest_of_prompts(prompts),
         "model": components.pipeline_identity(config.policy.path),
     }
     if config.weights is not None:

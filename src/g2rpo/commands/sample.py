@@ -14,6 +14,7 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps, grid_of
 from g2rpo.errors import UserError, loading
 from g2rpo.evaluation.heldout import sample_images
+from g2rpo.input_pictures import check_inputs
 from g2rpo.monitor.pictures import Strip, save_grid, to_pil
 from g2rpo.rollout.scoring import stills
 from g2rpo.runs.directory import read_config, weights_path
@@ -49,6 +50,7 @@ def sample(
     drawing = resolve_as(SampleOptions, asked, source="sample")
     if not prompts:
         raise UserError("give prompts as arguments, or a file of them with --prompts")
+    check_inputs(prompts)
     if not is_empty(out):
         raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
     if run is not None:

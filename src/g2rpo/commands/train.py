@@ -27,6 +27,7 @@ from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.errors import RolledBack, UserError
 from g2rpo.files import digest_of
+from g2rpo.input_pictures import check_inputs
 from g2rpo.runs.directory import check_contents, claim, entered, read_config, record_start
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
@@ -59,6 +60,7 @@ def build_trainer(
     """
     given = given or {}
     prompts, heldout = check(config, given)
+    check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
     return _assembled(config, run_dir, warn, world, {"prompts": prompts, "heldout": heldout, **given}, console)
 
 

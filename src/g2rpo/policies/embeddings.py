@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from g2rpo.files import digest_of, local, write_whole
-from g2rpo.types import Cond, Policy, Prompt
+from g2rpo.files import FileDigests, digest_of, local, write_whole
+from g2rpo.input_pictures import content_of
+from g2rpo.types import Cond, Policy
 
 FORMAT = 1
 """Part of every key: raise it when the meaning of stored tensors changes, and old files are no longer found."""
@@ -38,7 +39,8 @@ class DamagedEmbedding(ValueError):
 
 
 class EmbeddingStore:
-    """Conditioning rows in a folder, one safetensors file per prompt, below a folder per `identity`.
+    """Conditioning rows in a folder, one safetensors file per prompt (its text and its pictures' content), below a folder per
+    `identity`.
 
     `identity` is plain data that says what the tensors depend on besides the prompt: the text encoders' content, dtype,
     lengths. Files are written whole or not at all, and carry a checksum. Several processes may share a store. OSError if the
@@ -47,6 +49,7 @@ class EmbeddingStore:
 
     def __init__(self, root: Path, identity: Mapping[str, Any], reserve: int = RESERVE) -> None:
         self.reserve = reserve
+        self.digests = FileDigests(None)
         self.folder = root / digest_of({"format": FORMAT, **identity})[:20]
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / "identity.json", json.dumps(dict(identity), indent=1).encode())  # for people
@@ -91,8 +94,7 @@ class EmbeddingStore:
         return prompts * self.size(like) + self.reserve <= shutil.disk_usage(self.folder).free
 
     def _path(self, prompt: str) -> Path:
-        images = prompt.images if isinstance(prompt, Prompt) else ()
-        name = hashlib.sha256("\0".join([prompt, *images]).encode()).hexdigest()
+        name = hashlib.sha256("\0".join([prompt, *content_of(prompt, self.digests)]).encode()).hexdigest()
         return self.folder / name[:2] / f"{name}.safetensors"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from g2rpo.errors import UserError, loading
 from g2rpo.files import local
+from g2rpo.input_pictures import check_files
 from g2rpo.plain import is_text, parse_json, read_text
 from g2rpo.types import Prompt
 
@@ -22,9 +23,8 @@ STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" 
 def read_prompts(source: str | Path) -> list[Prompt]:
     """The prompts of a source, in its order; a `UserError` says which source is unusable and why.
 
-    In tables a column "images" (or "image") holds paths of input pictures, beside the file if they are relative; all other
-    columns of plain data are the prompt's metadata, those of a column "metadata" as they are.
-
+    In tables a column "images" (or "image") holds paths of input pictures, beside the file if they are relative, which must be
+    there; all other columns of plain data are the prompt's metadata, those of a column "metadata" as they are.
 
     - `FILE`: UTF-8 text, one prompt a line, blank lines skipped;
     - `FILE.jsonl` or `FILE.jsonl:COLUMN`: an object a line that holds the prompt under "prompt", or under COLUMN;
@@ -138,4 +138,5 @@ def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | N
         raise UserError(f"{place}: metadata should be an object, is {named!r:.80}")
     rest = {key: value for key, value in record.items() if key not in (column, "images", "image", "metadata")}
     paths = [str(local(image) if beside is None else beside / local(image)) for image in images]
+    check_files(paths, place)
     return Prompt(record[column].strip(), paths, {**rest, **named})
