@@ -54,6 +54,10 @@ REWARDS = {
 POLICIES = {
     "FluxPipeline": "g2rpo.policies.flux:FluxPolicy",
     "StableDiffusion3Pipeline": "g2rpo.policies.sd3:SD3Policy",
+    "Flux2Pipeline": "g2rpo.policies.catalogue:Flux2",
+    "Flux2KleinPipeline": "g2rpo.policies.catalogue:Flux2Klein",
+    "QwenImagePipeline": "g2rpo.policies.catalogue:QwenImage",
+    "ZImagePipeline": "g2rpo.policies.catalogue:ZImage",
 }
 TRACKERS = {
     "tensorboard": "g2rpo.monitor.trackers:TensorBoard",
@@ -232,8 +236,8 @@ def _hub_class(name: str) -> str:
 
 
 NOT_IN_EMBEDDINGS = {
-    "path", "pipeline", "device", "height", "width", "guidance_scale", "tuning", "lora_rank", "lora_alpha", "lora_targets",
-    "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling",
+    "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
+    "lora_targets", "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. What is not listed here is in their key."""
 
@@ -249,7 +253,7 @@ def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, warn: Call
             identity = {
                 **_text_identity(config.path, FileDigests(root / "digests.json")),
                 "settings": settings,
-                "guided": config.guidance_scale > 1,  # whether a policy with true guidance encodes a negative prompt too
+                "guided": getattr(text, "guided", False),  # whether the negative prompt is encoded too
             }
             store = EmbeddingStore(root, identity)
         except OSError as error:

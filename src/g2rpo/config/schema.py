@@ -58,12 +58,15 @@ class PolicyConfig(Section):
     """The class that the pipeline must have; a recipe's values are for one kind of model. None: any that is known."""
     height: Count
     width: Count
-    guidance_scale: NonNegativeFloat = 3.5
-    """FLUX: the embedded one. SD3: of classifier-free guidance, which costs a second evaluation; up to 1 turns it off."""
+    guidance_scale: NonNegativeFloat | None = None
+    """An input of the network (FLUX.1), or the scale of classifier-free guidance, which costs a second evaluation; 1 and below
+    (Z-Image, Krea-2: 0) turns it off. None: the model's own (docs/models.md)."""
     negative_prompt: str | None = None
     """For models with classifier-free guidance."""
+    num_frames: Count | None = None
+    """Of a video. None: one, a picture."""
     max_sequence_length: Annotated[int, Field(gt=0, le=4096)] | None = None
-    """Tokens of the long prompt encoder. None: what the model takes by default (FLUX 512, SD3 256)."""
+    """Tokens of the long prompt encoder. None: what the model takes by default (docs/models.md)."""
     tuning: Literal["lora", "full"] = "lora"
     lora_rank: Count = 32
     lora_alpha: PositiveFloat = 64.0
@@ -270,7 +273,9 @@ class Config(Section):
 
 
 def grid_of(shift: Shift, policy: Policy, num_steps: int) -> Tensor:
-    """The sigmas [num_steps + 1] that a config's shift means for a policy."""
+    """The sigmas [num_steps + 1] that a config's shift means for a policy; "model" means its `grid`, where it has one."""
+    if shift == "model" and (own := getattr(policy, "grid", None)) is not None:
+        return Tensor(own(num_steps))
     if shift == "scheduler":
         return scheduler_grid(num_steps, policy.shift)
     return sigma_grid(num_steps, policy.shift if shift == "model" else float(shift))

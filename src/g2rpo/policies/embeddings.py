@@ -199,3 +199,8 @@ class CachedPolicy(Generic[P]):
     @property
     def shift(self) -> float:
         return self.policy.shift
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "grid":  # some policies have one
+            return self.policy.grid  # type: ignore[attr-defined]
+        raise AttributeError(name)

@@ -25,6 +25,7 @@ class PolicyOptions:
     guidance_scale: float | None = None
     negative_prompt: str | None = None
     max_sequence_length: int | None = None
+    num_frames: int | None = None
     tuning: TuningMode = "lora"
     lora_rank: int = 32
     lora_alpha: float = 64

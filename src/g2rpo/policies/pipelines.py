@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from g2rpo.flow import sigma_grid
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.text import TextEncoders
 from g2rpo.policies.tuning import Tuning, TuningMode
@@ -131,6 +132,10 @@ class PipelinePolicy(Policy, ABC):
         """The time shift with which the pipeline itself samples this size."""
         return deployed_shift(self.pipeline.scheduler, self.image_tokens)
 
+    def grid(self, num_steps: int) -> Tensor:
+        """The sigmas [num_steps + 1] that sampling.shift=model means."""
+        return sigma_grid(num_steps, self.shift)
+
     def encode(self, prompts: Sequence[str]) -> Cond:
         return self.text.encode(prompts)
 
@@ -173,7 +178,8 @@ def place(pipeline: Any, *, dtype: torch.dtype, device: torch.device, vae_tiling
     pipeline.vae.requires_grad_(False).eval().to(dtype)
     pipeline.transformer.to(device)
     pipeline.vae.to(device)
-    pipeline.vae.to(memory_format=torch.channels_last)  # convolutions on interleaved channels are faster, on CPU and GPU
+    if all(weight.ndim <= 4 for weight in pipeline.vae.parameters()):
+        pipeline.vae.to(memory_format=torch.channels_last)  # convolutions on interleaved channels are faster, on CPU and GPU
     pipeline.transformer.eval()  # the models have no dropout; eval keeps adapters without it too
     if vae_tiling:
         pipeline.vae.enable_tiling()

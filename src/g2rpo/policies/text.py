@@ -21,6 +21,9 @@ class TextEncoders:
     They move there for the first prompt and stay; after `park` they wait on the CPU, and move only while they encode.
     """
 
+    guided = False
+    """Whether prompts are encoded together with a negative one."""
+
     def __init__(self, pipeline: Any, *, dtype: torch.dtype, device: torch.device | str) -> None:
         self.pipeline = pipeline
         self.device = torch.device(device)

@@ -125,7 +125,8 @@ pipe = DiffusionPipeline.from_pretrained({config.policy.path!r}, transformer=tra
 
 def _call(config: Config) -> str:
     size = f"height={config.policy.height}, width={config.policy.width}"
-    steps = f"num_inference_steps={config.sampling.num_steps}, guidance_scale={config.policy.guidance_scale:g}"
+    scale = config.policy.guidance_scale
+    steps = f"num_inference_steps={config.sampling.num_steps}" + (f", guidance_scale={scale:g}" if scale is not None else "")
     length = config.policy.max_sequence_length
     tokens = f", max_sequence_length={length}" if length else ""
     return f"""picture = pipe(

@@ -1,0 +1,201 @@
+"""A diffusers pipeline's own `__call__`, run for one of its parts.
+
+Whatever a pipeline does between prompts and pictures (packing, position ids, scaling of time, guidance, renormalisation, signs)
+is in its `__call__`. With a scheduler of one time step that call is velocity(x, sigma, cond); with none it decodes; stopped
+once it has its latents, it draws noise; with its own scheduler it shows its sigmas.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[..., Any]
+
+
+class Caught(Exception):
+    """Ends a pipeline's call with what was wanted of it."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("a pipeline's call was ended on purpose")
+        self.value = value
+
+
+class Times:
+    """A time for each of B rows, where a pipeline expects one for all.
+
+    Pipelines scale a time and expand it to the network's rows; those that stack guided rows want a multiple of B.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def expand(self, size: int) -> Tensor:
+        return self.rows.repeat(size // len(self.rows))
+
+    def __truediv__(self, by: float) -> Times:
+        return Times(self.rows / by)
+
+    def __rsub__(self, by: float) -> Times:
+        return Times(by - self.rows)
+
+
+class OneStep:
+    """A scheduler whose only step begins at `sigma` [B], and catches the velocity; None: one without steps.
+
+    `truncate` rounds times down to whole thousandths. A pipeline that names its times besides its sigmas feeds the network
+    times that are not shifted (CogView4): they are recovered from `sigma` by the shift's inverse.
+    """
+
+    order = 1
+    init_noise_sigma = 1.0
+
+    def __init__(self, config: Any, sigma: Tensor | None, *, truncate: bool = False, alike: bool = False) -> None:
+        self.config, self._sigma, self._truncate, self._alike = config, sigma, truncate, alike
+        self.timesteps: list[Any] = []
+        self.sigmas = [1.0, 0.0]
+
+    def set_timesteps(
+        self, num_inference_steps: Any = None, device: Any = None, sigmas: Any = None, mu: Any = None, timesteps: Any = None
+    ) -> None:
+        if self._sigma is None:
+            return
+        sigma = self._sigma if timesteps is None else unshifted(self._sigma, mu, self.config)
+        times = sigma * self.config.num_train_timesteps
+        times = times.floor() if self._truncate else times
+        self.timesteps = [times[0] if self._alike else Times(times)]
+
+    def set_begin_index(self, index: int = 0) -> None:
+        pass
+
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True) -> Any:
+        raise Caught(model_output)
+
+
+def unshifted(sigma: Tensor, mu: float | None, config: Mapping[str, Any]) -> Tensor:
+    """The u in [0, 1] that a flow scheduler with this config shifts to `sigma`."""
+    shift = config["shift"]
+    if config["use_dynamic_shifting"]:
+        assert mu is not None
+        shift = torch.tensor(mu).exp().item() if config["time_shift_type"] == "exponential" else mu
+    return sigma / (sigma + shift * (1 - sigma))
+
+
+def probe(scheduler: Any) -> Any:
+    """A copy of `scheduler` that catches its own sigmas."""
+    copied = copy.copy(scheduler)
+    setting = copied.set_timesteps
+
+    @functools.wraps(setting)  # pipelines look at its signature
+    def caught(*args: Any, **kwargs: Any) -> None:
+        setting(*args, **kwargs)
+        raise Caught(copied.sigmas)
+
+    copied.set_timesteps = caught
+    return copied
+
+
+class Network:
+    """`transformer` as a pipeline calls it: it computes in `dtype` and answers in float32, in which guidance is taken."""
+
+    def __init__(self, transformer: Any, dtype: torch.dtype) -> None:
+        self._transformer, self.dtype = transformer, dtype
+
+    def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        x = hidden_states.to(self.dtype) if isinstance(hidden_states, Tensor) else hidden_states
+        device = x.device.type if isinstance(x, Tensor) else x[0].device.type
+        with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
+            answer = self._transformer(x, *args, **kwargs)[0]
+        return (answer.float() if isinstance(answer, Tensor) else [each.float() for each in answer],)
+
+    def cache_context(self, name: str, **options: Any) -> AbstractContextManager[None]:
+        """Nothing is cached from step to step: a velocity is a function of its arguments."""
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transformer, name)
+
+
+class Decoder:
+    """`vae` as a pipeline calls it: latents and pictures are float32 around it, whatever it computes in."""
+
+    dtype = torch.float32
+
+    def __init__(self, vae: Any) -> None:
+        self._vae = vae
+
+    def decode(self, latents: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
+        return (self._vae.decode(latents.to(self._vae.dtype), *args, **kwargs)[0].float(),)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._vae, name)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a replayed call does instead of encoding prompts, and of making latents; each is given the pipeline's own way."""
+
+    encode: Callable[[Call], Any]
+    latents: Callable[[Call], Any]
+
+
+class _NoBar:
+    def update(self) -> None:
+        pass
+
+
+@functools.cache
+def _replaying(kind: Any) -> Any:
+    """A subclass of a pipeline's class that follows a `script`."""
+
+    class Replaying(kind):
+        @property
+        def _execution_device(self) -> Any:
+            return self.__dict__["replay_device"]
+
+        def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
+            return self.__dict__["script"].encode(functools.partial(super().encode_prompt, *args, **kwargs))
+
+        def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
+            return self.__dict__["script"].latents(functools.partial(super().prepare_latents, *args, **kwargs))
+
+        @contextmanager
+        def progress_bar(self, *args: Any, **kwargs: Any) -> Iterator[_NoBar]:
+            yield _NoBar()
+
+        def maybe_free_model_hooks(self) -> None:
+            pass
+
+    return Replaying
+
+
+def replay(pipeline: Any, script: Script, arguments: Mapping[str, Any], *, device: Any, parts: Mapping[str, Any]) -> Any:
+    """What `pipeline(**arguments)` returns, or was caught in it, by `script` and with `parts` in place of the pipeline's own.
+
+    Gradients are not turned off.
+
+    It runs on a shallow copy, since pipelines keep the state of a call on themselves; calls in several threads do not meet.
+    """
+    kind: Any = type(pipeline)
+    copied: Any = object.__new__(_replaying(kind))
+    copied.__dict__.update({**vars(pipeline), **parts, "script": script, "replay_device": device})
+    call = kind.__call__
+    try:
+        return getattr(call, "__wrapped__", call)(copied, **arguments)
+    except Caught as caught:
+        return caught.value
+
+
+def rows_alike(keys: Sequence[Any]) -> list[list[int]]:
+    """The indices of rows with equal keys, together, in order of first appearance."""
+    groups: dict[Any, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
