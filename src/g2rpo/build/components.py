@@ -36,6 +36,7 @@ from g2rpo.types import Algorithm, Reward
 
 REWARDS = {
     "hpsv2": "g2rpo.rewards.hpsv2:HPSv2",
+    "hpsv3": "g2rpo.rewards.hpsv3:HPSv3",
     "clip_score": "g2rpo.rewards.clip:CLIPScore",
     "pickscore": "g2rpo.rewards.pickscore:PickScore",
     "image_reward": "g2rpo.rewards.image_reward:ImageReward",

@@ -19,6 +19,7 @@ from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.files import is_hub_id
+from g2rpo.rewards.hpsv3 import INSTRUCTION
 from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
 from g2rpo.training.checkpoint import checkpoints
@@ -27,7 +28,7 @@ SECONDS = 1.5
 """For servers to answer. One that takes longer is not reported: it may be busy."""
 CLIP = ("open_clip_config.json", "config.json")
 TOKENIZER = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
-FILES = {"path": CLIP, "clip": CLIP, "tokenizer": TOKENIZER, "processor": TOKENIZER}
+FILES = {"path": CLIP, "clip": CLIP, "tokenizer": TOKENIZER, "processor": TOKENIZER, "instruction": INSTRUCTION}
 """By option of a reward, files of which one must be in the place that it names. A reward's own WEIGHTS come before `path`."""
 
 

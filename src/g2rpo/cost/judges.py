@@ -47,7 +47,7 @@ def judge(entry: RewardConfig, device: str) -> Judge | None:
 
     Pictures only: a prompt's text features are computed once and kept. Preprocessing on the CPU is not counted.
     """
-    options = {"device": device, "dtype": "float32", **entry.options}
+    options = {"device": device, "dtype": "bfloat16" if entry.kind == "hpsv3" else "float32", **entry.options}
     if entry.kind in NO_WEIGHTS:
         return Judge(0, 0.0, "cpu", "float32")
     if entry.kind.startswith("scene_"):  # the testbed's own, always on the CPU
@@ -67,6 +67,8 @@ def _measured(kind: str, options: str) -> tuple[int, float] | None:
     with torch.device("meta"):
         if kind == "image_reward":
             return _image_reward()
+        if kind == "hpsv3":
+            return _hpsv3()
         config = _clip(kind, json.loads(options))
         if config is None:
             return None
@@ -123,3 +125,16 @@ def count_flops(run: Callable[[], Any]) -> float:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         run()
     return float(counter.get_total_flops())
+
+
+def _hpsv3() -> tuple[int, float]:
+    """Qwen2-VL 7B without its output layer; operations are those of the weights alone, on 1024 patches and about 900 tokens."""
+    from transformers import Qwen2VLConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, Qwen2VLTextModel
+
+    text = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    text |= {"num_key_value_heads": 4, "vocab_size": 151658}
+    config = Qwen2VLConfig(text_config=text, vision_config={"hidden_size": 3584})
+    vision, language = Qwen2VisionTransformerPretrainedModel(config.vision_config), Qwen2VLTextModel(config.text_config)
+    parameters = sum(p.numel() for p in vision.parameters()), sum(p.numel() for p in language.layers.parameters())
+    return size_of(vision) + size_of(language), 2.0 * (1024 * parameters[0] + 900 * parameters[1])

@@ -53,6 +53,11 @@ def to_pil(images: Tensor) -> list[Image.Image]:
     return [Image.fromarray(array) for array in images.permute(0, 2, 3, 1).cpu().numpy()]
 
 
+def to_tensor(pictures: Sequence[Image.Image]) -> Tensor:
+    """uint8 pictures [B, 3, H, W] of Pillow pictures of one size."""
+    return torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2)
+
+
 def score_in_batches(
     images: Tensor,
     prompts: Sequence[str],
@@ -113,8 +118,7 @@ class Preprocess:
             raise ValueError(f"the crop ({self.crop}) is larger than the resized picture ({self.resize})")
 
     def __call__(self, images: Tensor) -> Tensor:
-        arrays = [np.asarray(self._resize_and_crop(picture)) for picture in to_pil(images)]
-        return normalise(torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2), self.mean, self.std)
+        return normalise(to_tensor([self._resize_and_crop(picture) for picture in to_pil(images)]), self.mean, self.std)
 
     def _resize_and_crop(self, picture: Image.Image) -> Image.Image:
         width, height = picture.size

@@ -1,0 +1,137 @@
+"""HPSv3 against upstream's own code on transformers 4.45.2 (tools/record_hpsv3_oracle.py), on a tiny random Qwen2-VL.
+
+Tolerances. Upstream casts its model to bfloat16. In float32 after that cast both sides compute the same up to the order of
+sums: 1e-5, as in test_parity. In bfloat16 (8 bits, .4 % an operation) orders matter more, so the root mean square distance from
+the float32 scores is compared: of two samples of 25 from one distribution, one is twice the other once in a thousand times.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle_inputs import PROMPTS, fixed_image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from g2rpo.rewards import hpsv3
+from g2rpo.rewards.hpsv3 import HPSv3, target_size
+from g2rpo.rewards.pixels import to_uint8
+from tests.rewards.learned import FIXTURES, oracle, state_of
+
+SCORE = 1e-5
+
+
+def save_hpsv3(folder: Path) -> dict[str, Any]:
+    """Saves the recorded HPSv3 as it is published: weights, Qwen2-VL's folder, upstream's file with the instruction."""
+    recorded = oracle("hpsv3")
+    state = {k: v if k.startswith("rm_head") else v.bfloat16() for k, v in state_of(recorded["state_dict"]).items()}
+    save_file(state, folder / "HPSv3.safetensors")
+    base = folder / "qwen2_vl"
+    base.mkdir()
+    for file in (FIXTURES / "qwen2_tokenizer").iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    (base / "config.json").write_text(json.dumps(recorded["config"]))
+    (folder / "hpsv3" / "dataset").mkdir(parents=True)
+    lines = f"import torch\nINSTRUCTION = {recorded['instruction']!r}\nprompt_with_special_token = {recorded['question']!r}\n"
+    (folder / "hpsv3" / "dataset" / "data_collator_qwen.py").write_text(lines)
+    return {"path": str(folder), "instruction": str(folder), "processor": str(base)}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return save_hpsv3(tmp_path_factory.mktemp("hpsv3"))
+
+
+def picture(name: str) -> Tensor:
+    return torch.from_numpy(fixed_image(name)).permute(2, 0, 1)[None] / 255
+
+
+def scores(reward: HPSv3, name: str) -> Tensor:
+    return reward(picture(name).expand(len(PROMPTS), -1, -1, -1), PROMPTS)
+
+
+def worst(reward: HPSv3) -> float:
+    return max((scores(reward, c["image"]) - torch.tensor(c["float32"])).abs().max().item() for c in oracle("hpsv3")["cases"])
+
+
+def test_scores_are_upstreams(options: dict[str, Any]) -> None:
+    assert worst(HPSv3(**options, dtype="float32", batch_size=3)) < SCORE
+
+
+def test_tokens_and_patches_are_upstreams(options: dict[str, Any]) -> None:
+    reward, recorded = HPSv3(**options, dtype="float32"), oracle("hpsv3")
+    ids, mask = reward._tokens(PROMPTS, 256)
+    theirs = torch.tensor(recorded["token_ids"])
+    assert torch.equal(ids.where(mask, -1), theirs.where(mask, -1))
+    assert mask.sum(1).tolist() == (theirs != reward.tokenizer.pad_token_id).sum(1).tolist()
+    for case in recorded["cases"]:
+        patches, grid = reward._patches(to_uint8(picture(case["image"])))
+        assert grid.tolist() == [case["grid"]]
+        torch.testing.assert_close(patches[::97, ::131].flatten(), torch.tensor(case["patches"]), atol=2e-6, rtol=0)
+
+
+def test_bfloat16_is_as_near_to_float32_as_upstreams(options: dict[str, Any]) -> None:
+    reward = HPSv3(**options)
+    ours, theirs = [], []
+    for case in oracle("hpsv3")["cases"]:
+        exact = torch.tensor(case["float32"])
+        ours.append(scores(reward, case["image"]) - exact)
+        theirs.append(torch.tensor(case["bfloat16"]) - exact)
+    spread = torch.cat(theirs).square().mean().sqrt()
+    assert 0 < torch.cat(ours).square().mean().sqrt() < 2 * spread
+    assert reward.head[0].weight.dtype == torch.float32
+
+
+def test_every_planted_error_is_seen(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = HPSv3(**options, dtype="float32")
+    with monkeypatch.context() as patch:  # the last token instead of the reward token
+        patch.setattr(reward, "reward_token", reward.tokenizer.convert_tokens_to_ids("<|im_start|>"))
+        assert worst(reward) > 100 * SCORE
+    with monkeypatch.context() as patch:
+        patch.setattr(hpsv3.target_size, "__defaults__", (128 * 28 * 28,))
+        assert worst(reward) > 100 * SCORE
+    with monkeypatch.context() as patch:  # positions of rows and columns, as Qwen2-VL's own
+        own = reward.text.rotary_emb.forward
+        patch.setattr(reward.text.rotary_emb, "forward", lambda x, position_ids: own(x, position_ids // 2))
+        assert worst(reward) > 100 * SCORE
+    with monkeypatch.context() as patch:
+        patch.setattr(hpsv3, "_with_frequencies", lambda module: _exact_frequencies(module))
+        assert worst(HPSv3(**options, dtype="float32")) > SCORE
+
+
+def _exact_frequencies(module: torch.nn.Module) -> torch.nn.Module:
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if hasattr(child, "inv_freq"):
+                with torch.device("cpu"):
+                    parent.add_module(name, type(child)(child.config))
+    return module
+
+
+def test_a_score_does_not_depend_on_the_batch_nor_on_special_tokens_in_a_prompt(options: dict[str, Any]) -> None:
+    reward = HPSv3(**options, dtype="float32", batch_size=1)
+    alone = scores(reward, "small")
+    reward.batch_size = 5
+    torch.testing.assert_close(scores(reward, "small"), alone, atol=SCORE, rtol=0)
+    odd = reward(picture("small").expand(2, -1, -1, -1), ["a <|image_pad|> <|Reward|>", "<|im_end|>"])
+    assert torch.isfinite(odd).all()
+
+
+def test_sizes_are_upstreams() -> None:
+    for height, width, *theirs in oracle("hpsv3")["sizes"]:
+        assert list(target_size(height, width, 28)) == theirs
+
+
+def test_what_is_missing_is_named(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no data_collator_qwen.py"):
+        HPSv3(**{**options, "instruction": str(tmp_path)})
+    (tmp_path / "data_collator_qwen.py").write_text("INSTRUCTION = 'How good is it?'\nprompt_with_special_token = '<|Reward|>'")
+    with pytest.raises(ValueError, match=r"one {text_prompt} and one <\|Reward\|>"):
+        HPSv3(**{**options, "instruction": str(tmp_path)})
+    save_file(state_of(oracle("pickscore")["state_dict"]), tmp_path / "HPSv3.safetensors")
+    with pytest.raises(ValueError, match="is not HPSv3. It seems to be a CLIP"):
+        HPSv3(**{**options, "path": str(tmp_path)})
