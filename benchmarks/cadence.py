@@ -62,13 +62,13 @@ def run(reward: Score, every: str, seed: int, args: argparse.Namespace) -> dict[
         notify=lambda _: None,
     )
     start = [p.detach().clone() for p in trainer.learner.parameters]
-    before = trainer.judge().means()["brightness"]
+    before = trainer.score_heldout().means()["brightness"]
     seen: dict[str, list[float]] = {"distance": [], "gain": []}
     for _ in range(args.iterations):
         trainer.iterate()
         squares = sum(float((p.detach() - q).square().sum()) for p, q in zip(trainer.learner.parameters, start, strict=True))
         seen["distance"].append(squares**0.5)
-        seen["gain"].append(trainer.judge().means()["brightness"] - before)
+        seen["gain"].append(trainer.score_heldout().means()["brightness"] - before)
     return seen
 
 

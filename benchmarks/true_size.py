@@ -143,7 +143,7 @@ def main() -> None:
         reward = {"brightness": Brightness()}
         trainer = Trainer(
             config=config,
-            policy=CachedPolicy(policy, CachedEncoder(RandomText(policy), None, warn=print)),
+            policy=CachedPolicy(policy, CachedEncoder(RandomText(policy), None, notify=print)),
             rewards=reward,
             prompts=names,
             heldout=names,

@@ -19,7 +19,7 @@ from g2rpo.monitor.alarms import (
     SATURATED,
     SILENT,
     WINDOW,
-    Watch,
+    Alarms,
     chance_of_fall,
     crowd,
     fallen_rewards,
@@ -453,7 +453,7 @@ def test_a_run_that_begins_to_go_back_late_may_have_nothing_to_go_back_to(tmp_pa
 
 
 def test_an_evaluation_with_an_alarm_is_never_the_best():
-    watch = Watch(["r"], [], drift_limit=1.0)
+    watch = Alarms(["r"], [], drift_limit=1.0)
     for gain, alarm in ((0.0, False), (0.3, False), (0.9, True), (0.2, False), (0.5, False)):
         watch.rows.append({"kind": "eval", "judged_gain": gain} | ({"alarms": {"pictures": ""}} if alarm else {}))
         assert watch.best_so_far == (gain in (0.0, 0.3, 0.5)), gain

@@ -54,10 +54,10 @@ def test_the_ratio_is_exactly_one_before_the_first_update_and_the_weights_move(n
 @pytest.mark.parametrize("name", NAMES)
 def test_training_raises_the_reward(name):
     t = named(name, "algorithm.group_size=12", "sampling.num_steps=8", "trainer.iterations=12")
-    before = t.judge().means()["bright"]
+    before = t.score_heldout().means()["bright"]
     for _ in range(12):
         t.iterate()
-    assert t.judge().means()["bright"] > before + 0.02
+    assert t.score_heldout().means()["bright"] > before + 0.02
 
 
 @pytest.mark.parametrize("name", NAMES)

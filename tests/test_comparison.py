@@ -40,7 +40,7 @@ def test_work_is_what_a_run_does(tmp_path, name):
     """The rollout's evaluations as logged, and the latents of the training pass as they are sampled, over three iterations."""
     t = trainer(tmp_path, f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=7")
     for iteration in range(3):
-        rollouts, evaluations = t.sampler.roll_out(t.algorithm, iteration, t.policy.encode(["0", "1"]), [0, 1])
+        rollouts, evaluations = t.collector.roll_out(t.algorithm, iteration, t.policy.encode(["0", "1"]), [0, 1])
         trained = sum(len(transition.x) for rollout in rollouts for transition in rollout.transitions)
         base = trained if t.algorithm.kl_weight else 0
         assert (trained, base) == tuple(2 * rows for rows in count_trained(t.algorithm, t.plans(), 7))

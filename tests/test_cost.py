@@ -22,9 +22,9 @@ from g2rpo.cost.blueprint import PUBLISHED, build_on_meta, on_meta, read_bluepri
 from g2rpo.cost.cards import CARDS, card_of
 from g2rpo.cost.counting import count, settled
 from g2rpo.cost.flops import forward_flops, training_flops
-from g2rpo.cost.judges import judge
 from g2rpo.cost.plan import make_plan
 from g2rpo.cost.probe import by_probe
+from g2rpo.cost.rewards import cost_of_reward
 from g2rpo.cost.trace import LiveBytes, working_sets
 from g2rpo.errors import UserError
 from g2rpo.policies.pipelines import PipelinePolicy, load_pipeline
@@ -204,10 +204,10 @@ def test_rewards_weigh_what_their_published_state_dicts_do():
     for kind, tolerance in (("hpsv2", 1e-4), ("image_reward", 0.01)):
         shapes = json.loads((fixtures / f"{kind}.json").read_text())["published_state_dict"].values()
         published = 4 * sum(torch.Size(shape).numel() for shape in shapes)
-        assert judge(RewardConfig(kind=kind), "cuda").bytes == pytest.approx(published, rel=tolerance)
-    half = judge(RewardConfig(kind="hpsv2", options={"dtype": "bfloat16"}), "cuda")
-    assert half.bytes == judge(RewardConfig(kind="pickscore"), "cuda").bytes // 2
-    assert judge(RewardConfig(kind="clip_score", options={"path": "someone/unknown"}), "cuda") is None
+        assert cost_of_reward(RewardConfig(kind=kind), "cuda").bytes == pytest.approx(published, rel=tolerance)
+    half = cost_of_reward(RewardConfig(kind="hpsv2", options={"dtype": "bfloat16"}), "cuda")
+    assert half.bytes == cost_of_reward(RewardConfig(kind="pickscore"), "cuda").bytes // 2
+    assert cost_of_reward(RewardConfig(kind="clip_score", options={"path": "someone/unknown"}), "cuda") is None
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def patchy(images, prompts):
 
 def train_gaussian(world, folder, overrides):
     t = trainer(folder, *COMMON, *overrides, rewards={"bright": patchy}, world=world)
-    rows = [t.judge().means(), *(t.iterate() for _ in range(3))]
+    rows = [t.score_heldout().means(), *(t.iterate() for _ in range(3))]
     save_file({"mean": t.policy.mean.detach()}, folder / f"weights_{world.rank}.safetensors")
     return rows
 

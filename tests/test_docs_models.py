@@ -36,7 +36,7 @@ def test_it_learns_what_the_text_says(world):
     assert world["trainer"].iteration == 20
     assert world["row"]["reward/saturation"] == pytest.approx(float(said[2]), abs=0.02)
     with torch.no_grad(), world["trainer"].policy.base():
-        base = world["trainer"].judge().means()["saturation"]
+        base = world["trainer"].score_heldout().means()["saturation"]
     assert base == pytest.approx(float(said[1]), abs=0.1)
 
 

@@ -126,7 +126,7 @@ def test_embeddings_are_kept_by_the_content_of_pictures(tmp_path):
     red, blue = picture(tmp_path / "red.png"), picture(tmp_path / "blue.png", (0, 0, 99))
     shutil.copy(red, tmp_path / "copy.png")
     encoder = Counting()
-    cached = CachedEncoder(encoder, EmbeddingStore(tmp_path / "store", {}, reserve=0), warn=pytest.fail)
+    cached = CachedEncoder(encoder, EmbeddingStore(tmp_path / "store", {}, reserve=0), notify=pytest.fail)
     first = cached.encode([Prompt("a", [red]), Prompt("a", [blue])]).tensors["shift"]
     assert encoder.count == 2 and first[0] != first[1]
     again = cached.encode([Prompt("a", [str(tmp_path / "copy.png")])]).tensors["shift"]

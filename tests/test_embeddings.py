@@ -28,10 +28,10 @@ def complain(message):
     raise AssertionError(message)
 
 
-def cached(path, cache="auto", warn=complain, **options):
+def cached(path, cache="auto", notify=complain, **options):
     """The text encoders of the tiny FLUX in `path` behind the cache."""
     config = PolicyConfig(path=str(path), **{**SIZE, **options})
-    return components.cache_embeddings(components.load_pipeline(config, tuning="frozen").text, config, str(cache), warn)
+    return components.cache_embeddings(components.load_pipeline(config, tuning="frozen").text, config, str(cache), notify)
 
 
 class Parked(GaussianPolicy):
@@ -45,8 +45,8 @@ class Parked(GaussianPolicy):
         self.times += 1
 
 
-def gaussian(store, warn=complain):
-    return CachedPolicy(GaussianPolicy(), CachedEncoder(Parked(), store, warn=warn))
+def gaussian(store, notify=complain):
+    return CachedPolicy(GaussianPolicy(), CachedEncoder(Parked(), store, notify=notify))
 
 
 def equal(a, b):
@@ -150,7 +150,7 @@ def test_a_damaged_file_is_named_and_made_again(flux_directory):
     path = whole.store._path(TEXTS[1])
     path.write_bytes(path.read_bytes()[:-8])
     warnings = []
-    again = cached(flux_directory, warn=warnings.append)
+    again = cached(flux_directory, notify=warnings.append)
     again.park()
     assert equal(again.encode(TEXTS), made) and again.encoded == 1
     assert len(warnings) == 1 and str(path) in warnings[0]
@@ -207,7 +207,7 @@ def test_some_of_the_disk_is_left_to_others(tmp_path):
 
 def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):
     warnings = []
-    encoder = CachedEncoder(Parked(), EmbeddingStore(tmp_path, {}, reserve=0), warn=warnings.append)
+    encoder = CachedEncoder(Parked(), EmbeddingStore(tmp_path, {}, reserve=0), notify=warnings.append)
     monkeypatch.setattr(EmbeddingStore, "fits", lambda store, prompts, like: prompts < 4)
     assert not encode_ahead(encoder, PROMPTS, Console(quiet=True))
     assert encoder.encoded == 1 and not encoder.encoder.times and "5 prompts need" in warnings[0]
@@ -246,7 +246,7 @@ def test_parked_encoders_come_back_for_a_new_prompt_only(flux_directory, tmp_pat
     text.device, moves = torch.device("cpu:0"), []
     for module in text.modules:
         module.to = lambda device, *more: moves.append(str(device))
-    encoder = CachedEncoder(text, EmbeddingStore(tmp_path, {}), warn=complain)
+    encoder = CachedEncoder(text, EmbeddingStore(tmp_path, {}), notify=complain)
     assert moves == []  # a run whose prompts are all stored never moves them
     encoder.encode(["red"])
     assert moves == ["cpu:0"] * 2

@@ -38,7 +38,7 @@ def run(policy, *options, iterations=2):
     said = []
     t = trainer(None, *options, policy=policy)
     t.sizes.notify = said.append
-    evaluation = t.judge()
+    evaluation = t.score_heldout()
     rows = [t.iterate() for _ in range(iterations)]
     return t.learner.parameters[0].detach().clone(), rows, said, evaluation
 
@@ -146,9 +146,9 @@ def test_a_reward_that_runs_out_of_memory_in_an_evaluation_sees_fewer_pictures_t
         return images.flatten(1).mean(1)
 
     t = trainer(None, "sampling.decode_batch_size=8", rewards={"bright": hungry})
-    evaluation = t.judge()
+    evaluation = t.score_heldout()
     assert sizes == [3, 3, 2, 1, 1, 1] and t.sizes.decode == 1 and t.sizes.halved == 3
-    assert torch.equal(evaluation.scores["bright"], trainer(None).judge().scores["bright"])
+    assert torch.equal(evaluation.scores["bright"], trainer(None).score_heldout().scores["bright"])
     with pytest.raises(UserError, match="--batch-size of g2rpo sample and g2rpo evaluate"):  # where nothing halves
         evaluate(GaussianPolicy(), ["0"] * 2, {"bright": hungry}, sigma_grid(4), seed=0, batch_size=2, decode_batch_size=2)
 

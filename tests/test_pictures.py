@@ -183,7 +183,7 @@ def test_a_run_says_how_many_pictures_are_right(tmp_path):
     run.finish()
     results = json.loads((tmp_path / "results.json").read_text())
     rows = [row for row in read_metrics(tmp_path) if row["kind"] == "eval"]
-    base, tuned = (run.evaluator.baseline, run.judge())
+    base, tuned = (run.evaluator.baseline, run.score_heldout())
     assert results["right"]["base"] == rows[0]["right"] == float((base.scores["bright"] >= 0.5).float().mean())
     assert results["right"]["tuned"] == rows[-1]["right"] == float((tuned.scores["bright"] >= 0.5).float().mean())
     assert results["right"]["error"] == rows[-1]["right_stderr"] and rows[0]["right_stderr"] == 0

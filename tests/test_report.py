@@ -191,7 +191,9 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     def bright(images, prompts):
         return brightness(images, prompts)
 
-    bright.right = float(trainer(None).judge().scores["bright"][:2].mean())  # of the base's first two pictures one is right
+    bright.right = float(
+        trainer(None).score_heldout().scores["bright"][:2].mean()
+    )  # of the base's first two pictures one is right
     claim(tmp_path, config())
     t = trainer(tmp_path, rewards={"bright": bright})
     rows = [row for row in t.train() if row["kind"] == "eval"]
@@ -199,11 +201,11 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     page = Page(render(read_runs([tmp_path])))
     below = page.words.partition("by the rewards that can tell")[2]
     marks = below.count("✓ right"), below.count("✗ wrong")
-    judged = [t.evaluator.baseline.right[:2], t.judge().right[:2]]
+    judged = [t.evaluator.baseline.right[:2], t.score_heldout().right[:2]]
     middle = read_grid(tmp_path / "samples" / "iteration_000002.png")
     expected = [bool(v) for side in judged for v in side] + list(middle.right[0])
     assert marks == (expected.count(True), expected.count(False)) and sum(marks) == 6 > marks[0] > 0
-    for value in [*t.evaluator.baseline.scores["bright"][:2], *t.judge().scores["bright"][:2]]:
+    for value in [*t.evaluator.baseline.scores["bright"][:2], *t.score_heldout().scores["bright"][:2]]:
         assert f"bright {float(value):.3f}" in page.words
     share = [f"{100 * row['right']:.0f} %" for row in (rows[0], rows[-1])]
     assert f"Right on {share[1]} of 3 unseen prompts, was {share[0]} (" in page.words

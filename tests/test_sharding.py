@@ -76,7 +76,7 @@ def learn(world, folder, model, mode, killed=False):
 
 def learn_sd3(world, folder, model, mode):
     t = build(world, folder, model, mode, *SD3, kind=SD3Policy, keep_base=True, gradient_checkpointing=True)
-    rows = [t.iterate(), t.iterate(), t.judge().means()]
+    rows = [t.iterate(), t.iterate(), t.score_heldout().means()]
     t.export()
     return rows
 
@@ -356,7 +356,7 @@ def short_of_memory_when_decoding(world, model):
         return decode(x)
 
     t.policy.decode = small_decode
-    t.judge()
+    t.score_heldout()
     return t.sizes.decode
 
 

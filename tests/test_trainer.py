@@ -219,7 +219,7 @@ def test_rewards_find_their_rollouts_whatever_the_decoding_batch(monkeypatch):
     torch.testing.assert_close(groups[0], groups[1])
     fresh = trainer(None)
     engine = Engine(policy=fresh.policy, cond=fresh.policy.encode(fresh.order.batch(0, 2)), sigmas=fresh.sigmas)
-    rollouts = engine.rollout(fresh.plans(), 6, fresh.kernel, partial(fresh.sampler.noise, 0))
+    rollouts = engine.rollout(fresh.plans(), 6, fresh.algorithm.kernel(fresh.sigmas), partial(fresh.collector.noise, 0))
     alone = torch.stack([brightness(r.finals.sigmoid().flatten(0, 1), None).unflatten(0, (2, 6)) for r in rollouts])
     torch.testing.assert_close(groups[0][:, 0], alone)
 

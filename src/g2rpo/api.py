@@ -23,7 +23,7 @@ from g2rpo.commands.train import build_trainer, load_config, open_run
 from g2rpo.config.given import OBJECT, mention
 from g2rpo.config.schema import Config, RewardConfig, grid_of
 from g2rpo.evaluation.heldout import Comparison, Evaluation, compare, sample_images
-from g2rpo.evaluation.heldout import evaluate as judge
+from g2rpo.evaluation.heldout import evaluate as score_heldout
 from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
 from g2rpo.runs.directory import entered, read_config, weights_path
@@ -47,13 +47,12 @@ def trainer(
     trackers: Sequence[Tracker] | None = None,
     notify: Callable[[str], None] = print,
 ) -> Trainer:
-    """A trainer as `g2rpo train` builds it; what is given as an object takes the place of what the recipe names.
+    """A trainer as `g2rpo train` builds it; objects replace what the recipe names.
 
-    `rewards` are trained on, with the weights that the config has for these names, else 1; `judges` are judged only. Nothing is
-    kept without a `run_dir`; one that holds a run is entered with `resume` alone, and with `accept_changes` also where prompts
-    or reward code are others than before. Its config.yaml only mentions objects (as
-    "object:module.Class"), and commands that would have to make them again refuse: resume such a run from the program that
-    began it. Raises UserError as the command does.
+    `rewards` are trained on, with the weights that the config has for these names, else 1; `judges` only score held-out
+    pictures. Without a `run_dir` nothing is written; one that contains a run needs `resume`, and `accept_changes` if prompts or
+    reward code have changed. Its config.yaml only mentions objects (as "object:module.Class"), so commands that need them
+    refuse: resume such a run from the program that began it. Raises UserError as the command does.
     """
     config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
     config = _mentioning(config, algorithm, policy, rewards, judges, prompts, heldout)
@@ -81,7 +80,7 @@ def _mentioning(
     prompts: Sequence[str] | None,
     heldout: Sequence[str] | None,
 ) -> Config:
-    """`config` with a mention of each object in the place of what it names: config.yaml must not promise another run."""
+    """`config` with a mention in place of the name of each given object."""
     changes: dict[str, object] = {}
     judged: dict[str, object] = {}
     if algorithm is not None:
@@ -106,7 +105,7 @@ def _mentioned(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig])
 
 
 def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
-    """The policy of a finished run, with its tuned weights unless `base`, and the sigma grid that it was judged on."""
+    """The policy of a finished run, with its tuned weights unless `base`, and the sigma grid of its evaluations."""
     config = read_config(Path(run))
     policy = components.build_policy(config.policy, tuning="frozen")
     if not base:
@@ -115,7 +114,7 @@ def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
 
 
 def _sigmas(config: Config, policy: Policy) -> Tensor:
-    """The grid that a run of `config` was judged on."""
+    """The sigma grid of a run's evaluations."""
     return grid_of(config.sampling.shift, policy, config.evaluation.num_steps or config.sampling.num_steps)
 
 
@@ -133,12 +132,12 @@ def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[s
     policy = cached.policy
     sigmas = _sigmas(config, cached)
 
-    def judged() -> Evaluation:
-        return judge(cached, prompts, rewards, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
+    def evaluated() -> Evaluation:
+        return score_heldout(cached, prompts, rewards, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
 
-    base = judged()
-    policy.load(weights, 1.0)  # one model in the device's memory, and then another
-    return compare(base, judged())
+    base = evaluated()
+    policy.load(weights, 1.0)  # base and tuned one after the other: only one model is on the device
+    return compare(base, evaluated())
 
 
 def study(
@@ -154,9 +153,9 @@ def study(
     steps: Sequence[int] | None = None,
     jobs: int = 1,
 ) -> dict[str, Any]:
-    """What `g2rpo compare` does, in processes of their own; returns what stands in results.json.
+    """Runs `g2rpo compare` in processes of their own; returns the content of results.json.
 
-    `cells` has overrides by name, "budget=20000" among them for a budget of a cell's own. Asked again, it finishes what is
+    `cells` has overrides by name, "budget=20000" among them for a budget of a cell's own. Called again, it finishes what is
     missing in `out`. Raises UserError as the command does.
     """
     folder = Path(out)
@@ -167,5 +166,5 @@ def study(
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
-    """Writes what `g2rpo report` writes, and returns where."""
+    """Writes the page of `g2rpo report`; returns its path."""
     return write_report([Path(run) for run in runs], Path(out) if out is not None else None, Console(quiet=True))

@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 testbed_app = typer.Typer(no_args_is_help=True, help="The embedded world: a tiny FLUX, its prompts and its rewards.")
 app.add_typer(testbed_app, name="testbed")
-console = Console(width=None if sys.stdout.isatty() else 10_000)  # a file or a pipe has no width to cut or wrap names for
+console = Console(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
 
 
 def print_version(asked: bool) -> None:
@@ -102,7 +102,7 @@ def _train(
     accept_changes: bool,
     push_to_hub: str | None,
 ) -> None:
-    with stoppable("stopped before training began; the same command begins again") as stopping:  # loading takes a while
+    with stoppable("stopped before training began; the same command begins again") as stopping:  # loading is slow
         from g2rpo.commands.push import check_push
         from g2rpo.commands.train import train as run
 
@@ -225,7 +225,7 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, or 'testbed'.")] = None,
     weights: Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")] = None,
     prompts: Annotated[str | None, typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN or testbed:heldout.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="The first so many.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N prompts.")] = None,
     rewards: Annotated[str | None, typer.Option(help="Names with commas between them, or a YAML file.")] = None,
     steps: Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")] = None,
     guidance: Annotated[float, typer.Option(help="Guidance scale (with --model).")] = 3.5,
@@ -234,7 +234,7 @@ def evaluate(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pictures at a time.")] = None,
     out: Annotated[Path, typer.Option(help="A folder for the results; one already begun is finished.")] = Path("evaluation"),
 ) -> None:
-    """Judge a model, with and without tuned weights, on prompts it was not trained on."""
+    """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
     from g2rpo.commands import evaluate as command
 
     if (run is None) == (model is None):
@@ -278,7 +278,7 @@ def demo(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
     token_env: Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")] = None,
 ) -> None:
-    """Show a model and the method at work, in the browser."""
+    """Show base and tuned pictures and a group of the algorithm in the browser."""
     from g2rpo.commands import demo as command
     from g2rpo.commands.evaluate import named_rewards
 
@@ -307,7 +307,9 @@ def compare(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
     pilots: Annotated[int, typer.Option(min=1, help="Runs of each cell at each rate that choose one.")] = 1,
-    steps: Annotated[str | None, typer.Option(help="Step counts to judge at, like 10,20,50; default the recipe's.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="Step counts of the evaluations, like 10,20,50; default the recipe's.")
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     out: Annotated[Path, typer.Option(help="A folder for all runs; a study already begun there is finished.")] = Path("study"),
 ) -> None:
@@ -379,9 +381,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 130 and 75 for a run that
     Ctrl-C or SIGTERM ended early and that can be resumed, 1 for anything else."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for library in ("TRANSFORMERS", "DIFFUSERS"):  # their advice is for programmers; errors still come through
+    for library in ("TRANSFORMERS", "DIFFUSERS"):  # hides their warnings; errors are still shown
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # nor do their bars belong between ours
+    os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
     try:
         app(plugins_first(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
@@ -399,7 +401,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plugins_first(arguments: list[str]) -> list[str]:
-    """Moves every `--plugin CODE` to the front: it may stand anywhere, and is a matter of the whole command line."""
+    """Moves every `--plugin CODE` to the front, so that it may be given anywhere."""
     first: list[str] = []
     rest: list[str] = []
     words = iter(arguments)
@@ -412,12 +414,12 @@ def plugins_first(arguments: list[str]) -> list[str]:
 
 
 def _tell(message: str, style: str) -> None:
-    """A message as it is: no markup, and no control characters, which a file's or a server's words could hold.
+    """Prints a message without markup or control characters, which text from files and servers may contain.
 
     With G2RPO_TRACEBACK=1 the traceback comes before it.
     """
     if os.environ.get("G2RPO_TRACEBACK"):
         traceback.print_exc()
-    message = re.sub(r"(?<=:/)/?[^\s/]*@", "/***@", message)  # a user and a password in an address, wherever it was written
+    message = re.sub(r"(?<=:/)/?[^\s/]*@", "/***@", message)  # user and password in URLs
     shown = "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in message)
     Console(stderr=True).print(Text.assemble(("g2rpo:", style), " ", shown), highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What ends a command with a message instead of a traceback."""
+"""Errors that end a command with a message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent), "<frozen")
-"""Where Python's own code, installed packages and this one lie."""
+"""Path prefixes of the standard library, installed packages and this package."""
 
 
 class UserError(Exception):
@@ -19,19 +19,19 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """A run that ended before its time, though nothing that the user gave is wrong; exit code 1. The message says why."""
+    """A run that ended early although its input is valid; exit code 1. The message says why."""
 
     exit_code = 1
 
 
 class Preempted(Stopped):
-    """The run was asked to end, and left a checkpoint; exit code 75, which by custom means: try again."""
+    """A signal ended the run after a checkpoint; exit code 75 (EX_TEMPFAIL: try again)."""
 
     exit_code = 75
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM ended the command at once. No `except Exception` in a library keeps it from doing so."""
+    """Ctrl-C or SIGTERM ended the command at once. A BaseException, so that no `except Exception` in a library catches it."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -47,19 +47,19 @@ class RankLost(Stopped):
 
 
 class RewardFailed(Stopped):
-    """A reward raised an exception, or answered nonsense. Its cause, if any, has the traceback."""
+    """A reward raised an exception or returned a wrong result. Its cause, if any, has the traceback."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether Python or torch ran out of memory. torch is not imported for that: `g2rpo --help` has no use for it."""
+    """Whether Python or torch ran out of memory; does not import torch, so that `g2rpo --help` stays fast."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 @contextmanager
 def loading(what: str, hint: str = "") -> Iterator[None]:
-    """UserError "WHAT: REASON HINT" for whatever is raised while files that others wrote are read.
+    """Turns any exception while files from outside are read into UserError "WHAT: REASON HINT".
 
-    Libraries promise no particular exceptions for a file that is damaged, or is not what its name says.
+    Libraries do not document the exceptions for damaged or wrong files.
     """
     try:
         yield

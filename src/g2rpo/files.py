@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and known by their content."""
+"""Atomic writes of files, and digests of their contents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-UNFINISHED = ".unfinished_"  # how the names of files and folders begin that are being written
+UNFINISHED = ".unfinished_"  # the name prefix of files and folders that are being written
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file under another name and renames it: `path` holds all of `content` or what it held before.
+    """Writes a file under another name and renames it: `path` has the new or the old content, never a part.
 
-    Raises OSError when the disk is full or refuses; nothing is left behind then.
+    Raises OSError if the disk is full or fails, and then leaves no file.
     """
     with whole_file(path) as unfinished:
         unfinished.write_bytes(content)
@@ -26,29 +26,29 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Another name to write a file under, with the same suffix. It becomes `path` on leaving, and goes after an exception."""
+    """A temporary path with the same suffix. It is renamed to `path` on leaving, and removed after an exception."""
     unfinished = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex}{path.suffix}")
     try:
         yield unfinished
         os.replace(unfinished, path)
-    except BaseException:  # an interrupt too must leave nothing behind
+    except BaseException:  # also after an interrupt
         unfinished.unlink(missing_ok=True)
         raise
 
 
 def append_line(path: Path, line: str) -> None:
-    """Adds a line to a log, in the place of what an interruption may have left of a last one; OSError as `write_whole`."""
+    """Appends a line to a log, replacing an incomplete last line; OSError as `write_whole`."""
     before = path.read_bytes() if path.exists() else b""
     write_whole(path, before[: before.rfind(b"\n") + 1] + line.encode() + b"\n")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` can be a repository of the Hugging Face Hub (OWNER/NAME), and is nothing on this machine."""
+    """Whether `name` has the form OWNER/NAME of a Hugging Face repository and is no local path."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not os.path.exists(local(name))
 
 
 def local(name: str | Path) -> Path:
-    """The path that `name` means; ~ is the user's home, and a user who is not known here stays as written."""
+    """`name` as a path with ~ expanded; ~USER of an unknown user is kept."""
     return Path(os.path.expanduser(name))
 
 
@@ -58,7 +58,7 @@ def digest_of(value: Any) -> str:
 
 
 class FileDigests:
-    """SHA-256 of files, remembered in `memo` (if given) for as long as a file's size, times and inode stay as they were.
+    """SHA-256 of files, cached in `memo` (if given) while a file's size, times and inode are unchanged.
 
     Text encoders are gigabytes: hashing them at every start would take longer than reading the embeddings.
     """
@@ -70,7 +70,7 @@ class FileDigests:
             try:
                 self._known = dict(json.loads(memo.read_text(encoding="utf-8")))
             except (ValueError, TypeError):
-                self._known = {}  # only a memory of what the files say; they are read again
+                self._known = {}  # only a cache: the files are read again
 
     def of(self, path: Path) -> str:
         """The digest of one file."""

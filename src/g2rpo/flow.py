@@ -29,7 +29,7 @@ def sigma_grid(num_steps: int, shift: float = 1.0) -> Tensor:
 
     [num_steps + 1], float32, from exactly 1 to exactly 0; sigma = shift * u / (1 + (shift - 1) * u), u uniform.
     `shift` > 0; 1 leaves the grid uniform, above 1 spends more steps near the noise. Computed in float32, as published code
-    does: floor(1000 * sigma), which G2RPO's network sees, hangs on the last bit.
+    does: floor(1000 * sigma), the network's input in G2RPO's code, depends on the last bit.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -37,7 +37,7 @@ def sigma_grid(num_steps: int, shift: float = 1.0) -> Tensor:
         raise ValueError(f"shift must be positive, got {shift}")
     u = torch.linspace(1, 0, num_steps + 1)
     sigmas = shift * u / (1 + (shift - 1) * u)
-    sigmas[0] = 1  # some shifts miss it by a rounding, and g is infinite just below 1
+    sigmas[0] = 1  # rounding gives slightly less for some shifts, and g is infinite just below 1
     return sigmas
 
 
@@ -46,8 +46,8 @@ def scheduler_grid(num_steps: int, shift: float = 1.0) -> Tensor:
 
     [num_steps + 1], float32, from exactly 1 to exactly 0. `num_steps` evenly spaced points end at the lowest sigma that the
     model was trained at, which is the shift of 1/1000, and are shifted once more; 0 follows. So the lower end is shifted twice
-    (huggingface/diffusers#13243), and the last step is next to nothing: 0.0089 -> 0 at shift 3. SD3's pipelines walk on
-    this grid, FLUX's do not.
+    (huggingface/diffusers#13243), and the last step is tiny: 0.0089 -> 0 at shift 3. SD3's pipelines use this grid, FLUX's do
+    not.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -67,7 +67,9 @@ def ode_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> 
     product (`data.times`).
     """
     dsigma = sigma_next - sigma
-    narrow = dsigma.to(velocity.dtype).to(dsigma.dtype)  # published code has sigma first in sigma * v, and torch rounds it
+    narrow = dsigma.to(velocity.dtype).to(
+        dsigma.dtype
+    )  # published code computes sigma * v with sigma first, which torch rounds
     return x + times(torch.where(sigma_next > 0, dsigma, narrow), velocity)
 
 
@@ -106,7 +108,7 @@ def dance_sde(eta: float) -> Diffusion:
 
 
 def sde_kernel(g: Diffusion) -> Kernel:
-    """The kernel that takes `sde_step` with g(sigma)."""
+    """The kernel of `sde_step` with g(sigma)."""
     return lambda x, velocity, sigma, sigma_next: sde_step(x, velocity, sigma, sigma_next, g(sigma))
 
 
@@ -125,7 +127,7 @@ class SquaredDistance(Normal):
 
 
 def cps_kernel(eta: float) -> Kernel:
-    """Coefficients-preserving sampling (Flow-CPS, arXiv 2509.05952): noise is replaced by noise, so none is left over.
+    """Coefficients-preserving sampling (Flow-CPS, arXiv 2509.05952): the coefficients of image and noise are kept.
 
     mean = (1 - sigma') image + sqrt(sigma'^2 - std^2) noise, std = sigma' sin(eta pi / 2), with the predictions
     image = x - sigma v and noise = x + (1 - sigma) v at x. So x' = (1 - sigma') image + sigma' (unit noise), whatever the
@@ -149,10 +151,10 @@ def cps_kernel(eta: float) -> Kernel:
 def tail(start: int, num_steps: int, granularity: int, end: TailEnd = "reference") -> tuple[int, ...]:
     """The steps that finish a member from step `start` with jumps of `granularity` (G2RPO, interval sampling S_j).
 
-    The first jump is always a fine one, so tails of every granularity share their first two velocities. `closed` walks on and
-    ends with whatever is left (at most `granularity` steps). `reference` is what the published code does: it never evaluates
-    the last point of the strided grid but predicts the image from the one before, so the last jump is up to
-    2 * granularity - 1 steps long. Both need ceil((num_steps - start) / granularity) velocities or one more.
+    The first jump is always a fine one, so tails of every granularity share their first two velocities. `closed` continues and
+    ends with the remaining steps (at most `granularity`). `reference` is what the published code does: it never evaluates the
+    last point of the strided grid but predicts the image from the one before, so the last jump is up to 2 * granularity - 1
+    steps long. Both need ceil((num_steps - start) / granularity) velocities or one more.
     """
     if not 0 <= start < num_steps:
         raise ValueError(f"a tail must start before the end: start={start}, num_steps={num_steps}")

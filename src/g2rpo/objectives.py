@@ -19,7 +19,7 @@ def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False,
     means "no score": such a member gets 0 and does not count in its group. A group whose valid rewards are all equal, or that
     has fewer than two, gets exactly 0. Float64 inside: the rounding of a float32 mean would turn ties of large rewards into
     advantages. `batch_std` divides by the std of all rewards [N, ..., G] along the first and last axes, as Flow-GRPO's code
-    does: then a group that hardly disagrees says little.
+    does: groups of low variance then have small advantages.
     """
     valid, unbiased = ~rewards.isnan(), 0 if population_std else 1
     r = torch.where(valid, rewards, 0).double()
@@ -55,7 +55,7 @@ def mix_rewards(
     "advantages" normalises every reward at every granularity in its group and sums (G2RPO, Eq. 11; DanceGRPO for several
     rewards). "rewards" adds the weighted rewards first and normalises once, so their scales matter. "gdpo" normalises the
     sum of advantages once more over the whole batch (GDPO, arXiv 2601.05242, Eq. 4-6). NaN entries are masked out.
-    `grains` [M] weigh the granularities' advantages; None: all count alike. `batch_std`: see `group_normalize`.
+    `grains` [M] are weights of the granularities; None: equal. `batch_std`: see `group_normalize`.
     `population_std` normalises as Flow-GRPO's code does, by the population's std + 1e-4.
     """
     per_reward = weights[:, None, None]

@@ -1,4 +1,4 @@
-"""Plain data from what others wrote: YAML and JSON without what makes a reader run code, expand, loop or wait."""
+"""Plain data from untrusted YAML, JSON and text files: no code, no expansion, no loops, no blocking reads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import yaml
 T = TypeVar("T")
 
 DEPTH = 32
-"""Levels of lists and mappings; ours have five."""
+"""Deepest nesting of lists and mappings; configs have five levels."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1's plain kinds. No aliases: a few lines of them name billions of values, or a list inside itself. No tags, and no
-    dates: nothing here means one, and none comes back from a file as it went in."""
+    """YAML 1.1's plain types. No aliases (a few lines could expand to billions of values, or to cycles), no tags, no dates
+    (they would not survive a round trip)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way)
         first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":merge", ":value"))]
@@ -71,22 +71,22 @@ for _kind in ("int", "float"):
 def parse_yaml(text: str) -> Any:
     """The plain data (None, bool, int, float, str, list, dict) in `text`. ValueError says what is wrong with it.
 
-    Refused: tags, aliases, keys that appear twice, more than `DEPTH` levels, numbers that are not finite, integers that 64 bits
-    do not hold, characters that files and terminals cannot carry. Dates are words.
+    Refused: tags, aliases, duplicate keys, more than `DEPTH` levels, non-finite numbers, integers beyond 64 bits, NUL and lone
+    surrogates. Dates are strings.
     """
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader that knows less)
+        return yaml.load(text, _Loader)  # noqa: S506 (a restricted SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"is no YAML: {error}") from None
 
 
 def is_text(text: str) -> bool:
-    """Whether `text` can be written to a file, a terminal and a file's name: no NUL, no lone half of a surrogate pair."""
+    """Whether `text` can be written to files, terminals and file names: no NUL, no lone surrogate."""
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The data in `text`; ValueError also where it is nested deeper than Python can follow."""
+    """The data in `text`; ValueError also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -94,14 +94,13 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_text(path: Path, largest: int | None = None) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark. ValueError, not OSError, says why there is none."""
+    """The text of a UTF-8 file, with or without a byte order mark. Raises ValueError (not OSError) if it cannot be read."""
     return _decoded(_read(path, largest))
 
 
 def read_json_lines(path: Path, check: Callable[[Any], T]) -> list[T]:
-    """What `check` makes of the values in a log, one a line; a last line that an interruption cut short is left out.
-
-    ValueError says which line is damaged; `check` raises ValueError or TypeError for one that is none of the log's.
+    """The JSON values of a log, one per line, passed through `check`; an incomplete last line is left out. ValueError names a
+    damaged line; `check` raises ValueError or TypeError for a wrong one.
     """
     *lines, _ = _read(path).split(b"\n")
     values = []
@@ -114,7 +113,7 @@ def read_json_lines(path: Path, check: Callable[[Any], T]) -> list[T]:
 
 
 def _read(path: Path, largest: int | None = None) -> bytes:
-    """Only regular files are read: a pipe may never end, and has nothing for a second reader."""
+    """Reads regular files only: a pipe may never end."""
     try:
         state = path.stat()
         if not stat.S_ISREG(state.st_mode):

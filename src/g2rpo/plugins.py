@@ -1,12 +1,12 @@
-"""Code by name: what g2rpo ships, what installed packages offer, and the user's own files and modules.
+"""Classes by name: built-ins, entry points of installed packages, and the user's own files and modules.
 
     g2rpo                  a built-in
     mine                   an entry point of an installed package, in the group g2rpo.algorithms, g2rpo.policies, ...
     my_file.py:Mine        something in a file
     package.module:Mine    something in a module that Python can import
 
-Importing code runs it. Files and modules are therefore imported only after `allow`, which the command line calls for what the
-user has typed there; a config that merely mentions them is refused (docs/security.md).
+Importing code runs it. Files and modules are therefore imported only after `allow`, which the command line calls for names that
+the user has typed; a config that only mentions them is refused (docs/security.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from g2rpo.errors import UserError, did_you_mean
+from g2rpo.errors import UserError, did_you_mean, where
 from g2rpo.files import local
 
 _CODE = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
@@ -34,14 +34,13 @@ class CodeNotAllowed(UserError):
 
 
 def is_code(name: str) -> bool:
-    """Whether `name` means something in a file or module: FILE.py:NAME or MODULE:NAME."""
+    """Whether `name` has the form FILE.py:NAME or MODULE:NAME."""
     return _CODE.fullmatch(name) is not None
 
 
 def allow(name: str) -> None:
-    """Lets code be imported for the rest of the process. `name` is FILE.py or MODULE, with or without :NAME.
-
-    Raises UserError for anything else.
+    """Allows code to be imported by this process. `name` is FILE.py or MODULE, with or without :NAME; UserError for anything
+    else.
     """
     source = name.partition(":")[0]
     if not is_code(f"{source}:x"):
@@ -50,7 +49,7 @@ def allow(name: str) -> None:
 
 
 def require(name: str) -> None:
-    """`CodeNotAllowed` unless the user has named the file or module of `name`; nothing is imported."""
+    """Raises `CodeNotAllowed` unless the file or module of `name` was allowed; nothing is imported."""
     source = name.rpartition(":")[0]
     if _key(source) not in _allowed:
         raise CodeNotAllowed(
@@ -65,10 +64,8 @@ def available(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
 
 
 def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
-    """What `name` means in a group.
-
-    Raises `CodeNotAllowed` for a file or module that was not named at the command line, and UserError for an unknown name,
-    missing code, or code that cannot be imported.
+    """The class or function called `name` in a group. Raises `CodeNotAllowed` for a file or module that was not allowed, and
+    UserError for an unknown name, missing code, or code that cannot be imported.
     """
     if is_code(name):
         require(name)
@@ -80,13 +77,13 @@ def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
             f"unknown {group.removesuffix('s')} '{name}'.{did_you_mean(name, known)} Your own: FILE.py:NAME or MODULE:NAME."
         )
     module, _, attribute = known[name].partition(":")
-    if name in builtin:  # an error in there is ours, not the user's
+    if name in builtin:  # errors in built-ins are bugs and not caught
         return getattr(importlib.import_module(module), attribute)
     return _attribute(_import(module, name), attribute, name)
 
 
 def _key(source: str) -> str:
-    """One form for all ways to name a file."""
+    """A normal form of the ways to name a file."""
     return str(local(source).resolve()) if source.endswith(".py") else source
 
 
@@ -101,14 +98,13 @@ def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
 
 
 def _import(source: str, name: str) -> ModuleType:
-    """The module of a file or of Python's path, run once; UserError says why it cannot be."""
+    """The module of a file or module name, run once; UserError if it cannot be imported."""
     try:
         return load_file(local(source)) if source.endswith(".py") else importlib.import_module(source)
     except FileNotFoundError:
         raise UserError(f"{name}: there is no file {source}") from None
-    except Exception as error:  # whatever the user's code raises
-        at = f" ({_place(error)})" if _place(error) else ""
-        raise UserError(f"{name}: cannot be imported: {type(error).__name__}: {error}{at}") from error
+    except Exception as error:  # anything the user's code raises
+        raise UserError(f"{name}: cannot be imported: {type(error).__name__}: {error}{where(error)}") from error
 
 
 def load_file(file: Path) -> ModuleType:
@@ -122,18 +118,10 @@ def load_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None and spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # as an import does: dataclasses look their module up by name
+    sys.modules[module_name] = module  # as an import does: dataclasses look up their module by name
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[module_name]
         raise
     return module
-
-
-def _place(error: BaseException) -> str:
-    """File and line of the innermost frame of an exception."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""

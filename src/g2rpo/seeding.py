@@ -1,4 +1,4 @@
-"""Randomness without state: every draw has its own generator, named by what it is for.
+"""Random numbers without state: every draw has its own generator, keyed by its purpose.
 
 A run is a function of its config: nothing depends on how often, in which order or on which rank draws happen, and resuming
 needs no generator state.

@@ -42,13 +42,13 @@ def bootstrap_mean(values: ArrayLike, *, resamples: int = 2000, level: float = 0
 
 
 def bootstrap_crossed(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Interval:
-    """The mean of `values` [S, N], S training seeds by N prompts, and its interval if both were drawn anew.
+    """The mean of `values` [S, N], S training seeds by N prompts, and its interval over both.
 
     Seeds and prompts are resampled independently of one another ("pigeonhole bootstrap", Owen 2007, arXiv 0712.1111, for
     crossed random effects): what one seed shares over prompts and one prompt over seeds does not average out within either.
     Its variance is rather too large than too small where S and N are large; with S seeds the variance between them is
     underestimated by the factor (S - 1) / S, as by any bootstrap, which matters for two or three. With one seed the interval is
-    over prompts alone. NaN values are left out; a resample that holds nothing but NaN is too.
+    over prompts alone. NaN values are left out, and resamples of NaN alone.
     """
     every = np.asarray(values, dtype=np.float64)
     valid = ~np.isnan(every)

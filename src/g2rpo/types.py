@@ -69,7 +69,7 @@ class Reward(Protocol):
     If a score separates right pictures from wrong ones, an attribute `right` may give the least score of a right picture:
     pictures are then marked, and the share of right ones is logged.
 
-    Clips of a policy that makes video, [B, T, 3, H, W], are scored by their frames (`rollout.frames`). A reward with an attribute
+    Clips of a video policy, [B, T, 3, H, W], are scored by their frames (`rollout.frames`). A reward with an attribute
     `video = True` gets whole clips instead.
     """
 
@@ -85,7 +85,7 @@ Draw = Callable[..., torch.Generator]
 """`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), that belongs to one rollout of one iteration."""
 
 UpdateEvery = Literal["rollout", "branch"] | int
-"""When the weights move: once a rollout, after the examples of every step, or after so many members of each group."""
+"""When the weights are updated: once a rollout, after the examples of every step, or after this many members of each group."""
 
 
 def _no_kernel(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Normal:

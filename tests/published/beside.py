@@ -67,9 +67,9 @@ def differences(folder: Path, recipe: str, setting: published.Setting, *override
     texts, rollouts, pictures, scores = [], [], [], []
     for place, prompt in enumerate(trainer.prompts_of(0)):
         texts.append(published.encode(pipeline, prompt))
-        noise = torch.randn(LATENT, generator=trainer.sampler.noise(0, place, "initial"))
+        noise = torch.randn(LATENT, generator=trainer.collector.noise(0, place, "initial"))
         draws = [
-            torch.randn(group, *published.pack(noise).shape[1:], generator=trainer.sampler.noise(0, place, "branch", k, k))
+            torch.randn(group, *published.pack(noise).shape[1:], generator=trainer.collector.noise(0, place, "branch", k, k))
             for k in setting.branches
         ]
         rollouts.append(published.rollout(model, texts[-1], noise, draws, height, setting))
@@ -128,7 +128,7 @@ def _trainer(folder: Path, recipe: str, overrides: Sequence[str]) -> tuple[Train
 
     rewards = {name: scoring(which) for which, name in enumerate(config.rewards)}
     trainer = Trainer(config=config, policy=build_policy(config.policy), rewards=rewards, prompts=PROMPTS, heldout=PROMPTS)
-    sample, update = trainer.sampler.sample, trainer.updater.update
+    sample, update = trainer.collector.collect, trainer.updater.update
 
     def keeping_rollouts(*args: Any) -> Any:
         seen["sample"] = sample(*args)
@@ -138,7 +138,7 @@ def _trainer(folder: Path, recipe: str, overrides: Sequence[str]) -> tuple[Train
         seen["update"] = experience
         return update(experience, cond)
 
-    trainer.sampler.sample, trainer.updater.update = keeping_rollouts, keeping_experience  # type: ignore[method-assign]
+    trainer.collector.collect, trainer.updater.update = keeping_rollouts, keeping_experience  # type: ignore[method-assign]
     trainer.learner.optimizer.register_step_pre_hook(
         lambda *_: seen["gradients"].append([p.grad.clone() for p in trainer.learner.parameters])
     )

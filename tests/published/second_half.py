@@ -92,7 +92,7 @@ class Beside:
 
     def _iterate(self) -> tuple[Seen, float]:
         t, kept = self.trainer, {}
-        sample, update = t.sampler.sample, t.updater.update
+        sample, update = t.collector.collect, t.updater.update
 
         def sampling(*given, **named):
             kept["sampled"] = sample(*given, **named)
@@ -102,11 +102,11 @@ class Beside:
             kept["examples"], kept["cond"] = examples, cond
             return update(examples, cond)
 
-        t.sampler.sample, t.updater.update = sampling, updating
+        t.collector.collect, t.updater.update = sampling, updating
         try:
             loss = t.iterate()["loss"]
         finally:
-            t.sampler.sample, t.updater.update = sample, update
+            t.collector.collect, t.updater.update = sample, update
         sampled = kept["sampled"]
         return Seen(sampled.rollouts, sampled.rewards, kept["examples"], kept["cond"]), loss
 

@@ -28,8 +28,8 @@ class Ours:
     def __post_init__(self) -> None:
         t = self.trainer
         self.before = [p.detach().clone() for p in t.learner.parameters]
-        sample, update = t.sampler.sample, t.updater.update
-        t.sampler.sample = lambda *given: self._keep(self.sampled, sample(*given))
+        sample, update = t.collector.collect, t.updater.update
+        t.collector.collect = lambda *given: self._keep(self.sampled, sample(*given))
         t.updater.update = lambda examples, cond: update(self._keep(self.examples, examples), cond)
         t.learner.optimizer.register_step_pre_hook(
             lambda *_: self.gradients.append(torch.cat([p.grad.flatten() for p in t.learner.parameters]))

@@ -1,10 +1,9 @@
-"""Which granularity finishes what branches where, and how many members that buys: `algorithm.granularities=auto`.
+"""Chooses the granularity of each branch step and the group size by cost: `algorithm.granularities=auto`.
 
 A group's gradient is nearly all noise, whose size does not depend on the reward, and a coarse tail whose rewards correlate with
 the finest's by rho keeps a share rho of the signal. So at a fixed budget a granularity is worth rho^2 / (cost of a member): the
-squared signal-to-noise ratio per evaluation (docs/algorithm.md derives it, and says what it leaves out). rho is measured as
-the run goes: some iterations *calibrate*, that is finish the same members at every candidate granularity, and learn from the
-finest.
+squared signal-to-noise ratio per evaluation (derivation and limits: docs/algorithm.md). rho is measured during the run: some
+iterations *calibrate*, that is finish the same members at every candidate granularity, and train on the finest.
 """
 
 from __future__ import annotations
@@ -25,21 +24,19 @@ if TYPE_CHECKING:
     from g2rpo.algorithms.g2rpo import GranularGRPO
 
 FIRST = 3
-"""So many iterations calibrate in the beginning, when nothing is known."""
+"""Number of calibrating iterations at the start of a run."""
 
 
 @dataclass(frozen=True)
 class Auto:
     """How granularities are chosen.
 
-    candidates: from the finest, which is what the others are measured against, to the coarsest.
-    calibrate_every: so many iterations apart, after three in the beginning.
-    floor: rank agreement with the finest below which a granularity is out of the question. What counts is one standard error
-        below the estimate.
-    forget: the weight of what was known before, at every calibration of a step; the model changes as it learns.
-    image_cost: evaluations that decoding and scoring a picture are worth. They are in the budget too, so coarse tails are then
-        less cheap.
-    spend: what is saved goes into "members", or into "time" with groups as they are.
+    candidates: from the finest, the reference, to the coarsest.
+    calibrate_every: period in iterations, after the first three.
+    floor: the least rank agreement with the finest (the estimate minus one standard error).
+    forget: the decay of older measurements at every calibration of a step, since the model changes.
+    image_cost: the cost of decoding and scoring a picture in evaluations, added to the budget.
+    spend: savings buy "members", or "time" (shorter iterations with equal groups).
     """
 
     candidates: tuple[int, ...] = (1, 2, 3)
@@ -68,8 +65,9 @@ class Auto:
 class Allocator:
     """Turns an algorithm with `granularities="auto"` into a plain one for each iteration.
 
-    `evaluations(plans, group_size)` prices plans. `state` is all that it learns, plain numbers for a checkpoint: by branch step
-    and candidate the sums of products xy, xx, yy of rank advantages x at the candidate and y at the finest granularity.
+    `evaluations(plans, group_size)` counts network evaluations. `state` has all measurements as plain numbers for a checkpoint:
+    by branch step and candidate the sums of products xy, xx, yy of rank advantages x at the candidate and y at the finest
+    granularity.
     """
 
     algorithm: GranularGRPO
@@ -81,7 +79,7 @@ class Allocator:
         self.at(0)  # refuses groups that are too small to calibrate
 
     def at(self, iteration: int) -> GranularGRPO:
-        """The algorithm of an iteration: granularities for each branch step, and what group size they leave."""
+        """The algorithm of an iteration: a granularity for each branch step, and the group size within the budget."""
         asked, auto = self.algorithm, self.algorithm.auto
         if self.calibrates(iteration):
             rest = (0.0,) * (len(auto.candidates) - 1)
@@ -90,7 +88,9 @@ class Allocator:
             chosen = replace(asked, granularities=(self.choice(),))
         if self.calibrates(iteration) or auto.spend == "members":
             budget = asked.group_size * self._price_of_a_member(asked, iteration)
-            size = int(budget / self._price_of_a_member(chosen, iteration) + 1e-6)  # for quotients that should be whole
+            size = int(
+                budget / self._price_of_a_member(chosen, iteration) + 1e-6
+            )  # tolerance for quotients that should be integers
             if size < 2:
                 raise UserError(
                     f"algorithm.group_size={asked.group_size} is too small: calibration would leave groups of {size}"
@@ -114,7 +114,7 @@ class Allocator:
         return tuple(candidates[place] for place in best_ratio(worths, costs))
 
     def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
-        """Learns from the rewards [N, R, M, G] of N groups that branched at `steps`; returns what to log of an iteration."""
+        """Updates the state from rewards [N, R, M, G] of N groups with branch `steps`; returns what to log."""
         if self.calibrates(iteration):
             self._calibrate(steps, rewards, weights)
         used = self.at(iteration)
@@ -128,8 +128,7 @@ class Allocator:
     def _calibrate(self, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> None:
         """Each granularity's advantages, ranked within their groups, against the finest's.
 
-        Groups without any difference count as zeros, which they are in a gradient: what only a coarse tail tells apart is
-        noise.
+        Groups without variance count as zeros, as in a gradient: differences of a coarse tail alone are noise.
         """
         scores = [mix_rewards(rewards[:, :, m : m + 1], weights, self.algorithm.reward_mix) for m in range(rewards.shape[2])]
         candidates = [group_normalize(ranks(score)) for score in scores]
@@ -146,14 +145,14 @@ class Allocator:
         return self.state.get(str(step), [[0.0] * 3 for _ in self.algorithm.auto.candidates])
 
     def _price_of_a_member(self, algorithm: GranularGRPO, iteration: int) -> float:
-        """Evaluations that one member more costs in every group of a prompt, pictures included."""
+        """The cost, in evaluations, of one more member in every group of a prompt, including its pictures."""
         plans = algorithm.plans(self.num_steps, iteration)
         pictures = algorithm.auto.image_cost * sum(len(plan.tails) for plan in plans)
         return self.evaluations(plans, 2) - self.evaluations(plans, 1) + pictures
 
 
 def cautious(xy: float, xx: float, yy: float) -> float:
-    """A correlation from sums of products, one standard error (of Fisher's z) below the estimate; -1 where too little is known.
+    """A correlation from sums of products, one standard error (of Fisher's z) below the estimate; -1 if there are too few data.
 
     Sums are of normalised advantages, so yy counts the degrees of freedom.
     """

@@ -1,7 +1,4 @@
-"""What an algorithm must return, checked where it is called.
-
-A wrong shape would often broadcast: training would go on, on other numbers than the algorithm meant.
-"""
+"""Checks of what an algorithm returns. A wrong shape would often broadcast silently."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from g2rpo.types import Algorithm, Batch, Loss, Network, Plan
 
 
 def name_of(algorithm: Algorithm) -> str:
-    """What messages call an algorithm: its `name`, else its class's."""
+    """An algorithm's name in messages: its `name`, or its class's."""
     return str(getattr(algorithm, "name", "") or type(algorithm).__name__)
 
 
@@ -69,7 +66,7 @@ def loss_of(algorithm: Algorithm, batch: Batch, network: Network) -> Loss:
 
 @dataclass
 class _Watched:
-    """A network that keeps the velocities it gave, to tell a loss that is not finite from a network that is not."""
+    """A network that stores its velocities, to distinguish a non-finite loss from a non-finite network."""
 
     network: Network
     velocities: list[Tensor] = field(default_factory=list)

@@ -21,7 +21,7 @@ from g2rpo.types import Plan, UpdateEvery
 class DanceGRPO(GRPO):
     """DanceGRPO; defaults for FLUX.1-dev (16 steps, 16 GPUs).
 
-    `trained_fraction` of the stochastic steps, drawn anew in every iteration, is learnt from.
+    `trained_fraction` of the stochastic steps, drawn in every iteration, is trained.
     """
 
     name: Literal["dancegrpo"] = "dancegrpo"

@@ -1,7 +1,7 @@
 """Flow-CPS: Coefficients-Preserving Sampling for Reinforcement Learning with Flow Matching, arXiv 2509.05952.
 
-Flow-GRPO with another stochastic step (`flow.cps_kernel`): it takes as much predicted noise out as it puts new noise in, so the
-latents are as noisy as their sigma says, and no grain is left in the images that the rewards see.
+Flow-GRPO with another stochastic step (`flow.cps_kernel`): it removes as much predicted noise as it adds, so the noise in the
+latents matches their sigma, and the images that rewards score have no residual noise.
 """
 
 from __future__ import annotations

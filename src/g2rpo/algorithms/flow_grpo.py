@@ -1,7 +1,7 @@
 """Flow-GRPO: Training Flow Matching Models via Online RL, arXiv 2505.05470.
 
-Every step is stochastic, all but the last are trained, each member starts from noise of its own, and a KL term holds the policy
-near the model it came from.
+Every step is stochastic, all but the last are trained, each member has its own initial noise, and a KL term keeps the policy
+near the base model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FlowGRPO(GRPO):
     `kl_denominator`: "g" is the published code's |mean - mean_base|^2 / (2 g^2), with `kl_weight` 0.04 (PickScore 0.01); "std"
     is the KL of the step, the paper's Eq. 14, with std^2 = g^2 |dsigma|, for which early code took 0.004 (PickScore 0.001).
     FLUX.1-dev: `kl_weight` 0. `noisy_last_step`: the published samplers add noise at the last step too. On SD3's deployed grid
-    (sampling.shift=scheduler) that is next to nothing, on any other it is seen in the pictures.
+    (sampling.shift=scheduler) it is negligible, on other grids it is visible in the pictures.
     """
 
     name: Literal["flow_grpo"] = "flow_grpo"

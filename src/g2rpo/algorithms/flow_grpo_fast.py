@@ -1,6 +1,6 @@
 """Flow-GRPO-Fast (the repository of arXiv 2505.05470): only a short window of early steps is stochastic and trained.
 
-Where the window begins is drawn anew in every iteration. The published recipes take Flow-CPS's step in it.
+Its first step is drawn in every iteration. The published recipes use Flow-CPS's step in it.
 """
 
 from __future__ import annotations

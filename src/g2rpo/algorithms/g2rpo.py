@@ -10,9 +10,9 @@ The paper's box, and where each line lives:
             A = sum over granularities and rewards of the group-normalised rewards, clamped     advantages
         ratio = p_theta(x_{k+1} | x_k) / p_old(x_{k+1} | x_k); minimise the clipped surrogate   policy_gradient, policy_loss
 
-Noise enters at one step only (singular stochastic sampling), so within a group a reward can speak about nothing else. And it
-is asked at several step sizes (multi-granularity advantage integration), so that a direction counts as good only if it is
-good however coarsely the rest is drawn.
+Noise enters at one step only (singular stochastic sampling), so differences of rewards within a group are due to that noise
+alone. Each member is scored at several step sizes (multi-granularity advantage integration), so that a direction counts as good
+only if it is good at every granularity.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class GranularGRPO(PolicyGradient):
 
     `tail` names how a strided tail ends (`flow.tail`). `update_every` is "rollout" for the paper's objective, one averaged
     update of all branch steps (Eq. 12), or "branch" for the published scripts' update after every branch step. `reward_mix`
-    says how several rewards become one advantage (`objectives.mix_rewards`).
+    combines several rewards into one advantage (`objectives.mix_rewards`).
 
     Not the paper's: a granularity may be a list with one for each branch step; `granularities="auto"` chooses one for each step
-    as the run goes (`allocation`), for no more evaluations than the finest candidate takes with `group_size` members, which
-    is what `plans` gives. `granularity_weights` weigh the granularities' advantages. `step_weight` evens out how much a branch
-    step counts (`weight_of`). `branch_schedule` spreads the branch steps over iterations: "turns" takes one an iteration, in
-    their order and then anew, "random" draws it.
+    as the run goes (`allocation`), within the evaluations of the finest candidate with `group_size` members, which are the
+    plans of `plans`. `granularity_weights` weight the granularities' advantages. `step_weight` weights the branch steps
+    (`weight_of`). `branch_schedule` spreads the branch steps over iterations: "turns" takes one per iteration, in cyclic order,
+    "random" draws it.
     """
 
     name: Literal["g2rpo"] = "g2rpo"
@@ -128,7 +128,7 @@ class GranularGRPO(PolicyGradient):
         return (self.branch_steps[draw_below(len(self.branch_steps), seed, "branch step", iteration)],)
 
     def granularities_at(self, step: int) -> tuple[int, ...]:
-        """Those that finish what branches at `step`."""
+        """The granularities of the tails after branch step `step`."""
         if self.granularities == "auto":
             return self.auto.candidates[:1]
         place = self.branch_steps.index(step)
@@ -144,16 +144,17 @@ class GranularGRPO(PolicyGradient):
         return self.weight_of(steps) * clipped_surrogate(self.log_ratio(steps), steps.advantages, self.clip_range)
 
     def weight_of(self, steps: Steps) -> Tensor | float:
-        """How much a branch step counts: 1, the std of its noise (TempFlow-GRPO, arXiv 2508.04324), or that over |dsigma|.
+        """The weight of a branch step in the loss: 1, the std of its noise (TempFlow-GRPO, arXiv 2508.04324), or that over
+        |dsigma|.
 
-        d log p / d velocity is proportional to |dsigma| / std, which grows towards the image: four-fold and more over the
-        first half of a shifted grid. So without a weight the last branch step rules the update; "noise" leaves |dsigma|, and
-        "even" lets every step's velocity be pushed equally hard (as GRPO-Guard does, arXiv 2510.22319).
+        d log p / d velocity is proportional to |dsigma| / std, which grows towards the image: four-fold and more over the first
+        half of a shifted grid. So without a weight the last branch step dominates the update; "noise" leaves the factor
+        |dsigma|, and "even" gives every step's velocity an equal weight (as GRPO-Guard does, arXiv 2510.22319).
         """
         if self.step_weight == "none":
             return 1.0
         return steps.std if self.step_weight == "noise" else steps.std / steps.dsigma
 
     def memory(self, num_steps: int, evaluations: Callable[[Sequence[Plan], int], int]) -> Allocator | None:
-        """What `granularities="auto"` learns as a run goes."""
+        """The measurements of `granularities="auto"`; None otherwise."""
         return Allocator(self, num_steps, evaluations) if self.granularities == "auto" else None

@@ -1,7 +1,7 @@
-"""What Flow-GRPO and its descendants have in common; each one's own file says what it changes.
+"""What Flow-GRPO and its descendants have in common; the file of each has the differences.
 
 for each prompt:
-    sample group_size members; in a window of steps they follow an SDE, elsewhere the ODE   kernel, plans
+    sample group_size members; in a window of steps by an SDE, elsewhere by the ODE   kernel, plans
     score the images; A = the group-normalised reward, the same for all steps of a member   advantages
     ratio = p_theta(x_next | x) / p_old(x_next | x); minimise the clipped surrogate         policy_gradient, policy_loss
 """
@@ -28,7 +28,7 @@ def window(start: int, stop: int, num_steps: int, shared_noise: bool, trained: t
 
 def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool) -> Plan:
     """Every step but the last is stochastic and trained. With `noisy_last_step` the last is stochastic as well, else the ODE's;
-    its noise stays in the image, and its density is too sharp to train on."""
+    its noise stays in the image, and its density is too narrow to train on."""
     last = num_steps - 1
     if noisy_last_step:
         return window(0, num_steps, num_steps, shared_noise, tuple(range(last)))
@@ -39,12 +39,12 @@ def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool) -> Pla
 class GRPO(PolicyGradient):
     """The fields are hyper-parameters.
 
-    `sde` is how a stochastic step is taken (`flow.flow_sde`, `dance_sde`, `cps_kernel`) and `eta` how noisy. `shared_noise`
-    starts a group from one initial noise. `batch_std`, `population_std` and `reward_mix`: see `objectives.mix_rewards`.
-    `drop_zero_advantages` leaves members without any advantage out of an update's mean, so that the KL term weighs no more when
-    many groups have equal rewards. `update_every` is "rollout" for one averaged update, "branch" for one after every step
-    index, or a number of members: the group is dealt into parts of so many, and the weights move after each. With one update
-    a rollout the clip is never active.
+    `sde` is the stochastic step (`flow.flow_sde`, `dance_sde`, `cps_kernel`), `eta` its noise level. `shared_noise` starts a
+    group from one initial noise. `batch_std`, `population_std` and `reward_mix`: see `objectives.mix_rewards`.
+    `drop_zero_advantages` leaves members without any advantage out of an update's mean, so that the KL term is not strengthened
+    by groups of equal rewards. `update_every` is "rollout" for one averaged update, "branch" for one after every step index, or
+    a number of members: the group is split into parts of that size, with an update after each. With one update per rollout the
+    clip is never active.
     """
 
     name: str = ""

@@ -1,8 +1,8 @@
 """GRPO-Guard (arXiv 2510.22319): Flow-GRPO with a ratio that is normalised step by step.
 
 For x' sampled by the old policy, log p_theta(x') - log p_old(x') is normal with mean -b and a variance that both depend on the
-step, b = |mean_theta - mean_old|^2 / (2 std^2). So ratios lie below 1, the upper clip hardly acts, and over-optimisation goes
-unchecked. Guard adds b back and multiplies by std; then it divides the loss by |dsigma|, to even out the steps' gradients.
+step, b = |mean_theta - mean_old|^2 / (2 std^2). So ratios lie below 1 and the upper clip is rarely active. Guard adds b and
+multiplies by std; then it divides the loss by |dsigma|, to equalise the steps' gradients.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from g2rpo.types import Plan, UpdateEvery
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOGuard(GRPO):
-    """GRPO-Guard; defaults for SD3.5 Medium (10 steps, 48 prompts an update). The clip range is the normalised ratio's.
-
-    `noisy_last_step`: see `flow_grpo.FlowGRPO`, whose sampler this is. `correction`: "member" adds each member's own b back, as
-    in the paper (Eq. 8); "batch" the mean of b over the members of a training pass at the same step, as the published code
-    does. Only with "batch" does an update depend on `trainer.micro_batch_size`.
+    """GRPO-Guard; defaults for SD3.5 Medium (10 steps, 48 prompts an update). The clip range is that of the normalised ratio.
+    `noisy_last_step`: see `flow_grpo.FlowGRPO`. `correction`: "member" adds each member's own b back, as in the paper (Eq. 8);
+    "batch" the mean of b over the members of a training pass at the same step, as the published code does. Only with "batch"
+    does an update depend on `trainer.micro_batch_size`.
     """
 
     name: Literal["grpo_guard"] = "grpo_guard"

@@ -1,8 +1,7 @@
 """MixGRPO: Unlocking Flow-based GRPO Efficiency with Mixed ODE-SDE, arXiv 2507.21802.
 
 Only a window of steps is stochastic and trained, and it moves from the noise towards the image as training goes on.
-MixGRPO-Flash finishes members with few steps of a second-order solver: behind the window there is nothing to learn, only an
-image to get.
+MixGRPO-Flash finishes members with few steps of a second-order solver, because steps after the window are not trained.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ Schedule = Literal["progressive", "random", "decay", "exp_decay", "frozen"]
 class MixGRPO(GRPO):
     """MixGRPO; defaults for FLUX.1-dev (25 steps, 300 iterations).
 
-    The window of `window_size` steps stays for `window_iterations`, then moves on by `stride` ("progressive"). "decay" lets the
-    stay shrink linearly with the way from `longest_stay` to `shortest_stay`; "exp_decay" by exp(-decay_rate (start - 13)) from
-    step 13 on; "random" draws where it begins in every iteration; "frozen" never moves it. At the end it is cut short, and then
-    begins anew (`roll_back`) or stays. As in the published code, the last two steps are never stochastic.
+    The window of `window_size` steps stays for `window_iterations`, then moves on by `stride` ("progressive"). "decay" shortens
+    the stay linearly from `longest_stay` to `shortest_stay`; "exp_decay" by exp(-decay_rate (start - 13)) from step 13 on;
+    "random" draws its first step in every iteration; "frozen" never moves it. At the end it is truncated, and then restarts
+    (`roll_back`) or stays. As in the published code, the last two steps are never stochastic.
     """
 
     name: Literal["mixgrpo"] = "mixgrpo"
@@ -60,7 +59,7 @@ class MixGRPO(GRPO):
         return [window(start, min(start + self.window_size, num_steps - 2), num_steps, self.shared_noise)]
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        """With weights as shares of their sum, as in the published code: several rewards make advantages no larger."""
+        """Divides the weights by their sum, as the published code does."""
         total = weights.abs().sum()
         return super().advantages(rewards, weights / total if total > 0 else weights)
 
@@ -84,7 +83,7 @@ class MixGRPO(GRPO):
         return start
 
     def _stay(self, start: int, end: int) -> int:
-        """How many iterations the window begins at `start`."""
+        """The number of iterations with the window at `start`."""
         if self.schedule == "decay":
             gone = start / end
             return max(self.shortest_stay, int(self.longest_stay * (1 - gone) + self.shortest_stay * gone))
@@ -95,9 +94,9 @@ class MixGRPO(GRPO):
 
 @dataclass(frozen=True, kw_only=True)
 class MixGRPOFlash(MixGRPO):
-    """MixGRPO-Flash: the steps behind the window are compressed, and walked with DPM-Solver++(2M).
+    """MixGRPO-Flash: fewer steps after the window, with DPM-Solver++(2M).
 
-    Of the n = num_steps - (last stochastic step) points behind the window, int(n * compression) remain, evenly spread and
+    Of the n = num_steps - (last stochastic step) points after the window, int(n * compression) remain, evenly spread and
     rounded to the sigma grid, at least the two ends. The published Flash* is schedule=frozen with compression=0.2.
     """
 

@@ -19,8 +19,8 @@ from g2rpo.types import Algorithm, Batch, Draw, Example, Loss, Network, Normal, 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What a training pass knows about B stochastic steps: every field is [B], one entry per member and step; float32 but the
-    last."""
+    """The quantities of B stochastic steps in a training pass: every field is [B], one entry per member and step; float32 but
+    the last."""
 
     log_prob: Tensor  # of the step that was taken, under the weights being trained; carries the gradient
     old_log_prob: Tensor  # under the weights that took it

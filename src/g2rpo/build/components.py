@@ -1,4 +1,4 @@
-"""From names in a config to objects: the place where concrete policies, rewards and prompt lists are named."""
+"""From names in a config to objects: the only module that names concrete policies, rewards and prompt lists."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip")
 
 
 def build_sharding(config: Config, world: World) -> Sharded | None:
-    """What `trainer.sharding` asks for; UserError where it cannot be had."""
+    """The weight placement of `trainer.sharding`; UserError if it is not possible."""
     check_sharding(config, world.size)
     if config.trainer.sharding == "none":
         return None
@@ -78,7 +78,7 @@ def build_sharding(config: Config, world: World) -> Sharded | None:
 
 
 def check_sharding(config: Config, ranks: int) -> None:
-    """Refuses a `trainer.sharding` that so many ranks cannot have."""
+    """Refuses a `trainer.sharding` that does not fit the number of ranks or other settings."""
     asked = f"trainer.sharding={config.trainer.sharding}"
     if config.trainer.sharding == "none":
         return
@@ -112,9 +112,8 @@ def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pipeline in the machine's memory, for a policy of class `kind` with `options`.
-
-    Its text encoders can work before the policy is built, and so before the transformer takes its part of the device's memory.
+    """A pipeline in host memory, for a policy of class `kind` with `options`. Its text encoders can be used before the policy
+    is built, that is before the transformer occupies the device.
     """
 
     config: PolicyConfig
@@ -124,13 +123,13 @@ class Loaded:
     text: TextEncoders
 
     def policy(self, sharding: Sharded | None = None) -> PipelinePolicy:
-        """The policy, on its device; `sharding` divides the trained weights."""
+        """The policy, on its device; `sharding` shards the trained weights."""
         with _loading(self.config.path):
             return self.kind(self.pipeline, **self.options, sharding=sharding, text=self.text)
 
 
 def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = None, keep_base: bool = False) -> Loaded:
-    """The pipeline at `config.path`, for the policy that its class name asks for.
+    """The pipeline at `config.path`, for the policy of its class name.
 
     `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
     """
@@ -154,7 +153,7 @@ def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **opt
 def policy_options(
     config: PolicyConfig, kind: str, *, device: str, seed: int = 0, tuning: str | None = None, keep_base: bool = False
 ) -> tuple[type[PipelinePolicy], dict[str, Any]]:
-    """The policy class for pipelines of class `kind`, and the constructor's options that `config` means."""
+    """The policy class for pipelines of class `kind`, and its constructor's options from `config`."""
     policy = plugins.find("policies", config.kind or kind, POLICIES)
     for name in getattr(policy, "unsupported", ()):
         if getattr(config, name) is not None:
@@ -165,7 +164,7 @@ def policy_options(
 
 
 def build_tail_network(policy: PipelinePolicy, tails: Tails) -> TailNetwork | None:
-    """The network that finishes members as `sampling.tails` asks; None where the policy's own does."""
+    """The network for tails of `sampling.tails`; None if they use the policy's own."""
     if not tails.own_network:
         return None
     from g2rpo.policies.fast import FastNetwork
@@ -174,8 +173,8 @@ def build_tail_network(policy: PipelinePolicy, tails: Tails) -> TailNetwork | No
 
 
 def pick_device(name: str) -> str:
-    """What "auto" means on this machine; any other is itself; "cuda" is the GPU of the local rank. UserError for one that torch
-    does not know or this machine does not have."""
+    """The device `name`; "auto" is a GPU if there is one, "cuda" the GPU of the local rank. UserError for a device that torch
+    or this machine lacks."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -196,7 +195,7 @@ def locate_pipeline(name: str, expected: str | None = None, chosen: str | None =
 
         name = str(pipeline_dir())
     path = local(name)
-    if os.path.isdir(path):  # unlike Path.is_dir, it has an answer for names that no disk allows
+    if os.path.isdir(path):  # unlike Path.is_dir, it does not raise for names that are too long
         index = path / "model_index.json"
         if not index.is_file():
             raise UserError(f"policy.path={name}: is no diffusers pipeline, it has no model_index.json")
@@ -240,11 +239,11 @@ NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
     "lora_targets", "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling",
 }  # fmt: skip
-"""Settings of a policy that text embeddings do not depend on. What is not listed here is in their key."""
+"""Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 
 
-def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, warn: Callable[[str], None]) -> CachedEncoder:
-    """`text`, the encoders of `config`, with their embeddings kept as `prompts.cache` says: "auto", "off" or a folder."""
+def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, notify: Callable[[str], None]) -> CachedEncoder:
+    """`text`, the encoders of `config`, with their embeddings cached as in `prompts.cache`: "auto", "off" or a folder."""
     store = None
     if cache != "off":
         root = local(cache) if cache != "auto" else cache_root() / "embeddings"
@@ -260,7 +259,7 @@ def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, warn: Call
         except OSError as error:
             hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
             raise UserError(f"embedding cache {root}: cannot be written ({error.strerror}); {hint}") from None
-    return CachedEncoder(text, store, warn=warn)
+    return CachedEncoder(text, store, notify=notify)
 
 
 def _text_identity(name: str, digests: FileDigests) -> dict[str, str]:
@@ -298,7 +297,7 @@ def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dic
 
 
 def on_frames(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-    """The rewards, with those on frames for which `table` says which; UserError for one that takes whole clips."""
+    """The rewards, those with `frames` in `table` wrapped to score frames; UserError for one that takes whole clips."""
     chosen = {name: entry.frames for name, entry in table.items() if name in rewards and entry.frames is not None}
     for name in chosen:
         if getattr(rewards[name], "video", False):

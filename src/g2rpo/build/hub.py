@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub would give something, asked once: its own library tries for half a minute."""
+"""Whether files can be downloaded from the Hugging Face Hub, with a time limit (its library retries for half a minute)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from huggingface_hub import constants, get_token, try_to_load_from_cache
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
 
 Question = Callable[[], str | None]
-"""What is wrong, if anything is; may take a while."""
+"""A description of a problem, or None; may be slow."""
 
 
 def cached(repository: str, *files: str) -> Path | None:
-    """The first of some files of a repository that the local cache holds."""
+    """The first of `names` in the local cache of a repository."""
     found = (try_to_load_from_cache(repository, file) for file in files)
     return next((Path(path) for path in found if isinstance(path, str)), None)
 
@@ -37,13 +37,13 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
         return f"{absent} the hub refuses it ({error}); a gated model needs its licence accepted there, then `hf auth login`"
     except Unreachable:
         return f"{absent} {constants.ENDPOINT} cannot be reached"
-    except NoAnswer:  # slow, or what it says is no JSON: a download may still work
+    except NoAnswer:  # slow, or no valid JSON: a download may still work
         return None
     return None
 
 
 def at_once(questions: Mapping[str, Question], seconds: float) -> dict[str, str]:
-    """What is answered to several questions within `seconds`; None is no answer.
+    """The answers to several questions within `seconds`; None for those without an answer.
 
     Threads that are late are left behind: nothing stops one that looks up a name.
     """

@@ -1,4 +1,4 @@
-"""Prompts are encoded before the policy is built, so that its transformer finds the device without the text encoders."""
+"""Encodes prompts before the policy is built, so that text encoders and transformer are never on the device together."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def policy_after_encoding(
     cache: str,
     prompts: Iterable[str],
     console: Console,
-    warn: Callable[[str], None],
+    notify: Callable[[str], None],
     sharding: Sharded | None = None,
 ) -> CachedPolicy[PipelinePolicy]:
-    """The policy of `loaded` with its embeddings kept as `cache` says: those of `prompts` are made first.
+    """The policy of `loaded` with its embeddings cached as in `cache`; those of `prompts` are computed first.
 
-    The text encoders then leave the device. Where nothing is kept, or there is no room for all, they come with the first prompt
-    and stay.
+    The text encoders then leave the device. Without a cache, or without disk space for all, they move to the device with the
+    first prompt and stay.
     """
-    encoder = components.cache_embeddings(loaded.text, loaded.config, cache, warn)
+    encoder = components.cache_embeddings(loaded.text, loaded.config, cache, notify)
     encode_ahead(encoder, list(dict.fromkeys(prompts)), console)
     return CachedPolicy(loaded.policy(sharding), encoder)
 
@@ -39,7 +39,7 @@ def policy_after_encoding(
 def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], console: Console) -> bool:
     """Stores the embeddings of `prompts` and parks the text encoders; False, and nothing is parked, if they do not fit.
 
-    One prompt tells how large the rest will be, so a disk that is too small is known at once and stays as free as it was.
+    The size of the first embedding predicts the rest, so a disk that is too small is detected before it is filled.
     """
     if encoder.store is None:
         return False
@@ -49,7 +49,7 @@ def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], console: Consol
             return False
         size = decimal(encoder.store.size(missing[0]) * len(missing))
         if not encoder.store.fits(len(missing) - 1, like=missing[0]):
-            encoder.warn(f"embedding cache {encoder.store.folder}: {len(missing)} prompts need {size}, more than is free")
+            encoder.notify(f"embedding cache {encoder.store.folder}: {len(missing)} prompts need {size}, more than is free")
             return False
         say(console, f"encoding {len(missing)} prompts, {size} in {encoder.store.folder}")
         with counter(console, "prompts") as progress:
@@ -63,7 +63,7 @@ def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], console: Consol
 def prompts_to_come(
     config: Config, prompts: Sequence[str], heldout: Sequence[str], world: World = ALONE, iteration: int = 0
 ) -> list[str]:
-    """The different prompts that this rank will meet from `iteration` on: those to train on, and its held-out ones."""
+    """The distinct prompts of this rank from `iteration` on: its training prompts and its held-out prompts."""
     order, count = PromptOrder(prompts, config.trainer.seed), config.trainer.prompts_per_iteration
     batches = [world.shard(order.batch(later, count)) for later in range(iteration, config.trainer.iterations)]
     return list(dict.fromkeys(chain(*batches, world.shard_or_all(heldout))))

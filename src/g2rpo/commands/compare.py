@@ -1,6 +1,6 @@
 """`g2rpo compare`: trains a grid of algorithms, learning rates and seeds, as ordinary runs in processes of their own.
 
-Everything is kept below one folder, and what is there already is not done again:
+Everything is kept in one folder, and finished parts are not repeated:
     study.yaml                            what is compared
     probes/CELL/                          for a budget in seconds: what a cell's iteration costs
     pilots/CELL/rate_R/seed_S/            runs that choose a cell's learning rate
@@ -44,13 +44,13 @@ from g2rpo.runs.directory import check_directory, weights_path
 from g2rpo.runtime.folders import is_empty
 
 STUDY = "study.yaml"
-NOISE = 0  # the seed of the pictures that are judged: one noise for all, so that differences are paired
-PROBE = 3  # iterations; the first warms up
+NOISE = 0  # the seed of the evaluations: the same noise for all cells, so that differences are paired
+PROBE = 3  # iterations; the first is a warm-up
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The runs of a study in its folder, and how each is made."""
+    """The runs of a study in its folder, and the jobs that make them."""
 
     study: Study
     out: Path
@@ -59,7 +59,7 @@ class Workspace:
         return load_config(self.study.recipe, overrides)
 
     def training(self, title: str, folder: Path, overrides: Sequence[str]) -> Job | None:
-        """The job that trains, or goes on training, in `folder`; None where that is done. Another run there is refused."""
+        """The job that trains, or continues training, in `folder`; None if it is finished. Another run there is refused."""
         begun = (folder / "config.yaml").is_file()
         check_directory(self.config(overrides), folder, resume=begun)
         if finished(folder):
@@ -110,7 +110,7 @@ class Workspace:
         }
 
     def judging(self, title: str, run: Path, folder: Path, *settings: str) -> Job | None:
-        """The job that judges a run's weights; None where that is done."""
+        """The job that evaluates a run's weights; None if it is finished."""
         if (folder / "results.json").is_file():
             return None
         steps = ",".join(map(str, self.study.steps))
@@ -119,7 +119,7 @@ class Workspace:
 
 
 def finished(run: Path) -> bool:
-    """Whether a training run has come to its end: the card beside its weights is what is written last."""
+    """Whether a training run has finished: the model card is written last."""
     try:
         return (weights_path(run) / "README.md").is_file()
     except UserError:
@@ -139,7 +139,7 @@ def compare(
     out: Path,
     console: Console,
 ) -> None:
-    """Runs what is missing of a study in the folder `out`, and writes its results there."""
+    """Runs the missing parts of a study in the folder `out`, and writes its results there."""
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
     cells, budgets = own_budgets(cells, budget[0])
@@ -164,7 +164,7 @@ def compare(
     )
     _check_same(study, out)
     if study.unit != "seconds":
-        _spend(study, configs, {})  # a budget that is too small is known at once
+        _spend(study, configs, {})  # refuses a budget that is too small
     with locked(out) as lock:
         write_whole(out / STUDY, study.to_yaml().encode())
         _work(Workspace(study, out), configs, Workers(jobs, console, lock), console)
@@ -226,7 +226,7 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
 
 
 def _check(configs: Mapping[str, Config]) -> None:
-    """Refuses cells that cannot be trained, or that would not be judged alike."""
+    """Refuses cells that cannot be trained, or whose evaluations would differ."""
     same: dict[str, Any] = {}
     first = next(iter(configs))
     for cell, config in configs.items():

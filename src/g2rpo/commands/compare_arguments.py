@@ -13,7 +13,7 @@ from g2rpo.config.algorithms import algorithm_class
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.evaluation.study import Unit
 
-BUDGET = "budget="  # before what a cell has for a budget of its own, among its overrides
+BUDGET = "budget="  # the prefix of a cell's own budget among its overrides
 SWEPT = ("optim.learning_rate", "trainer.seed", "trainer.iterations")
 
 
@@ -57,7 +57,7 @@ def parse_budget(text: str) -> tuple[Unit, float]:
 
 
 def own_budgets(cells: Mapping[str, Sequence[str]], unit: Unit) -> tuple[dict[str, list[str]], dict[str, float]]:
-    """The cells' overrides without words like "budget=20000", and what these say: budgets of their own, in the unit of all."""
+    """The cells' overrides without "budget=20000" and the like, and these budgets by cell, in the study's unit."""
     overrides: dict[str, list[str]] = {}
     budgets: dict[str, float] = {}
     for name, words in cells.items():

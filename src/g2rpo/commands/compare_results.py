@@ -1,4 +1,4 @@
-"""What a study found: results.json, a page of tables, and curves."""
+"""The results of a study: results.json, a page of tables, and curves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from g2rpo.statistics import Interval
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of a cell: its learning rate, the gains of its pilots by rate, and its runs, one per seed."""
+    """The results of a cell: its learning rate, the gains of its pilots by rate, and its runs, one per seed."""
 
     learning_rate: float
     gains: Mapping[float, Sequence[float]]
@@ -34,7 +34,7 @@ class Cell:
     judged: Sequence[Path]
 
     def spent(self, rates: Sequence[float]) -> dict[str, Any]:
-        """Per run, on average."""
+        """The mean cost of a run."""
         return {
             "learning_rate": self.learning_rate,
             "at_edge": len(rates) > 1 and self.learning_rate in (min(rates), max(rates)),
@@ -164,7 +164,7 @@ def _cell(interval: Interval) -> str:
 
 
 def _console_table(table: Sequence[Outcome], steps: int, trained: Sequence[str], prompts: int, seeds: int, width: int) -> Table:
-    """One step count for people, on a console of `width`."""
+    """The table of one step count for a console of `width`."""
     out = Table(title=f"{steps} steps: change against the base, {seeds} seeds x {prompts} prompts, 95 % intervals")
     rewards = list(dict.fromkeys(line.reward for line in table))
     add_names(out, "cell", [line.cell for line in table], width)

@@ -1,4 +1,4 @@
-"""What the names in a config stand for at one time: prompts, models, reward code. A run that goes on is held to it."""
+"""Digests of what the names in a config refer to: prompts, models, reward code. A resumed run must have the same."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SMALL = 2**24  # bytes; larger files, which are weights, are compared by their s
 
 
 def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], given: Mapping[str, Any]) -> dict[str, str]:
-    """In a few words with a digest: the prompts, the model, and the files or the source of each reward.
+    """A short description with a digest of the prompts, the model, and the files or the source of each reward.
 
-    A reward function's file and the files and folders that its options name count, not what that file imports. `given` are the
-    objects that take the place of names, as for `train.build_trainer`; an algorithm of the user's own is in `config`.
+    A reward function's file and the files and folders in its options count; its imports do not. `given` are objects in place of
+    names, as for `train.build_trainer`; an algorithm of the user's own is in `config`.
     """
     rewards = {**given.get("rewards", {}), **given.get("judges", {})}
     named = {**config.rewards, **config.evaluation.rewards}
@@ -41,29 +41,30 @@ def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], 
 
 
 def source_of(thing: Any) -> str:
-    """The source of an object's class, or of a function; nothing for g2rpo's own, and where there is none to be had."""
+    """A digest of the source of an object's class, or of a function; empty for g2rpo's own and if the source is not
+    available."""
     kind = thing if inspect.isroutine(thing) else type(thing)
     if kind.__module__.partition(".")[0] == "g2rpo":
         return ""
     try:
         return f"source of {kind.__qualname__}, {_short(hashlib.sha256(inspect.getsource(kind).encode()).hexdigest())}"
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # typed at a prompt, or not written in a Python file
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # defined interactively, or not in a Python file
         return ""
 
 
 def _of_options(options: Mapping[str, Any]) -> str:
-    """What a reward's options read from this machine."""
+    """Digests of the local files in a reward's options."""
     paths = [_file_of(value) for key, value in options.items() if key in READ and isinstance(value, str)]
     return ", ".join(f"{path.name}: {_of_path(path)}" for path in paths if path is not None)
 
 
 def _file_of(value: str) -> Path | None:
-    """The file or folder that an option names, as "file.py:function" too."""
+    """The file or folder in an option, also of "file.py:function"."""
     for name in (value, value.rpartition(":")[0]):
         try:
             if name and local(name).exists():
                 return local(name)
-        except (OSError, ValueError):  # too long for a name, or not a possible one
+        except (OSError, ValueError):  # not a possible file name
             continue
     return None
 

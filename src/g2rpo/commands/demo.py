@@ -105,7 +105,7 @@ def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, A
     return replace(cast, rewards=table, judges={}) if table else cast
 
 
-def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None], heldout: Sequence[str] = ()) -> Studio:
+def open_studio(cast: Cast, weights: Path | None, notify: Callable[[str], None], heldout: Sequence[str] = ()) -> Studio:
     """Builds what `cast` names, and loads tuned weights."""
     device = components.pick_device(cast.policy.device)
     rewards, judges = (components.build_rewards(table, device) for table in (cast.rewards, cast.judges))
@@ -119,7 +119,7 @@ def open_studio(cast: Cast, weights: Path | None, warn: Callable[[str], None], h
         policy=policy,
         algorithm=cast.algorithm,
         sampling=cast.sampling,
-        sizes=batch_sizes(cast.sampling.batch_size, cast.sampling.decode_batch_size, 1, policy.device, warn),
+        sizes=batch_sizes(cast.sampling.batch_size, cast.sampling.decode_batch_size, 1, policy.device, notify),
         rewards=rewards,
         weights=torch.tensor([entry.weight for entry in cast.rewards.values()]),
         judges=judges,

@@ -1,4 +1,4 @@
-"""`g2rpo evaluate`: any model, with and without tuned weights, judged by any rewards at several step counts."""
+"""`g2rpo evaluate`: any model, with and without tuned weights, scored by any rewards at several step counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHOWN = 8  # pictures in a grid
 
 
 def run_settings(run: Path) -> dict[str, Any]:
-    """The settings of an evaluation that repeats a run's own, with all its rewards."""
+    """Settings that repeat a run's own evaluation, with all its rewards."""
     return {**config_settings(read_config(run)), "weights": str(weights_path(run))}
 
 
@@ -55,7 +55,7 @@ def config_settings(config: Config) -> dict[str, Any]:
 
 
 def model_settings(model: str, size: int | None, guidance: float) -> dict[str, Any]:
-    """The settings that a pipeline alone suggests."""
+    """Default settings for a pipeline without a run."""
     side, length = (64, 16) if model == "testbed" else (1024, None)
     pixels = side if size is None else size
     policy = {"path": model, "height": pixels, "width": pixels, "guidance_scale": guidance}
@@ -78,9 +78,9 @@ def step_counts(text: str) -> list[int]:
 
 
 def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console: Console) -> None:
-    """Judges what the settings `given` and `overrides` say, in the folder `out`; one already begun there is finished."""
+    """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes one begun there."""
     config = resolve_as(JudgingConfig, given, overrides, "evaluation")
-    components.check_rewards(config.rewards)  # all that is cheap to check goes first
+    components.check_rewards(config.rewards)  # cheap checks first
     prompts = components.build_prompts(config.prompts, "prompts")[: config.num_prompts]
     config = config.model_copy(update={"contents": _contents(config, prompts)})
     _check_folder(out, config)
@@ -100,7 +100,7 @@ def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console
 
 
 def results_table(judging: Judging, width: int) -> Table:
-    """The results for people, on a console of `width`."""
+    """The table of results for a console of `width`."""
     sides = judging.sides
     table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % bootstrap intervals")
     table.add_column("steps", justify="right", overflow="fold")
@@ -124,7 +124,7 @@ def _cell(interval: Interval, sign: str = "") -> str:
 
 
 def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
-    """Digests of prompts, tuned weights and model: a name may stand for something else by the time one goes on."""
+    """Digests of prompts, tuned weights and model, to detect changes before the evaluation is continued."""
     contents = {
         "prompts": digest_of_prompts(prompts),
         "model": components.pipeline_identity(config.policy.path),
@@ -138,7 +138,7 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
 
 
 def _check_folder(out: Path, config: JudgingConfig) -> None:
-    """Refuses a folder that holds anything but this very evaluation."""
+    """Refuses a folder that contains anything other than this evaluation."""
     existing = out / SETTINGS
     if existing.is_file():
         other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
@@ -151,7 +151,7 @@ def _check_folder(out: Path, config: JudgingConfig) -> None:
 
 
 def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None:
-    """Builds what is needed and does the missing chunks."""
+    """Builds the policy and rewards and evaluates the missing chunks."""
     config, out = judging.config, judging.directory
     console.print(f"building the policy and {len(config.rewards)} rewards ...")
     prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
@@ -179,7 +179,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
 
 
 def _save_grid(judging: Judging, steps: int) -> None:
-    """Paints the first prompts, one row a side, with their scores into grid_steps_NNN.png."""
+    """Writes grid_steps_NNN.png: pictures of the first prompts with scores, one row per side."""
     shown = range(min(SHOWN, len(judging.prompts)))
     scored = {(row["side"], row["index"]): row["scores"] for row in judging.rows() if row["steps"] == steps}
     strips = [

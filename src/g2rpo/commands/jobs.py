@@ -1,4 +1,4 @@
-"""`g2rpo` commands as processes: several at a time, none left behind, and one owner of a folder."""
+"""Runs `g2rpo` commands as processes, several at a time, in a locked folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from g2rpo.runtime.folders import held
 
 @dataclass(frozen=True)
 class Job:
-    """A `g2rpo` command in a process of its own; its output goes to `log`."""
+    """A `g2rpo` command as a process; its output goes to `log`."""
 
     title: str
     arguments: list[str]
@@ -36,11 +36,11 @@ class Workers:
     count: int
     console: Console
     lock: int
-    """A file descriptor that jobs inherit: the study stays locked until the last of them has ended."""
+    """The lock's file descriptor, inherited by jobs: the folder stays locked until the last of them has ended."""
     running: set[subprocess.Popen[bytes]] = field(default_factory=set)
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Does all jobs. After a failed one none is begun; those at work end first, and what they did is kept."""
+        """Runs all jobs. After a failure no further job is started; running ones finish, and their results are kept."""
         slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(self.count):
             slots.put(slot)
@@ -53,7 +53,7 @@ class Workers:
             except Exception:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-            except BaseException:  # interrupted: whoever waits for the terminal should not wait for a training run
+            except BaseException:  # interrupted: do not wait for running jobs
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(self.running):
                     process.terminate()
@@ -84,7 +84,8 @@ class Workers:
 
 
 def environment(slot: int, count: int) -> dict[str, str]:
-    """What worker `slot` of `count` may use: an equal share of the cores, unless OMP_NUM_THREADS says more, and one GPU."""
+    """The environment of worker `slot` of `count`: an equal share of the cores, unless OMP_NUM_THREADS is larger, and one
+    GPU."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

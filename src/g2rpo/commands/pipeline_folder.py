@@ -1,4 +1,4 @@
-"""What a pipeline's folder holds, by its names and headers: nothing is loaded."""
+"""The contents of a pipeline's folder, from file names and headers, without loading weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from g2rpo.errors import loading
 from g2rpo.plain import parse_json, read_text
 
 MODELS = ("transformer", "vae", "text_encoder")
-"""How parts of a pipeline that have weights are called."""
+"""Name prefixes of pipeline components with weights."""
 
 
 def missing_parts(pipeline: Path) -> Iterator[str]:
-    """What a diffusers pipeline's folder lacks of the parts that its model_index.json names."""
+    """The components of model_index.json, or their files, that a pipeline's folder lacks."""
     for name, entry in parse_json(read_text(pipeline / "model_index.json")).items():
         part = pipeline / name
         if not (isinstance(entry, list) and len(entry) == 2 and entry[0] is not None):
@@ -34,7 +34,7 @@ def _missing_files(model: Path) -> Iterator[str]:
         yield f"{model.name}/config.json is missing"
     wanted = set[str]()
     for index in model.glob("*.safetensors.index.json"):
-        with suppress(ValueError, TypeError, KeyError):  # loading says what is wrong with it
+        with suppress(ValueError, TypeError, KeyError):  # reported when it is loaded
             wanted |= set(parse_json(read_text(index))["weight_map"].values())
     yield from (f"{model.name}/{file} is missing" for file in sorted(wanted) if not (model / file).is_file())
     if not wanted and not any(path.is_file() for path in model.glob("*.safetensors")):
@@ -42,7 +42,7 @@ def _missing_files(model: Path) -> Iterator[str]:
 
 
 def trained_parameters(config: PolicyConfig, pipeline: Path) -> int:
-    """How many a run trains, by the headers of the transformer's files, buffers among them."""
+    """The number of trained parameters, including buffers, from the headers of the transformer's files."""
     from safetensors import safe_open
 
     shapes: dict[str, list[int]] = {}

@@ -35,9 +35,8 @@ def plan(
     as_json: bool,
     console: Console,
 ) -> None:
-    """Prints the plan of `recipe` on `device`, or on `ranks` of them, and what would fit where it does not.
-
-    `probe` None measures where that is quick: on this machine, with the model on disk and small enough for its CPU.
+    """Prints the plan of `recipe` on `ranks` devices, and overrides that fit if it does not. With `probe` None it measures if
+    that is quick: on this machine, with the model on disk and small enough for its CPU.
     """
     config = load_config(recipe, overrides)
     components.check_rewards({**config.rewards, **config.evaluation.rewards})
@@ -91,7 +90,7 @@ def _instead(
     target: Target,
     utilisation: float,
 ) -> Instead | None:
-    """What fits in the place of `config`, and what it costs."""
+    """Overrides of `config` that fit, and their cost."""
 
     @cache
     def changed(*extra: str) -> Estimate:
@@ -105,7 +104,7 @@ def _instead(
 
 
 def _prompts(config: Config, notes: list[str]) -> tuple[int, int]:
-    """(held-out prompts, different prompts of the run); where a list is not there yet, what the config says of it."""
+    """(held-out prompts, different prompts of the run); for a list that is missing, the numbers of the config."""
     n = config.trainer.iterations * config.trainer.prompts_per_iteration
     read: list[list[str]] = []
     for key, source in (("prompts.train", config.prompts.train), ("evaluation.prompts", config.evaluation.prompts)):
@@ -120,7 +119,7 @@ def _prompts(config: Config, notes: list[str]) -> tuple[int, int]:
 
 
 def _gathers(result: Estimate) -> str:
-    """How much that is, where weights are in pieces."""
+    """The amount of communication with sharded weights, as the end of a message."""
     sharding = result.config.trainer.sharding
     if sharding == "none":
         return ": gradients, after every rollout's passes"
@@ -140,7 +139,7 @@ def _on_disk(config: Config) -> bool:
 
 
 def _measured(result: Estimate, device: str | None) -> Seconds:
-    """The probe: the run's own trainer, without its cache, so that nothing is left behind."""
+    """Measures with the run's own trainer, without its embedding cache, so that no files are written."""
     config = result.config
     policy = config.policy.model_copy(update={"device": device or config.policy.device})
     prompts = config.prompts.model_copy(update={"cache": "off"})
@@ -157,15 +156,15 @@ def _cards(result: Estimate, utilisation: float) -> dict[str, tuple[bool, Second
 
 
 def _cautions(result: Estimate, asked: Config) -> Iterator[str]:
-    """What the numbers leave out, or take for granted."""
+    """Assumptions of the plan, and what it does not count."""
     if result.ranks > 1:
         yield f"What {result.ranks} ranks send each other takes time that is not counted{_gathers(result)}."
     if result.memory.unknown:
         yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
-    elsewhere = [name for name, known in result.judges.items() if known and known.device not in ("cpu", "cuda", "cuda:0")]
+    elsewhere = [name for name, known in result.reward_costs.items() if known and known.device not in ("cpu", "cuda", "cuda:0")]
     if elsewhere:
         yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
-    if on_cpu := [name for name, known in result.judges.items() if known and known.bytes and known.device == "cpu"]:
+    if on_cpu := [name for name, known in result.reward_costs.items() if known and known.bytes and known.device == "cpu"]:
         yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
     for name in ("batch_size", "decode_batch_size"):
         if getattr(asked.sampling, name) == "auto":

@@ -1,4 +1,4 @@
-"""A plan for people."""
+"""A plan as tables."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
 
 
 def _disk(plan: Estimate) -> int:
-    """Checkpoints that are kept, and the next one while it is written."""
+    """Bytes of the kept checkpoints and the next one."""
     return plan.memory.checkpoint * (plan.config.trainer.keep_checkpoints + 1)
 
 
@@ -125,7 +125,7 @@ def _time_table(seconds: Seconds, counts: Counts) -> Table:
 
 
 def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
-    caption = "by datasheet; --device NAME tells more"
+    caption = "by datasheet; --device NAME for details"
     table = Table(title="on cards", title_justify="left", caption=caption, caption_justify="left")
     for column in ("--device", "fits", "an iteration", "the run"):
         table.add_column(column, justify="right" if column.startswith(("an", "the")) else "left", overflow="fold")

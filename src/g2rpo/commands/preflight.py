@@ -1,4 +1,4 @@
-"""What a run needs and would not find: all of it in one message, before anything is loaded."""
+"""Reports everything that a run needs and lacks in one message, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from g2rpo.rewards.weights import fetch
 from g2rpo.training.checkpoint import checkpoints
 
 SECONDS = 1.5
-"""For servers to answer. One that takes longer is not reported: it may be busy."""
+"""Seconds for servers to answer. Slower ones are not reported: they may be busy."""
 CLIP = ("open_clip_config.json", "config.json")
 TOKENIZER = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
 FILES = {"path": CLIP, "clip": CLIP, "tokenizer": TOKENIZER, "processor": TOKENIZER, "instruction": INSTRUCTION}
@@ -35,8 +35,8 @@ FILES = {"path": CLIP, "clip": CLIP, "tokenizer": TOKENIZER, "processor": TOKENI
 def check(config: Config, given: Collection[str] = (), directory: Path | None = None) -> tuple[list[str], list[str]]:
     """The prompts to train on and the held-out ones. UserError names everything that is missing or wrong.
 
-    What `given` names (policy, rewards, judges, prompts, heldout, trackers) is an object already, and is not looked up. With
-    the run's `directory`, there must be room for its checkpoints.
+    Objects in `given` (policy, rewards, judges, prompts, heldout, trackers) are not checked. If the run's `directory` is given,
+    its disk must have space for the checkpoints.
     """
     found = _Findings()
     _check_settings(found, config, given)
@@ -58,13 +58,13 @@ def check(config: Config, given: Collection[str] = (), directory: Path | None = 
 
 @dataclass
 class _Findings:
-    """What is wrong, and what has yet to be asked, by what it is about."""
+    """Problems found, and questions to servers that are still to be asked, by subject."""
 
     errors: list[UserError] = field(default_factory=list)
     questions: dict[str, Question] = field(default_factory=dict)
 
     def tried(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What `call` returns; None if it has something against going on."""
+        """The result of `call`; None, and a problem, if it raises UserError."""
         try:
             return call(*arguments)
         except UserError as error:
@@ -74,7 +74,7 @@ class _Findings:
         self.errors.append(UserError(message))
 
     def ask(self) -> None:
-        """Asks everything that has yet to be asked."""
+        """Asks all open questions."""
         for what, answer in at_once(self.questions, SECONDS).items():
             self.add(f"{what}: {answer}")
 
@@ -88,7 +88,7 @@ class _Findings:
 
 
 class _Prompts:
-    """The lists of prompts that are not given."""
+    """The lists of prompts that are not in `given`."""
 
     def __init__(self, config: Config, given: Collection[str]) -> None:
         self.train: list[str] = []
@@ -99,7 +99,7 @@ class _Prompts:
         self.sources = {name: source for name, source in self.sources.items() if name not in given}
 
     def read(self, found: _Findings, far: bool) -> None:
-        """Reads what is on this machine, or else what may have to be downloaded: that only if all else is there."""
+        """Reads local sources or, with `far`, those that may have to be downloaded (only if nothing else is missing)."""
         for name, (key, source) in self.sources.items():
             if source.startswith("hf:") is not far:
                 if not far and importlib.util.find_spec("datasets") is None:
@@ -112,7 +112,7 @@ class _Prompts:
                 self.heldout = read[: self.most]
 
     def check_targets(self, found: _Findings, config: Config, given: Collection[str]) -> None:
-        """Refuses rewards that find in no prompt what they look for, such as a text in quotes."""
+        """Refuses rewards for which no prompt has what they need, such as a text in quotes."""
         for name, (key, source) in self.sources.items():
             texts = self.train if name == "prompts" else self.heldout
             for reward, entry in _rewards(config, {*given, "judges"} if name == "prompts" else given).items():
@@ -122,13 +122,13 @@ class _Prompts:
 
 
 def _rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:
-    """What a config names, trained and judged."""
+    """All rewards of a config, trained and held-out."""
     tables = {"rewards": config.rewards, "judges": config.evaluation.rewards}
     return {name: entry for key, table in tables.items() if key not in given for name, entry in table.items()}
 
 
 def _check_settings(found: _Findings, config: Config, given: Collection[str]) -> None:
-    """What the config says, by itself and about this machine."""
+    """Checks settings of the config, alone and against this machine."""
     found.tried(components.pick_device, config.policy.device)
     for name in sorted(set(config.rewards) & set(config.evaluation.rewards)):
         found.add(f"evaluation.rewards.{name}: a trained reward has this name already; it is judged anyway")
@@ -147,7 +147,7 @@ def _check_pipeline(config: PolicyConfig) -> Path | None:
     index = hub.cached(path, "model_index.json") if is_hub_id(path) else None
     folder = index.parent if index else Path(path)
     if config.kind is not None:
-        return None  # a policy of the user's own knows which parts it reads
+        return None  # a user's policy may not need all components
     missing = "; ".join(missing_parts(folder))
     why = hub.obstacle(path, SECONDS) if missing and index else ""
     if missing and why is not None:
@@ -156,7 +156,7 @@ def _check_pipeline(config: PolicyConfig) -> Path | None:
 
 
 def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
-    """Refuses unknown options, and files of a reward of ours that are not here; `questions` gets what only a server can say."""
+    """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
     components.check_rewards({name: entry})
     if entry.kind not in components.REWARDS:
         return
@@ -177,7 +177,7 @@ def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]
 
 
 def _check_files(key: str, place: str, files: tuple[str, ...], questions: dict[str, Question]) -> None:
-    """Refuses a place on this machine that has none of `files`."""
+    """Refuses a local path that contains none of `files`."""
     if is_hub_id(place):
         if hub.cached(place, *files) is None:
             questions[f"{key}={place}"] = partial(_ask_hub, place)
@@ -194,7 +194,7 @@ def _ask_hub(repository: str) -> str | None:
 
 
 def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
-    """What is wrong with an endpoint that is asked for its health, as the reward asks when it is made."""
+    """The problem of an endpoint, by the health check that the reward makes when it is built; None if there is none."""
     try:
         kind(**{**options, "timeout_s": SECONDS})
     except TooSlow:
@@ -205,10 +205,10 @@ def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def _check_room(config: Config, pipeline: Path, directory: Path) -> None:
-    """Refuses a disk without room for the checkpoints that are kept, and the one that is written before the oldest goes."""
+    """Refuses a disk without space for the kept checkpoints and the next one."""
     copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(directory / "checkpoints")))
     tensors = 3 + bool(config.optim.ema_decay)  # the weights, their two moments and their average, all float32
-    needed = 4 * trained_parameters(config.policy, pipeline) * (copies * tensors + 1)  # the last: the weights of the end
+    needed = 4 * trained_parameters(config.policy, pipeline) * (copies * tensors + 1)  # plus the exported weights
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     if needed > free:

@@ -1,4 +1,4 @@
-"""What commands show while they work: a bar on a terminal; in a file or a pipe a plain line now and then."""
+"""Progress of commands: a bar on a terminal; occasional plain lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 Items = Sequence[tuple[str, str]]
-"""Names with their values, as people read them."""
+"""Names with formatted values."""
 
 QUIET = 30.0
-"""Seconds without a line, at most, where there is no terminal."""
+"""Longest time without a line, in seconds, if there is no terminal."""
 SHORT = 3
-"""Characters that a name is shortened to at most."""
+"""Names are not shortened below this many characters."""
 
 
 class Steady(Progress):
@@ -61,7 +61,7 @@ class Steady(Progress):
 
 
 class Rate(ProgressColumn):
-    """How many a second, and how long the rest takes at that."""
+    """Throughput and remaining time."""
 
     def __init__(self, unit: str) -> None:
         super().__init__(Column(no_wrap=True))
@@ -72,7 +72,7 @@ class Rate(ProgressColumn):
 
 
 def pace(task: Task, unit: str) -> list[str]:
-    """The rate of a task since it was started and the time that remains, in words; nothing before there is a rate.
+    """The rate of a task since it was started and the time that remains, as text; empty before there is a rate.
 
     `task.fields["first"]` is what was completed when it started, 0 if there is no such field.
     """
@@ -95,7 +95,7 @@ def counter(console: Console, unit: str) -> Steady:
 
 
 class Fitted:
-    """Items beside each other in one line, however little room there is; see `fitted`."""
+    """Items in one line of any width; see `fitted`."""
 
     def __init__(self, items: Items) -> None:
         self.items = items
@@ -108,8 +108,8 @@ class Fitted:
 
 
 def fitted(items: Items, width: float) -> str:
-    """The items in one line of `width` characters: with shorter names if need be, then without the last items, and with a
-    note of how many. Values are never cut; one item is always there."""
+    """The items in one line of `width` characters: with shorter names if needed, then without the last items and with their
+    number. Values are never shortened; at least one item is shown."""
     for count in range(len(items), 0, -1):
         more = [f"+{len(items) - count}"] if count < len(items) else []
         for longest in range(max(len(name) for name, _ in items), SHORT - 1, -1):
@@ -124,12 +124,12 @@ def _shortened(name: str, longest: int) -> str:
 
 
 def add_names(table: Table, title: str, names: Sequence[str], width: int) -> None:
-    """A column of names for a console of `width`: in one piece, unless they would take more than a quarter of it."""
+    """Adds a column of names, unwrapped unless they take more than a quarter of `width`."""
     table.add_column(title, overflow="fold", no_wrap=max(map(len, names)) <= width // 4)
 
 
 def say_items(console: Console, head: str, items: Items) -> None:
-    """A line of items; on a terminal as many lines as it takes, each item whole."""
+    """Prints items in one line; on a terminal wrapped between items."""
     width = console.width if console.is_terminal else math.inf
     line = head
     for name, value in items:
@@ -142,7 +142,7 @@ def say_items(console: Console, head: str, items: Items) -> None:
 
 
 def say(console: Console, line: str) -> None:
-    """A line as it is: names of files and recipes are no markup."""
+    """Prints a line without interpreting markup."""
     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 

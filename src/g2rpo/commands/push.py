@@ -13,7 +13,7 @@ from g2rpo.runs.directory import weights_path
 
 
 def check_repository(repository: str) -> None:
-    """Refuses what is no OWNER/NAME of the hub."""
+    """Refuses a name that is not OWNER/NAME."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -26,7 +26,7 @@ def check_repository(repository: str) -> None:
 
 
 def check_push(repository: str) -> None:
-    """Refuses what would be refused after training: a name that is none, or no token to upload with."""
+    """Checks before training what the upload needs: a valid name and a token."""
     from huggingface_hub import get_token
 
     check_repository(repository)
@@ -46,7 +46,7 @@ def push(run: Path, repository: str, *, private: bool, console: Console, api: An
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         address = str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Weights tuned with g2rpo"))
-    except Exception as error:  # without a network the hub's library raises what its HTTP library does
+    except Exception as error:  # without a network the exceptions are those of the HTTP library
         again = f"the weights stay in {folder}; `g2rpo push {run} {repository}` tries again"
         raise UserError(f"{repository}: the upload failed: {type(error).__name__}: {error}\n{again}") from error
     say(console, f"pushed {folder} to {address}")

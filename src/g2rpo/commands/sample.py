@@ -22,7 +22,7 @@ from g2rpo.runtime.folders import is_empty
 
 
 class SampleOptions(Section):
-    """How pictures are drawn; None: as the run draws them, else 28 steps with the model's own shift."""
+    """Sampling options; None: the run's values, else 28 steps with the model's own shift."""
 
     steps: Steps | None
     shift: Shift | None
@@ -45,7 +45,7 @@ def sample(
     out: Path,
     console: Console,
 ) -> None:
-    """Writes `out/NNNN.png`, `out/prompts.jsonl` (what each picture shows) and `out/grid.png`."""
+    """Writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and `out/grid.png`."""
     asked = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size}
     drawing = resolve_as(SampleOptions, asked, source="sample")
     if not prompts:

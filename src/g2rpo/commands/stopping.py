@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a command ends with a message and an exit code, and a run keeps what it has learnt.
+"""Ctrl-C and SIGTERM: a command ends with a message and an exit code, and a run saves a checkpoint.
 
 Loads nothing heavy, so that the signals are handled while heavy libraries load.
 """
@@ -15,13 +15,12 @@ from types import FrameType
 from g2rpo.errors import Interrupted, Preempted, Stopped, where
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
-"""As shells report Ctrl-C, and "try again", on which schedulers requeue: SIGTERM is how clusters take machines back."""
+"""130 is the shells' code for Ctrl-C; 75 (EX_TEMPFAIL) lets schedulers requeue after SIGTERM."""
 
 
 class Stopping:
-    """Handles both signals: at once with `Interrupted`, or by `ask`, where something can be brought to an end first.
-
-    `message` says what is kept if the command ends at this moment.
+    """Handles both signals: by raising `Interrupted`, or inside `after` by calling `ask`. `message` describes what is kept if
+    the command ends now.
     """
 
     def __init__(self, message: str) -> None:
@@ -31,7 +30,7 @@ class Stopping:
 
     @contextmanager
     def after(self, ask: Callable[[], None]) -> Iterator[None]:
-        """While entered, the first signal calls `ask` instead, which sees to the end; a Ctrl-C after it does not wait."""
+        """While entered, the first signal calls `ask`, which ends the command later; a second Ctrl-C ends it at once."""
         self._ask = ask
         try:
             yield
@@ -51,7 +50,7 @@ class Stopping:
 
 @contextmanager
 def stoppable(message: str) -> Iterator[Stopping]:
-    """While entered, the signals end the command as `Stopping` says; in another thread than the main one nothing changes."""
+    """While entered, the signals are handled by `Stopping`; a no-op outside the main thread."""
     stopping = Stopping(message)
     if threading.current_thread() is not threading.main_thread():  # only the main one may set handlers
         yield stopping
@@ -62,7 +61,7 @@ def stoppable(message: str) -> Iterator[Stopping]:
     except Preempted as error:
         error.exit_code = EXIT_CODES[stopping.asked or signal.SIGTERM]
         raise
-    except SystemExit as error:  # of a reward's file, say: no code of ours, and an exit code of 0 would promise results
+    except SystemExit as error:  # from the user's code, such as a reward; an exit code of 0 would be wrong
         raise Stopped(f"code that the command called has ended it: sys.exit({error.code!r}){where(error)}") from error
     finally:
         for number, handler in before.items():
@@ -70,6 +69,6 @@ def stoppable(message: str) -> Iterator[Stopping]:
 
 
 def _tell(words: str) -> None:
-    """Writes without Python's buffers, in whose midst a signal may come; one rank speaks for all."""
+    """Writes unbuffered, because a signal may interrupt a buffered write; on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         os.write(2, f"\ng2rpo: {words}\n".encode())

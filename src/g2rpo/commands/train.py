@@ -1,4 +1,4 @@
-"""`g2rpo train`: builds what the config names, trains, and shows what happens."""
+"""`g2rpo train`: builds the objects of a config, trains, and shows progress."""
 
 from __future__ import annotations
 
@@ -36,38 +36,38 @@ from g2rpo.training.trainer import Trainer
 from g2rpo.types import Reward
 
 
-def load_config(recipe: str, overrides: Sequence[str], note: Callable[[str], None] = lambda message: None) -> Config:
-    """The config of a recipe's name or a YAML file, with overrides; `note` hears what an override leaves out."""
+def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> Config:
+    """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the keys that an override drops."""
     if recipe.endswith((".yaml", ".yml")):
-        return resolve(read_yaml(Path(recipe)), overrides, recipe, note)
+        return resolve(read_yaml(Path(recipe)), overrides, recipe, notify)
     if os.path.isdir(recipe):
         raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
-    return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", note)
+    return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", notify)
 
 
 def build_trainer(
     config: Config,
     run_dir: Path | None,
-    warn: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
     world: World = ALONE,
     given: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> Trainer:
-    """A trainer with the policy, rewards and prompts that `config` names, or with the objects `given` in their place.
+    """A trainer with the policy, rewards and prompts of `config`, or with the objects in `given`.
 
-    Prompts are encoded before policy and rewards take the device, with progress on `console`. `warn(message)` is called for
-    trouble with the embedding cache, batch sizes and trackers. `given` may have what `preflight.check` lists.
+    Prompts are encoded before policy and rewards are on the device, with progress on `console`. `notify(message)` is called for
+    problems with the embedding cache, batch sizes and trackers. `given` may have the keys listed in `preflight.check`.
     """
     given = given or {}
     prompts, heldout = check(config, given)
     check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
-    return _assembled(config, run_dir, warn, world, {"prompts": prompts, "heldout": heldout, **given}, console)
+    return _assembled(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, console)
 
 
 def _assembled(
     config: Config,
     run_dir: Path | None,
-    warn: Callable[[str], None],
+    notify: Callable[[str], None],
     world: World,
     given: Mapping[str, Any],
     console: Console | None,
@@ -86,7 +86,7 @@ def _assembled(
         loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
         begun = newest_iteration(run_dir / "checkpoints") if run_dir is not None else 0
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
-        policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), warn, sharding)
+        policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), notify, sharding)
     device = components.pick_device(config.policy.device)
 
     def rewards_of(key: str, table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
@@ -101,7 +101,7 @@ def _assembled(
         judges=rewards_of("judges", config.evaluation.rewards),
         run_dir=run_dir,
         tail_network=components.build_tail_network(getattr(policy, "policy", policy), config.sampling.tails),
-        notify=warn,
+        notify=notify,
         shards=sharding or Replicated(world),
         trackers=given["trackers"] if "trackers" in given else components.build_trackers(config.trackers),
     )
@@ -112,25 +112,25 @@ def open_run(
     directory: Path,
     resume: bool,
     accept_changes: bool,
-    warn: Callable[[str], None],
+    notify: Callable[[str], None],
     world: World = ALONE,
     given: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> Trainer:
-    """A trainer for the run in `directory`, which is held: one that begins, or one that goes on where it was."""
+    """A trainer for a new or resumed run in `directory`, whose lock the caller must hold."""
     given = given or {}
     prompts, heldout = check(config, given, directory)
     given = {"prompts": prompts, "heldout": heldout, **given}
     contents = contents_of(config, given["prompts"], given["heldout"], given) if world.is_main else {}
     if resume and world.is_main:
         for change in check_contents(directory, contents, accept_changes):
-            warn(f"goes on with {change}")
-    trainer = _assembled(config, directory, warn, world, given, console)
+            notify(f"goes on with {change}")
+    trainer = _assembled(config, directory, notify, world, given, console)
     if world.is_main:
         claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:
         for complaint in trainer.resume():
-            warn(complaint)
+            notify(complaint)
     if world.is_main:
         record_start(directory, trainer.iteration, trainer.policy.device, contents)
     return trainer
@@ -145,10 +145,10 @@ def train(
     accept_changes: bool = False,
     stopping: Stopping | None = None,
 ) -> Path | None:
-    """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks that do not lead.
+    """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks other than 0.
 
-    With `resume` the run in `run_dir` goes on, by its own config where `recipe` is None or the name that the run has. What
-    `stopping` is asked to stop saves first.
+    With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own recipe. A stop signal
+    (`stopping`) saves a checkpoint first.
     """
     notes: list[str] = []
     if resume and run_dir is not None and (recipe is None or recipe == read_config(run_dir).recipe):
@@ -174,7 +174,7 @@ def train(
 
 
 def _device(config: Config) -> str:
-    """The device of a run. Where there is none, all else that is missing is said too."""
+    """The device of a run; if it is not available, the message also lists everything else that is missing."""
     try:
         return components.pick_device(config.policy.device)
     except UserError:
@@ -191,13 +191,13 @@ def _run(
     accept_changes: bool = False,
     stopping: Stopping | None = None,
 ) -> None:
-    """One rank's part."""
+    """Trains on one rank."""
     stopping = stopping or Stopping("")
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
     console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {len(config.rewards)} rewards and the prompts ...")
-    warn = warn_on(console) if world.is_main else partial(_warn_from, world.rank)
-    trainer = open_run(config, directory, resume, accept_changes, warn, world, console=console)
+    notify = warn_on(console) if world.is_main else partial(_warn_from, world.rank)
+    trainer = open_run(config, directory, resume, accept_changes, notify, world, console=console)
     if resume:
         console.print(f"resuming after iteration {trainer.iteration}")
     began = time.perf_counter()
@@ -206,7 +206,7 @@ def _run(
     try:
         with stopping.after(partial(setattr, trainer, "stopping", True)):
             watch_training(trainer, console)
-    except RolledBack as error:  # what it went back to is judged and written like any result
+    except RolledBack as error:  # the restored weights are evaluated and written like any result
         ended = error
     stopping.message = (
         f"stopped while base and tuned were compared; all iterations are done, and {trainer.files.command} finishes"

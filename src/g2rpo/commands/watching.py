@@ -1,4 +1,4 @@
-"""What `g2rpo train` shows while it trains, and when it is done."""
+"""Output of `g2rpo train` during training and at the end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from g2rpo.runs.directory import fresh_directory, weights_path
 from g2rpo.training.trainer import Trainer
 
 BETWEEN = 2.0
-"""Seconds between the lines of two iterations, at least, where there is no terminal."""
+"""Shortest time between the lines of two iterations, in seconds, if there is no terminal."""
 
 
 def watch_training(trainer: Trainer, console: Console, quiet: float = QUIET) -> None:
-    """Runs the training and shows how far it is; evaluations leave a line.
-
-    Where there is no terminal a line follows every iteration, if the last one is `BETWEEN` seconds ago, and `quiet` seconds
-    without a line.
+    """Runs the training with a progress bar and a line for every evaluation. Without a terminal, a line is printed after an
+    iteration if the last one is `BETWEEN` seconds old, and after `quiet` seconds without one.
     """
     config = trainer.config
     total = config.trainer.iterations
@@ -67,13 +65,13 @@ def watch_training(trainer: Trainer, console: Console, quiet: float = QUIET) -> 
                     last = time.monotonic()
                     progress.tell()
             else:
-                progress.start_task(task)  # the base's evaluation is no part of the work ahead
+                progress.start_task(task)  # the base's evaluation is not part of the remaining work
                 said = [*_alarms(list(row.get("alarms", ()))), *_rewards(row)]
                 say_items(progress.console, f"held-out pictures after iteration {row['iteration']}:", said)
 
 
 class _Rewards(ProgressColumn):
-    """The rewards of the last iteration, and how many alarms stand, in what room the other columns leave."""
+    """The rewards of the last iteration and the number of active alarms, in the remaining width."""
 
     def render(self, task: Task) -> Fitted:
         alarms = task.fields["alarms"]
@@ -89,7 +87,7 @@ def _rewards(row: Row) -> Items:
 
 
 def show_results(trainer: Trainer, table: dict[str, Comparison], directory: Path, console: Console) -> None:
-    """Shows what came of a finished run and what can be done with it."""
+    """Shows the results of a finished run, and commands to continue with."""
     console.print(results_table(table, len(trainer.heldout), list(trainer.rewards), console.width))
     say(console, summary(*read_runs([directory])))
     again = fresh_directory(directory.parent, directory.resolve().name)
@@ -106,12 +104,12 @@ def show_results(trainer: Trainer, table: dict[str, Comparison], directory: Path
 
 
 def _command(*arguments: str | Path) -> str:
-    """As it can be given to a shell."""
+    """The command quoted for a shell."""
     return shlex.join(["g2rpo", *map(str, arguments)])
 
 
 def results_table(table: dict[str, Comparison], prompts: int, trained: Sequence[str], width: int) -> Table:
-    """Base against tuned for people, on a console of `width`."""
+    """The table of base against tuned, for a console of `width`."""
     out = Table(title=f"{prompts} held-out prompts, same noise; ± 95 % interval")
     add_names(out, "reward", list(table), width)
     for column in ("base", "tuned", "change", ""):

@@ -1,7 +1,7 @@
 """Algorithms in a config: any class by name, with its fields validated.
 
-A name is a built-in's, an installed package's or the user's own code (`plugins`). A config read only for what it says, of a
-run in a report for example, need not have that code at hand: the algorithm is then a `Mentioned` one.
+A name is a built-in's, an installed package's or the user's own code (`plugins`). A config that is only displayed, in a report
+for example, does not need that code: its algorithm is then a `Mentioned` one.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}
 METHODS = ("plans", "advantages", "examples", "loss")
-_names: dict[type, str] = {}  # by which name a class from outside was found
+_names: dict[type, str] = {}  # the name by which a class from outside was found
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class that `name` means. UserError for none, for code that was not allowed, and for a class that is no algorithm."""
+    """The class called `name`. UserError for an unknown name, code that was not allowed, and a class that is no algorithm."""
     kind = plugins.find("algorithms", name, BUILTIN)
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
         raise UserError(f"algorithm.name={name}: should be a dataclass, whose fields are the hyper-parameters")
@@ -58,29 +58,29 @@ def algorithm_class(name: str) -> type[Algorithm]:
 
 
 def name_of(algorithm: Any) -> str:
-    """The name by which a config finds an algorithm again."""
+    """The name of an algorithm in configs."""
     if isinstance(algorithm, Mentioned):
         return algorithm.name
     kind = type(algorithm)
     built_in = str(getattr(kind, "name", ""))
-    if ALGORITHMS.get(built_in) is kind:  # a subclass inherits the name, and is another algorithm
+    if ALGORITHMS.get(built_in) is kind:  # a subclass inherits the name but is another algorithm
         return built_in
     return _names.get(kind) or mention(algorithm)
 
 
 def title_of(algorithm: Any) -> tuple[str, str]:
-    """What people call an algorithm, and its arXiv id, which may be empty."""
+    """The title of an algorithm and its arXiv id (may be empty)."""
     kind = type(algorithm)
     return vars(kind).get("title") or name_of(algorithm).rpartition(":")[2], vars(kind).get("paper", "")
 
 
 def named(value: Any) -> Any:
-    """A mapping with the algorithm's name in it; G2RPO is what an algorithm without one is."""
+    """A mapping with the algorithm's name added if it has none: G2RPO's."""
     return {"name": GranularGRPO.name, **value} if isinstance(value, Mapping) else value
 
 
 def parse(value: Any, info: ValidationInfo) -> Any:
-    """The algorithm of a config's mapping; one that is an object already stays. The context {"mention": True} takes code that
+    """The algorithm of a config's mapping; objects are passed through. The context {"mention": True} takes code that
     may not be imported for a `Mentioned` algorithm."""
     if not isinstance(value, Mapping):
         return value
@@ -105,5 +105,5 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def dump(algorithm: Any) -> dict[str, Any]:
-    """An algorithm as plain data, with the name that finds its class again."""
+    """An algorithm as plain data, with its name."""
     return {**recorded(algorithm), "name": name_of(algorithm)}

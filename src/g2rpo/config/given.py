@@ -1,4 +1,4 @@
-"""Python objects in the place of names: how a config mentions them, so that nothing else is taken for them later."""
+"""Python objects in place of names: a config mentions them, so that no command replaces them by something else."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pydantic_core import to_jsonable_python
 from g2rpo.errors import UserError
 
 OBJECT = "object"
-"""What a config has in the place of a name; "object:module.Class" where the class is known."""
+"""The prefix of a mention in a config; "object:module.Class" if the class is known."""
 
 
 @dataclass(frozen=True)
 class Mentioned:
-    """An algorithm that a run was begun with as an object, read from the run's config.yaml: its class and its fields."""
+    """An algorithm given as an object, as recorded in config.yaml: its class and its fields."""
 
     name: str
     fields: Mapping[str, Any]
 
 
 def mention(thing: Any) -> str:
-    """What a config calls an object: "object:" and its class, or the function that it is."""
+    """The mention of an object: "object:" and its class, or its name if it is a function."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{OBJECT}:{named.__module__}.{named.__qualname__}"
 
@@ -35,11 +35,11 @@ def is_mention(name: object) -> bool:
 
 
 def refuse_mention(key: str, name: object) -> None:
-    """UserError, for what is to be built from its name, if `name` only mentions an object."""
+    """UserError if `name` mentions an object, which cannot be built from a name."""
     if is_mention(name):
         raise UserError(
             f"{key}={name}: was given as a Python object, and no command can make it again; "
-            "go on from the program that began the run (api.trainer), or name another in its place"
+            "continue from the program that began the run (api.trainer), or name another in its place"
         )
 
 

@@ -23,13 +23,13 @@ from g2rpo.plain import DEPTH, parse_yaml, read_text
 from g2rpo.types import Algorithm
 
 LARGEST = 2**18
-"""Bytes of a YAML file; our longest recipe has a fiftieth of that."""
+"""Largest YAML file in bytes, 50 times the longest recipe."""
 
 CODE_KEYS = ("name", "kind", "target", "trackers")
 """Last parts of keys whose values may name code."""
 
 SMALLEST = 1e-18
-"""In size, of a setting that is not 0; the largest is its inverse. Ours lie between 1e-8 and 1e7."""
+"""The smallest absolute value of a nonzero setting; the largest is its inverse."""
 
 G = TypeVar("G", bound=Section)
 
@@ -38,21 +38,21 @@ def resolve(
     data: Mapping[str, Any],
     overrides: Sequence[str] = (),
     source: str = "config",
-    note: Callable[[str], None] = lambda message: None,
+    notify: Callable[[str], None] = lambda message: None,
     mention: bool = False,
 ) -> Config:
     """The config of `data` (as read from YAML) with `key=value` overrides; `source` names it in messages.
 
-    A hyper-parameter of one algorithm is none of another's, even where the names agree. So an override of `algorithm.name`
-    replaces the whole group by that algorithm's published defaults, and `note` is called with what was left out. With
+    Hyper-parameters of different algorithms are independent even if their names agree. So an override of `algorithm.name`
+    replaces the whole group by that algorithm's published defaults, and `notify` is called with what was left out. With
     `mention`, an algorithm whose code may not be imported is a `named.Mentioned` one; without, it is refused.
     """
     _allow_code(overrides)
-    return resolve_as(Config, _with_other_algorithm(data, overrides, source, note), overrides, source, mention)
+    return resolve_as(Config, _with_other_algorithm(data, overrides, source, notify), overrides, source, mention)
 
 
 def _allow_code(overrides: Sequence[str]) -> None:
-    """Code that an override names may be imported: the user has named it, at the command line or as an argument."""
+    """Allows code that overrides name: the user has named it, at the command line or as an argument."""
     for override in overrides:
         key, _, value = override.partition("=")
         if key.rpartition(".")[2] in CODE_KEYS and plugins.is_code(value):
@@ -62,7 +62,7 @@ def _allow_code(overrides: Sequence[str]) -> None:
 def resolve_as(
     kind: type[G], data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config", mention: bool = False
 ) -> G:
-    """The same for any kind of group."""
+    """As `resolve`, for any kind of group."""
     _allow_code(overrides)
     merged: dict[str, Any] = _copied(data)
     for override in overrides:
@@ -77,9 +77,9 @@ def resolve_as(
 
 
 def _with_other_algorithm(
-    data: Mapping[str, Any], overrides: Sequence[str], source: str, note: Callable[[str], None]
+    data: Mapping[str, Any], overrides: Sequence[str], source: str, notify: Callable[[str], None]
 ) -> Mapping[str, Any]:
-    """`data` without its hyper-parameters, if an override names another algorithm than theirs."""
+    """`data` without its hyper-parameters, if an override names another algorithm."""
     given = data.get("algorithm")
     asked = [override.partition("=")[2].strip() for override in overrides if override.startswith("algorithm.name=")]
     if not asked or not isinstance(given, Mapping) or asked[-1] == named(given)["name"]:
@@ -89,12 +89,12 @@ def _with_other_algorithm(
         f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value
     )
     if left:
-        note(f"algorithm.name={asked[-1]}: its published defaults; {source}'s {left} are left out")
+        notify(f"algorithm.name={asked[-1]}: its published defaults; {source}'s {left} are left out")
     return {**data, "algorithm": {}}
 
 
 def parse_options(assignments: Sequence[str]) -> dict[str, Any]:
-    """A mapping from `key=value` words, as overrides read them."""
+    """A mapping from `key=value` assignments, parsed like overrides."""
     options: dict[str, Any] = {}
     _allow_code(assignments)
     for assignment in assignments:
@@ -152,13 +152,13 @@ def _override(data: dict[str, Any], override: str) -> None:
             inner = data[group] = {} if inner is None else {"weight": inner} if isinstance(inner, int | float) else {}
         data = inner
     if value is None and text.strip() in ("", "~") and last in data:
-        del data[last]  # `rewards.clip=` takes a reward out
+        del data[last]  # `rewards.clip=` removes a reward
     else:
         data[last] = value
 
 
 def _number(text: str) -> Any:
-    """YAML 1.1 reads 1e-4 as a word; people mean the number."""
+    """A number like 1e-4, which YAML 1.1 reads as a string."""
     try:
         number = float(text)
     except ValueError:
@@ -172,7 +172,7 @@ def _fields(kind: Any) -> dict[str, Any] | None:
         return {name: Algorithm if name == "algorithm" else field.annotation for name, field in kind.model_fields.items()}
     if kind is Algorithm:
         return {name: hint for each in ALGORITHMS.values() for name, hint in (_fields(each) or {}).items()}
-    if get_args(kind)[1:] == (NoneType,):  # a group that may be left out
+    if get_args(kind)[1:] == (NoneType,):  # an optional group
         return _fields(get_args(kind)[0])
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
@@ -201,7 +201,8 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = 
 
 
 def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
-    """The class of an algorithm's mapping; None where it is an object, or its code may not be imported and need not be."""
+    """The class of an algorithm's mapping; None for an object, or for code that may not be imported if `mention` allows
+    that."""
     name = str(named(data)["name"])
     if is_mention(name):
         return None
@@ -216,7 +217,7 @@ def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
 
 
 def _check_sizes(group: Section, source: str) -> None:
-    """Refuses numbers whose square float32 does not hold; a reward's options are its own matter."""
+    """Refuses numbers whose square overflows or underflows float32; options of rewards are not checked."""
     for key, leaf in _leaves(group.model_dump(mode="json")):
         for number in _numbers(leaf) if "options" not in key.split(".") else ():
             if number and not SMALLEST <= abs(number) <= 1 / SMALLEST:
@@ -233,14 +234,14 @@ def _numbers(leaf: Any) -> Iterator[float]:
 
 
 def _is_member(part: int | str) -> bool:
-    """Whether a part of pydantic's location names the member of a union that was tried, and no key."""
+    """Whether a part of pydantic's location is a union member and not a key."""
     return part in ("it", "int", "constrained-int", "constrained-float") or str(part).startswith(("literal[", "tuple["))
 
 
 def _complaints(error: ValidationError, source: str, prefix: str = "") -> Iterator[str]:
     for problem in error.errors():
         key = prefix + ".".join(str(part) for part in problem["loc"] if not _is_member(part))
-        if isinstance(inner := problem.get("ctx", {}).get("error"), ValidationError):  # of an algorithm's own fields
+        if isinstance(inner := problem.get("ctx", {}).get("error"), ValidationError):  # an algorithm's own fields
             yield from _complaints(inner, source, f"{key}.")
         elif problem["type"] == "missing":
             yield f"{source}: '{key}' is missing"

@@ -1,4 +1,4 @@
-"""The configuration of a run: what it may hold. `settings` makes one of files and overrides."""
+"""The schema of a run's configuration. `resolve` builds one from files and overrides."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Count = Annotated[int, Field(gt=0, le=10**6)]
 """More than a million is a typing error, and would exhaust memory before any message."""
 Shift = PositiveFloat | Literal["model", "scheduler"]
 """The time shift of the sigma grid. "model": the one that the pipeline is deployed with at this size; "scheduler": the same on
-the grid of diffusers' scheduler, as SD3's pipelines walk it (`flow.scheduler_grid`)."""
+the grid of diffusers' scheduler, which SD3's pipelines use (`flow.scheduler_grid`)."""
 
 
 Steps = Annotated[int, Field(ge=1, le=250)]
-"""Of a sampler."""
+"""The number of denoising steps."""
 
 
 class Section(BaseModel):
@@ -42,13 +42,13 @@ class Section(BaseModel):
     def to_yaml(self) -> str:
         data = self.model_dump(mode="json")
         text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
-        if "\x85" in text:  # a line end in YAML, which PyYAML would write as it is and read as a space
+        if "\x85" in text:  # line ends in YAML, which PyYAML writes verbatim and reads as spaces
             text = yaml.safe_dump(data, sort_keys=False)
         return text
 
 
 class PolicyConfig(Section):
-    """The model and which of its weights are trained."""
+    """The model, and which of its weights are trained."""
 
     path: str
     """A diffusers pipeline: a directory, a hub id, or "testbed" for the one inside the package."""
@@ -82,7 +82,7 @@ class PolicyConfig(Section):
 
 
 class RewardConfig(Section):
-    """One reward: which one, with which options, and how much its advantages count."""
+    """One reward: its kind, options and weight."""
 
     kind: str
     weight: float = 1.0
@@ -106,12 +106,12 @@ def _reward_table(value: Any) -> Any:
 
 
 RewardName = Annotated[str, Field(pattern=r"^[\w+-][\w.+-]*$", max_length=100)]
-"""It becomes a column in tables and charts, and a part of names in files."""
+"""The name appears in tables, charts and file names."""
 RewardTable = Annotated[dict[RewardName, RewardConfig], BeforeValidator(_reward_table)]
 
 
 def _off(value: Any) -> Any:
-    """YAML 1.1 reads off as false; people mean the word."""
+    """Restores "off", which YAML 1.1 reads as false."""
     return "off" if value is False else value
 
 
@@ -119,7 +119,7 @@ CacheFolder = Annotated[str, BeforeValidator(_off)]
 
 
 class PromptsConfig(Section):
-    """Where prompts come from, and where their embeddings are kept.
+    """Sources of prompts, and the cache of their embeddings.
 
     A source is a file (.txt with a prompt a line; .jsonl or .parquet, FILE:COLUMN if the column is not "prompt"), a dataset
     (hf:OWNER/NAME:SPLIT:COLUMN), "starter:train" (for real models) or "testbed:train".
@@ -134,7 +134,7 @@ BatchSize = Count | Literal["auto"]
 
 
 class SamplingConfig(Section):
-    """The sampler that rollouts and evaluation share."""
+    """Settings of the sampler, shared by rollouts and evaluation."""
 
     num_steps: Annotated[int, Field(ge=2, le=250)]
     shift: Shift = 3.0
@@ -143,23 +143,23 @@ class SamplingConfig(Section):
     decode_batch_size: BatchSize = 64
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""
     prompts_at_once: Count | None = None
-    """Prompts rolled out together; None: all of an iteration. With fewer, the pictures of those before are decoded and scored
-    meanwhile, by another thread, and fewer latents wait for it."""
+    """Prompts rolled out together; None: all of an iteration. With fewer, another thread decodes and scores the pictures of
+    earlier prompts meanwhile, and fewer latents are held."""
     anchor_dtype: Dtype = "float32"
-    """Of the latents at which noise enters."""
+    """Dtype of the latents at which noise enters."""
     sample_dtype: Dtype = "float32"
-    """Of the latents that noise leads to."""
+    """Dtype of the latents after the noise."""
     step_dtype: Dtype = "float32"
-    """Of velocities and noise while training, and so of their products with a step's numbers."""
+    """Dtype of velocities and noise while training, and so of their products with a step's coefficients."""
     tails: Tails = Tails()
-    """What the tails of a rollout may save at the price of an error in the reward; nothing unless asked for."""
+    """Cheaper, approximate tails of rollouts; exact by default."""
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
-    """AdamW and what surrounds it."""
+    """AdamW, the learning rate schedule and the moving average of the weights."""
 
     learning_rate: PositiveFloat
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -168,7 +168,7 @@ class OptimConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
     decay: Literal["constant", "cosine"] = "constant"
-    """What the rate does after the warm-up; "cosine" reaches zero at the last iteration."""
+    """The schedule after the warm-up; "cosine" reaches zero at the last iteration."""
     ema_decay: Share = 0.0
     """Evaluation and the saved weights use an exponential moving average; 0 turns it off."""
     ema_every: Count | None = None
@@ -179,48 +179,48 @@ class OptimConfig(Section):
 
 
 class TrainerConfig(Section):
-    """How long, how much at a time, and what is kept."""
+    """Length of training, batch sizes, ranks and checkpoints."""
 
     iterations: Count
     prompts_per_iteration: Count = 1
-    """Of all ranks together."""
+    """Prompts of an iteration, over all ranks."""
     micro_batch_size: Count = 64
     """Latents of one training pass; gradients accumulate over passes."""
     checkpoint_every: Count = 50
     keep_checkpoints: Count = 2
     sharding: ShardingMode = "none"
-    """For full fine-tuning on several ranks: "full" divides weights, gradients and moments over them, and each call gathers
-    layer after layer; "training" too, but samples with whole weights in `policy.dtype`: faster, where there is room."""
+    """For full fine-tuning on several ranks: "full" shards weights, gradients and moments, and each call gathers layer by
+    layer; "training" also samples with gathered weights in `policy.dtype`: faster, but needs their memory."""
     rank_timeout_s: Annotated[float, Field(gt=0, le=10**7)] = 1800
-    """How long a rank waits for another before it takes it for lost."""
+    """Seconds after which a rank that does not answer is lost."""
     max_unscored: Count = 5
-    """After so many iterations in a row in which a reward gave no score at all, the run stops."""
+    """The run stops after this many consecutive iterations in which a reward gave no score at all."""
     max_skipped: Count = 10
-    """After so many updates in a row with a non-finite gradient, none of them applied, the run stops."""
+    """The run stops after this many consecutive updates with a non-finite gradient (none is applied)."""
     seed: int = 42
 
 
 class EvaluationConfig(Section):
-    """Held-out prompts with fixed noise; `rewards` are judged on, not trained on."""
+    """Held-out prompts with fixed noise; `rewards` only score them and are not trained on."""
 
     prompts: str
     num_prompts: Count = 64
     every: Count = 20
     num_steps: Steps | None = None
-    """None: the sampler's."""
+    """None: `sampling.num_steps`."""
     rewards: RewardTable = {}
     pictures: Count = 8
 
 
 Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_off)]
-"""What an alarm does: nothing; say so; save and end the run; or end it with the weights of its best evaluation."""
+"""The action of an alarm: nothing; a warning; save and end the run; or end it with the weights of its best evaluation."""
 
 
 class AlarmsConfig(Section):
-    """What a run does that goes wrong; docs/alarms.md says when an alarm is raised."""
+    """Actions of the alarms; docs/alarms.md defines when each is raised."""
 
     action: Action = "warn"
-    """Of every alarm that has no other below."""
+    """The action of every alarm without its own below."""
     drift: Action | None = None
     """Rollout and training pass disagree about log-probs."""
     silent: Action | None = None
@@ -237,7 +237,7 @@ class AlarmsConfig(Section):
     """Pictures leave the base model's range of brightness, contrast, saturation, clipping or detail."""
 
     def of(self, alarm: str) -> Action:
-        """What `alarm` does."""
+        """The action of `alarm`."""
         return getattr(self, alarm) or self.action
 
 
@@ -269,7 +269,7 @@ class Config(Section):
     evaluation: EvaluationConfig
     alarms: AlarmsConfig = AlarmsConfig()
     trackers: Trackers = ["tensorboard"]
-    """Where the log is shown while a run goes on; metrics.jsonl is written in any case."""
+    """Trackers that show the log during a run; metrics.jsonl is always written."""
 
 
 def grid_of(shift: Shift, policy: Policy, num_steps: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What would fit instead, when a run does not: overrides to paste."""
+"""Overrides with which a run fits, if it does not."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PIECES = ("trainer.sharding=full",)
 
 
 def same_result(config: Config, ranks: int) -> Iterator[Change]:
-    """Changes that cost time or disk and leave the run's mathematics alone, from the dearest to the cheapest."""
+    """Changes that cost time or disk but keep the run's mathematics, from the most to the least expensive."""
     numbered = config.sampling.batch_size != "auto" and not config.sampling.tails.own_network
     if ranks > 1 and config.policy.tuning == "full" and config.trainer.sharding != "full" and numbered:
         yield PIECES
-    for table in ("rewards", "evaluation.rewards"):  # those of an evaluation are asked less often
+    for table in ("rewards", "evaluation.rewards"):  # held-out rewards are called less often
         if on_device := [name for name, entry in learned(config, table) if entry.options.get("device") != "cpu"]:
             yield tuple(f"{table}.{name}.options.device=cpu" for name in on_device)
     if config.trainer.micro_batch_size > 1:
@@ -44,7 +44,7 @@ def learned(config: Config, table: str) -> list[tuple[str, RewardConfig]]:
 
 
 def other_method(config: Config) -> Iterator[Change]:
-    """Changes of how exactly things are computed or of what is trained, the mildest first; the first changes nothing."""
+    """Changes of precision or of the trained weights, the mildest first; the first changes nothing."""
     rewards = tuple(
         f"{table}.{name}.options.dtype=bfloat16"
         for table in ("rewards", "evaluation.rewards")
@@ -62,9 +62,8 @@ def other_method(config: Config) -> Iterator[Change]:
 
 
 def what_fits(config: Config, ranks: int, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """The mildest overrides with which a run on so many ranks fits, none of them to spare; None if there are none.
-
-    `fits` is asked about overrides on top of `config`, a handful of times.
+    """The smallest set of the mildest overrides with which a run on `ranks` ranks fits; None if there is none.
+    `fits(overrides)` is called a few times.
     """
     for method in other_method(config):
         neutral = [change for change in same_result(config, ranks) if change != PIECES or "policy.tuning=lora" not in method]

@@ -29,10 +29,10 @@ JOINED = {"cat", "stack", "index_copy"}
 
 
 class CudaAutocast(TorchFunctionMode):
-    """What runs under the CPU's autocast has the dtypes of CUDA's: while entered, or in a network's calls.
+    """While entered, or in a network's calls, the CPU's autocast uses CUDA's dtypes.
 
-    The lists are those of torch's ATen/autocast_mode.h. RMS norms are computed by the kernel for layer norms, as far as shapes
-    go: CUDA has one kernel for each of them, and the CPU computes RMS norms in many steps, with their intermediate results.
+    The lists are those of torch's ATen/autocast_mode.h. RMS norms use the layer-norm operation, for its shapes: CUDA has one
+    kernel for each, while the CPU computes RMS norms in many steps with intermediate results.
     """
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class CudaAutocast(TorchFunctionMode):
         self._depth = 0
 
     def apply_to(self, network: nn.Module) -> None:
-        """Enters for every call of a part of `network`, those that gradient checkpointing makes in a backward pass too."""
+        """Enters for every call of a module of `network`, including recomputation by gradient checkpointing."""
         for module in network.modules():
             module.register_forward_pre_hook(self._begin)
-            module.register_forward_hook(self._end, always_call=True)  # checkpointing ends calls by exceptions
+            module.register_forward_hook(self._end, always_call=True)  # checkpointing ends recomputation by exceptions
 
     def _begin(self, *_: Any) -> None:
         self._depth += 1

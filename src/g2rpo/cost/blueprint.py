@@ -1,7 +1,6 @@
 """Models without weights: pipelines and the real policies around them on torch's meta device, where tensors have no data.
 
-The policies' own constructors decide what is float32, what is frozen and where adapters sit, so a plan cannot disagree with
-a run about that.
+The policies' own constructors are used, so dtypes, frozen weights and adapters are those of a run.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ class Blueprint:
 
 
 def read_blueprint(config: PolicyConfig) -> Blueprint:
-    """The blueprint of `config.path`: a known hub id's published one, or what the config.json files of a folder or hub say."""
+    """The blueprint of `config.path`: a known hub id's published one, or the one in the config.json files of a folder or hub
+    repository."""
     if config.path in PUBLISHED:
         known = PUBLISHED[config.path]
         components.check_pipeline(config.path, known.kind, config.pipeline, config.kind)
@@ -72,7 +72,7 @@ def on_meta(part: Part) -> nn.Module:
     """The module of a part, on the meta device."""
     target, config = part
     library, _, name = target.partition(":")
-    if library not in LIBRARIES:  # to import what a downloaded file names is to run it
+    if library not in LIBRARIES:  # importing a library named by a downloaded file would run its code
         raise UserError(
             f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(LIBRARIES)} are loaded"
         )
@@ -88,7 +88,7 @@ def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> PipelinePolicy:
     import diffusers
 
     pipeline_class = getattr(diffusers, blueprint.kind)
-    absent = dict.fromkeys(inspect.signature(pipeline_class).parameters)  # tokenizers, and what a pipeline may lack
+    absent = dict.fromkeys(inspect.signature(pipeline_class).parameters)  # tokenizers, and optional components
     modules = {name: on_meta(part) for name, part in blueprint.parts.items()}
     pipeline = pipeline_class(**{**absent, **modules, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()})
     policy, options = components.policy_options(config, blueprint.kind, device="meta")
@@ -173,4 +173,4 @@ PUBLISHED = {
     "stabilityai/stable-diffusion-3.5-medium": _sd3(_SD35_MEDIUM),
     "stabilityai/stable-diffusion-3.5-large": _sd3(_SD35_LARGE),
 }
-"""The published configs of gated models, as far as sizes depend on them: nothing needs to be downloaded to plan."""
+"""The size-relevant parts of the published configs of gated models, so that planning needs no download."""

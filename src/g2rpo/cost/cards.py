@@ -10,7 +10,7 @@ from g2rpo.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Card:
-    """Memory in GiB; dense TFLOP/s in bfloat16 with float32 sums, and in float32; memory GB/s; what torch calls it."""
+    """Memory in GiB; dense TFLOP/s in bfloat16 with float32 accumulation, and in float32; memory GB/s; torch's device name."""
 
     name: str
     memory_gib: float

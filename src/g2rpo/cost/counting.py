@@ -1,4 +1,4 @@
-"""What a run does, counted: the engine and the updater themselves run, on a policy of three numbers."""
+"""Exact counts of a run's work, by running the engine and the updater on a policy of three numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from g2rpo.training.updater import Updater
 from g2rpo.types import Cond, Plan
 
 AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
-"""What a plan takes "auto" to be on a GPU. The run takes more, as long as a fifth of the memory stays free."""
+"""The plan's value for "auto" on a GPU. The run measures a larger one that leaves a fifth of the memory free."""
 
 
 def settled(config: Config, cuda: bool) -> Config:
@@ -32,13 +32,13 @@ def settled(config: Config, cuda: bool) -> Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """One iteration. Rows are evaluations of a velocity; true guidance makes two rows of the network of each."""
+    """Counts of one iteration. Rows are evaluations of a velocity; with true guidance each takes two rows of the network."""
 
     plans: tuple[Plan, ...]
     calls: tuple[int, ...]
     """Rows of every call of the policy's network in the rollout."""
     tail_calls: tuple[int, ...]
-    """Likewise of the tails' own network, where they have one."""
+    """The same for the tails' own network, if they have one."""
     passes: tuple[int, ...]
     """Rows of every training pass, forward and backward."""
     reference_rows: int
@@ -57,13 +57,13 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Counts:
-    """The iterations of a run, alike ones together, and its evaluations on held-out prompts and checkpoints."""
+    """The iterations of a run, grouped by equal counts, and its held-out evaluations and checkpoints."""
 
     kinds: tuple[tuple[Iteration, int], ...]
-    """Iterations and how many there are of each: where an algorithm's window moves, they differ."""
+    """Distinct iterations with their number: iterations differ if an algorithm's window moves."""
     prompts: int
     heldout: int
-    """Held-out prompts: pictures of one evaluation, scored by every reward and judge."""
+    """Held-out prompts: pictures of one evaluation, scored by all rewards."""
     heldout_steps: int
     times_evaluated: int
     checkpoints: int
@@ -92,7 +92,7 @@ class Counts:
 def count(config: Config, heldout: int) -> Counts:
     """Counts of a run of `config` (with settled batch sizes) with `heldout` held-out prompts.
 
-    Held-out pictures are judged before the first iteration, every `evaluation.every` iterations and after the last; then
+    Held-out pictures are evaluated before the first iteration, every `evaluation.every` iterations and after the last; then
     once more for the before/after table.
     """
     trainer = config.trainer
@@ -113,12 +113,12 @@ def plans_in(config: Config, iteration: int) -> list[Plan]:
 
 
 def _times(iterations: int, every: int) -> int:
-    """How often something happens that happens every so many iterations, and after the last."""
+    """The number of events that occur every `every` iterations and after the last."""
     return iterations // every + bool(iterations % every)
 
 
 class _Recorder(GaussianPolicy):
-    """A policy of three numbers that notes who asks for how many velocities."""
+    """A policy of three numbers that records the rows of every call."""
 
     def __init__(self) -> None:
         super().__init__(size=1)
@@ -135,7 +135,7 @@ class _Recorder(GaussianPolicy):
 
 
 def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
-    """An iteration of the real engine and updater with next to nothing in it."""
+    """One iteration of the real engine and updater on a minimal policy."""
     algorithm, sampling, policy = config.algorithm, config.sampling, _Recorder()
     sigmas = sigma_grid(sampling.num_steps)
     cond = policy.encode(["0"] * config.trainer.prompts_per_iteration)

@@ -9,7 +9,7 @@ from torch import nn
 
 from g2rpo.policies.pipelines import Shapes
 
-_ONCE = re.compile(r"(^|\.)(norm\w*\.linear|time_text_embed)")  # modulation and time: one token whatever the picture
+_ONCE = re.compile(r"(^|\.)(norm\w*\.linear|time_text_embed)")  # modulation and time embeddings: one token for any picture size
 
 
 def linear_flops(transformer: nn.Module, shapes: Shapes, trained: bool = False) -> float:
@@ -48,12 +48,12 @@ def attention_flops(transformer: Any, shapes: Shapes) -> float:
 
 
 def forward_flops(transformer: Any, shapes: Shapes) -> float:
-    """Of one evaluation: every one of its network rows."""
+    """Operations of one evaluation, with all its network rows."""
     return shapes.rows * (linear_flops(transformer, shapes) + attention_flops(transformer, shapes))
 
 
 def training_flops(transformer: Any, shapes: Shapes, checkpointed: bool, attention_backward: float = 2.5) -> float:
-    """Of one row of the training pass.
+    """Operations of one row of the training pass.
 
     Forward, once more if blocks are checkpointed; backward through every layer (as much as forward), and again for the weights
     that are trained. Flash attention's backward recomputes the scores: five products where forward has two.

@@ -1,4 +1,4 @@
-"""What a run holds on its device, by part and by moment, and what it leaves on disk."""
+"""Device memory of a run by part and by phase, and its disk space."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from g2rpo.config.schema import Config
 from g2rpo.cost.blueprint import Blueprint, size_of
 from g2rpo.cost.counting import Counts, Iteration
-from g2rpo.cost.judges import Judge
+from g2rpo.cost.rewards import RewardCost
 from g2rpo.cost.trace import working_sets
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 
@@ -21,10 +21,9 @@ RESERVE, SLACK = 2**30, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes. `parts` is what stays from the first update on, `working` what comes and goes, `moments` the peaks.
-
-    `moments` has the time before the first update too, when the text encoders work and the optimizer is not there. `needed` is
-    the largest of them with the reserve; `host` is what loading passes through the machine's own memory.
+    """Bytes. `parts` is permanent from the first update on, `working` temporary, `moments` the peak of every phase, including
+    the encoding of prompts before the optimizer exists. `needed` is the largest peak with the reserve; `host` is the host
+    memory for loading.
     """
 
     parts: dict[str, int]
@@ -35,7 +34,7 @@ class Memory:
     checkpoint: int
     embeddings: int
     unknown: tuple[str, ...]
-    """Rewards whose weights could not be told."""
+    """Rewards of unknown size."""
 
 
 def plan_memory(
@@ -43,7 +42,7 @@ def plan_memory(
     blueprint: Blueprint,
     policy: PipelinePolicy,
     shapes: Shapes,
-    judges: dict[str, Judge | None],
+    reward_costs: dict[str, RewardCost | None],
     counts: Counts,
     *,
     cuda: bool,
@@ -57,11 +56,11 @@ def plan_memory(
     whole = trained_parts(config, policy)
     trained = {kind: {part: _piece(config, size, ranks) for part, size in sizes.items()} for kind, sizes in whole.items()}
     encoders = sum(size_of(getattr(policy.pipeline, name)) for name in blueprint.parts if name.startswith("text_encoder"))
-    parked = cuda and config.prompts.cache != "off"  # they come first, and leave; on a CPU they stay where they are
+    parked = cuda and config.prompts.cache != "off"  # used first and then moved off the device; on a CPU they stay
     here = "cuda" if cuda else "cpu"
     scoring = {
         f"reward {name}": known.bytes
-        for name, known in judges.items()
+        for name, known in reward_costs.items()
         if known is not None and known.bytes and known.device.removesuffix(":0") == here
     }
     always = {**trained["weights"], "VAE": size_of(policy.pipeline.vae), **scoring}
@@ -104,12 +103,12 @@ def plan_memory(
         host=ranks * loaded,
         checkpoint=whole["weights"]["trained weights"] * (2 if config.optim.ema_decay else 1) + whole["optimizer"]["moments"],
         embeddings=distinct_prompts * _row(policy, shapes) if config.prompts.cache != "off" else 0,
-        unknown=tuple(name for name, known in judges.items() if known is None),
+        unknown=tuple(name for name, known in reward_costs.items() if known is None),
     )
 
 
 def trained_parts(config: Config, policy: PipelinePolicy) -> dict[str, dict[str, int]]:
-    """Bytes of the transformer's weights, frozen and trained, and of what the optimizer keeps beside the trained ones.
+    """Bytes of the transformer's weights, frozen and trained, and of the optimizer's state.
 
     Trained weights are float32, and with them gradients (kept from one update to the next), AdamW's two moments and its
     step counter (4 bytes for every tensor), and the moving average if there is one.
@@ -124,14 +123,13 @@ def trained_parts(config: Config, policy: PipelinePolicy) -> dict[str, dict[str,
 
 
 def _piece(config: Config, size: int, ranks: int) -> int:
-    """What one rank holds of that many bytes of trained weights, or of what goes with them."""
+    """One rank's share of `size` bytes of trained weights or of their gradients and moments."""
     return size if config.trainer.sharding == "none" else math.ceil(size / ranks)
 
 
 def _gathered(config: Config, policy: PipelinePolicy) -> tuple[int, int]:
-    """Bytes that a rank gathers, where weights are in pieces: of layers at work, and of all that is there while it samples.
-
-    Layers at work are one block, the next, which comes meanwhile, and what lies outside the blocks.
+    """Bytes that a rank gathers with sharded weights: in a call, and while it samples. A call holds one block, the prefetched
+    next one, and the weights outside the blocks.
     """
     if config.trainer.sharding == "none":
         return 0, 0
@@ -148,14 +146,15 @@ def in_calls_dtype(policy: PipelinePolicy) -> int:
 
 
 def _optimizer_scratch(policy: PipelinePolicy, cuda: bool) -> int:
-    """What one AdamW step allocates: on CUDA it works on all tensors at once, and a root of the second moments is made."""
+    """What one AdamW step allocates: on CUDA it processes all tensors at once, with a temporary square root of the second
+    moments."""
     sizes = [p.nbytes for p in policy.trainable_parameters()]
     return sum(sizes) if cuda else max(sizes)
 
 
 def _latents(config: Config, counts: Counts, shapes: Shapes) -> int:
-    """What a rollout keeps: of every group a branch point with its velocity, two latents for every member and stochastic step
-    (where it lands, and what is made of that), and the finals twice, as rows and stacked."""
+    """Latents of a rollout: for every group a branch point with its velocity, two latents for every member and stochastic step,
+    and the finals twice (as rows and stacked)."""
     group = config.algorithm.group_size
 
     def rows(iteration: Iteration) -> list[int]:

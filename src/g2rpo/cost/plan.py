@@ -16,8 +16,8 @@ from g2rpo.config.schema import Config
 from g2rpo.cost.blueprint import build_on_meta, read_blueprint, shapes_of
 from g2rpo.cost.cards import CARDS, Card, card_of, find_card
 from g2rpo.cost.counting import Counts, Iteration, count, settled
-from g2rpo.cost.judges import Judge, judge
 from g2rpo.cost.memory import Memory, plan_memory
+from g2rpo.cost.rewards import RewardCost, cost_of_reward
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
 from g2rpo.errors import UserError
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
@@ -31,14 +31,14 @@ COUNTED: dict[str, Callable[[Iteration], float]] = {
     "reference_rows": lambda it: it.reference_rows,
     "optimizer_steps": lambda it: it.optimizer_steps,
 }
-"""What is counted in an iteration, by name."""
+"""The counted quantities of an iteration, by name."""
 SMALL = 1_000_000_000
-"""Parameters up to which a probe on a CPU is a matter of seconds."""
+"""Largest model, in parameters, that is probed on a CPU by default."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the run is to happen: this machine's own device, or a card by its datasheet."""
+    """The device of a plan: one of this machine, or a card by its datasheet."""
 
     name: str
     cuda: bool
@@ -68,27 +68,27 @@ def find_target(device: str) -> Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What each of `ranks` ranks does and holds on a device of the target's kind, and what it takes on any card."""
+    """The work and memory of each of `ranks` ranks on a device of the target's kind, and its time on any card."""
 
     config: Config
-    """A rank's: it has its share of the prompts."""
+    """The config of one rank, with its share of the prompts."""
     counts: Counts
     memory: Memory
     policy: PipelinePolicy
     """On the meta device."""
     shapes: Shapes
-    judges: dict[str, Judge | None]
+    reward_costs: dict[str, RewardCost | None]
     distinct_prompts: int
     """Of all ranks."""
     ranks: int
 
     @cached_property
     def work(self) -> Work:
-        return work_of(self.config, self.policy, self.shapes, self.judges, math.ceil(self.distinct_prompts / self.ranks))
+        return work_of(self.config, self.policy, self.shapes, self.reward_costs, math.ceil(self.distinct_prompts / self.ranks))
 
     @property
     def parameters(self) -> int:
-        """Of the model as it is published: adapters not among them."""
+        """Parameters of the published model, without adapters."""
         named = self.policy.pipeline.transformer.named_parameters()
         return sum(p.numel() for name, p in named if "lora_" not in name)
 
@@ -113,9 +113,9 @@ def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int
     policy = build_on_meta(blueprint, config.policy)
     shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
-    judges = {name: judge(entry, "cuda" if cuda else "cpu") for name, entry in table.items()}
+    reward_costs = {name: cost_of_reward(entry, "cuda" if cuda else "cpu") for name, entry in table.items()}
     memory = plan_memory(
-        config, blueprint, policy, shapes, judges, counts, cuda=cuda, distinct_prompts=distinct_prompts, ranks=ranks
+        config, blueprint, policy, shapes, reward_costs, counts, cuda=cuda, distinct_prompts=distinct_prompts, ranks=ranks
     )
     return Estimate(
         config=config,
@@ -123,7 +123,7 @@ def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int
         memory=memory,
         policy=policy,
         shapes=shapes,
-        judges=judges,
+        reward_costs=reward_costs,
         distinct_prompts=distinct_prompts,
         ranks=ranks,
     )
@@ -137,7 +137,7 @@ def _dealt(config: Config, ranks: int) -> Config:
 
 @dataclass(frozen=True)
 class Instead:
-    """Overrides with which a run fits, the bytes that it needs then, and its time where the device is a card."""
+    """Overrides with which a run fits, the bytes needed with them, and the time on a card."""
 
     overrides: list[str]
     needed: int
@@ -146,7 +146,7 @@ class Instead:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """All that `g2rpo plan` has to say. `cards` tells of every known card where `seconds` tells nothing of the target."""
+    """The answer of `g2rpo plan`. `cards` has all known cards if `seconds` is unknown for the target."""
 
     recipe: str
     plan: Estimate
@@ -161,7 +161,7 @@ class Answer:
         return self.target.holds(self.plan)
 
     def plain(self) -> dict[str, Any]:
-        """The same as plain data: bytes and seconds."""
+        """As plain data: bytes and seconds."""
         plan, shapes, counts = self.plan, self.plan.shapes, self.plan.counts
         return {
             "recipe": self.recipe,

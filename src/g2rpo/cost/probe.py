@@ -1,4 +1,4 @@
-"""How long a run takes on this machine: a few calls of everything it does, timed and multiplied."""
+"""The time of a run on this machine, from a few timed calls of each kind."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Clock = Callable[[], float]
 def by_probe(
     trainer: Trainer, counts: Counts, distinct_prompts: int, cached: bool, clock: Clock = time.perf_counter
 ) -> Seconds:
-    """Times a few calls of everything that `trainer` does, on its own device, and multiplies.
+    """Times a few calls of each kind of `trainer` on its device, and multiplies by their number.
 
-    A network call is timed at the smallest, a middle and the largest size of a run's calls, and interpolated. The trainer is
-    used up: the probe of the update changes its weights. With `cached` prompts are encoded once, ahead. `clock` may be
-    time.process_time, which other processes on the machine do not disturb.
+    A network call is timed at the smallest, a middle and the largest size of a run's calls, and interpolated. The trainer must
+    not be used afterwards: the probe of the update changes its weights. With `cached` prompts are encoded once. `clock` may be
+    time.process_time, which other processes do not affect.
     """
     timed = partial(_timed, device=trainer.policy.device, clock=clock)
     config, policy, most = trainer.config, trainer.policy, trainer.sizes.rollout
@@ -48,7 +48,7 @@ def by_probe(
         return policy.noise([generator_for("probe", i) for i in range(count)])
 
     def measured(sizes: Sequence[int], network: Velocity | None = None) -> Callable[[Sequence[int]], float]:
-        """A function that adds up what calls of so many rows take."""
+        """A function from a list of row counts to the seconds of these calls."""
 
         def call(size: int) -> float:
             x, places = rows(size), [i % len(prompts) for i in range(size)]
@@ -74,7 +74,7 @@ def by_probe(
     once = _examples(trainer, rows, counts.largest(lambda it: it.passes))
     passed = sum(item.rows for item in once)
     update = timed(lambda: trainer.updater.update(once, cond))
-    step = timed(trainer.learner.optimizer.step)  # after an update: without gradients it would do nothing
+    step = timed(trainer.learner.optimizer.step)  # after an update: without gradients it would be a no-op
     iteration = {
         "encode": 0.0 if cached else encoding * counts.prompts,
         "rollout": counts.mean(lambda it: own_calls(it.calls) + (tail_calls(it.tail_calls) if it.tail_calls else 0.0)),
@@ -91,7 +91,7 @@ def by_probe(
 def _pictures(
     trainer: Trainer, cond: Cond, prompts: Sequence[str], rows: Rows, timed: Callable[..., float]
 ) -> tuple[float, Tensor, list[str]]:
-    """Seconds to decode a picture, and pictures with their prompts; sampled ones, for a detector takes its time on noise."""
+    """Seconds to decode a picture, and pictures with their prompts; sampled ones, because a detector is slow on noise."""
     batch = trainer.sizes.decode
     places = [i % len(prompts) for i in range(batch)]
     latents = Engine(
@@ -116,7 +116,7 @@ def _examples(trainer: Trainer, rows: Rows, width: int) -> list[Example]:
 
 
 def _timed(run: Callable[[], Any], device: torch.device, clock: Clock, at_least: float = 0.4, most: int = 5) -> float:
-    """The median of a few runs after one that warms up."""
+    """The median time of a few runs after a warm-up."""
 
     def once() -> float:
         began = clock()

@@ -1,4 +1,4 @@
-"""How long a run takes on a card: operations and bytes against a datasheet."""
+"""The time of a run on a card, from operations, bytes and a datasheet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from g2rpo.config.schema import Config
 from g2rpo.cost.cards import Card
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.flops import forward_flops, training_flops
-from g2rpo.cost.judges import Judge, count_flops
+from g2rpo.cost.rewards import RewardCost, count_flops
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 
 OPTIMIZER_PASSES = 14
@@ -27,18 +27,18 @@ class Seconds:
     evaluation: float
     run: float
     basis: str
-    """Where the numbers come from."""
+    """The source of the numbers."""
 
 
 def summed(iteration: dict[str, float], encoding: float, evaluation: float, counts: Counts, basis: str) -> Seconds:
-    """The run's time from that of its pieces."""
+    """The run's time from the times of its phases."""
     run = counts.iterations * sum(iteration.values()) + encoding + counts.times_evaluated * evaluation
     return Seconds(iteration, encoding, evaluation, run, basis)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a device has to do: operations of one evaluation, training row, picture, prompt and score; bytes to move."""
+    """Operations of one evaluation, training row, picture, prompt and score; bytes to move."""
 
     dtype: str
     evaluation: float
@@ -53,15 +53,15 @@ class Work:
     trained: int
     trained_rewards: tuple[str, ...]
     ahead: int
-    """Prompts whose embeddings are made before training and kept; 0 if each is made when it comes."""
+    """Prompts that are encoded before training and cached; 0 without a cache."""
 
 
 def work_of(
-    config: Config, policy: PipelinePolicy, shapes: Shapes, judges: Mapping[str, Judge | None], distinct_prompts: int
+    config: Config, policy: PipelinePolicy, shapes: Shapes, reward_costs: Mapping[str, RewardCost | None], distinct_prompts: int
 ) -> Work:
     """The work of a run of `config`, whose policy on the meta device is `policy`."""
     transformer = policy.pipeline.transformer
-    here = {name: known for name, known in judges.items() if known is not None and known.device.startswith("cuda")}
+    here = {name: known for name, known in reward_costs.items() if known is not None and known.device.startswith("cuda")}
     return Work(
         dtype=config.policy.dtype,
         evaluation=forward_flops(transformer, shapes),

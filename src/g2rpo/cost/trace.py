@@ -1,7 +1,7 @@
-"""Activation memory without running anything: the policy's own code on tensors that have shapes and no data.
+"""Activation memory, by tracing the policy's code on tensors with shapes and no data.
 
-Every storage that an operation brings to life is counted until it dies, through forward, checkpointing, autocast's weight
-casts and backward. What kernels need inside themselves (workspaces) and the allocator's rounding are not seen.
+Every storage is counted from its allocation to its release, through forward, checkpointing, autocast's weight casts and
+backward. Kernels' workspaces and the allocator's rounding are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from g2rpo.types import Batch, Cond, Plan
 
 
 class LiveBytes(TorchDispatchMode):
-    """While entered, counts the bytes of storages born in it that still live: `now`, and the largest sum so far, `peak`.
+    """While entered, counts the bytes of live storages allocated in it: `now`, and their maximum, `peak`.
 
     Storages of `existing` tensors are not counted. Works on real and on fake tensors.
     """
@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
     def multiply(self, keys: Iterable[int], times: int) -> None:
-        """Counts each of these storages that still lives `times` times: it stands for as many."""
+        """Counts each live storage of `keys` `times` times, because it represents as many."""
         for key in self.sizes.keys() & set(keys):
             self.now += self.sizes[key] * (times - 1)
             self.sizes[key] *= times
@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class WorkingSets:
-    """Peak bytes beyond all that stays: of one rollout call, one training pass, and one decoded batch."""
+    """Peak temporary bytes of one rollout call, one training pass, and one decoded batch."""
 
     velocity: int
     training: int
@@ -75,11 +75,11 @@ class WorkingSets:
 
 
 def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool) -> WorkingSets:
-    """Traces the largest call of each kind on a shallow copy of the model whose blocks stand for those left out.
+    """Traces the largest call of each kind on a shallow copy of the model whose blocks represent all blocks.
 
     Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes with CUDA's autocast, which
-    has norms and powers in float32, instead of the CPU's. `config` has settled batch sizes. Where ranks hold weights in
-    pieces, those that a call gathers are in its dtype, so autocast casts none; they are not counted here.
+    has norms and powers in float32, instead of the CPU's. `config` has settled batch sizes. Gathered weights of a sharded model
+    are in the call's dtype, so autocast casts none; they are not counted here.
     """
     models = {name: part for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
     target, full = models["transformer"]
@@ -95,7 +95,7 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
     images = max(counts.largest(lambda it: [it.images]), counts.heldout)
     plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
     with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about kernels that no fake tensor will meet
+        warnings.simplefilter("ignore")  # about kernels that fake tensors do not run
         _materialise(policy)
         kept = list(_tensors(policy))
         if like_cuda:
@@ -113,7 +113,7 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
 def training_pass(policy: PipelinePolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
     """One training pass over `rows` latents by the algorithm's own loss, on the example of `plans` with most members a latent.
 
-    The untrained model's velocities are taken to be there: their call holds no more than the rollout's does.
+    The untrained model's velocities are assumed to exist: their call needs no more memory than a rollout's.
     """
     algorithm = config.algorithm
     nothing = torch.zeros(algorithm.group_size)
@@ -139,7 +139,7 @@ def _inputs(shapes: Shapes, rows: int, config: PolicyConfig) -> tuple[Tensor, Te
 
 @contextmanager
 def _standing_for(live: LiveBytes, policy: PipelinePolicy, times: list[int]) -> Iterator[None]:
-    """While entered, what a block leaves behind in its first forward pass counts `times` times."""
+    """While entered, storages kept by a block's first forward pass count `times` times."""
     blocks = policy.blocks(policy.pipeline.transformer)
     before: dict[nn.Module, set[int]] = {}
 
@@ -164,7 +164,7 @@ def _standing_for(live: LiveBytes, policy: PipelinePolicy, times: list[int]) -> 
 
 
 def _tensors(policy: PipelinePolicy) -> Iterator[Tensor]:
-    """All that stays while the policy works: weights, buffers, gradients."""
+    """The policy's permanent tensors: weights, buffers, gradients."""
     for module in (policy.pipeline.transformer, policy.pipeline.vae):
         for tensor in (*module.parameters(), *module.buffers()):
             yield tensor
@@ -174,7 +174,7 @@ def _tensors(policy: PipelinePolicy) -> Iterator[Tensor]:
 
 
 def _materialise(policy: PipelinePolicy) -> None:
-    """Puts fake CPU tensors, with gradients, in the place of a policy's meta tensors. Autocast ignores the meta device."""
+    """Replaces a policy's meta tensors by fake CPU tensors with gradients. Autocast ignores the meta device."""
 
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -32,7 +32,7 @@ from g2rpo.errors import RewardFailed, UserError
 
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
-"""A click during an answer is answered next, with the settings of then; Gradio's default drops it without a word."""
+"""A click during an answer is queued with the settings at that time; Gradio's default drops it silently."""
 TO_VIEW = "() => { document.getElementById('views').dataset.view = '%s' }"
 TO_SETTINGS = """() => {
   const open = document.getElementById("settings").toggleAttribute("data-open");
@@ -45,7 +45,7 @@ SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", 
 
 @dataclass(frozen=True)
 class Stage:
-    """What the page is about: a studio, and words for it."""
+    """The content of the page: a studio and its texts."""
 
     studio: Studio
     title: str
@@ -53,9 +53,9 @@ class Stage:
     examples: Sequence[str] = ()
     """Prompts to try; the first is in the prompt's field."""
     opening: str = ""
-    """HTML of what is drawn when the page opens."""
+    """HTML of the drawing shown when the page opens."""
     report: Callable[[], str] | None = None
-    """Makes the run's report, if there is a run."""
+    """Renders the run's report, if there is a run."""
 
 
 def build(stage: Stage) -> gr.Blocks:
@@ -159,7 +159,7 @@ def _prompt(value: str) -> gr.Textbox:
 
 
 def _seed(value: int) -> gr.Number:
-    return gr.Number(value, label="Seed")  # with bounds of its own it would say less than `studio.checked`
+    return gr.Number(value, label="Seed")  # without bounds, because `studio.checked` has the better message
 
 
 def _examples(stage: Stage, asked: gr.Textbox) -> None:
@@ -172,7 +172,7 @@ def _empty(words: str) -> str:
 
 
 def _told(answer: Callable[..., str]) -> Callable[..., str]:
-    """`answer`, with the reader's mistakes, and rewards that fail, as messages in the page."""
+    """`answer` with `UserError` and failed rewards shown as messages in the page."""
 
     @functools.wraps(answer)
     def guarded(*arguments: Any, **more: Any) -> str:
@@ -185,7 +185,7 @@ def _told(answer: Callable[..., str]) -> Callable[..., str]:
 
 
 def serve(page: gr.Blocks, host: str, port: int, token: str | None) -> str:
-    """Serves the page from a thread of its own and returns its address. OSError where the port is taken.
+    """Serves the page from its own thread and returns its address. OSError if the port is taken.
 
     Without a `token`, `host` must be a loopback address.
     """

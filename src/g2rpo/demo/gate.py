@@ -1,4 +1,4 @@
-"""What may come in: the page's own requests, from this page, with small bodies. Plain ASGI; knows no Gradio.
+"""A request filter (ASGI): only the page's own requests, from this page, with small bodies.
 
 Gradio answers far more than a page with three buttons needs: uploads, proxies, files by name, bodies of any size, other
 sites' scripts.
@@ -29,10 +29,9 @@ WRITE = re.compile(r"/login|/gradio_api/queue/join")
 
 @dataclass(frozen=True)
 class Gate:
-    """Passes to `app` what the page asks for, and refuses the rest with a status and a sentence.
+    """Passes the page's requests to `app`, and refuses all others with a status and a message.
 
-    `local` serves this machine alone: a request must then be addressed to it by a loopback name, or another site could call
-    its own name ours (DNS rebinding).
+    `local` serves this machine alone: a request must then be addressed to it by a loopback name, to prevent DNS rebinding.
     """
 
     app: Callable[[Scope, Receive, Send], Awaitable[None]]

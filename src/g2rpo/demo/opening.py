@@ -1,4 +1,4 @@
-"""What the demo opens with: a held-out prompt that a rule chooses from the run's own evaluations, and the rule in words."""
+"""The held-out prompt with which the demo opens, chosen from the run's evaluations, and the reason as text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def opening_of(run: Run, rewards: Mapping[str, Reward], trained: Sequence[str]) 
     if not changes:
         return Opening()
     paths = [run.directory / scores_after(iteration) for iteration in (0, changes[0].iteration)]
-    if not all(path.is_file() for path in paths):  # of before scores were kept
+    if not all(path.is_file() for path in paths):  # runs of older versions have no scores
         return Opening()
     base, tuned = map(load_tensors, paths)
     known = {name: reward for name, reward in rewards.items() if name in base.keys() & tuned.keys()}
@@ -39,7 +39,7 @@ def opening_of(run: Run, rewards: Mapping[str, Reward], trained: Sequence[str]) 
 
 def opening(base: Scores, tuned: Scores, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
     """The first prompt on which training helped, from scores [N] by reward before and after it: one that was wrong and is right
-    or, where nothing says what is right, one on which every trained score rose."""
+    or, if no reward defines right pictures, one on which every trained score rose."""
     before, after = verdicts(rewards, base), verdicts(rewards, tuned)
     if before is not None and after is not None:
         gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)

@@ -1,4 +1,4 @@
-"""What the demo computes: pictures before and after training, and one group of the method at work. Knows no Gradio."""
+"""The demo's computations: pictures before and after training, and one group of the algorithm. Independent of Gradio."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from g2rpo.types import Algorithm, Plan, Reward
 MAX_PROMPT = 500
 """Characters of a prompt."""
 MAX_STEPS, MAX_GUIDANCE, MAX_STRENGTH = 100, 20.0, 2.0
-"""What may be asked for; a model's own steps and guidance always may."""
+"""Allowed settings, besides a model's own steps and guidance."""
 MAX_SEED = 2**53 - 1
-"""The largest whole number that a browser tells from its neighbours."""
+"""The largest exact integer in JavaScript."""
 GRANULARITIES = (1, 2, 3)
 """The paper's, to be looked at whatever a run was trained with."""
 
@@ -38,12 +38,12 @@ Tuned = Literal["nothing", "adapter", "all weights"]
 
 @dataclass(kw_only=True)
 class Studio:
-    """A model with its rewards and its algorithm, open for questions one at a time.
+    """A model with its rewards and its algorithm; not thread-safe.
 
-    `tuned` says what tuned weights the policy has loaded; its `base()` must then be the untrained model. `rewards` are the ones
-    the algorithm turns into advantages, with `weights` [R]; `judges` only score. `explain` says in words why a prompt has no
-    score, or nothing. `plans` are those of the first iteration with `seed`. `heldout` are the prompts of the run's evaluations,
-    which took `steps` steps (None: those of `sampling`).
+    `tuned` describes the loaded tuned weights; the policy's `base()` must then be the untrained model. `rewards` are those of
+    the advantages, with `weights` [R]; `judges` only score. `explain` returns why a prompt has no score, or "". `plans` are
+    those of the first iteration with `seed`. `heldout` are the prompts of the run's evaluations, which took `steps` steps
+    (None: those of `sampling`).
     """
 
     policy: PipelinePolicy
@@ -67,12 +67,12 @@ class Studio:
         self.most_guidance = max(MAX_GUIDANCE, self.policy.guidance_scale)
 
     def grid(self, num_steps: int) -> Tensor:
-        """The sigmas of so many steps."""
+        """The sigma grid of `num_steps` steps."""
         return grid_of(self.sampling.shift, self.policy, num_steps)
 
     @property
     def granularities(self) -> tuple[int, ...]:
-        """Those that the algorithm's first iteration finishes members at; none if it knows no such thing."""
+        """The granularities of the algorithm's first iteration; none if it has none."""
         return tuple(sorted({own for plan in self.plans for own in plan.granularities}))
 
     @property
@@ -114,7 +114,7 @@ class Drawing:
     why: str
     """Why a score is missing, if that is known."""
     settings: str
-    """What it was drawn with, in words."""
+    """The settings of the drawing, as text."""
 
     @property
     def prompt(self) -> str:
@@ -156,7 +156,7 @@ def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float,
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """One group of one prompt: what an iteration of training does for every prompt and plan."""
+    """One group of one prompt: as an iteration of training does it for every prompt and plan."""
 
     prompt: str
     plan: Plan
@@ -193,7 +193,7 @@ def learn(
     """Samples, scores and compares one group for `prompt` by plan number `plan` of the algorithm.
 
     With a run's own seed and granularities (None: the algorithm's) this is what its first iteration did for its first
-    prompt. Tails are walked as `sampling.tails` says, by the policy's own network. `on_progress(done, total)` counts
+    prompt. Tails follow `sampling.tails`, with the policy's own network. `on_progress(done, total)` counts
     network evaluations. `UserError` for wrong input.
     """
     prompt, seed = checked(prompt, seed)
@@ -259,7 +259,7 @@ def learn(
 
 
 def checked(prompt: str, seed: float | None) -> tuple[str, int]:
-    """The prompt without white space around it, and the seed. `UserError` where there is none, or too much of it."""
+    """The stripped prompt and the seed. `UserError` for an empty or too long prompt, or a wrong seed."""
     prompt = prompt.strip()
     if not prompt:
         raise UserError("write a prompt first")
@@ -271,5 +271,5 @@ def checked(prompt: str, seed: float | None) -> tuple[str, int]:
 
 
 def plan_labels(plans: Sequence[Plan]) -> list[str]:
-    """Where each plan's noise enters, for people."""
+    """Labels of the steps at which each plan's noise enters."""
     return [f"step {p.branch}" if p.merge == p.branch + 1 else f"steps {p.branch} to {p.merge - 1}" for p in plans]

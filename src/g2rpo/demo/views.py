@@ -1,4 +1,4 @@
-"""The demo's pictures and numbers as HTML: pure functions, every word of the reader's escaped by the templates."""
+"""The demo's pictures and numbers as HTML: pure functions, user text is escaped by the templates."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def drawing_html(drawing: Drawing, note: str = "") -> str:
 
 
 def _right(evaluation: Evaluation) -> bool | None:
-    """Whether its one picture is right, where something says so."""
+    """Whether its one picture is right, if a reward defines it."""
     return None if evaluation.right is None or evaluation.right.isnan().any() else bool(evaluation.right)
 
 
 def _scores(drawing: Drawing, side: str) -> list[dict[str, Any]]:
-    """Rows for one picture: the score of every reward and, for the tuned one, what has changed."""
+    """Rows for one picture: the score of every reward and, for the tuned one, the change."""
     rows = []
     for name, values in drawing.base.scores.items():
         before = float(values)
@@ -137,7 +137,7 @@ def _spreads(lesson: Lesson) -> list[tuple[str, ...]]:
 
 
 def run_html(run: Run) -> str:
-    """The page of `g2rpo report` about the run as it stands now, in a frame of its own."""
+    """The current page of `g2rpo report` of the run, in a frame."""
     title, page = escape(f"Report of {run.name}"), escape(render([run]))
     return f'<iframe class="g2-report" title="{title}" onload="{escape(FRAME)}" srcdoc="{page}"></iframe>'
 

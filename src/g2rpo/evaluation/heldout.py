@@ -36,7 +36,7 @@ def scores_after(iteration: int) -> str:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Pictures [N, 3, H, W] of `prompts`, 8 bit, scores [N] by reward, and verdicts [N] where a reward says right or wrong.
+    """Pictures [N, 3, H, W] of `prompts`, 8 bit, scores [N] by reward, and verdicts [N] if a reward defines right pictures.
 
     Of an evaluation that ranks have shared, those that do not lead have their own pictures only.
     """
@@ -121,7 +121,7 @@ def verdicts(rewards: Mapping[str, Reward], scores: Mapping[str, Tensor]) -> Ten
 
 
 def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:
-    """The least score of a right picture, for each reward that says so; UserError if that is no number."""
+    """The least score of a right picture, for each reward that defines it; UserError if that is no number."""
     said = {name: value for name, reward in rewards.items() if (value := getattr(reward, "right", None)) is not None}
     for name, value in said.items():
         if not isinstance(value, int | float):
@@ -137,28 +137,28 @@ def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> 
 
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:
-    """Keeps pictures, scores and verdicts in one safetensors file."""
+    """Writes pictures, scores and verdicts to one safetensors file."""
     scores = {f"score/{name}": values for name, values in evaluation.scores.items()}
     right = {} if evaluation.right is None else {"right": evaluation.right}
     save_file({"images": evaluation.images.contiguous(), **scores, **right}, path)
 
 
 def save_scores(path: Path, evaluation: Evaluation) -> None:
-    """Keeps the scores alone, by reward in one safetensors file (`safetensors.torch.load_file` reads it)."""
+    """Writes the scores by reward to one safetensors file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(evaluation.scores, path)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a run's own safetensors file; UserError if it is gone or damaged."""
+    """The tensors of a run's own safetensors file; UserError if it is missing or damaged."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); put it back, or start anew in another --run-dir") from None
+        raise UserError(f"{path}: cannot be read ({error}); put it back, or start again in another --run-dir") from None
 
 
 def load_evaluation(path: Path, prompts: Sequence[str]) -> Evaluation:
-    """What `save_evaluation` wrote for these prompts; UserError if the file is not that."""
+    """Reads a file of `save_evaluation` for these prompts; UserError if it is another."""
     stored = load_tensors(path)
     if "images" not in stored or any(len(values) != len(prompts) for values in stored.values()):
         raise UserError(f"{path}: does not hold {len(prompts)} pictures and their scores")
@@ -187,7 +187,7 @@ def compare(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:
 
 
 def compare_right(base: Evaluation, tuned: Evaluation) -> Comparison | None:
-    """The share of pictures that are right, base against tuned; None where nothing says what is right."""
+    """The share of pictures that are right, base against tuned; None if no reward defines it."""
     return None if base.right is None or tuned.right is None else paired(base.right, tuned.right)
 
 

@@ -1,8 +1,8 @@
 """A study: algorithms (or variants of one) compared under one budget, each with its own best learning rate.
 
-A *cell* is what is compared: a name and the overrides that make it. It is trained once per seed. Its learning rate is chosen
-beforehand, from the same rates for every cell, on *pilots*: runs with seeds of their own, judged on training prompts. So no
-held-out prompt and no seed of the comparison has a say in a choice.
+A *cell* is one variant: a name and overrides of the recipe. It is trained once per seed. Its learning rate is chosen
+beforehand, from the same rates for every cell, on *pilots*: runs with their own seeds, evaluated on training prompts. So the
+choice uses no held-out prompt and no seed of the comparison.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from g2rpo.statistics import Interval, bootstrap_crossed
 Scores = NDArray[np.float64]
 Unit = Literal["iterations", "evaluations", "seconds"]
 TRAINED_LATENT = 3
-"""What one latent of a training pass counts in evaluations: a forward, and a backward that costs two."""
+"""The cost of one latent of a training pass in evaluations: one for the forward pass, two for the backward pass."""
 PILOT_SEEDS = 1000
-"""How far the pilots' seeds lie from the comparison's."""
+"""Offset of the pilots' seeds from the comparison's."""
 
 
 class Study(Section):
-    """What is compared, and for how long."""
+    """The settings of a study."""
 
     recipe: str
     overrides: list[str]
-    """Of every cell."""
+    """Training seeds of every cell."""
     cells: Annotated[dict[str, list[str]], Field(min_length=1)]
     budget: PositiveFloat
     unit: Unit
-    """Of the budget of one run."""
+    """Unit of the budget of one run."""
     budgets: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Of cells that have one of their own."""
+    """Budgets of cells with their own."""
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     seeds: PositiveInt
     pilots: PositiveInt
     """Pilot runs of each cell at each rate; none are needed for one rate."""
     steps: Annotated[list[PositiveInt], Field(min_length=1)]
-    """Step counts at which trained models are judged."""
+    """Step counts at which trained models are evaluated."""
 
     def overrides_of(self, cell: str) -> list[str]:
         return [*self.overrides, *self.cells[cell]]
@@ -59,10 +59,10 @@ class Study(Section):
 
 
 def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
-    """What an iteration (from 0) asks of the network, in evaluations of one latent.
+    """The cost of an iteration (from 0) in network evaluations of one latent.
 
     A rollout's evaluations, three for each latent of the training pass, and one for each that the untrained model sees (KL).
-    `evaluations` are the rollout's, where they are known; ahead of it an algorithm may only promise not to take more.
+    `evaluations` are the rollout's if known; beforehand an algorithm may only give an upper bound.
     """
     algorithm = config.algorithm
     plans = plans_of(algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
@@ -85,19 +85,19 @@ def iterations_within(config: Config, evaluations: float) -> int:
 
 
 def seconds_per_evaluation(config: Config, run_dir: Path) -> float:
-    """What `work` costs in time, by a probe: a short run of `config`, whose first iteration (warming up) does not count."""
+    """Seconds per unit of `work`, from a probe: a short run of `config`, without its first iteration."""
     rows = [row for row in read_metrics(run_dir) if row["kind"] == "train" and row["iteration"] > 1]
     return sum(row["seconds"] for row in rows) / sum(work(config, row["iteration"] - 1) for row in rows)
 
 
 @dataclass(frozen=True)
 class History:
-    """What a finished training run has to say: after every evaluation the scores [N] by reward, and what was spent by then."""
+    """The history of a finished run: after every evaluation the scores [N] by reward, and the cost until then."""
 
     iterations: list[int]
     work: list[int]
     seconds: list[float]
-    """Of training; evaluations do not count."""
+    """Seconds of training, without evaluations."""
     scores: list[dict[str, Scores]]
 
 
@@ -120,9 +120,8 @@ def read_run(config: Config, run_dir: Path) -> History:
 
 
 def gain(run: History, weights: Mapping[str, float]) -> float:
-    """By how much a run raised the rewards that it was trained on: each one's mean change in units of the base's standard
-    deviation over prompts, weighted as in training, summed. Missing scores are left out; a reward that does not vary counts as
-    it is."""
+    """The gain of a run in its trained rewards: the sum of their mean changes in units of the base's standard deviation over
+    prompts, weighted as in training. Missing scores are left out; a reward without variance is not scaled."""
     first, last = run.scores[0], run.scores[-1]
     total = 0.0
     for name, weight in weights.items():
@@ -132,13 +131,13 @@ def gain(run: History, weights: Mapping[str, float]) -> float:
 
 
 def best_rate(gains: Mapping[float, Sequence[float]]) -> float:
-    """The rate whose pilots gained most on average; the smaller of two equals."""
+    """The rate with the highest mean gain of its pilots; the smallest of ties."""
     return max(sorted(gains), key=lambda rate: float(np.mean(gains[rate])))
 
 
 @dataclass(frozen=True)
 class Point:
-    """A cell after an evaluation: what was spent, on average over seeds, and the change of a reward against the base."""
+    """A cell after an evaluation: its cost, averaged over seeds, and the change of a reward against the base."""
 
     iteration: int
     work: float
@@ -147,7 +146,7 @@ class Point:
 
 
 def curve(runs: Sequence[History], reward: str) -> list[Point]:
-    """A reward's way through training, over the seeds' runs and the held-out prompts, which all have in common."""
+    """The change of a reward during training, over the runs of all seeds and their common held-out prompts."""
     points = []
     for place, iteration in enumerate(runs[0].iterations):
         change = np.stack([run.scores[place][reward] - run.scores[0][reward] for run in runs])
@@ -158,16 +157,16 @@ def curve(runs: Sequence[History], reward: str) -> list[Point]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cell judged by one reward at one step count; scores of all seeds and prompts, from the same noise for all cells."""
+    """The result of a cell for one reward at one step count, over all seeds and prompts, with the same noise for all cells."""
 
     cell: str
     steps: int
     reward: str
     tuned: Interval
     change: Interval
-    """Against the base."""
+    """Change against the base."""
     lead: Interval
-    """Against the first cell, seed by seed and prompt by prompt."""
+    """Lead over the first cell, paired by seed and prompt."""
 
 
 Judged = Mapping[tuple[int, str], Scores]
@@ -175,7 +174,7 @@ Judged = Mapping[tuple[int, str], Scores]
 
 
 def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Outcome]:
-    """The table of a study, by step count, reward and cell; the first cell is what the others are measured against."""
+    """The table of a study, by step count, reward and cell; leads are over the first cell."""
     first = next(iter(cells.values()))
     return [
         Outcome(

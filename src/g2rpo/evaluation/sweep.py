@@ -1,6 +1,6 @@
 """An evaluation in a folder: base and tuned pictures at several step counts, scored, a chunk at a time.
 
-A chunk is finished when its file of scores is there; an interrupted evaluation goes on with the chunks that are not.
+A chunk is finished when its file of scores exists; an interrupted evaluation continues with the other chunks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ RESAMPLES, LEVEL = 2000, 0.95
 
 
 class JudgingConfig(Section):
-    """What is judged, on which prompts, by which rewards, and how it is sampled."""
+    """The model, prompts, rewards and sampling of an evaluation."""
 
     policy: PolicyConfig
     weights: str | None = None
-    """A folder of tuned weights; None judges the base model alone."""
+    """A folder of tuned weights; None evaluates the base model alone."""
     base: bool = True
-    """Whether the base model is judged beside tuned weights."""
+    """Whether the base model is evaluated beside tuned weights."""
     strength: float = 1.0
     prompts: str
     """A source, as for training."""
     num_prompts: Count | None = None
-    """The first so many of the source; None: all."""
+    """Use the first `num_prompts` of the source; None: all."""
     cache: CacheFolder = "auto"
     """Where text embeddings are kept, as for training."""
     rewards: Annotated[RewardTable, Field(min_length=1)]
@@ -50,16 +50,16 @@ class JudgingConfig(Section):
     seed: int = 0
     batch_size: Count = 16
     contents: dict[str, str] = Field(default_factory=dict)
-    """Digests of what the names above stood for."""
+    """Digests of the prompts, weights and model named above."""
 
 
 MAY_CHANGE = ("policy.device", "cache")
-"""Settings that a resumed evaluation may set anew."""
+"""Settings that a resumed evaluation may change."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompts `start .. stop-1` with one side's weights at one step count: what is sampled, scored and stored at once."""
+    """Prompts `start .. stop-1` with one side's weights at one step count: the unit that is sampled, scored and stored."""
 
     side: Side
     steps: int
@@ -71,7 +71,7 @@ class Chunk:
         return f"steps_{self.steps:03d}_{self.side}_{self.start:06d}"
 
     def picture(self, index: int) -> str:
-        """Where a prompt's picture lies below the evaluation's folder."""
+        """The path of a prompt's picture in the evaluation's folder."""
         return f"pictures/steps_{self.steps:03d}/{self.side}/{index:06d}.png"
 
 
@@ -85,12 +85,12 @@ class Judging:
 
     @property
     def sides(self) -> list[Side]:
-        """Whose pictures are judged."""
+        """The sides that are evaluated: base, tuned."""
         tuned: list[Side] = ["tuned"] if self.config.weights else []
         return ["base", *tuned] if self.config.base or not tuned else tuned
 
     def chunks(self) -> list[Chunk]:
-        """All work, the base's first: tuned weights may replace the base's for good."""
+        """All chunks, the base's first, because loading tuned weights may replace the base's."""
         c, count = self.config, len(self.prompts)
         return [
             Chunk(side, steps, start, min(start + c.batch_size, count))
@@ -109,11 +109,11 @@ class Judging:
         policy: Policy,
         use_weights: Callable[[], None],
         rewards: Mapping[str, Reward],
-        done: Callable[[int], None] = lambda pictures: None,
+        advance: Callable[[int], None] = lambda pictures: None,
     ) -> None:
         """Samples, scores and stores `chunks`; `use_weights` is called once, before the first tuned one.
 
-        `done(count)` is called after finished pictures. `UserError` when the disk refuses; finished chunks remain.
+        `advance(count)` is called after finished pictures. `UserError` for a disk error; finished chunks are kept.
         """
         tuned = False
         for chunk in chunks:
@@ -131,7 +131,7 @@ class Judging:
                 first=chunk.start,
             )
             self._store(chunk, evaluation)
-            done(chunk.stop - chunk.start)
+            advance(chunk.stop - chunk.start)
 
     def rows(self) -> Iterator[Row]:
         """One row per picture of a complete evaluation: its file, prompt, index, seed, side, steps and scores."""
@@ -142,8 +142,8 @@ class Judging:
             yield from rows
 
     def results(self) -> list[Row]:
-        """Per step count and reward the means of base and tuned (whichever is judged), and of their change prompt by prompt,
-        with intervals."""
+        """Per step count and reward the means of base and tuned (those evaluated), and of their paired change, with
+        intervals."""
         scores: dict[tuple[int, str, str], list[float]] = {}
         for row in self.rows():
             for name, value in row["scores"].items():
@@ -161,7 +161,7 @@ class Judging:
         return table
 
     def write_results(self) -> Path:
-        """Writes results.json and pictures.jsonl, and returns where the former is."""
+        """Writes results.json and pictures.jsonl; returns the path of the former."""
         c = self.config
         report = {
             "model": c.policy.path,
@@ -191,12 +191,12 @@ class Judging:
         try:
             rows = parse_json(read_text(path))
             named = [row["picture"] for row in rows] == [chunk.picture(index) for index in range(chunk.start, chunk.stop)]
-        except (ValueError, TypeError, KeyError):  # damaged on disk: it is done again
+        except (ValueError, TypeError, KeyError):  # damaged: the chunk is repeated
             return None
         return rows if named and all((self.directory / row["picture"]).is_file() for row in rows) else None
 
     def _store(self, chunk: Chunk, evaluation: Evaluation) -> None:
-        """Keeps pictures and, last, their scores: from then on the chunk is finished."""
+        """Writes pictures and, last, their scores, which marks the chunk as finished."""
         rows = [
             {
                 "picture": chunk.picture(chunk.start + place),
@@ -220,7 +220,7 @@ class Judging:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Tells a disk that refuses from other trouble."""
+        """Turns disk errors into `UserError`."""
         try:
             yield
         except OSError as error:

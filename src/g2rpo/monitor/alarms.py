@@ -1,7 +1,7 @@
-"""Alarms: what is wrong with a run, told from what it has logged. docs/alarms.md has the table.
+"""Alarms: signs in the log that a run goes wrong. docs/alarms.md has the table.
 
 Each alarm is a function of the log (rows, and the held-out scores of every evaluation), so a resumed run raises the same ones,
-and so do all ranks. A row's alarms are `{name: what was seen and the limit}`. An alarm is *new* in a row unless the row of the
+and so do all ranks. A row's alarms are `{name: observation and limit}`. An alarm is *new* in a row unless the row of the
 same kind before it had it too.
 """
 
@@ -22,21 +22,21 @@ from g2rpo.statistics import Z
 from g2rpo.types import Algorithm
 
 Scores = Mapping[str, Tensor]
-"""The held-out scores [N] of one evaluation by reward; NaN is none."""
+"""The held-out scores [N] of one evaluation by reward; NaN means "no score"."""
 
 WINDOW = 10
-"""Shares of groups are averaged over so many iterations."""
+"""Iterations over which shares of groups are averaged."""
 SILENT, MASKED = 0.5, 0.1
 SATURATED = math.erfc(math.sqrt(0.5))
 """The share of a normal distribution beyond one standard deviation, .317."""
 LEVEL = 0.05
-"""Of false alarms by falling rewards: the chance of one in a whole run that changes nothing, however often it is judged."""
+"""The probability of a false alarm by falling rewards in a whole run without any change, for any number of evaluations."""
 CROWD, CROWD_LEVEL = 0.25, 1e-4
 
 ADVICE = {
     "drift": "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range",
     "silent": "zero-variance groups have no gradient: a finer reward, harder or easier prompts, more noise (eta)",
-    "masked": "a reward does not answer: look at its server's or judge's log",
+    "masked": "a reward gives no scores: look at the log of its server",
     "saturated": "advantages are mostly signs: raise algorithm.advantage_clip, or lower the weights of the rewards",
     "hacking": "the reward is being gamed: train on the fallen reward too, lower the learning rate, add algorithm.kl_weight",
     "decline": "the model is getting worse: lower the learning rate, or stop earlier",
@@ -45,8 +45,8 @@ ADVICE = {
 
 
 @dataclass
-class Watch:
-    """Raises the alarms of one run, whose log is `rows` and `history`: the scores of every evaluation by its iteration."""
+class Alarms:
+    """The alarms of one run; its log is `rows`, and `history` has the scores of every evaluation by iteration."""
 
     trained: Sequence[str]
     judged: Sequence[str]
@@ -56,7 +56,8 @@ class Watch:
     history: dict[int, Scores] = field(default_factory=dict)
 
     def see(self, row: Row, scores: Scores | None = None) -> list[str]:
-        """Takes in a row, with an evaluation's `scores`; puts `alarms` into it if there are any, and returns the new ones."""
+        """Adds a row to the log, with an evaluation's `scores`; sets its `alarms` if there are any, and returns the new
+        ones."""
         before = next((other for other in reversed(self.rows) if other["kind"] == row["kind"]), {})
         self.rows.append(row)
         if scores is None:
@@ -77,8 +78,8 @@ class Watch:
 
 
 def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
-    """By how much held-out scores are above the base's: the change of each reward in `names`, on average over prompts, in units
-    of the base's std over prompts (as it is where that is 0), averaged over rewards. NaN where one has no scores."""
+    """The gain of held-out scores over the base's: the change of each reward in `names`, averaged over prompts, in units of the
+    base's std over prompts (unscaled if that is 0), averaged over rewards. NaN if a reward has no scores."""
     gains = []
     for name in names:
         change, _, _ = paired(base[name], tuned[name])
@@ -89,7 +90,7 @@ def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
 
 
 def training_alarms(rows: Sequence[Row], drift_limit: float) -> dict[str, str]:
-    """The alarms of the last of these training rows; shares wait for `WINDOW` of them."""
+    """The alarms of the last of these training rows; shares need `WINDOW` rows."""
     raised = {}
     drift = _number(rows[-1], "log_prob_drift")
     if "log_prob_drift" in rows[-1] and not drift <= drift_limit:
@@ -113,10 +114,10 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
     """Whether a held-out reward is below what it was at an earlier evaluation: "hacking" if a trained reward has risen since
     then, "decline" if none has.
 
-    One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the base's is 0) asks each of R
-    rewards about t earlier evaluations, each at level a / (R t . t (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ...
-    = 1, a run whose rewards do not change raises a false alarm with probability a (`LEVEL`) at most, however long it is. A
-    rise needs the plain level a: it counts only together with a fall.
+    One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the base's is 0) tests each of R
+    rewards against t earlier evaluations, each at level a / (R t . t (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ... =
+    1, a run whose rewards do not change raises a false alarm with probability a (`LEVEL`) at most, however long it is. A rise
+    needs the plain level a: it counts only together with a fall.
     """
     *earlier, (_, now) = history.items()
     looks = len(earlier)
@@ -147,9 +148,8 @@ def paired(before: Tensor, after: Tensor) -> tuple[float, float, int]:
 
 
 def chance_of_fall(before: Tensor, after: Tensor) -> float:
-    """How likely scores [N] that do not change on average fall so much: Student's t, one-sided, paired. 1 for fewer than two.
-
-    Where all differences are the same number the t-test is silent; a fall then has the sign test's 2^-N.
+    """The p-value of a fall of the mean score [N]: Student's t, one-sided, paired; 1 for fewer than two scores. If all
+    differences are equal, the t-test is undefined; a fall then has the sign test's p-value 2^-N.
     """
     from scipy.stats import t
 
@@ -162,7 +162,7 @@ def chance_of_fall(before: Tensor, after: Tensor) -> float:
 
 
 def picture_alarms(row: Row, count: int) -> dict[str, str]:
-    """Whether `count` held-out pictures have left the base's range in a statistic: more than `crowd` of them at one side."""
+    """Whether `count` held-out pictures have left the base's range in a statistic: more than `crowd` of them on one side."""
     said = []
     for key in row:
         name, _, side = key.removeprefix("image/").partition("/")
@@ -173,8 +173,8 @@ def picture_alarms(row: Row, count: int) -> dict[str, str]:
 
 
 def crowd(count: int) -> float:
-    """How many of `count` pictures beyond one end of the base's range are an alarm: a quarter, and so many that other noise
-    would bring them with a chance below 1e-4; infinite where that cannot be told from `count`.
+    """The number of `count` pictures beyond one end of the base's range that raises an alarm: a quarter, and so many that other
+    noise would give with probability below 1e-4; infinite if `count` is too small for that.
 
     b pictures of the base lie beyond its end. If base and tuned pictures were drawn from one distribution, then which of the
     outermost b + x of both are the base's would be a draw without replacement: P(at most b) is hypergeometric.
@@ -186,8 +186,8 @@ def crowd(count: int) -> float:
     return next((x for x in fitting if hypergeom.cdf(beyond, 2 * count, count, x + beyond) < CROWD_LEVEL), math.inf)
 
 
-def watch_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int) -> Watch:
-    """The watch over a run of `config`."""
+def alarms_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int) -> Alarms:
+    """The alarms of a run of `config`."""
     dtypes = (config.policy.dtype, config.sampling.anchor_dtype, config.sampling.sample_dtype)
     coarsest = max((getattr(torch, dtype) for dtype in dtypes), key=lambda dtype: torch.finfo(dtype).eps)
     off = frozenset(name for name in ADVICE if config.alarms.of(name) == "off")
@@ -196,10 +196,10 @@ def watch_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int)
     )
     steps = {step for plan in plans for step in range(plan.branch, plan.merge) if plan.trains(step)}
     limit = algorithm.drift_limit(sigmas, sorted(steps), entries, coarsest)
-    return Watch(list(config.rewards), list(config.evaluation.rewards), limit, off)
+    return Alarms(list(config.rewards), list(config.evaluation.rewards), limit, off)
 
 
 def _number(row: Row, key: str) -> float:
-    """A logged number; NaN where it is missing (null) or the row is older than the number."""
+    """A logged number; NaN if it is null or absent."""
     value = row.get(key)
     return math.nan if value is None else float(value)

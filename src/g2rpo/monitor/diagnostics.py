@@ -1,4 +1,4 @@
-"""What the groups of an iteration say about the method itself: where noise made a difference, and whether tails agree.
+"""Statistics of an iteration's groups: reward variance by branch step and granularity, and agreement between tails.
 
 Pure functions of rewards [N, R, M, G]: N groups, R rewards, M tails (granularities), G members. NaN means "no score".
 """
@@ -51,7 +51,7 @@ def diagnose(
 
 
 def reward_metrics(names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float) -> dict[str, float]:
-    """Rewards [N, R, M, G] and advantages [N, G] of an iteration in numbers for the log (docs/report.md has the formulas)."""
+    """Summary statistics of rewards [N, R, M, G] and advantages [N, G] for the log (formulas: docs/report.md)."""
     spread = group_std(rewards)
     row = {}
     for index, name in enumerate(names):

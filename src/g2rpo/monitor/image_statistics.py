@@ -1,4 +1,4 @@
-"""What pictures look like in a few numbers: how a model that leaves the pictures it began with is noticed."""
+"""Statistics of pictures, to detect a model whose pictures drift from the base model's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 from g2rpo.monitor.metrics import Row
 
 TAIL = 0.05
-"""The base's range of a statistic leaves out this share of its pictures at either end."""
+"""The base's range of a statistic excludes this share of its pictures at either end."""
 MARGIN = 0.01
-"""A picture is only outside where it is so far beyond the range: two or three of 255 grey levels."""
+"""The margin of the range beyond which a picture counts as outside: two or three of 255 grey levels."""
 
 
 def image_statistics(images: Tensor) -> dict[str, Tensor]:

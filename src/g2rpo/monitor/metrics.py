@@ -18,7 +18,7 @@ from g2rpo.runtime.folders import writing
 Row = dict[str, Any]
 LOG = "metrics.jsonl"
 NEEDED = {"train": ("iteration", "evaluations", "images", "seconds", "seconds/rollout"), "eval": ("iteration", "seconds")}
-"""Numbers without which a row of a kind is none."""
+"""Numbers that every row of a kind must have."""
 
 
 class MetricsLog:
@@ -29,7 +29,9 @@ class MetricsLog:
         kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
         with writing(self.path):
             write_whole(self.path, "".join(_line(row) for row in kept).encode())
-            self._file = self.path.open("ab", buffering=0)  # what a full disk refuses is not tried again when it is closed
+            self._file = self.path.open(
+                "ab", buffering=0
+            )  # unbuffered, so that closing does not repeat a write that a full disk refused
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -42,11 +44,11 @@ class MetricsLog:
         with writing(self.path):
             while line:  # the last bytes of a disk's room are taken without an error
                 line = line[self._file.write(line) :]
-            os.fsync(self._file.fileno())  # a checkpoint that comes later must not outlive the rows before it
+            os.fsync(self._file.fileno())  # on disk before any later checkpoint
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """All rows so far; a last line that an interruption cut short is left out. UserError names another that is damaged."""
+    """All rows so far, without a last line that was cut short. UserError names any other damaged line."""
     path = run_dir / LOG
     try:
         return read_json_lines(path, _checked) if path.exists() else []
@@ -55,19 +57,19 @@ def read_metrics(run_dir: Path) -> list[Row]:
 
 
 def gaps(run_dir: Path, rows: Sequence[Row], iteration: int) -> list[str]:
-    """In words, what the log of a run that has done `iteration` iterations lacks; a deleted or truncated file is noticed so."""
+    """Messages about rows missing from the log of a run after `iteration` iterations (a deleted or truncated file)."""
     known = {(row["kind"], row["iteration"]) for row in rows}
     expected = [("eval", 0), *(("train", number) for number in range(1, iteration + 1))]
     if not (missing := [row for row in expected if row not in known]):
         return []
     lacks = f"{len(missing)} of the {len(expected)} rows up to iteration {iteration}"
-    return [f"{run_dir / LOG}: lacks {lacks}; curves and alarms go on without them"]
+    return [f"{run_dir / LOG}: lacks {lacks}; curves and alarms continue without them"]
 
 
 def _checked(row: Any) -> Row:
     """`row` if it is one that a run writes; ValueError if not."""
     if not isinstance(row, dict) or row.get("kind") not in NEEDED:
-        raise ValueError("it is no row of a run's log")
+        raise ValueError("it is not a row of a run's log")
     for key in NEEDED[row["kind"]]:
         if not isinstance(row.get(key), int | float) or row[key] < 0 or (row[key] == 0 and key.startswith("seconds")):
             raise ValueError(f"its '{key}' is missing, or no number")

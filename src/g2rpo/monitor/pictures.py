@@ -21,7 +21,7 @@ INK, SOFT, PAPER = (40, 40, 46), (93, 96, 105), (255, 255, 255)
 RIGHT, WRONG = (0, 97, 158), (182, 70, 0)
 LINE = 15  # pixels from one line of text to the next
 CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
-NOTE = "g2rpo-grid"  # the text of the PNG that says what is where
+NOTE = "g2rpo-grid"  # the PNG text chunk with the layout
 
 
 def to_pil(image: Tensor) -> Image.Image:
@@ -32,8 +32,8 @@ def to_pil(image: Tensor) -> Image.Image:
 
 @dataclass(frozen=True)
 class Strip:
-    """A row of a grid: pictures [N, 3, H, W], their scores [N] by reward, and whether they are right [N] (1, 0, or NaN for not
-    known), where something says so."""
+    """A row of a grid: pictures [N, 3, H, W], their scores [N] by reward and, if a reward defines it, whether they are right
+    [N] (1, 0, or NaN for unknown)."""
 
     images: Tensor
     label: str = ""
@@ -41,7 +41,7 @@ class Strip:
     right: Tensor | None = None
 
     def said(self, index: int) -> list[str]:
-        """A line for each score of a picture."""
+        """One line for each score of a picture."""
         return [f"{name} {figure(float(values[index]))}" for name, values in self.scores.items()]
 
     def verdict(self, index: int) -> bool | None:
@@ -54,10 +54,8 @@ def figure(value: float) -> str:
 
 
 def save_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note: str = "") -> None:
-    """Writes strips of pictures, one column per prompt with the prompt above it; under each picture whether it is right and its
-    scores, and under them all the `note`.
-
-    The file carries all that and its geometry, so that `read_grid` can take it apart again.
+    """Writes strips of pictures, one column per prompt with the prompt above it; under each picture its verdict and scores, and
+    below all the `note`. The file contains all this and the layout as text, so that `read_grid` can separate it again.
     """
     font = ImageFont.load_default(size=12)
     images = strips[0].images
@@ -120,7 +118,7 @@ def _plain(scores: Mapping[str, Tensor], index: int) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid taken apart: rows of one picture per prompt, its scores by reward (None: no score), and whether it is right
+    """The contents of a grid: rows of one picture per prompt, its scores by reward (None: no score), and whether it is right
     (None: not known). Older grids have no scores and no verdicts."""
 
     prompts: list[str]
@@ -130,9 +128,8 @@ class Grid:
 
 
 def read_grid(path: Path) -> Grid:
-    """What `save_grid` wrote, as it was drawn (so small pictures are enlarged, large ones reduced).
-
-    Raises ValueError for a picture that is no such grid.
+    """The contents of a file of `save_grid`, at the drawn size (small pictures enlarged, large ones reduced). Raises ValueError
+    for any other picture.
     """
     try:
         with Image.open(path, formats=["PNG"]) as canvas:

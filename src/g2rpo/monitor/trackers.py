@@ -1,6 +1,6 @@
-"""Where else a run is shown: TensorBoard, Weights & Biases, trackio. `metrics.jsonl` stays the record; these are copies.
+"""Trackers: TensorBoard, Weights & Biases, trackio. They get copies of `metrics.jsonl`.
 
-Accounts and keys are the libraries' own business (`wandb login`, WANDB_API_KEY, HF_TOKEN): nothing of them is in a config.
+Accounts and keys are configured as the libraries do (`wandb login`, WANDB_API_KEY, HF_TOKEN), never in a config.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ BACKLOG = 50  # rows that a tracker may be behind before `notify` is called
 
 
 class Tracker(Protocol):
-    """Shows a run somewhere. It is called from one thread, and never by ranks that keep nothing."""
+    """A destination for a run's log. Methods are called from one thread, on the rank that writes the run directory."""
 
     def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
-        """A run begins, or goes on after `iteration` > 0; what was shown of later iterations no longer counts."""
+        """A run begins, or resumes after `iteration` > 0; rows of later iterations will be repeated."""
 
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
         """A row of metrics.jsonl, with the PNG files that belong to it by name."""
 
     def finish(self, ok: bool) -> None:
-        """The run has ended; `ok` says whether it came to its end."""
+        """The run has ended; `ok` is False if an exception ended it."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
@@ -69,10 +69,9 @@ class TensorBoard:
 
 
 class Hosted:
-    """What W&B and trackio have in common: a resumed run goes on in the tracker's own run, and no row is sent twice.
-
-    `run_dir/trackers/NAME.json` remembers that run, and the last iteration of each kind of row. It is written before a row is
-    sent: a kill in between costs the tracker a row. Rows that a resumed run repeats are, bit for bit, those sent before.
+    """What W&B and trackio have in common: a resumed run continues the tracker's run, and no row is sent twice.
+    `run_dir/trackers/NAME.json` stores that run and the last iteration of each kind of row. It is written before a row is sent,
+    so a kill in between loses one row in the tracker.
     """
 
     name: str
@@ -121,7 +120,7 @@ class WandB(Hosted):
             id=self.state["id"],
             resume="allow",
             config=dict(config),
-            allow_val_change=True,  # what a resumed run may set anew
+            allow_val_change=True,  # keys that a resumed run may change
             dir=run_dir,
             reinit="create_new",
             settings=wandb.Settings(console="off"),  # the terminal is ours
@@ -130,7 +129,7 @@ class WandB(Hosted):
         return run
 
     def send(self, iteration: int, values: dict[str, Any]) -> None:
-        self.run.log({**values, "iteration": iteration})  # its own steps count rows: two kinds share an iteration
+        self.run.log({**values, "iteration": iteration})  # W&B's own step counts rows; two kinds of rows share an iteration
 
     def finish(self, ok: bool) -> None:
         self.run.finish(exit_code=0 if ok else 1)
@@ -142,15 +141,13 @@ class Trackio(Hosted):
     name = "trackio"
 
     def init(self, run_dir: Path, config: Mapping[str, Any]) -> Any:
-        name = f"{run_dir.name}-{self.state['id']}"  # its runs are known by their names
+        name = f"{run_dir.name}-{self.state['id']}"  # trackio identifies runs by name
         return self.module.init(project=self.project, name=name, resume="allow", config=dict(config), embed=False)
 
 
 class Feed:
-    """Gives rows to trackers, each in a thread of its own, so that none can end a run or hold it up.
-
-    A tracker that fails gets nothing more, and `notify` is called once with its name; so it is for one that falls far behind or
-    does not finish within `patience` seconds.
+    """Sends rows to trackers, each in its own thread, so that none can end or delay a run. `notify` is called once for a
+    tracker that fails (it gets no further rows), falls far behind, or does not finish within `patience` seconds.
     """
 
     def __init__(

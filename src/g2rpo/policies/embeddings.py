@@ -1,4 +1,4 @@
-"""Text embeddings on disk: every prompt is encoded once per set of text encoders, whichever run asks for it."""
+"""Text embeddings on disk: every prompt is encoded once per set of text encoders, for all runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EmbeddingStore:
     """Conditioning rows in a folder, one safetensors file per prompt (its text and its pictures' content), below a folder per
     `identity`.
 
-    `identity` is plain data that says what the tensors depend on besides the prompt: the text encoders' content, dtype,
+    `identity` is plain data with everything besides the prompt on which the tensors depend: the text encoders' content, dtype,
     lengths. Files are written whole or not at all, and carry a checksum. Several processes may share a store. OSError if the
     folder cannot be written.
     """
@@ -52,7 +52,7 @@ class EmbeddingStore:
         self.digests = FileDigests(None)
         self.folder = root / digest_of({"format": FORMAT, **identity})[:20]
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / "identity.json", json.dumps(dict(identity), indent=1).encode())  # for people
+        write_whole(self.folder / "identity.json", json.dumps(dict(identity), indent=1).encode())  # for readers of the folder
 
     def __contains__(self, prompt: str) -> bool:
         return self._path(prompt).is_file()
@@ -74,7 +74,7 @@ class EmbeddingStore:
         return Cond(tensors, {name.removeprefix(RAGGED): value for name, value in ragged.items()})
 
     def write(self, prompt: str, row: Cond) -> None:
-        """Stores one row. Raises OSError when the disk is full, or nearly: `reserve` bytes are left to others."""
+        """Stores one row. Raises OSError if fewer than `reserve` bytes would remain free."""
         every = {**row.tensors, **{f"{RAGGED}{name}": value for name, (value,) in row.ragged.items()}}
         tensors = {name: value.detach().cpu().contiguous() for name, value in every.items()}
         notes = {"prompt": str(prompt), "sha256": _checksum(tensors)}
@@ -90,7 +90,7 @@ class EmbeddingStore:
         return self._path(prompt).stat().st_size
 
     def fits(self, prompts: int, like: str) -> bool:
-        """Whether that many more rows of the size of the stored one of `like` fit on the disk."""
+        """Whether `prompts` more rows of the size of that of `like` fit on the disk."""
         return prompts * self.size(like) + self.reserve <= shutil.disk_usage(self.folder).free
 
     def _path(self, prompt: str) -> Path:
@@ -109,7 +109,7 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 class Encoder(Protocol):
-    """What makes conditioning of prompts, on `device`."""
+    """Text encoders that compute conditioning on `device`."""
 
     @property
     def device(self) -> torch.device: ...
@@ -119,22 +119,21 @@ class Encoder(Protocol):
         ...
 
     def park(self) -> None:
-        """Takes the text encoders off the device, for others to use its memory."""
+        """Moves the text encoders off the device, to free its memory."""
         ...
 
 
 class CachedEncoder:
-    """Encodes each prompt once with `encoder`, and finds it in `store` afterwards.
+    """Encodes each prompt once with `encoder`, and reads it from `store` afterwards.
 
-    Prompts are encoded one at a time, so a row is a function of its prompt, whatever its batch and whether it was found or
-    made: a run repeats bit for bit with a cold cache, a warm one, or none (`store=None`). When the disk is full, `warn` is
-    called once and later prompts are encoded anew each time: a run is worth more than its cache.
+    Prompts are encoded one at a time, so a row does not depend on its batch, and a run repeats bit for bit with a cold cache, a
+    warm one, or none (`store=None`). If the disk is full, `notify` is called once and later prompts are encoded each time.
     """
 
-    def __init__(self, encoder: Encoder, store: EmbeddingStore | None, *, warn: Callable[[str], None]) -> None:
-        self.encoder, self.store, self.warn = encoder, store, warn
+    def __init__(self, encoder: Encoder, store: EmbeddingStore | None, *, notify: Callable[[str], None]) -> None:
+        self.encoder, self.store, self.notify = encoder, store, notify
         self.full = store is None  # no further rows are stored
-        self.encoded = 0  # prompts that were not found
+        self.encoded = 0  # number of prompts that were not stored
 
     def encode(self, prompts: Sequence[str]) -> Cond:
         """Conditioning for each prompt, on the encoder's device."""
@@ -142,20 +141,20 @@ class CachedEncoder:
         return Cond.join([rows[prompt] for prompt in prompts])
 
     def missing(self, prompts: Iterable[str]) -> list[str]:
-        """The different prompts that are not stored."""
+        """The distinct prompts that are not stored."""
         return [prompt for prompt in dict.fromkeys(prompts) if self.store is None or prompt not in self.store]
 
-    def fill(self, prompts: Iterable[str], done: Callable[[], None] = lambda: None) -> bool:
-        """Encodes and stores what is missing, and calls `done` after each; False if the disk became full."""
+    def fill(self, prompts: Iterable[str], advance: Callable[[], None] = lambda: None) -> bool:
+        """Encodes and stores missing prompts, and calls `advance` after each; False if the disk became full."""
         for prompt in self.missing(prompts):
             if self.full:
                 return False
             self._row(prompt)
-            done()
+            advance()
         return not self.full
 
     def park(self) -> None:
-        """Takes the text encoders off the device."""
+        """Moves the text encoders off the device."""
         self.encoder.park()
 
     def _row(self, prompt: str) -> Cond:
@@ -163,7 +162,7 @@ class CachedEncoder:
             try:
                 found = self.store.read(prompt)
             except DamagedEmbedding as damage:
-                self.warn(f"embedding cache: {damage}; encoding the prompt again")
+                self.notify(f"embedding cache: {damage}; encoding the prompt again")
                 found = None
             if found is not None:
                 return found.to(self.encoder.device)
@@ -175,7 +174,7 @@ class CachedEncoder:
             except OSError as error:
                 self.full = True
                 free = "no further prompts are stored; free some space, or set prompts.cache to another disk's folder"
-                self.warn(f"embedding cache {self.store.folder}: {error.strerror}; {free}")
+                self.notify(f"embedding cache {self.store.folder}: {error.strerror}; {free}")
         return row
 
 
@@ -183,12 +182,12 @@ P = TypeVar("P", bound=Policy)
 
 
 class CachedPolicy(Generic[P]):
-    """`policy` with the conditioning that `encoder` makes or finds; the rest is the policy's own."""
+    """`policy` with the conditioning of `encoder`; everything else is the policy's."""
 
     def __init__(self, policy: P, encoder: CachedEncoder) -> None:
         self.policy, self.encoder = policy, encoder
         self.encode = encoder.encode
-        # bound once: these are the policy's, and the cache has no part in them
+        # the policy's own methods
         self.noise, self.velocity, self.decode = policy.noise, policy.velocity, policy.decode
         self.trainable_parameters, self.base, self.save = policy.trainable_parameters, policy.base, policy.save
 

@@ -1,8 +1,7 @@
 """A cheaper network for tails: compiled, in bfloat16, or with quantized weights.
 
-It is a copy of the policy's transformer that shares every tensor which does not have to differ. LoRA adapters are among the
-shared ones and stay in their own precision: they are what training changes, little at a time, and rounded together with
-the weights below them they would be lost.
+It is a copy of the policy's transformer that shares all tensors which need not differ. LoRA adapters are shared and stay in
+their own precision: merged into rounded weights, their small changes would be lost.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class FastNetwork:
 
     `compile` runs the transformer through torch.compile with `backend` (the first calls take minutes). `dtype` bfloat16 is
     for a float32 policy. `quantize` "int8" rounds the frozen weights of linear layers per channel and their inputs per
-    token, by torchao: a byte a weight beside the policy's own, faster with `compile` only. UserError if torchao is missing, or
+    token, by torchao: one further byte per weight, faster only with `compile`. UserError if torchao is missing, or
     if `dtype` is bfloat16 and the policy computes in it already.
     """
 
@@ -50,7 +49,7 @@ class FastNetwork:
         self._policy.dtype = self._dtype
 
     def refresh(self) -> None:
-        """Takes over weights that training has changed since the last call; adapters are shared and need no call."""
+        """Copies weights that training has changed; adapters are shared and need no copy."""
         if self._fresh and not any(p.requires_grad for name, p in self._source.named_parameters() if "lora_" not in name):
             return
         modules = dict(self._network.named_modules())

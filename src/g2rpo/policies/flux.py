@@ -1,4 +1,4 @@
-"""FLUX.1 through diffusers: the policy that trains FLUX.1-dev, and the testbed's tiny FLUX just the same."""
+"""FLUX.1 through diffusers: the policy of FLUX.1-dev and of the testbed's tiny FLUX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy of a diffusers pipeline can be built with."""
+"""The options of policies of diffusers pipelines."""
 
 from __future__ import annotations
 

@@ -38,10 +38,9 @@ class Shapes:
 
 
 class PipelinePolicy(Policy, ABC):
-    """A `Policy` of a diffusers pipeline, and what else adapters, sharding, plans and the demo need of one.
-
-    Subclasses name their pipeline and its defaults, and say what a latent is and how the network is called. `options` are
-    the keywords of `PolicyOptions`. ValueError for a size that the model cannot have.
+    """A `Policy` of a diffusers pipeline, with what adapters, sharding, plans and the demo need in addition. Subclasses define
+    their pipeline, its defaults, the latents and the network call. `options` are the keywords of `PolicyOptions`. ValueError
+    for a size that the model cannot have.
     """
 
     pipeline_class: ClassVar[str]
@@ -51,7 +50,7 @@ class PipelinePolicy(Policy, ABC):
     tokens: ClassVar[int]
     """The defaults of lora_targets, guidance_scale and max_sequence_length."""
     unsupported: ClassVar[Sequence[str]] = ()
-    """Options that mean nothing to this model."""
+    """Options that this model lacks."""
 
     def __init__(
         self, pipeline: Any, *, sharding: Sharded | None = None, text: TextEncoders | None = None, **options: Any
@@ -98,11 +97,11 @@ class PipelinePolicy(Policy, ABC):
     @classmethod
     @abstractmethod
     def encoders(cls, pipeline: Any, **options: Any) -> TextEncoders:
-        """The text encoders of a policy with these options: they work before there is a policy, too."""
+        """The text encoders of a policy with these options, usable before the policy is built."""
 
     @abstractmethod
     def check_size(self, height: int, width: int) -> None:
-        """ValueError for a picture that the model cannot make."""
+        """Raises ValueError for a picture size that the model cannot generate."""
 
     @property
     @abstractmethod
@@ -116,7 +115,7 @@ class PipelinePolicy(Policy, ABC):
     @staticmethod
     @abstractmethod
     def shallow(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """A transformer's config with two blocks of every kind, and how many blocks each one stands for, in their order."""
+        """A transformer's config with two blocks of every kind, and how many blocks each one represents, in their order."""
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
@@ -129,7 +128,7 @@ class PipelinePolicy(Policy, ABC):
 
     @property
     def shift(self) -> float:
-        """The time shift with which the pipeline itself samples this size."""
+        """The pipeline's own time shift at this size."""
         return deployed_shift(self.pipeline.scheduler, self.image_tokens)
 
     def grid(self, num_steps: int) -> Tensor:
@@ -146,24 +145,24 @@ class PipelinePolicy(Policy, ABC):
         return self.tuning.base()
 
     def load(self, path: Path, strength: float = 1.0) -> None:
-        """Puts tuned weights to work, as `save` wrote them; `strength` scales an adapter."""
+        """Loads tuned weights written by `save`; `strength` scales an adapter."""
         self.tuning.load(path, self.pipeline, strength)
 
     def save(self, directory: Path) -> Path:
-        """Writes the tuned weights in diffusers' format, and returns where."""
+        """Writes the tuned weights in diffusers' format; returns their path."""
         return self.tuning.save(directory, type(self.pipeline))
 
 
 def two_of(blocks: int) -> list[int]:
-    """How many of so many alike blocks the first and the last stand for: at the peak one block is at work, and what the others
-    have left behind is there, so the first stands for all but the last."""
+    """How many of `blocks` equal blocks the first and the last represent: at the peak one block is computing and the others
+    have only saved activations, so the first represents all but the last."""
     return [blocks - 1, 1] if blocks > 1 else [1] * blocks
 
 
 def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora") -> Any:
     """A pipeline in `dtype` from a directory or a hub id; parts that its index leaves empty (SD3 without T5) stay empty.
 
-    A transformer that is trained whole is float32: rounded to `dtype` on its way, the masters would start elsewhere.
+    A fully trained transformer is loaded in float32: rounding to `dtype` first would change the initial master weights.
     """
     index = pipeline_class.load_config(str(path))
     empty = {name: None for name, entry in index.items() if entry == [None, None]}
@@ -174,7 +173,7 @@ def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tun
 
 
 def place(pipeline: Any, *, dtype: torch.dtype, device: torch.device, vae_tiling: bool, gradient_checkpointing: bool) -> None:
-    """Moves the transformer, which `Tuning` looks after, and the VAE, frozen in `dtype`, to `device`."""
+    """Moves the transformer (whose dtypes `Tuning` sets) and the VAE, frozen in `dtype`, to `device`."""
     pipeline.vae.requires_grad_(False).eval().to(dtype)
     pipeline.transformer.to(device)
     pipeline.vae.to(device)
@@ -191,7 +190,7 @@ def decode_latents(vae: Any, latents: Tensor, published: bool = False) -> Tensor
     """Images [B, 3, H, W], float32 in [0, 1], of unpacked latents [B, channels, h, w] at sigma = 0.
 
     `published` is how the published code of G2RPO decodes: a bfloat16 VAE under autocast, which on a GPU computes its norms in
-    float32, and x / 2 + 1 / 2 in the dtype of the VAE's answer, as diffusers' image processor does.
+    float32, and x / 2 + 1 / 2 in the dtype of the VAE's output, as diffusers' image processor does.
     """
     latents = latents / vae.config.scaling_factor + vae.config.shift_factor
     autocast = published and vae.dtype != torch.float32 and not latents.is_meta  # torch has none for the meta device

@@ -25,8 +25,8 @@ class SD3Policy(PipelinePolicy):
 
     Latents are [B, channels, h, w]. With `guidance_scale` > 1 every row is evaluated twice in one call of 2B rows, with the
     prompt and with `negative_prompt`: v = v_negative + guidance_scale * (v_prompt - v_negative). At 1 and below there is no
-    guidance and one evaluation, as in the pipeline. Height and width are multiples of 16 for SD3's VAE. The pipeline walks
-    a grid of its own at its shift (docs/models.md).
+    guidance and one evaluation, as in the pipeline. Height and width are multiples of 16 for SD3's VAE. The pipeline has its
+    own sigma grid (docs/models.md).
     """
 
     pipeline_class = "StableDiffusion3Pipeline"
@@ -61,7 +61,7 @@ class SD3Policy(PipelinePolicy):
         if height % patch or width % patch:
             raise ValueError(f"height and width must be multiples of {patch} for this model, got {height}x{width}")
         if max(height, width) > most:
-            raise ValueError(f"this model knows positions up to {most} pixels, got {height}x{width}")
+            raise ValueError(f"this model has position embeddings up to {most} pixels, got {height}x{width}")
 
     @property
     def image_tokens(self) -> int:
@@ -80,7 +80,7 @@ class SD3Policy(PipelinePolicy):
 
     @staticmethod
     def shallow(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        last = config["num_layers"] - 1  # gives up the text
+        last = config["num_layers"] - 1  # the last block has no text output
         doubled = set(config.get("dual_attention_layers", ()))
         dual, plain = two_of(len(doubled - {last})), two_of(last - len(doubled - {last}))
         layers = len(dual) + len(plain)
@@ -89,7 +89,7 @@ class SD3Policy(PipelinePolicy):
 
     @property
     def guided(self) -> bool:
-        """Whether a velocity takes two evaluations."""
+        """Whether guidance takes two network rows per velocity."""
         return self.guidance_scale > 1
 
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -116,7 +116,7 @@ class SD3Policy(PipelinePolicy):
             )[0]
         if not self.guided:
             return v
-        without, toward = v.float().chunk(2)  # their difference is small and is multiplied: not in bfloat16
+        without, toward = v.float().chunk(2)  # the small difference is amplified, so it is taken in float32
         return without + self.guidance_scale * (toward - without)
 
     @torch.no_grad()

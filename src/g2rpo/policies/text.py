@@ -1,4 +1,4 @@
-"""Text encoders of a diffusers pipeline. They work before the transformer does, and need not share the device with it."""
+"""Text encoders of a diffusers pipeline, used before the transformer is on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 class TextEncoders:
     """The text encoders of `pipeline`, frozen in `dtype`, that encode prompts on `device`.
 
-    They move there for the first prompt and stay; after `park` they wait on the CPU, and move only while they encode.
+    They move there for the first prompt and stay; after `park` they are on the CPU and move only while encoding.
     """
 
     guided = False
@@ -35,11 +35,11 @@ class TextEncoders:
         self._parked = False
 
     def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
-        """Conditioning for each prompt; `guided` stands in for the encoders' own setting, where there is one."""
+        """Conditioning for each prompt; `guided` overrides the encoders' own setting, if there is one."""
         raise NotImplementedError
 
     def park(self) -> None:
-        """Takes the encoders off the device."""
+        """Moves the encoders off the device."""
         self._parked = True
         self._move(CPU)
 

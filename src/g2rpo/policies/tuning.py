@@ -1,4 +1,4 @@
-"""Which weights of a diffusers transformer are trained, and how they are saved: LoRA or full fine-tuning."""
+"""Tuning of a diffusers transformer: LoRA or full fine-tuning, and saving the trained weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Tuning:
 
     "lora" freezes the weights in `dtype` and adds float32 adapters of `rank` to the modules named in `targets`; "full" trains
     all weights as float32 masters, computed in `dtype` under autocast; "frozen" trains nothing and is for sampling. Adapters
-    start at zero, so the model is unchanged. `keep_base` holds a copy of the weights that "full" or `load` is about to change.
-    `active` is the transformer to call: the trained one, or the untrained one inside `base`. `sharding` divides what "full"
-    trains over the ranks, and then `save` is for all of them to call.
+    start at zero, so the model is unchanged. `keep_base` keeps a copy of weights that "full" or `load` will change. `active` is
+    the transformer to call: the trained one, or the untrained one inside `base`. `sharding` shards the weights that "full"
+    trains; all ranks must then call `save`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Tuning:
             from peft import LoraConfig
 
             transformer.requires_grad_(False).to(dtype)
-            with torch.random.fork_rng(devices=[]):  # the weights are on the CPU: a rank has no business on other GPUs
+            with torch.random.fork_rng(devices=[]):  # the weights are on the CPU; do not initialise other GPUs
                 torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
                 transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets)))
             for parameter in self.named().values():
@@ -69,7 +69,7 @@ class Tuning:
                     self._frozen.to(device, dtype)
             else:
                 sharding.shard(transformer, dtype)
-                self._divided = self.named()  # a call puts others in their place, as long as it lasts
+                self._divided = self.named()  # FSDP replaces the parameters during a call
                 if keep_base:
                     sharding.shard(self._frozen, dtype, trained=False)
 
@@ -98,7 +98,7 @@ class Tuning:
                 self.transformer.enable_adapters()
 
     def load(self, path: Path, pipeline: Any, strength: float) -> None:
-        """Puts saved weights to work: an adapter folder at `strength`, or the folder of a fully tuned transformer."""
+        """Loads saved weights: an adapter folder at `strength`, or the folder of a fully tuned transformer."""
         if (path / "pytorch_lora_weights.safetensors").is_file():
             pipeline.load_lora_weights(path, weight_name="pytorch_lora_weights.safetensors", adapter_name="tuned")
             pipeline.set_adapters("tuned", strength)
@@ -112,7 +112,7 @@ class Tuning:
             raise FileNotFoundError(f"{path}: holds neither pytorch_lora_weights.safetensors nor a transformer's config.json")
 
     def scale(self, strength: float) -> None:
-        """Sets how much the adapter that `load` put to work counts; 0 is the base model."""
+        """Sets the strength of the loaded adapter; 0 is the base model."""
         self.transformer.set_adapters("tuned", strength)
 
     def save(self, directory: Path, pipeline_class: Any) -> Path:
@@ -129,7 +129,7 @@ class Tuning:
         pipeline_class.save_lora_weights(
             directory,
             transformer_lora_layers={name: value.contiguous() for name, value in layers.items()},
-            transformer_lora_adapter_metadata=metadata,  # sets have no order: equal runs would write other bytes
+            transformer_lora_adapter_metadata=metadata,  # sorted: equal runs must write equal bytes
         )
         return directory / "pytorch_lora_weights.safetensors"
 

@@ -11,7 +11,7 @@ from g2rpo.seeding import generator_for
 
 
 class PromptOrder:
-    """Every epoch is its own shuffle of all prompts; which prompts an iteration gets depends on nothing but its number."""
+    """Every epoch is its own shuffle of all prompts; the prompts of an iteration depend only on its number."""
 
     def __init__(self, prompts: Sequence[str], seed: int) -> None:
         self.prompts = list(prompts)

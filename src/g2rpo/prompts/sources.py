@@ -21,7 +21,7 @@ STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" 
 
 
 def read_prompts(source: str | Path) -> list[Prompt]:
-    """The prompts of a source, in its order; a `UserError` says which source is unusable and why.
+    """The prompts of a source, in its order; `UserError` names an unusable source and the reason.
 
     In tables a column "images" (or "image") holds paths of input pictures, beside the file if they are relative, which must be
     there; all other columns of plain data are the prompt's metadata, those of a column "metadata" as they are.
@@ -86,7 +86,7 @@ def _from_parquet(path: Path, column: str) -> list[Prompt]:
 
 
 def _is_binary(kind: str) -> bool:
-    """Whether a column's type, as arrow writes it, holds pictures or other bytes, which a prompt does not carry along."""
+    """Whether a column's arrow type holds pictures or other bytes, which are not prompt metadata."""
     return "binary" in kind or "extension" in kind
 
 
@@ -116,7 +116,7 @@ def _no_column(source: str, column: str, known: Sequence[str]) -> str:
 def _usable(
     source: str, records: Sequence[Mapping[str, Any]], column: str, unit: str, beside: Path | None = None
 ) -> list[Prompt]:
-    """The records as prompts, if every one holds some text; relative pictures lie in the folder `beside`."""
+    """The records as prompts; UserError if one has no text. Relative paths of pictures are relative to the folder `beside`."""
     for number, record in enumerate(records, 1):
         value = record.get(column)
         if not isinstance(value, str) or not value.strip():

@@ -18,7 +18,7 @@ from markupsafe import Markup
 WIDTH, HEIGHT = 360, 208
 TOP, RIGHT, BOTTOM = 10, 12, 36
 STYLES = 6
-"""How many styles the style sheet tells apart; the next run starts over."""
+"""Number of styles in the style sheet; further runs repeat them."""
 MARKERS = ("circle", "square", "triangle", "diamond", "cross", "bar")
 
 Look = Literal["line", "marked", "faint", "pale"]
@@ -47,9 +47,9 @@ def line_chart(
     x_ticks: Sequence[float] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> Markup:
-    """A chart of `lines` over a common x; `alt` says in words what it shows. `x_ticks` replaces the ticks of the x axis.
+    """A chart of `lines` over a common x; `alt` describes it in words. `x_ticks` replaces the ticks of the x axis.
 
-    `marks` are upright lines at some x with a word on each; those beside the lines are left out.
+    `marks` are labelled vertical lines at some x; those outside the range of x are left out.
     """
     xs = [x for line in lines for x in line.x]
     ys = [
@@ -98,8 +98,8 @@ def line_chart(
     return Markup(f'<svg class="chart" viewBox="{size}" role="img" aria-label="{said}" data-chart="{data}">{body}</svg>')
 
 
-def key_sample(style: int, look: Look = "marked") -> Markup:
-    """What a line looks like, for a legend."""
+def key_mark(style: int, look: Look = "marked") -> Markup:
+    """The legend symbol of a line."""
     marks = _marker(style, 18, 7) if look in ("marked", "pale") else ""
     return Markup(
         f'<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><g class="s{style % STYLES} {look}">'
@@ -122,7 +122,7 @@ def interval_plot(change: float, error: float, reach: float, style: int = 0, z: 
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], alt: str) -> Markup:
-    """Shares of a whole as one bar; segment i has colour i. Hovering tells which is which, the table beside it too."""
+    """Shares of a whole as one bar; segment i has colour i. Names are shown on hovering and in the table beside it."""
     total, x, out = sum(value for _, value in parts), 0.0, []
     for index, (name, value) in enumerate(parts):
         share = 1000 * value / total if total else 0.0
@@ -145,7 +145,7 @@ def nice_ticks(low: float, high: float, least: int) -> list[float]:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """The ticks of one axis, all with the decimals that their distance asks for."""
+    """Labels of the ticks of one axis, all with the decimals that their distance needs."""
     largest, step = max(abs(tick) for tick in ticks), ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
     if largest < 1e-3:
         return [compact(tick) for tick in ticks]

@@ -1,4 +1,4 @@
-"""What a run directory tells about its run, finished or not."""
+"""Reads a run directory, of a finished or unfinished run, for the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """An alarm, from the first row that had it to the last in a row of its kind; `said` is what the first one says."""
+    """An alarm, from its first row to the last consecutive row of its kind; `said` is the first row's text."""
 
     name: str
     kind: str
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def iteration(self) -> int:
-        """How many iterations are done."""
+        """The number of finished iterations."""
         return self.iterations[-1]["iteration"] if self.iterations else 0
 
     @property
@@ -70,12 +70,12 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Time spent on the iterations and evaluations in the log; a resumed run's lost ones are not in it."""
+        """Time spent on the iterations and evaluations in the log; without iterations that a resumed run repeated."""
         return sum(row["seconds"] for row in self.rows)
 
     @property
     def rolled_back(self) -> bool:
-        """Whether results.json is about the best evaluation, to which an alarm took the run back."""
+        """Whether results.json describes the best evaluation, after a rollback by an alarm."""
         return self.results is not None and "rolled_back_from" in self.results
 
     def alarms(self) -> list[Occurrence]:
@@ -98,7 +98,7 @@ class Run:
         return [*self.config.rewards, *self.config.evaluation.rewards]
 
     def series(self, key: str, kind: str = "train") -> tuple[list[float], list[float | None]]:
-        """(iterations, values) of one logged number; a value that was missing is None, a row that never had it is left out."""
+        """(iterations, values) of one logged number; a missing value is None; rows without it are left out."""
         rows = [row for row in (self.iterations if kind == "train" else self.evaluations) if key in row]
         return [row["iteration"] for row in rows], [row[key] for row in rows]
 
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def judged_prompts(self) -> int | None:
-        """How many held-out prompts `changes` is about, where that is known."""
+        """The number of held-out prompts of `changes`, if known."""
         return None if self.newest_results is None else self.newest_results.get("prompts")
 
     def changes(self) -> list[Change]:
@@ -130,7 +130,7 @@ class Run:
         ]
 
     def right(self) -> Change | None:
-        """The share of right held-out pictures, base against tuned; None where no reward says what is right."""
+        """The share of right held-out pictures, base against tuned; None if no reward defines it."""
         if (results := self.newest_results) is not None:
             found, iteration = results.get("right"), results["iteration"]
         else:
@@ -167,7 +167,7 @@ def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:
     """results.json if it is what a run writes; ValueError, KeyError or TypeError if not."""
     results = dict(results)
     if rows:
-        results.setdefault("iteration", rows[-1]["iteration"])  # it did not say before 0.1.0 was released, and was written last
+        results.setdefault("iteration", rows[-1]["iteration"])  # absent in results of versions before 0.1.0
     for row in [*results["rewards"].values(), *([results["right"]] if "right" in results else [])]:
         if not all(isinstance(row[key], int | float) for key in ("base", "tuned", "error")):
             raise ValueError("a reward's result is no number")

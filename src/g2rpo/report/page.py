@@ -1,4 +1,4 @@
-"""The report: runs in, one HTML page out that needs nothing but itself."""
+"""The report of runs as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from g2rpo.config.algorithms import name_of
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.monitor.alarms import ADVICE
 from g2rpo.monitor.pictures import Grid, figure, read_grid
-from g2rpo.report.charts import compact, interval_plot, key_sample, stacked_bar
+from g2rpo.report.charts import compact, interval_plot, key_mark, stacked_bar
 from g2rpo.report.history import Run
 from g2rpo.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
 from g2rpo.report.verdict import summary, verdict
@@ -26,12 +26,12 @@ from g2rpo.report.words import decimals, fixed, model_name, signed, span
 from g2rpo.statistics import Z
 
 FRAMES, PICTURES, PICTURE_BYTES = 9, 8, 3_000_000
-"""At most so many evaluations and prompts of a run are shown, and about so many bytes of pictures on a page."""
-ALARM_SAMPLE = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
+"""Largest numbers of evaluations and prompts shown of a run, and approximate bytes of pictures on a page."""
+ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page about one run, or about several side by side."""
+    """The page of one or several runs."""
     environment = Environment(
         loader=PackageLoader("g2rpo.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -41,8 +41,8 @@ def render(runs: Sequence[Run]) -> str:
         title=" · ".join(run.name for run in runs),
         runs=runs,
         several=len(runs) > 1,
-        keys=[key_sample(style) for style in range(len(runs))],
-        samples={look: key_sample(0, look) for look in ("marked", "faint", "pale")} | {"alarm": ALARM_SAMPLE},
+        keys=[key_mark(style) for style in range(len(runs))],
+        samples={look: key_mark(0, look) for look in ("marked", "faint", "pale")} | {"alarm": ALARM_MARK},
         summaries=[summary(run) for run in runs],
         states=[state(run) for run in runs],
         facts=table_of(facts, runs),
@@ -81,14 +81,14 @@ def state(run: Run) -> str:
 
 
 def table_of(of: Callable[[Run], dict[str, str]], runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Rows (name, value by run) from what `of` says about each run; a run that does not say gets a dash."""
+    """Rows (name, value by run) from `of(run)` of each run; a dash for a missing value."""
     told = [of(run) for run in runs]
     names = dict.fromkeys(name for each in told for name in each)
     return [(name, [each.get(name, "–") for each in told]) for name in names]
 
 
 def facts(run: Run) -> dict[str, str]:
-    """What was trained on what, for how long, with what."""
+    """Model, rewards, prompts, length and software of a run."""
     c = run.config
     weights = ", ".join(f"{name} × {entry.weight:g}" for name, entry in c.rewards.items())
     told = {
@@ -152,7 +152,7 @@ def results(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def alarms(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every alarm of every run: when, what was seen, and what helps."""
+    """Every alarm of every run: iteration, observation, and advice."""
     return [
         {
             "name": one.name,
@@ -160,7 +160,7 @@ def alarms(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "run": run.name,
             "when": str(one.first) if one.first == one.last else f"{one.first} to {one.last}",
             "said": one.said,
-            "advice": ADVICE.get(one.name, ""),  # a log may be of another version, with alarms of its own
+            "advice": ADVICE.get(one.name, ""),  # logs of other versions may have other alarms
         }
         for style, run in enumerate(runs)
         for one in run.alarms()
@@ -168,7 +168,7 @@ def alarms(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def costs(run: Run) -> dict[str, str]:
-    """Totals and rates of what the log holds."""
+    """Totals and rates from the log."""
     iterations = run.iterations
     if not iterations:
         return {}
@@ -185,7 +185,7 @@ def costs(run: Run) -> dict[str, str]:
 
 
 def phases(run: Run) -> dict[str, Any]:
-    """Where the time went: rows of (phase, time, share), and a bar."""
+    """Time by phase: rows of (phase, time, share), and a bar."""
     spent: dict[str, float] = {}
     for row in run.iterations:
         for key in row:
@@ -211,7 +211,7 @@ def between(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def from_recipe(run: Run) -> list[tuple[str, str, str]] | None:
-    """(key, recipe's value, run's value) where they differ; None if the run comes from no recipe that is known here."""
+    """(key, recipe's value, run's value) where they differ; None if the run's recipe is unknown."""
     if run.config.recipe not in recipes.names():
         return None
     recipe = resolve(recipes.settings(run.config.recipe), source=f"recipe {run.config.recipe}")
@@ -221,7 +221,7 @@ def from_recipe(run: Run) -> list[tuple[str, str, str]] | None:
 def pictures(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """By run: prompts with the base's picture and those after later iterations, from the same noise, as data URIs.
 
-    `trouble` says why a run's pictures cannot be shown, if that is so.
+    `trouble` is the reason if a run's pictures cannot be shown.
     """
     found = [_read_frames(run) for run in runs]
     shown: list[dict[str, Any]] = []
@@ -240,7 +240,7 @@ def _read_frames(run: Run) -> tuple[dict[int, Grid], str]:
     chosen = [every[round(i * (len(every) - 1) / max(1, count - 1))] for i in range(count)]
     try:
         return {iteration: read_grid(path) for iteration, path in chosen}, ""
-    except (OSError, ValueError) as error:  # damaged, or of an older version; the page says so
+    except (OSError, ValueError) as error:  # damaged, or of an older version
         return {}, str(error)
 
 

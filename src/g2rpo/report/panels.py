@@ -1,4 +1,4 @@
-"""The charts of the report and the table by granularity: what of the log is drawn, in which words, run beside run."""
+"""The charts of the report and the table by granularity, with all runs in each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HEALTH = (
 
 
 ALARMED = {"log_prob_drift": "drift", "silent_groups": "silent", "masked_groups": "masked", "advantage_clipped": "saturated"}
-"""The alarm that looks at a number of the update."""
+"""The alarm of a logged number of the update."""
 
 
 LOOKS = {
@@ -107,7 +107,7 @@ def step_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def health(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
-    """A chart for every number of the update that varies, and words for those that never did."""
+    """A chart for every number of the update that varies, and text for constant ones."""
     charts, constants = [], []
     for key, title, note in HEALTH:
         lines = [Line(_label(runs, run), *thin(*run.series(key)), style) for style, run in enumerate(runs)]
@@ -120,7 +120,7 @@ def health(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
 
 
 def cost_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Speed as the run went on."""
+    """Speed during the run."""
     rates, lengths = [], []
     for style, run in enumerate(runs):
         x = [row["iteration"] for row in run.iterations]
@@ -190,7 +190,7 @@ def _chart(
     tag: str = "",
     marks: Sequence[tuple[float, str]] = (),
 ) -> list[Chart]:
-    """The chart, or nothing where no line has a point."""
+    """The chart, or nothing if no line has a point."""
     known = [line for line in lines if any(y is not None for y in line.y)]
     if not known:
         return []

@@ -1,4 +1,4 @@
-"""What a run says, in plain words: how it did on prompts that it was not trained on."""
+"""The results of a run on held-out prompts, in sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from g2rpo.statistics import Z
 
 
 def verdict(change: Change) -> str:
-    """What the interval allows to say."""
+    """ "higher", "lower" or no clear change, by the interval."""
     difference = change.tuned - change.base
     if not math.isfinite(difference) or not math.isfinite(change.error):
         return "unknown"
@@ -21,8 +21,8 @@ def verdict(change: Change) -> str:
 
 
 def summary(run: Run) -> str:
-    """Some sentences: the share of right pictures, or the trained rewards where nothing says what is right; scores that fell;
-    alarms."""
+    """Some sentences: the share of right pictures, or the trained rewards if no reward defines right pictures; scores that
+    fell; alarms."""
     changes = run.changes()
     if not changes:
         return "Nothing can be said yet: there is no second evaluation to compare the base model's with."

@@ -1,4 +1,4 @@
-"""Numbers and times as the report writes them."""
+"""Formatting of numbers and times in the report."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from g2rpo.config.schema import PolicyConfig
 
 
 def model_name(policy: PolicyConfig) -> str:
-    """Which model that is, for people who have not seen the config."""
+    """A description of the model."""
     return "the tiny FLUX that comes with g2rpo" if policy.path == "testbed" else policy.path
 
 
 def decimals(error: float) -> int:
-    """How many decimals a number with this standard error deserves: two figures of the error."""
+    """The decimals of a number with this standard error: two significant figures of the error."""
     return 3 if not math.isfinite(error) or error <= 0 else min(6, max(0, 1 - math.floor(math.log10(error))))
 
 
 def fixed(value: float, digits: int) -> str:
-    """A number with so many decimals; a dash for NaN."""
+    """A number with `digits` decimals; a dash for NaN."""
     return f"{value:,.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
 
 
@@ -33,7 +33,7 @@ def figures(value: float | None) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time for people: 0.8 s, 42 s, 5 min 1 s, 3 h 20 min."""
+    """A formatted time: 0.8 s, 42 s, 5 min 1 s, 3 h 20 min."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     whole = round(seconds)

@@ -35,7 +35,7 @@ class LinearHead(nn.Module):
 
 
 def build_head(state: Mapping[str, Tensor], width: int, what: str, path: object) -> LinearHead:
-    """A `LinearHead` with the weights of `state`; ValueError, with a guess what they are, if they do not fit."""
+    """A `LinearHead` with the weights of `state`; ValueError, with a guess at their model, if they do not fit."""
     try:
         return cast(LinearHead, build(lambda: LinearHead(width), state, what, path))
     except ValueError as error:
@@ -43,7 +43,7 @@ def build_head(state: Mapping[str, Tensor], width: int, what: str, path: object)
 
 
 class Aesthetic:
-    """How beautiful people find a picture, about 1 to 10; the prompt plays no part, so it is easily hacked.
+    """The aesthetic quality of a picture, about 1 to 10; it ignores the prompt, so it is easily hacked.
 
     Args: `path`, the head's file (sac+logos+ava1-l14-linearMSE.pth) or its folder; `clip`, the folder or repository of
     OpenAI's CLIP ViT-L/14; `device`; `dtype` of CLIP's weights (the head stays float32); `batch_size`.

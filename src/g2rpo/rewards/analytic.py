@@ -1,4 +1,4 @@
-"""Rewards that are formulas: no weights, no prompt, exact. For smoke tests and for seeing an algorithm work."""
+"""Rewards that are formulas: no weights, no prompt, exact. For smoke tests and demonstrations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """CLIP score: how well a picture fits its prompt, by any CLIP.
 
-"The CLIP score" is several published numbers: which checkpoint, which preprocessing and which scale; here it is the
-cosine, with the checkpoint's own preprocessing.
+Published "CLIP scores" differ in checkpoint, preprocessing and scale; here it is the cosine, with the checkpoint's own
+preprocessing.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ _OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bi
 class ClipEncoder:
     """Unit-length CLIP features of pictures and prompts; the text features of the last prompts are remembered.
 
-    `preprocess` turns uint8 pictures [B, 3, H, W] into the vision tower's input; `clean` prepares a prompt for the
-    tokenizer. The model is frozen and moved to `device` and `dtype`; features are float32 on `device`. Cosines
-    are float32 too, but for `dtype` float16: that is what published rewards score in, and their products are float16 as well.
+    `preprocess` turns uint8 pictures [B, 3, H, W] into the vision tower's input; `clean` prepares a prompt for the tokenizer.
+    The model is frozen and moved to `device` and `dtype`; features are float32 on `device`. Cosines are float32 too, except for
+    `dtype` float16, where products and cosines are float16 as in published rewards.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ClipEncoder:
 
     @torch.no_grad()
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        """Features [len(prompts), D]; each distinct prompt is encoded once and kept until `TEXT_CACHE_SIZE` others came."""
+        """Features [len(prompts), D]; those of the last `TEXT_CACHE_SIZE` distinct prompts are cached."""
         new = list(dict.fromkeys(p for p in prompts if p not in self._cache))
         if new:
             features = _unit(self.model.get_text_features(input_ids=self.token_ids(new).to(self.device)))
@@ -68,7 +68,7 @@ class ClipEncoder:
     def similarity(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Cosines [B] of uint8 `images` [B, 3, H, W], each with its own prompt; in float16 multiples of 2^-12 from .25 to .5.
 
-        bfloat16's would be 2^-10 apart, too coarse to tell the members of a group from each other.
+        bfloat16's would be 2^-10 apart, too coarse to rank the members of a group.
         """
         kind = torch.float16 if self.dtype == torch.float16 else torch.float32
         image, text = self.image_features(images).to(kind), self.text_features(prompts).to(kind)
@@ -130,7 +130,7 @@ def load_clip(
 
 
 def build_open_clip(model_cfg: dict[str, Any], state: dict[str, Tensor], what: str, path: object) -> Any:
-    """CLIPModel with an open_clip state dict; ValueError, with a guess what the file is, if it does not fit."""
+    """CLIPModel with an open_clip state dict; ValueError, with a guess at its model, if it does not fit."""
     from transformers import CLIPModel
 
     config = clip_config(model_cfg)
@@ -154,7 +154,7 @@ def load_clip_tokenizer(source: str | Path) -> Any:
 
 
 def _has_open_clip(path: str | Path) -> bool:
-    """Whether there are open_clip files; FileNotFoundError if there is no such place, or it cannot be asked."""
+    """Whether there are open_clip files; FileNotFoundError if the place does not exist or cannot be reached."""
     try:
         return fetch(path, "open_clip_config.json").is_file()
     except MissingFile:

@@ -19,7 +19,7 @@ def load_function(target: str) -> Callable[..., Any]:
     Raises FileNotFoundError if there is no such file, and ValueError if it cannot be run or has no such function.
     """
     path, _, name = target.rpartition(":")
-    if not (is_code(target) and path.endswith(".py")):  # what `plugins` takes for code: it decides whether to allow it
+    if not (is_code(target) and path.endswith(".py")):  # the form of a name that `plugins` must allow
         raise ValueError(f"a function is named 'path/to/file.py:function', got {target!r}")
     file = local(path).resolve()
     try:
@@ -40,8 +40,8 @@ class FunctionReward:
 
     `target` is the function or class, or its place as "path/to/file.py:name".
 
-    The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It answers
-    B numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attribute `right`, if it has
+    The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It returns B
+    numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attribute `right`, if it has
     one, is the least score of a right picture; one with `video = True` gets clips [B, T, 3, H, W]. Its exceptions are not
     caught. Raises FileNotFoundError or ValueError if the function cannot be loaded.
     """
@@ -57,7 +57,7 @@ class FunctionReward:
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU; ValueError if the function answers anything but B numbers."""
+        """Scores [B], float32 on CPU; ValueError if the function returns anything but B numbers."""
         check_batch(images[:, 0] if images.ndim == 5 else images, prompts)
         answer = self.function(images, list(prompts), **self.options)
         if isinstance(answer, list | tuple):

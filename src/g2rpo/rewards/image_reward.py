@@ -1,4 +1,4 @@
-"""ImageReward v1.0 (Xu et al. 2023): BLIP reads the picture and the prompt together, a small head gives the score."""
+"""ImageReward v1.0 (Xu et al. 2023): BLIP encodes picture and prompt jointly, and a small head computes the score."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def blip_configs(state: Mapping[str, Tensor], heads: tuple[int, int]) -> tuple[A
         num_hidden_layers=layers(f"{text}encoder.layer."),
         num_attention_heads=heads[1],
         max_position_embeddings=positions.shape[0],
-        bos_token_id=words.shape[0] - 2,  # [DEC], which scores never use; the default lies outside small vocabularies
+        bos_token_id=words.shape[0] - 2,  # [DEC], unused in scores; the default is outside small vocabularies
         layer_norm_eps=1e-12,
         hidden_act="gelu",
         is_decoder=True,  # builds the layers of cross-attention; the model is run as an encoder
@@ -84,7 +84,7 @@ def blip_configs(state: Mapping[str, Tensor], heads: tuple[int, int]) -> tuple[A
 
 
 class ImageReward:
-    """(r - 0.1672) / 1.0333 of BLIP's joint reading of picture and prompt; about -2 to 2.
+    """(r - 0.1672) / 1.0333 of BLIP's joint encoding of picture and prompt; about -2 to 2.
 
     The picture's shorter side becomes 224 pixels and the middle is cut out; a prompt has at most 35 tokens.
     Args: `path`, the file ImageReward.pt, its folder or the repository; `tokenizer`, BERT's; `device`; `dtype` of BLIP's

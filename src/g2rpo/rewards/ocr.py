@@ -80,7 +80,7 @@ class OCR:
 
 
 def load_engine(width: int = 320) -> Any:
-    """RapidOCR with sessions of one thread, which says nothing; UserError if it is not installed."""
+    """RapidOCR with sessions of one thread and without log output; UserError if it is not installed."""
     for library in LIBRARIES:
         try:
             importlib.import_module(library)

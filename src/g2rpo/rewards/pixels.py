@@ -96,7 +96,7 @@ class Preprocess:
     """8-bit pictures of any size -> what a vision tower reads: [B, 3, crop, crop], float32, normalised, on CPU.
 
     `mode` "shortest" brings the shorter side to `resize` and cuts the middle `crop` pixels; "squash" resizes both sides
-    to `resize`, whatever the proportions. `odd_margin` says where the crop begins if an odd number of pixels must go:
+    to `resize`, whatever the proportions. `odd_margin` is where the crop begins if an odd number of pixels is cut:
     "round" as torchvision does it (half to even), "floor" as transformers does it.
     """
 

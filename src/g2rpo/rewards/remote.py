@@ -1,4 +1,4 @@
-"""A reward that another process computes: the client of `g2rpo.rewards.server`, or of any server that speaks like it.
+"""A reward that another process computes: the client of `g2rpo.rewards.server`, or of any server with that protocol.
 
 For rewards whose dependencies do not fit into the trainer's environment, or whose model belongs on another GPU. The
 protocol is three lines of JSON, so a server can be written in any language:

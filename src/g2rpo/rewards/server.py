@@ -290,7 +290,7 @@ class RewardServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Makes room by closing the connection that has said nothing for longest: whoever asks at once is always heard."""
+        """Closes the connection that has been idle longest, so that idle clients cannot block others."""
         with self.counting:
             if len(self.strangers) >= self.limits.connections:
                 oldest = next(iter(self.strangers))

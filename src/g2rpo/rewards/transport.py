@@ -181,7 +181,7 @@ def _explanation(error: urllib.error.HTTPError) -> str:
 
 
 def _printable(text: str) -> str:
-    """What a server says goes to terminals and logs: on one line, and no control characters."""
+    """Text of a server for terminals and logs: one line, without control characters."""
     return "".join(character if character.isprintable() else " " for character in text[:300])
 
 

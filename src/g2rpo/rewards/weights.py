@@ -24,7 +24,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 class MissingFile(FileNotFoundError):
-    """The folder or repository is there, and does not hold the file."""
+    """The folder or repository exists but lacks the file."""
 
 
 def fetch(path: str | Path, *names: str) -> Path:
@@ -34,7 +34,7 @@ def fetch(path: str | Path, *names: str) -> Path:
     repository cannot be asked and is not in the cache.
     """
     place = local(path)
-    if os.path.isfile(place):  # unlike Path.is_file, it has an answer for names that no disk allows
+    if os.path.isfile(place):  # unlike Path.is_file, it does not raise for names that are too long
         return place
     if os.path.isdir(place):
         for name in names:
@@ -54,7 +54,7 @@ def _download(repository: str, names: tuple[str, ...]) -> Path:
     for name in names:
         try:
             return Path(hf_hub_download(repository, name))
-        except LocalEntryNotFoundError:  # could not ask, which is not the same as being told that there is none
+        except LocalEntryNotFoundError:  # the hub could not be reached, so it is unknown whether the file exists
             raise
         except EntryNotFoundError:
             continue
@@ -97,7 +97,7 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
 
 
 def guess_model(state: Mapping[str, Tensor]) -> str:
-    """A phrase that says which model a state dict seems to belong to, for error messages."""
+    """A phrase for error messages that names the likely model of a state dict."""
 
     def clip(width_key: str, layer_prefix: str, layout: str) -> str:
         layers = len({name[len(layer_prefix) :].split(".")[0] for name in state if name.startswith(layer_prefix)})
@@ -132,7 +132,7 @@ def check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], wha
 
 
 def build(factory: Callable[[], nn.Module], state: Mapping[str, Tensor], what: str, path: object) -> nn.Module:
-    """The module that `factory` makes, frozen and in eval mode, with the tensors of `state` and never any of its own.
+    """The module that `factory` makes, frozen and in eval mode, with the tensors of `state` only.
 
     The module is made on the meta device, so a model of billions of parameters is neither initialised nor copied.
     Raises ValueError (`check_state`) if `state` is not exactly its state dict.

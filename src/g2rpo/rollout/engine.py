@@ -1,11 +1,11 @@
 """The rollout engine: executes plans. The only loop over denoising steps that samples for training.
 
 Everything that plans have in common is computed once, with the mathematics unchanged:
-- plans with shared noise branch off one anchor walk per prompt,
+- plans with shared noise branch off one anchor trajectory per prompt,
 - the velocity of a branch point serves the anchor and the stochastic step of all members,
-- tails that begin alike are one walk until they part (`rollout.sharing`).
-What remains is independent, so rows of any prompt, plan, member and sigma fill batches of `batch_size` until none is left.
-What tails may save beyond that is in `rollout.tails`.
+- tails with equal first steps are evaluated once up to where they differ (`rollout.sharing`).
+What remains is independent, so batches of `batch_size` mix rows of any prompt, plan, member and sigma. Cheaper tails are in
+`rollout.tails`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Engine:
     """Runs plans for a batch of prompts (the rows of `cond`) on the grid `sigmas` [num_steps + 1].
 
     `batch_size` bounds the rows of one network call. `anchor_dtype` rounds the latents at which noise enters, `sample_dtype`
-    the latents that the noise leads to; both before log-probs are taken, so that what is stored is what was scored.
-    `step_dtype` is the dtype of velocities and noise, and so of their products with a step's numbers (`data.times`).
-    `tails` and `tail_velocity` (None: the policy's) finish members; nothing else in a rollout knows them.
-    `evaluations` counts rows given to the network, `calls` its calls; `on_rows(rows)` is called after each.
+    the latents after the noise; both before log-probs are taken, so that log-probs belong to the stored latents. `step_dtype`
+    is the dtype of velocities and noise, and so of their products with a step's numbers (`data.times`). `tails` and
+    `tail_velocity` (None: the policy's) finish members only; anchors and stochastic steps use the policy. `evaluations` counts
+    rows given to the network, `calls` its calls; `on_rows(rows)` is called after each.
     """
 
     policy: Policy
@@ -57,8 +57,8 @@ class Engine:
 
     @torch.no_grad()
     def rollout(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[Rollout]:
-        """Every plan for every prompt, ordered by prompt, then plan. Needs sum over plans, prompts of the evaluations that
-        `planning.count_evaluations` predicts."""
+        """Executes every plan for every prompt; rollouts are ordered by prompt, then plan. `planning.count_evaluations`
+        predicts the evaluations of a prompt."""
         groups = self._begin(plans, group_size, kernel, noise)
         tails = self.tails.walked_by(plans)
         jobs = [(tails.tree(group.plan.tails), group.prompt, group.x) for group in groups]
@@ -98,7 +98,7 @@ class Engine:
 
     @torch.no_grad()
     def anchors(self, branch_steps: Sequence[int], noise: Noise) -> dict[int, tuple[Tensor, Tensor]]:
-        """(x, velocity), each with one row per prompt, at every branch step of the shared ODE walk."""
+        """(x, velocity), each with one row per prompt, at every branch step of the shared ODE trajectory."""
         if not branch_steps:
             return {}
         x, prompts = self.initial(noise), range(len(self.cond))
@@ -111,7 +111,7 @@ class Engine:
         return anchors
 
     def _begin(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[_Group]:
-        """Every plan for every prompt up to its `merge`; groups take their steps together, so that they share batches."""
+        """Executes every plan up to its `merge`; groups advance together, so that they share batches."""
         anchors = self.anchors([plan.branch for plan in plans if plan.shared_noise], noise)
         groups = [self._start(plan, prompt, group_size, noise, anchors) for prompt in range(len(self.cond)) for plan in plans]
         own = [group for group in groups if not group.plan.shared_noise]
@@ -131,14 +131,14 @@ class Engine:
         return groups
 
     def _start(self, plan: Plan, prompt: int, group_size: int, noise: Noise, anchors: dict) -> _Group:
-        """A group at its branch point where that is shared, else at noise of its own."""
+        """A group at its branch point if that is shared, otherwise at its own noise."""
         if plan.shared_noise:
             x, v = anchors[plan.branch]
             return _Group(prompt, plan, x[prompt : prompt + 1], v[prompt : prompt + 1])
         return _Group(prompt, plan, self._noise([noise(prompt, "initial", member) for member in range(group_size)]))
 
     def _evaluate(self, groups: Sequence[_Group], steps: Sequence[int]) -> None:
-        """The velocities of groups, each at a step of its own."""
+        """The velocities of groups, each at its own step."""
         if not groups:
             return
         sizes = [len(group.x) for group in groups]
@@ -156,10 +156,8 @@ class Engine:
         group.move(x_next)
 
     def _finish(self, jobs: Sequence[tuple[Node, int, Tensor]], tails: Tails, network: Velocity | None) -> list[Tensor]:
-        """Walks each job's latents [G, ...] down its tree, for the job's prompt; finals [M, G, ...] per job.
-
-        Rows wait on a stack and full batches are taken from its top, so that members are finished rather than begun: memory
-        stays near the number of members whatever the number of tails.
+        """Integrates each job's latents [G, ...] along its prefix tree; returns finals [M, G, ...] per job. Rows are kept on a
+        stack and batches are taken from its top (depth first), so memory is bounded by the number of members, not of tails.
         """
         finals: list[list[list[Tensor | None]]] = []
         stack: list[_Row] = []
@@ -183,7 +181,7 @@ class Engine:
         return [torch.stack([torch.stack(members) for members in tails]) for tails in finals]  # type: ignore[arg-type]
 
     def _advance(self, rows: Sequence[_Row], x: Tensor, v: Tensor, tails: Tails) -> Iterator[_Row]:
-        """Every row with a step to each child of its node."""
+        """The rows after one step to each child of their nodes."""
         steps = [(index, child) for index, row in enumerate(rows) for child in row.node.children]
         index = [row for row, _ in steps]
         sigma = self.sigmas[[rows[row].node.step for row in index]]
@@ -197,7 +195,7 @@ class Engine:
 
 @dataclass
 class _Group:
-    """The members of one plan for one prompt on their way to `merge`; as long as they share a latent, x has one row."""
+    """The members of one plan for one prompt before `merge`; x has one row as long as they share a latent."""
 
     prompt: int
     plan: Plan
@@ -215,7 +213,7 @@ class _Group:
 
 @dataclass
 class _Row:
-    """A latent on its way: at which node of which job's tree, whose, and what it remembers."""
+    """A latent of a tail: its node in its job's tree, its prompt and member, and its past velocities."""
 
     x: Tensor
     node: Node
@@ -225,7 +223,7 @@ class _Row:
 
 
 def _take(stack: list[_Row], batch_size: int) -> tuple[list[_Row], list[_Row], list[_Row]]:
-    """Pops up to `batch_size` rows that ask the network, and what lies between them: forecast rows and finished ones."""
+    """Pops up to `batch_size` rows that need the network, with the forecast and finished rows between them."""
     asking: list[_Row] = []
     forecast: list[_Row] = []
     ended: list[_Row] = []

@@ -44,7 +44,7 @@ class OnFrames:
 
     @property
     def right(self) -> float | None:
-        """The least score of a right picture, if the reward says so; a clip's is the same."""
+        """The least score of a right picture, if the reward defines it; the same for clips."""
         return getattr(self.reward, "right", None)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What plans cost, before anything runs."""
+"""The cost of plans, computed before anything runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:
 
 
 def dry_rollout(plan: Plan, group_size: int, latent: Sequence[int] = (1,), prompt: int = 0) -> Rollout:
-    """A rollout of zeros, with everything that `Engine.rollout` would leave of one group whose latents have that shape."""
+    """A rollout of zeros with the shapes that `Engine.rollout` returns for one group with latents of the shape `latent`."""
     steps = [step for step in range(plan.branch, plan.merge) if plan.trains(step)]
     group = torch.zeros(group_size, *latent)
 

@@ -26,11 +26,11 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        """Leaves the time since the last lap out."""
+        """Discards the time since the last lap."""
         self._last = self.clock()
 
     def lap(self, phase: str) -> None:
-        """Books the time since the last lap on `phase`."""
+        """Adds the time since the last lap to `phase`."""
         now = self.clock()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
@@ -43,10 +43,10 @@ def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
 
 
 def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Scores [R, N] of images, rewards in their order; an infinite score is none, NaN.
+    """Scores [R, N] of images, rewards in their order; infinite scores become NaN.
 
-    Raises `RewardFailed`, which names the reward, from its exception, or for an answer in another shape. Memory that runs out
-    is not the reward's fault and is passed on.
+    Raises `RewardFailed` with the reward's name if it raises an exception or returns another shape. Out-of-memory errors are
+    passed on.
     """
     rows = []
     for name, reward in rewards.items():
@@ -68,7 +68,7 @@ def _scored(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
     """The reward's scores; of clips [B, T, 3, H, W] by their frames, unless the reward has `video = True` and takes clips."""
     if images.ndim == 5 and not getattr(reward, "video", False):
         reward = OnFrames(reward)
-    own = images if isinstance(reward, OnFrames) else images.clone()  # a reward may change what it is given
+    own = images if isinstance(reward, OnFrames) else images.clone()  # a reward may write into its argument
     return reward(own, list(prompts))
 
 

@@ -1,6 +1,6 @@
-"""What the tails of one member have in common.
+"""The common steps of a member's tails.
 
-Two tails that visit the same first steps pass through the same latents, so a velocity belongs to a *path*, not to a tail.
+Two tails that visit the same first steps have the same latents there.
 The tails of a member form a prefix tree; each node is evaluated once.
 """
 

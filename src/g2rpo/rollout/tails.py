@@ -1,7 +1,6 @@
-"""How tails are walked: exactly, or at a lower price. Everything here is off by default.
-
-A tail only estimates what a member is worth. It carries no log-prob, so no choice made here touches a ratio: anchors and
-stochastic steps always have the policy's own velocity. What a choice costs in reward is measured by `benchmarks.fast_tails`.
+"""How tails are integrated: exactly, or approximately with fewer or cheaper evaluations. All approximations are off by default.
+A tail only estimates the reward of a member and carries no log-prob, so the ratio is unaffected: anchors and stochastic steps
+always use the policy's own velocity. `benchmarks.fast_tails` measures the errors.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from g2rpo.flow import ode_step, per_row
 from g2rpo.rollout.sharing import Node, prefix_tree
 
 Past = tuple[tuple[float, Tensor], ...]
-"""What a row remembers of the network's last answers on its path, newest first: sigma, and velocity (dpmpp2m: image)."""
+"""The last evaluations of a row, newest first: sigma, and velocity (dpmpp2m: predicted image)."""
 
 
 class TailNetwork(Protocol):
     """A cheaper network than the policy's."""
 
     def refresh(self) -> None:
-        """Takes over the policy's weights as they are now."""
+        """Copies the policy's current weights."""
         ...
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -35,10 +34,10 @@ class TailNetwork(Protocol):
 
 @dataclass(frozen=True)
 class Tails:
-    """What tails may save. `Tails()` is the exact Euler walk over the steps of a plan.
+    """Options of tails. `Tails()` takes exact Euler steps over the steps of a plan.
 
     solver: "ab2" is the two-step Adams-Bashforth method in sigma, "dpmpp2m" is DPM-Solver++(2M) (arXiv 2211.01095, Alg. 2),
-        its form for flows; both are second order, cost nothing, and begin with an Euler step.
+        its form for flows; both are second order, need no further evaluations, and begin with an Euler step.
     stride: a second-order tail visits only every `stride`-th of its plan's inner steps, after the first jump.
     forecast: from the third on, every second velocity of a tail is extrapolated, linearly in sigma, from the last two that were
         evaluated (TaylorSeer, arXiv 2503.06923, of order 1 on the network's output). To reuse the last velocity unchanged would
@@ -69,21 +68,21 @@ class Tails:
         return self.compile or self.dtype != "policy" or self.quantize != "none"
 
     def walked_by(self, plans: Sequence[Plan]) -> Tails:
-        """These tails with the solver that the plans ask for; plans that leave it open ("euler") take the own one."""
+        """These tails with the plans' solver; plans with the default ("euler") use `self.solver`."""
         asked = {plan.solver for plan in plans}
         if len(asked) > 1:
             raise ValueError(f"the plans of one rollout must agree on a solver, got {', '.join(sorted(asked))}")
         return self if asked <= {"euler"} else replace(self, solver=asked.pop())
 
     def tree(self, tails: Sequence[Sequence[int]]) -> Node:
-        """The prefix tree of the tails as they are walked."""
+        """The prefix tree of the tails, with `stride` and `forecast` applied."""
         return prefix_tree([self._thinned(tail) for tail in tails], forecast=self.forecast)
 
     def _thinned(self, tail: Sequence[int]) -> Sequence[int]:
-        return (*tail[:1], *tail[1 : -1 : self.stride], *tail[1:][-1:])  # a tail of one step is over
+        return (*tail[:1], *tail[1 : -1 : self.stride], *tail[1:][-1:])  # a tail of one step has no inner steps
 
     def remember(self, past: Past, x: Tensor, velocity: Tensor, sigma: float) -> Past:
-        """A row's memory after the network's answer at sigma."""
+        """`past` with the evaluation at sigma added."""
         if self.solver == "euler":
             return ((sigma, velocity), *past)[:2] if self.forecast else ()
         return ((sigma, velocity if self.solver == "ab2" else x - sigma * velocity),)
@@ -94,7 +93,7 @@ class Tails:
         return velocity + (sigma - near) / (near - far) * (velocity - before)
 
     def step(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, past: Sequence[Past]) -> Tensor:
-        """x [B, ...] at `sigma_next` [B]; rows that remember nothing make an Euler step.
+        """x [B, ...] at `sigma_next` [B]; rows without a past take an Euler step.
 
         Both second-order methods add to it a multiple of how much their quantity has changed since the row's last step:
         ab2: dsigma^2 / (2 dsigma_before) of the velocity's change; dpmpp2m: (1 - sigma_next / sigma) * h / (2 h_before) of the

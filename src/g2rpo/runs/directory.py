@@ -1,4 +1,4 @@
-"""Run directories: one run each, never overwritten by another."""
+"""Run directories: one run each, never overwritten."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ MAY_CHANGE = (
     "recipe",
     *(f"alarms.{name}" for name in AlarmsConfig.model_fields),
 )
-"""Keys that a resumed run may set anew; nothing already computed depends on them, and what comes only by rounding."""
+"""Keys that a resumed run may change: nothing already computed depends on them, and later results only by rounding."""
 
 
 @contextmanager
-def entered(config: Config, run_dir: Path | None, resume: bool, warn: Callable[[str], None] = print) -> Iterator[Path]:
-    """The directory for a run of `config`, kept for this process while entered; what is made here and left empty goes again.
+def entered(config: Config, run_dir: Path | None, resume: bool, notify: Callable[[str], None] = print) -> Iterator[Path]:
+    """The directory for a run of `config`, locked while entered; if it was created here and is still empty, it is removed.
 
     Without `run_dir` a fresh `runs/NAME`, `runs/NAME-2`, ... is taken. A directory that holds a run is only entered with
     `resume` and the same config.
@@ -55,17 +55,17 @@ def entered(config: Config, run_dir: Path | None, resume: bool, warn: Callable[[
         raise UserError("--resume continues a run: name its directory with --run-dir")
     with ExitStack() as stack:
         if run_dir is None:
-            directory = _enter_fresh(stack, config.recipe or "run", warn)
+            directory = _enter_fresh(stack, config.recipe or "run", notify)
         else:
             directory = run_dir
             check_directory(config, directory, resume)  # before it is touched
-            stack.enter_context(held(directory, warn))
-            check_directory(config, directory, resume)  # as the last process that held it left it
+            stack.enter_context(held(directory, notify))
+            check_directory(config, directory, resume)  # unchanged since the last process released it
         yield directory
 
 
 def check_directory(config: Config, directory: Path, resume: bool) -> None:
-    """Refuses a directory that a run of `config` cannot begin in, or go on in with `resume`; nothing is written."""
+    """Refuses a directory in which a run of `config` cannot begin, or with `resume` continue; nothing is written."""
     if (directory / CONFIG).is_file():
         if not resume:
             raise UserError(
@@ -79,7 +79,7 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
 
 
 def claim(directory: Path, config: Config) -> None:
-    """Makes a directory this run's, by writing config.yaml."""
+    """Marks a directory as this run's by writing config.yaml."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_unfinished(directory)
@@ -89,8 +89,8 @@ def claim(directory: Path, config: Config) -> None:
 
 
 def record_start(directory: Path, iteration: int, device: torch.device, contents: Mapping[str, str] | None = None) -> None:
-    """Appends to starts.jsonl what starts (or resumes, after `iteration` > 0) the run: when, which software, which device,
-    and what the names in its config stand for (`commands.contents`)."""
+    """Appends a start (or resume, after `iteration` > 0) to starts.jsonl: time, software, device, and digests of what the
+    config names (`commands.contents`)."""
     threads = torch.get_num_threads()
     cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     start = {
@@ -108,7 +108,7 @@ def record_start(directory: Path, iteration: int, device: torch.device, contents
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """What `record_start` wrote, oldest first; UserError for a line that it did not."""
+    """The lines of `record_start`, oldest first; UserError for any other line."""
     path = directory / STARTS
     try:
         return read_json_lines(path, dict) if path.exists() else []
@@ -117,9 +117,8 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def check_contents(directory: Path, contents: Mapping[str, str], accept: bool) -> list[str]:
-    """Refuses to go on with other prompts, model or reward code than the run had when it last started.
-
-    With `accept` it returns what has changed. Held-out prompts may never change: the base model was judged on the first ones.
+    """Refuses to continue with other prompts, model or reward code than at the run's last start. With `accept` it returns the
+    changes. Held-out prompts may never change: the base model was evaluated on the first ones.
     """
     starts = [start for start in read_starts(directory) if start.get("contents")]
     before = dict(starts[-1]["contents"]) if starts else dict(contents)
@@ -128,7 +127,7 @@ def check_contents(directory: Path, contents: Mapping[str, str], accept: bool) -
     if not changed or (accept and "evaluation.prompts" not in keys):
         return changed
     go_on = (
-        "Held-out prompts cannot change within a run, whose base model was judged on them; begin another run."
+        "Held-out prompts cannot change within a run, whose base model was evaluated on them; begin another run."
         if "evaluation.prompts" in keys
         else "To go on with them on purpose add --accept-changes; the base model keeps the scores that it had."
     )
@@ -138,7 +137,7 @@ def check_contents(directory: Path, contents: Mapping[str, str], accept: bool) -
 
 def source_commit(root: Path) -> str | None:
     """The commit of the checkout at `root`, with "-dirty" if files differ from it; None if it is no checkout (an installed
-    package) or there is no git to ask."""
+    package) or git is missing."""
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -151,7 +150,7 @@ def source_commit(root: Path) -> str | None:
 def read_config(
     run_dir: Path,
     overrides: Sequence[str] = (),
-    note: Callable[[str], None] = lambda message: None,
+    notify: Callable[[str], None] = lambda message: None,
     *,
     mention: bool = True,
 ) -> Config:
@@ -162,11 +161,11 @@ def read_config(
     path = run_dir / CONFIG
     if not path.is_file():
         raise UserError(f"{run_dir} is no run directory (no {CONFIG})")
-    return resolve(read_yaml(path), overrides, str(path), note, mention)
+    return resolve(read_yaml(path), overrides, str(path), notify, mention)
 
 
 def weights_path(run_dir: Path) -> Path:
-    """Where a finished run keeps its weights: `adapter/` or `transformer/`."""
+    """The weights of a finished run: `adapter/` or `transformer/`."""
     for folder in ("adapter", "transformer"):
         if (run_dir / folder).is_dir():
             return run_dir / folder
@@ -181,13 +180,13 @@ def _check_same(config: Config, other: Config, directory: Path) -> None:
         raise UserError(f"{directory} belongs to a run with another config:\n{listed}\n{how}")
 
 
-def _enter_fresh(stack: ExitStack, name: str, warn: Callable[[str], None]) -> Path:
-    """The first of runs/NAME, runs/NAME-2, ... that is new; runs that begin at one time get one each."""
+def _enter_fresh(stack: ExitStack, name: str, notify: Callable[[str], None]) -> Path:
+    """Enters the first of runs/NAME, runs/NAME-2, ... that does not exist; concurrent runs get different ones."""
     while True:
         directory = fresh_directory(Path("runs"), name)
         with ExitStack() as attempt:
             try:
-                attempt.enter_context(held(directory, warn))
+                attempt.enter_context(held(directory, notify))
             except InUse:
                 continue
             if is_empty(directory):  # else another run has come and gone

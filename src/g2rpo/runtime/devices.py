@@ -1,4 +1,4 @@
-"""What code does with an accelerator whatever its kind: through torch's module for it, such as torch.cuda."""
+"""Accelerators of any kind, through torch's module for them, such as torch.cuda."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def accelerator(device: torch.device) -> Any:
 
 
 def same_device(device: torch.device) -> Callable[[], None]:
-    """An initializer for threads, by which "cuda" without an index is there the device that it is in this thread.
+    """A thread initializer that sets the current device of this thread, so that "cuda" without an index means the same device.
 
-    CUDA's current device belongs to the thread, and a new thread begins with device 0 whatever its process works on.
+    CUDA's current device is a property of the thread; new threads start with device 0.
     """
     module = accelerator(device)
     if module is None or module.device_count() < 2:
@@ -26,7 +26,7 @@ def same_device(device: torch.device) -> Callable[[], None]:
 
 
 def empty_cache() -> None:
-    """Gives back to the accelerator, if there is one, what torch keeps of its memory for later tensors."""
+    """Empties torch's cache of accelerator memory, if there is an accelerator."""
     device = torch.accelerator.current_accelerator()
     if device is not None:
         torch.get_device_module(device).empty_cache()

@@ -23,13 +23,13 @@ from g2rpo.runtime.devices import accelerator
 Items = TypeVar("Items", list[str], Sequence[str], Tensor)
 
 BUCKET = 2**25
-"""Numbers that are added in one message: large enough to be fast, small beside the gradients of a large model."""
+"""Elements of one all-reduce: large enough to be fast, small compared with the gradients of a large model."""
 _REASON = "g2rpo/reason"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` of them. Whatever is given to a method must be given to it on every rank, in one order."""
+    """This process among `size` ranks. Every method is collective: all ranks must call it, in the same order."""
 
     rank: int = 0
     size: int = 1
@@ -41,7 +41,7 @@ class World:
         return self.rank == 0
 
     def share(self, count: int, setting: str) -> int:
-        """What each rank gets of `count`; UserError, naming `setting`, unless all get the same."""
+        """A rank's share of `count`; UserError that names `setting` if it is not divisible."""
         if count % self.size:
             fitting = [number for number in (count - count % self.size, count + self.size - count % self.size) if number]
             listed = " or ".join(str(number) for number in fitting)
@@ -49,19 +49,19 @@ class World:
         return count // self.size
 
     def first(self, count: int) -> int:
-        """The number of this rank's first item where `count` items are sharded."""
+        """The index of this rank's first of `count` items."""
         return self.rank * count // self.size
 
     def shard(self, items: Items) -> Items:
-        """This rank's items: a piece of the whole, so that the pieces of all ranks, in their order, are the whole again."""
+        """This rank's contiguous slice of `items`; the slices of all ranks, in order, make up `items`."""
         return items[self.first(len(items)) : (self.rank + 1) * len(items) // self.size]
 
     def shard_or_all(self, items: Items) -> Items:
-        """This rank's items, or all of them where there are fewer than ranks."""
+        """This rank's slice, or all items if there are fewer items than ranks."""
         return self.shard(items) if len(items) >= self.size else items
 
     def gather(self, own: Tensor) -> Tensor:
-        """The rows of all ranks in their order, on every rank; `own` [rows, ...] is on the CPU, and rows may differ."""
+        """The rows of all ranks, in rank order, on every rank; `own` [rows, ...] is on the CPU, and `rows` may differ."""
         if self.size == 1:
             return own
         with self._collective():
@@ -71,7 +71,7 @@ class World:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def gather_to_main(self, own: Tensor) -> Tensor:
-        """As `gather`, but on the leader only: the others keep their own rows."""
+        """As `gather`, but on rank 0 only; the others return their own rows."""
         if self.size == 1:
             return own
         with self._collective():
@@ -81,7 +81,7 @@ class World:
         return own if parts is None else torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def _padded(self, own: Tensor) -> tuple[Tensor, list[int]]:
-        """`own` with as many rows as any rank has, and how many each has."""
+        """`own` padded to the largest number of rows of any rank, and the number of rows of each."""
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(counts, torch.tensor([len(own)]))
         padded = own.new_zeros(int(max(counts)), *own.shape[1:])
@@ -93,7 +93,7 @@ class World:
         return self.gather(torch.tensor([numbers])).sum(0).tolist()
 
     def broadcast_text(self, text: str) -> str:
-        """What rank 0 gave."""
+        """The text of rank 0."""
         mine = torch.tensor(list(text.encode() if self.is_main else b""), dtype=torch.uint8)
         return bytes(self.gather(mine).tolist()).decode()
 
@@ -104,9 +104,9 @@ class World:
 
     @torch.no_grad()
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by its sum over the ranks, bit for bit the same on all of them.
+        """Replaces each tensor by its sum over the ranks, with bitwise equal results on all of them.
 
-        Accelerators wait for a lost peer without a word, so the ranks meet through gloo first, which notices.
+        NCCL waits for a lost peer without an error, so a gloo barrier, which raises one, comes first.
         """
         if self.size == 1:
             return
@@ -127,14 +127,14 @@ class World:
             raise self.lost() from error
 
     def lost(self) -> RankLost:
-        """What to raise when a meeting fails."""
-        silence = "another rank died without a word, or did not answer within trainer.rank_timeout_s"
+        """The exception for a failed collective."""
+        silence = "another rank died, or did not answer within trainer.rank_timeout_s"
         return RankLost(f"rank {self.rank} stops: {self._reason() or silence}")
 
     def _reason(self) -> str:
         try:
             return self.store.get(_REASON).decode() if self.store.check([_REASON]) else ""
-        except RuntimeError:  # the store was rank 0's, and is gone with it
+        except RuntimeError:  # the store belongs to rank 0 and ends with it
             return ""
 
 
@@ -143,10 +143,10 @@ ALONE = World()
 
 @contextmanager
 def joined(device: str, timeout_s: float = 1800) -> Iterator[World]:
-    """The world that torchrun, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, has put this process in.
+    """The world of this process, as set by torchrun or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*.
 
-    On GPUs the process takes the device of its local rank. An exception that leaves the context is sent to the other ranks;
-    one that waits longer than `timeout_s` for the others, or finds one gone, raises `RankLost`.
+    On GPUs the process takes the device of its local rank. An exception that leaves the context is published to the other
+    ranks. A collective that takes longer than `timeout_s` or loses a rank raises `RankLost`.
     """
     local = int(os.environ.get("LOCAL_RANK", 0))
     module, index = accelerator(torch.device(device)), torch.device(device).index
@@ -178,8 +178,8 @@ def joined(device: str, timeout_s: float = 1800) -> Iterator[World]:
 
 
 def _publish(store: Any, words: str) -> None:
-    """Publishes why this rank stopped, unless another rank did before."""
-    with suppress(RuntimeError):  # the store may be gone, and with it the rank that could have listened
+    """Publishes why this rank stopped, unless another rank has already."""
+    with suppress(RuntimeError):  # the store ends with rank 0
         store.compare_set(_REASON, "", words)
 
 

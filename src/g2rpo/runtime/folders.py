@@ -1,4 +1,4 @@
-"""Folders that a program writes: by one process at a time, whole or not at all, and with a message where the disk refuses."""
+"""Output folders: locked for one process, written whole or not at all, with a message for disk errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from g2rpo.errors import Stopped, UserError
 from g2rpo.files import UNFINISHED
 
 LOCK = ".lock"
-ATTEMPTS = 100  # to enter a folder that others make and remove meanwhile
+ATTEMPTS = 100  # attempts to enter a folder that others create and remove meanwhile
 
 
 class InUse(UserError):
@@ -38,18 +38,17 @@ _HOLDS: dict[Path, _Hold] = {}
 
 
 @contextmanager
-def held(folder: Path, warn: Callable[[str], None] = print) -> Iterator[int]:
-    """Keeps other processes out of `folder`, which is made if need be, while entered; this process may enter it again.
+def held(folder: Path, notify: Callable[[str], None] = print) -> Iterator[int]:
+    """While entered, other processes cannot enter `folder`, which is created if needed; this process may enter it again.
 
-    The lock is the kernel's (flock) and ends with the process, however that ends; the file `.lock` only says who holds it. NFS
-    (since Linux 2.6.12) and the usual cluster file systems show it to all machines; `warn` is called where a file system has no
-    locks. A folder that was made here and in which nothing was written is removed again. Yields a file descriptor: a child that
-    inherits it keeps the lock for as long as it lives. Raises `InUse`, which names the holder, and UserError if the folder
-    cannot be written.
+    The lock is the kernel's (flock) and ends with the process; the file `.lock` names its holder. NFS (since Linux 2.6.12) and
+    the usual cluster file systems share it between machines; `notify` is called for a file system without locks. A folder that
+    was created here and is still empty is removed on leaving. Yields a file descriptor: a child process that inherits it keeps
+    the lock. Raises `InUse`, which names the holder, and UserError if the folder cannot be written.
     """
     place = folder.resolve()
     hold = _HOLDS.get(place)
-    if hold is not None and hold.process == os.getpid():  # a forked child does not hold what its parent does
+    if hold is not None and hold.process == os.getpid():  # a forked child does not hold its parent's lock
         hold.depth += 1
         try:
             yield hold.descriptor
@@ -57,7 +56,7 @@ def held(folder: Path, warn: Callable[[str], None] = print) -> Iterator[int]:
             hold.depth -= 1
         return
     try:
-        descriptor, made = _make_and_lock(folder, warn)
+        descriptor, made = _make_and_lock(folder, notify)
         hold = _HOLDS[place] = _Hold(descriptor, os.getpid())
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
@@ -71,18 +70,18 @@ def held(folder: Path, warn: Callable[[str], None] = print) -> Iterator[int]:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder is absent, or holds nothing but a lock and what a killed process left unfinished."""
+    """Whether a folder is absent, or holds only a lock and unfinished files of a killed process."""
     return not folder.exists() or (folder.is_dir() and not _contents(folder))
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what a killed process left unfinished directly in `folder`, whose lock the caller holds."""
+    """Removes unfinished files of a killed process from `folder`, whose lock the caller must hold."""
     for left in folder.glob(f"{UNFINISHED}*"):
         remove(left)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder with all that is in it."""
+    """Removes a file, a link or a folder with its contents."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -91,8 +90,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def whole(folder: Path) -> Iterator[Path]:
-    """A new folder to write into. On leaving, it is on disk and has the place of `folder`; after an exception there is nothing
-    of it."""
+    """A new folder to write into. On leaving, it is synced to disk and replaces `folder`; after an exception it is removed."""
     unfinished = folder.with_name(f"{UNFINISHED}{folder.name}_{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
@@ -109,7 +107,7 @@ def whole(folder: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on disk."""
+    """fsync of a file or a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,7 +117,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns what a full or failing disk raises while `path` is written into `Stopped`."""
+    """Turns disk errors while `path` is written into `Stopped`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -130,14 +128,14 @@ def _contents(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(UNFINISHED)]
 
 
-def _make_and_lock(folder: Path, warn: Callable[[str], None]) -> tuple[int, list[Path]]:
-    """The descriptor of the locked file, and the folders that had to be made, the innermost first."""
+def _make_and_lock(folder: Path, notify: Callable[[str], None]) -> tuple[int, list[Path]]:
+    """The descriptor of the lock file, and the folders that were created, the innermost first."""
     made: list[Path] = []
     for left in reversed(range(ATTEMPTS)):
         made = made or [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = _lock(folder, warn)
+            descriptor = _lock(folder, notify)
         except (FileNotFoundError, FileExistsError):
             if not left or folder.is_file():
                 raise
@@ -146,12 +144,12 @@ def _make_and_lock(folder: Path, warn: Callable[[str], None]) -> tuple[int, list
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(), 0)
                 return descriptor, made
-            os.close(descriptor)  # a lock on a file that is gone is none
+            os.close(descriptor)  # the lock file was removed before it was locked
     raise InUse(f"{folder} is made and removed by another process again and again; name another folder")
 
 
-def _lock(folder: Path, warn: Callable[[str], None]) -> int:
-    """The descriptor of the locked file."""
+def _lock(folder: Path, notify: Callable[[str], None]) -> int:
+    """The descriptor of the lock file."""
     file = folder / LOCK
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -161,7 +159,7 @@ def _lock(folder: Path, warn: Callable[[str], None]) -> int:
             holder = _holder(file)
             os.close(descriptor)
             raise InUse(f"{folder} is in use by {holder}; wait for it, stop it, or name another folder") from None
-        warn(f"{folder}: its file system has no locks ({error.strerror}); see to it that no other process writes there")
+        notify(f"{folder}: its file system has no locks ({error.strerror}); see to it that no other process writes there")
     return descriptor
 
 
@@ -173,12 +171,12 @@ def _is_at(descriptor: int, file: Path) -> bool:
 
 
 def _holder(file: Path) -> str:
-    """Who holds the lock, in words."""
+    """A description of the process that holds the lock."""
     try:
         owner = json.loads(file.read_text())
         since = datetime.fromtimestamp(file.stat().st_mtime)
         return f"process {owner['pid']} on {owner['host']}, or one that it started, since {since:%Y-%m-%d %H:%M}"
-    except (OSError, ValueError, TypeError, KeyError):  # it has not written its name yet
+    except (OSError, ValueError, TypeError, KeyError):  # not written yet
         return "another process"
 
 
@@ -188,5 +186,5 @@ def _remove_empty(folder: Path, made: list[Path]) -> None:
     for path in made:
         try:
             path.rmdir()
-        except OSError:  # another process has begun to use it
+        except OSError:  # another process uses it already
             return

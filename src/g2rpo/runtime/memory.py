@@ -1,4 +1,4 @@
-"""How many rows a call may have: found for the device, and halved when memory runs out."""
+"""Batch sizes: measured for the device, and halved when memory runs out."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ ADVICE: dict[Kind, str] = {
     "micro": "set policy.gradient_checkpointing=true, policy.tuning=lora, or take smaller pictures",
 }
 CPU_ROWS: dict[Kind, int] = {"rollout": 64, "decode": 8}
-"""What "auto" means on a CPU, where memory is no limit: matrix products gain little beyond, decoding stays in the cache."""
+""""auto" on a CPU: larger batches hardly speed up matrix products, and decoding no longer fits the cache."""
 SAFETY_MARGIN = 0.2
 """The share of a GPU's memory that "auto" leaves free, for optimizer moments that come later and for fragmentation."""
 
 
 class OutOfMemory(UserError):
-    """torch ran out of memory in a call whose rows are bounded by the batch size `kind`; training halves it and goes on."""
+    """torch ran out of memory in a call whose rows are bounded by the batch size `kind`; training halves it and repeats the
+    call."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__(f"out of memory: lower {SETTINGS[kind]} (--batch-size of g2rpo sample and g2rpo evaluate)")
@@ -45,7 +46,7 @@ class OutOfMemory(UserError):
 
 @contextmanager
 def bounded_by(kind: Kind) -> Iterator[None]:
-    """Says which batch size is too large when memory runs out inside."""
+    """Turns torch's out-of-memory errors inside into `OutOfMemory` with the batch size `kind`."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -56,8 +57,8 @@ def bounded_by(kind: Kind) -> Iterator[None]:
 class BatchSizes:
     """Rows of a network call in rollouts, pictures of one decoding, branch points of one training pass.
 
-    `auto` names what `find` has yet to measure. `halved` counts how often memory ran out; `notify` gets a message for each.
-    `in_step` names sizes that are never halved, because the ranks' calls have to match.
+    `auto` names sizes that `find` has yet to measure. `halved` counts how often memory ran out; `notify` gets a message for
+    each. `in_step` names sizes that are never halved, because the ranks' calls have to match.
     """
 
     rollout: int
@@ -69,17 +70,15 @@ class BatchSizes:
     in_step: frozenset[Kind] = frozenset()
 
     def fit(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, which is made again, with half the size that was too large, whenever memory runs out.
-
-        An attempt must leave nothing behind that the next one would find. Raises UserError if one row is too many, or if the
-        size is one that ranks keep `in_step`.
+        """The result of `attempt`, which is repeated with half the batch size when memory runs out. It must not have side
+        effects on its repetition. Raises UserError if one row is too many, or if the size is one that ranks keep `in_step`.
         """
         while True:
             try:
                 return attempt()
             except OutOfMemory as failure:
                 kind = failure.kind
-            self._halve(kind)  # out here, where nothing holds the failed attempt's tensors any more
+            self._halve(kind)  # outside the except block, whose traceback holds the failed attempt's tensors
 
     def _halve(self, kind: Kind) -> None:
         gc.collect()
@@ -97,10 +96,10 @@ class BatchSizes:
 
     @torch.no_grad()
     def find(self, policy: Policy, cond: Cond, noise: Tensor, most: int, gauge: Gauge | None = None) -> None:
-        """Measures what is `auto`: the rows, up to `most`, that leave `SAFETY_MARGIN` of the memory free.
+        """Measures the sizes in `auto`: the rows, up to `most`, that leave `SAFETY_MARGIN` of the memory free.
 
-        cond and noise have one row. Only calls of the policy as it is now are measured: what needs memory later (gradients,
-        moments, copies for tails) has to fit into the margin, or sizes are halved when it does not.
+        cond and noise have one row. Only current calls are measured: later allocations (gradients, moments, copies for tails)
+        must fit into the margin, otherwise sizes are halved then.
         """
         gauge = gauge or AcceleratorGauge(policy.device)
         calls: dict[Kind, Callable[[int], Tensor]] = {
@@ -119,16 +118,16 @@ class Gauge(Protocol):
     """Reads a device's memory, in bytes."""
 
     def available(self) -> int:
-        """What this process holds or could have."""
+        """Bytes that this process holds or can allocate."""
         ...
 
     def peak(self, call: Callable[[], object]) -> int:
-        """The most that was in use during `call`."""
+        """The peak of allocated bytes during `call`."""
         ...
 
 
 class AcceleratorGauge:
-    """The memory of a CUDA device, or of one whose module in torch has the same functions."""
+    """The memory of a CUDA device, or of another accelerator with the same functions in its torch module."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, accelerator(device)
@@ -156,7 +155,7 @@ def batch_sizes(
     device: torch.device,
     notify: Callable[[str], None],
 ) -> BatchSizes:
-    """The sizes of a config; "auto" is `CPU_ROWS`, and on a GPU that is only the beginning of a search."""
+    """The sizes of a config; "auto" is `CPU_ROWS`, on a GPU the start of a search."""
     asked: dict[Kind, int | Literal["auto"]] = {"rollout": rollout, "decode": decode}
     auto = {kind for kind, size in asked.items() if size == "auto"}
     sizes = {kind: CPU_ROWS[kind] if size == "auto" else size for kind, size in asked.items()}
@@ -172,8 +171,8 @@ def batch_sizes(
 def largest_batch(peak: Callable[[int], int], limit: int, most: int) -> int:
     """The largest number of rows found, at least 1 and at most `most`, for which `peak(rows)` bytes stay within `limit`.
 
-    Rows are doubled as long as a line through the last two measurements stays within `limit`; the last trial is where that
-    line meets it. `peak` may raise torch.OutOfMemoryError, which ends the search; with one row it is passed on.
+    Rows are doubled while a line through the last two measurements stays within `limit`; the last trial is where that line
+    reaches it. `peak` may raise torch.OutOfMemoryError, which ends the search; with one row it is passed on.
     """
     rows, used, per_row = 1, peak(1), 0.0
     while rows < most:

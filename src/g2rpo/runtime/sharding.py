@@ -1,9 +1,9 @@
-"""Where the trained weights are: whole on every rank, or in pieces over all of them (FSDP, arXiv 2304.11277).
+"""Placement of the trained weights: replicated on every rank, or sharded over all ranks (FSDP, arXiv 2304.11277).
 
-In pieces, a network call gathers each layer just before it runs and a backward pass leaves each rank the summed gradient of its
-own piece; gradients, moments and averages are never whole. Gathers are meetings of all ranks, and a rank that misses one leaves
-the others waiting for ever. So before every call the ranks say to each other whether they have one (through gloo, which notices
-a lost peer), and whoever has finished sampling keeps the others company until all have.
+With sharding, a network call gathers each layer just before it runs, and a backward pass leaves each rank the summed gradient
+of its shard; gradients, moments and averages are always sharded. Gathers are collective: if one rank makes a call less, the
+others hang. So before every call the ranks exchange through gloo (which detects lost peers) whether they have a call, and a
+rank that has finished sampling joins the others' gathers until all have finished.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from g2rpo.runtime.distributed import ALONE, World
 
 ShardingMode = Literal["none", "training", "full"]
 DONE, SAMPLING, TRAINING = 0, 1, 2
-"""What a rank tells the others: it calls the network no more in this phase, or is about to, and what for."""
+"""What ranks exchange before a call: that this rank has finished its phase, or the kind of its next call."""
 
 
 class Replicated:
-    """Every rank has all weights, and they are the same."""
+    """Every rank has all weights, with equal values."""
 
     divided = False
-    """Whether ranks hold pieces of the weights."""
+    """Whether weights are sharded over the ranks."""
     in_step: frozenset[Literal["rollout", "decode", "micro"]] = frozenset()
-    """Batch sizes (`memory.Kind`) that no rank may change alone."""
+    """Batch sizes (`memory.Kind`) that must be equal on all ranks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
     def sampling(self) -> AbstractContextManager[None]:
-        """While entered, ranks call the network without gradients, each as often as it likes."""
+        """While entered, ranks may call the network without gradients, each any number of times."""
         return nullcontext()
 
     def training(self) -> AbstractContextManager[None]:
-        """While entered, ranks make training passes, all of them as many."""
+        """While entered, ranks make training passes, all of them equally many."""
         return nullcontext()
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
@@ -53,11 +53,11 @@ class Replicated:
         return self.world.differing(_fingerprint(parameters))
 
     def gather(self, value: Any) -> Any:
-        """`value`, nested plain data, with whole tensors where it has pieces: on the leader and its CPU, elsewhere None."""
+        """`value` (nested plain data) with its shards gathered to whole tensors on the CPU of rank 0; None on other ranks."""
         return value
 
     def piece(self, value: Tensor, like: Tensor) -> Tensor:
-        """A copy of this rank's part of a whole tensor, cut as `like` is."""
+        """A copy of this rank's shard of a whole tensor, sharded like `like`."""
         return value.clone()
 
 
@@ -65,11 +65,10 @@ WHOLE = Replicated(ALONE)
 
 
 class Sharded(Replicated):
-    """Every rank has a piece of each weight of the models given to `shard`; on `device`, "cpu" or "cuda".
+    """Every rank has a shard of each weight of the models given to `shard`; on `device`, "cpu" or "cuda".
 
-    With `whole_samples` the weights are gathered once before sampling and kept, in the dtype of the network's calls, until it
-    ends; calls are local then, and a rank whose memory runs out halves its batch by itself. Without, each call gathers each
-    layer once, whatever its number of rows.
+    With `whole_samples` the weights are gathered once before sampling, in the dtype of the network's calls, and kept until it
+    ends; calls are then local, and batch sizes may differ between ranks. Without, each call gathers each layer.
     """
 
     def __init__(self, world: World, device: str, whole_samples: bool) -> None:
@@ -85,11 +84,11 @@ class Sharded(Replicated):
         self._mesh = init_device_mesh(device, (world.size,))
         self._doing: int | None = None
         self._parts: list[Any] = []  # of the trained model, in the order in which a call gathers them
-        self._gathered = False  # whether all weights are whole at the moment
+        self._gathered = False  # whether the weights are gathered at the moment
 
     def shard(self, model: Any, dtype: torch.dtype, *, trained: bool = True) -> None:
-        """Divides `model` by the modules of its lists (transformer blocks) and the rest, and moves it to the device, a part
-        at a time. Calls compute with weights in `dtype`; what is trained is kept in float32, and its gradients are summed so.
+        """Shards `model` block by block (modules in its module lists, then the rest), and moves it to the device one block at a
+        time. Calls compute with weights in `dtype`; trained weights are kept, and their gradients summed, in float32.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -128,10 +127,10 @@ class Sharded(Replicated):
             self._meet(DONE)
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
-        """Nothing: backward passes have summed them."""
+        """A no-op: backward passes have summed the gradients."""
 
     def diverged(self, parameters: Sequence[Tensor]) -> list[int]:
-        """None: no number is on two ranks."""
+        """Always empty: no value is on two ranks."""
         return []
 
     @torch.no_grad()
@@ -187,7 +186,7 @@ class Sharded(Replicated):
             self._doing = None
 
     def _before_call(self, model: nn.Module, _: Any) -> None:
-        """Every call of a divided model begins here."""
+        """Runs before every forward pass of a sharded model."""
         own = model is self._parts[0]
         if self._doing is None or (self._doing == SAMPLING and not own):
             raise RuntimeError(
@@ -197,8 +196,8 @@ class Sharded(Replicated):
             self._meet(self._doing)
 
     def _meet(self, doing: int) -> bool:
-        """Tells the others; returns whether any is about to sample. `Stopped`, on all ranks, rather than a gather that some
-        would wait in for ever."""
+        """Exchanges the ranks' next calls; returns whether any is about to sample. Raises `Stopped` on all ranks if they
+        disagree, where a gather would hang."""
         told = set(self.world.gather(torch.tensor([doing])).tolist())
         if TRAINING in told and len(told) > 1:
             raise Stopped("the ranks have fallen out of step: some make another training pass, others do not")
@@ -206,5 +205,5 @@ class Sharded(Replicated):
 
 
 def _fingerprint(parameters: Sequence[Tensor]) -> Tensor:
-    """A number per float32 parameter that depends on every bit of it; integers, so the order of adding is no matter."""
+    """An integer checksum of each float32 parameter, independent of the order of addition."""
     return torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in parameters])

@@ -1,6 +1,6 @@
-"""A complete, tiny text-to-image world inside the package: prompts, scenes, a FLUX pipeline, and rewards.
+"""The testbed: a complete, tiny text-to-image task inside the package, with prompts, scenes, a FLUX pipeline and rewards.
 
-Importing this package is free: what needs torch, diffusers or transformers lives in its modules.
+Importing this package is fast: torch, diffusers and transformers are imported by its modules only.
 """
 
 from __future__ import annotations

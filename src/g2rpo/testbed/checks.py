@@ -1,4 +1,4 @@
-"""Does a picture show its scene? The questions asked of it, and the answers, each between 0 and 1."""
+"""Checks whether a picture shows its scene: questions with answers between 0 and 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a picture shows: an exact, procedural detector. No learned weights, well under a millisecond per picture.
+"""An exact, procedural detector of the objects in a picture, without learned weights, in well under a millisecond.
 
 Foreground is what differs from the ground; each connected component is one object; its colour is the nearest of the
 palette to its median; its shape is the nearest of a few templates, compared at a common size.
@@ -28,7 +28,7 @@ _PALETTE: Floats = (np.array([RGB[c] for c in COLOURS]) / 255).astype(np.float32
 
 @dataclass(frozen=True)
 class Found:
-    """One object of a picture. `colour` or `shape` is None where it is like none of the world's."""
+    """One object of a picture. `colour` or `shape` is None if it is unlike all known ones."""
 
     x: float
     y: float

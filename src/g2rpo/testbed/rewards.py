@@ -1,4 +1,4 @@
-"""Three rewards for one world: a verifiable one, a learned CLIP score and a learned preference score.
+"""Three rewards of the testbed: a verifiable one, a learned CLIP score and a learned preference score.
 
 All follow the `Reward` protocol: images [B, 3, 64, 64] in [0, 1] and their prompts to scores [B], float32 on the CPU,
 higher is better. A prompt that the grammar cannot parse has no score: NaN.
@@ -36,8 +36,7 @@ def parse_or_none(prompt: str) -> Scene | None:
 class SceneAccuracy:
     """Does the picture show the asked objects, colours, counts, sizes and relation, and nothing else?
 
-    1 where all answers (see `check`) are 1, and 0 otherwise; `partial` is the share in [0, 1] of the score that is given for
-    the mean of the answers instead.
+    1 if all answers of `check` are 1; otherwise `partial`, in [0, 1], times the mean of the answers.
     """
 
     right = 1.0
@@ -60,7 +59,7 @@ class SceneAccuracy:
 
 
 class SceneCLIP:
-    """Cosine of the picture and its prompt under the world's own tiny CLIP, in [-1, 1].
+    """Cosine of the picture and its prompt under the testbed's tiny CLIP, in [-1, 1].
 
     It sees counts, colours, shapes and sizes, but hardly which group is on which side: as its large sisters do, it reads
     prompts much as bags of words.
@@ -85,7 +84,7 @@ class SceneCLIP:
 
 
 class ScenePreference(SceneCLIP):
-    """How much a viewer would like the picture for its prompt: right, clean, well drawn. Scaled cosine, as in HPSv2."""
+    """A learned preference for pictures that are right, clean and well drawn. Scaled cosine, as in HPSv2."""
 
     folder = "preference"
     scale = 100.0

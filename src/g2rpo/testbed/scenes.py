@@ -1,6 +1,6 @@
-"""The world: scenes of a few flat shapes on a light ground, how they are laid out and how they are drawn.
+"""Scenes of a few flat shapes on a light background: their description, layout and drawing.
 
-A `Scene` says *what* is to be seen (it is what a prompt means); a list of `Object`s says *where* (it is what a picture shows).
+A `Scene` describes *what* a prompt asks for; a list of `Object`s is one layout of it, with positions.
 One scene has many layouts. Everything is a function of a `numpy.random.Generator`.
 """
 
@@ -87,7 +87,7 @@ class Object:
 
 
 def kind(group: Group) -> tuple[Colour, Shape]:
-    """What tells two groups of a scene apart."""
+    """The attributes in which two groups of a scene must differ."""
     return group.colour, group.shape
 
 

@@ -1,7 +1,7 @@
 """Checkpoints: complete or absent, checked before they are used, and free of pickled code.
 
 A checkpoint is a directory `iteration_000050/` with a manifest of every file's SHA-256. It is written under another name and
-renamed when everything is on disk, so a directory with the final name is a finished one.
+renamed when everything is on disk, so a directory with the final name is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from g2rpo.runtime.folders import remove, remove_unfinished, whole, writing
 MANIFEST = "manifest.json"
 
 Checkpoint = tuple[int, dict[str, list[Tensor]], dict[str, Any]]
-"""(iteration, tensors, state) as `save_checkpoint` was given them."""
+"""(iteration, tensors, state), as passed to `save_checkpoint`."""
 
 
 class BrokenCheckpoint(UserError):
@@ -33,11 +33,11 @@ class BrokenCheckpoint(UserError):
 
 
 def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]], state: dict[str, Any], keep: int) -> Path:
-    """Writes `root/iteration_NNNNNN` atomically, and then removes earlier checkpoints but for the newest intact `keep`.
+    """Writes `root/iteration_NNNNNN` atomically, then removes all but the newest `keep` intact checkpoints.
 
     `tensors` are named lists (weights, averages), one safetensors file each; `state` is nested plain data and tensors such as
-    an optimizer's state dict, stored by torch.save and read back with weights_only=True. Raises `Stopped` if the disk refuses:
-    then nothing is left of this checkpoint, and those before are as they were.
+    an optimizer's state dict, stored by torch.save and read back with weights_only=True. Raises `Stopped` if it cannot be
+    written: nothing is left of this checkpoint then, and earlier ones are unchanged.
     """
     final = root / _name(iteration)
     try:
@@ -45,7 +45,7 @@ def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]]
         remove_unfinished(root)  # a run has one writer at a time
         with whole(final) as folder:
             _write(folder, iteration, tensors, state)
-    except Exception as error:  # of a full disk, say: safetensors and torch have errors of their own for it
+    except Exception as error:  # such as a full disk, for which safetensors and torch have their own error classes
         raise Stopped(f"checkpoint {final}: cannot be written ({error}); the checkpoints before it are kept") from error
     with writing(root):
         _rotate(root, iteration, keep)
@@ -61,10 +61,10 @@ def _write(folder: Path, iteration: int, tensors: dict[str, list[Tensor]], state
 
 
 def _rotate(root: Path, newest: int, keep: int) -> None:
-    """Removes checkpoints before `newest`, which has just been written, but for `keep` - 1 that are intact.
+    """Removes checkpoints before `newest`, which has just been written, except the last `keep` - 1 intact ones.
 
-    Later ones are damaged, or the run would have resumed from them: they neither count nor are touched, and the run will write
-    them again.
+    Later ones are damaged (otherwise the run would have resumed from them): they are not counted and not removed, and the run
+    will overwrite them.
     """
     earlier = [path for path in checkpoints(root) if _iteration(path) < newest]
     if len(earlier) < keep:
@@ -89,20 +89,19 @@ def newest_iteration(root: Path) -> int:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """What `save_checkpoint` was given; `BrokenCheckpoint` names the file that is wrong.
+    """The arguments of `save_checkpoint`; `BrokenCheckpoint` names the damaged file.
 
-    Tensors are read from disk when they are used, so that ranks which need pieces of them do not each hold the whole; what is
-    kept is to be copied.
+    Tensors are memory-mapped, so that a rank which needs shards does not hold them whole; copy what you keep.
     """
     iteration, names = _verified(path)
     tensors = {}
-    try:  # the digests agree, so this is not the disk: someone wrote it so
+    try:  # the digests agree, so the disk is not at fault
         for name in names:
             if name.endswith(".safetensors"):
                 stored = load_file(path / name)
                 tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
         return iteration, tensors, torch.load(path / "state.pt", map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # neither library promises particular ones
+    except Exception as error:  # neither library documents which
         reason = str(error).splitlines()[0] if str(error) else ""
         raise BrokenCheckpoint(f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})") from error
 
@@ -112,7 +111,7 @@ def latest_checkpoint(
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint up to iteration `until` that is intact and that `take` accepts; None if there is none at all.
 
-    `take` raises an exception for another model's. The strings say what is wrong with newer checkpoints. Raises
+    `take` raises an exception for another model's checkpoint. The strings describe what is wrong with newer ones. Raises
     `BrokenCheckpoint` if checkpoints exist but none can be used.
     """
     complaints: list[str] = []
@@ -125,7 +124,7 @@ def latest_checkpoint(
         else:
             return found, [f"{complaint}; falling back to an older one" for complaint in complaints]
     if complaints:
-        raise BrokenCheckpoint("\n".join([*complaints, "No usable checkpoint is left; start anew in another folder."]))
+        raise BrokenCheckpoint("\n".join([*complaints, "No usable checkpoint is left; start again in another folder."]))
     return None, []
 
 
@@ -137,7 +136,7 @@ def _give(path: Path, found: Checkpoint, take: Callable[[Checkpoint], None]) -> 
 
 
 def _verified(path: Path) -> tuple[int, list[str]]:
-    """The iteration and the files of a checkpoint whose files are what its manifest says."""
+    """The iteration and the files of a checkpoint, after comparing the files with its manifest."""
     try:
         manifest = parse_json(read_text(path / MANIFEST))
         files, iteration = dict(manifest["files"]), int(manifest["iteration"])

@@ -32,10 +32,10 @@ from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import RESULTS
-from g2rpo.training.run_files import RunFiles, sample_picture
+from g2rpo.training.run_files import RunFiles, pictures_path
 from g2rpo.types import Policy, Reward
 
-BASELINE = "baseline.safetensors"  # the base model's evaluation, so that before/after needs no second copy of the weights
+BASELINE = "baseline.safetensors"  # the base model's evaluation: comparing with it needs no second copy of the weights
 
 
 @dataclass(kw_only=True)
@@ -57,11 +57,11 @@ class Evaluator:
     shards: Replicated
     files: RunFiles
     baseline: Evaluation | None = None
-    """The base model's, once it is known."""
+    """The base model's evaluation, once there is one."""
     _base_look: dict[str, Tensor] = field(default_factory=dict)
 
     def own(self) -> Sequence[str]:
-        """The held-out prompts that this rank evaluates: all of them where there are fewer than ranks."""
+        """The held-out prompts that this rank evaluates: all of them if there are fewer prompts than ranks."""
         return self.shards.world.shard_or_all(self.heldout)
 
     def evaluate(self, iteration: int, on_rows: Callable[[int], None]) -> Evaluation:
@@ -86,7 +86,7 @@ class Evaluator:
         return evaluation_of_all(world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
 
     def row(self, iteration: int, evaluation: Evaluation) -> Row:
-        """Keeps an evaluation, the base model's at iteration 0, and returns what to log of it."""
+        """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log."""
         if iteration == 0:
             self.baseline = evaluation
         if self.files.writes:
@@ -108,14 +108,14 @@ class Evaluator:
         return row | self._picture_statistics(base, evaluation)
 
     def base(self) -> Evaluation | None:
-        """The base model's evaluation, by this process or by the one that began the run; None if neither kept it."""
+        """The base model's evaluation, of this process or read from the run directory; None if there is none."""
         if self.baseline is None and self.files.folder is not None:
             stored = load_evaluation(self.files.folder / BASELINE, self.heldout)
             self.baseline = stored if self.shards.world.is_main else replace(stored, images=stored.images[:0].clone())
         return self.baseline
 
     def finish(self, tuned: Evaluation, iteration: int, rolled_back_from: int | None) -> dict[str, Comparison]:
-        """Base against tuned; writes the table, the before/after grid and the curves."""
+        """Compares base and tuned; writes the table, the before/after grid and the curves."""
         base = self.base()
         if base is None:
             raise ValueError("this trainer has neither evaluated the base model nor a run_dir that holds its evaluation")
@@ -136,7 +136,7 @@ class Evaluator:
         return table
 
     def _picture_statistics(self, base: Evaluation, evaluation: Evaluation) -> Row:
-        """Pictures beside the base's, in numbers: by the leader, who has them all, for every rank."""
+        """Image statistics beside the base's: computed on rank 0, which has all pictures, and sent to every rank."""
         row: Row = {}
         world = self.shards.world
         if world.is_main:
@@ -158,5 +158,5 @@ class Evaluator:
         if right is not None:
             shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
             note += f" Of all {len(self.heldout)}, {shares}."
-        with self.files.written(sample_picture(name)) as path:
+        with self.files.written(pictures_path(name)) as path:
             save_grid(path, strips, prompts, note)

@@ -1,4 +1,4 @@
-"""What is trained, and what training has gathered about it: weights, the optimizer's moments, the moving average."""
+"""The training state: weights, the optimizer's moments, the moving average."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from g2rpo.config.schema import OptimConfig
 from g2rpo.runtime.sharding import Replicated
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter."""
+"""AdamW's state of one parameter."""
 
 
 class Learner:
     """The trained `parameters` with AdamW (arXiv 1711.05101) and, with `ema_decay`, their exponential moving average.
 
-    `shards` says where weights are: whole on this rank, or in pieces. `whole` and `weights` give whole tensors to the rank that
-    writes, and None to others where there are pieces; `take` and `take_weights` get whole ones on all ranks.
+    With sharded weights (`shards`), `whole` and `weights` return whole tensors on rank 0 and None elsewhere; `take` and
+    `take_weights` expect whole ones on all ranks.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimConfig, shards: Replicated) -> None:
@@ -34,7 +34,7 @@ class Learner:
         )
         self.average = AveragedModel(self.parameters, multi_avg_fn=self._blend) if config.ema_decay else None
         if self.average is not None and config.ema_warmup:
-            self.average.n_averaged.fill_(1)  # it begins at the untrained weights; otherwise the first update is a copy
+            self.average.n_averaged.fill_(1)  # starts at the untrained weights; otherwise the first update copies the weights
         self.optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     @property
@@ -44,7 +44,7 @@ class Learner:
 
     @property
     def ema_decay(self) -> float:
-        """How much of the average an update keeps: `ema_decay`, after a warm-up of (1 + t) / (10 + t) at optimizer step t."""
+        """The decay of the average: `ema_decay`, after a warm-up of (1 + t) / (10 + t) at optimizer step t."""
         warm = (1 + self.steps) / (10 + self.steps) if self.config.ema_warmup else 1.0
         return min(warm, self.config.ema_decay)
 
@@ -58,7 +58,7 @@ class Learner:
         return rate
 
     def update_average(self) -> None:
-        """After an iteration; does nothing where `ema_every` counts optimizer steps."""
+        """Updates the average after an iteration; a no-op if `ema_every` counts optimizer steps."""
         if self.average is not None and self.config.ema_every is None:
             self.average.update_parameters(self.parameters)
 
@@ -72,7 +72,7 @@ class Learner:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """While entered, the average stands in the place of the weights, where there is one."""
+        """While entered, the weights are replaced by their average, if there is one."""
         if self.average is None:
             yield
             return
@@ -84,11 +84,11 @@ class Learner:
             _copy(own, self.parameters)
 
     def weights(self) -> dict[str, list[Tensor]]:
-        """The weights as they stand, for a checkpoint that holds nothing else."""
+        """The current weights, for a checkpoint of the weights alone."""
         return self.shards.gather({"weights": list(self.parameters)})
 
     def whole(self) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
-        """(tensors, state) for `take`, all that another process needs to go on."""
+        """(tensors, state) for `take`: everything that another process needs to continue."""
         tensors = {"weights": list(self.parameters)}
         if self.average is not None:
             tensors["average"] = list(self.average.module.parameters())
@@ -99,7 +99,7 @@ class Learner:
         }
 
     def take(self, tensors: Mapping[str, Sequence[Tensor]], state: Mapping[str, Any]) -> None:
-        """Goes on from what `whole` gave; an exception, and nothing changed, if that was another model's."""
+        """Restores the result of `whole`; for another model's it raises an exception and changes nothing."""
         own = list(self.parameters)
         averages = list(self.average.module.parameters()) if self.average is not None else []
         _check_shapes(tensors["weights"], own)
@@ -108,7 +108,7 @@ class Learner:
         for place, values in state["optimizer"]["state"].items():
             _check_shapes([values[name] for name in MOMENTS], [torch.zeros(()), own[place], own[place]])
             moments[place] = {name: self.shards.piece(values[name], own[place]) for name in MOMENTS}
-        groups = self.optimizer.state_dict()["param_groups"]  # the config's: betas and the like are no part of what was learnt
+        groups = self.optimizer.state_dict()["param_groups"]  # hyper-parameters are the config's, not the checkpoint's
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self._restore(tensors["weights"], own)
         if self.average is not None:
@@ -116,7 +116,7 @@ class Learner:
             self.average.n_averaged.fill_(averaged)
 
     def take_weights(self, weights: Sequence[Tensor]) -> None:
-        """Goes back to `weights`, the average too; moments stay."""
+        """Restores `weights`, also as the average; moments are kept."""
         self._restore(weights, self.parameters)
         if self.average is not None:
             self._restore(weights, self.average.module.parameters())

@@ -1,4 +1,4 @@
-"""The card that travels with tuned weights: what they were trained on, with which result, and how to use them."""
+"""The model card of tuned weights: what they were trained on, the result, and how to use them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PICTURES = ("samples/before_after.png", "curves.png")
 
 
 def finished_at(run_dir: Path) -> int | None:
-    """The iteration whose weights a run's results, and so its card, are about; None if there are none."""
+    """The iteration of the weights that a run's results and model card describe; None if there are none."""
     try:
         return dict(parse_json(read_text(run_dir / RESULTS))).get("iteration")
-    except (ValueError, TypeError):  # absent, or damaged and to be written again
+    except (ValueError, TypeError):  # absent, or damaged and to be rewritten
         return None
 
 
@@ -43,7 +43,7 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
         shutil.copy(run_dir / picture, folder / Path(picture).name)
     lora = config.policy.tuning == "lora"
     header: dict[str, Any] = {
-        # the hub refuses a card whose base_model is a folder of this machine
+        # the hub refuses a local folder as base_model
         **({"base_model": config.policy.path} if is_hub_id(config.policy.path) else {}),
         "library_name": "diffusers",
         "pipeline_tag": "text-to-image",
@@ -67,12 +67,12 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
         )
         + "\n"
     )
-    write_whole(card, text.encode())  # last of all: it says that the run has finished
+    write_whole(card, text.encode())  # written last: its presence means that the run has finished
     return card
 
 
 def _code(text: str) -> str:
-    """Words that users chose, as a code span: nothing in them is a heading, a link or HTML."""
+    """Text from users as a code span, so that nothing in it is a heading, a link or HTML."""
     text = " ".join(text.split())
     ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     room = " " if text.startswith("`") or text.endswith("`") else ""

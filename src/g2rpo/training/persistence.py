@@ -22,7 +22,7 @@ BEST = "checkpoints/best"  # the weights of the best evaluation, where an alarm 
 
 @dataclass(kw_only=True)
 class Persistence:
-    """Keeps what `learner` and the algorithm's `memory` hold, the newest `keep` checkpoints of it."""
+    """Saves and restores `learner` and the algorithm's `memory`; keeps the newest `keep` checkpoints."""
 
     policy: Policy
     learner: Learner
@@ -32,9 +32,9 @@ class Persistence:
     keep: int
 
     def save(self, iteration: int) -> Path | None:
-        """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept.
+        """Writes a checkpoint from which `resume` continues bit for bit, and returns its path; None without a run directory.
 
-        It holds whole tensors, so that any number of ranks can go on from it; the leader's CPU has them all at once.
+        It holds whole tensors, so that any number of ranks can resume from it; rank 0 has them all in host memory at once.
         Raises `Stopped` instead if the weights of the ranks differ.
         """
         if diverged := self.shards.diverged(list(self.learner.parameters)):
@@ -49,7 +49,7 @@ class Persistence:
             return save_checkpoint(self.files.directory / "checkpoints", iteration, tensors, state, self.keep)
 
     def resume(self) -> tuple[int | None, list[str]]:
-        """Takes the newest checkpoint that is intact and fits; returns its iteration, None if there is none at all, and what is
+        """Restores the newest checkpoint that is intact and fits; returns its iteration (None if there is none) and what is
         wrong with newer ones."""
 
         def take(found: Checkpoint) -> None:
@@ -65,14 +65,14 @@ class Persistence:
         return (found[0] if found else None), complaints
 
     def keep_best(self, iteration: int) -> None:
-        """Keeps the (averaged) weights of the best evaluation."""
+        """Saves the (averaged) weights of the best evaluation."""
         with self.learner.averaged():
             tensors = self.learner.weights()
             if self.files.writes:
                 save_checkpoint(self.files.directory / BEST, iteration, tensors, {}, keep=1)
 
     def take_best(self, iteration: int) -> int:
-        """Takes the weights of the best evaluation up to `iteration`, and returns whose they are."""
+        """Restores the weights of the best evaluation up to `iteration`, and returns their iteration."""
         found, _ = latest_checkpoint(self.files.directory / BEST, until=iteration)
         if found is None:
             raise Stopped(
@@ -83,12 +83,12 @@ class Persistence:
         return best
 
     def export(self, name: str, iteration: int) -> Path:
-        """Writes the (averaged) weights as diffusers reads them into the folder `name` of the run, and returns where; for all
-        ranks to call, one writes. A card of the same weights stays."""
+        """Writes the (averaged) weights as diffusers reads them into the folder `name` of the run, and returns their path. All
+        ranks must call it; rank 0 writes. A card of the same weights is kept."""
         folder = self.files.directory / name
         save: Callable[[Path], Path] = self.policy.save
         with self.learner.averaged(), self.files.holding():
-            if not self.files.writes:  # but their pieces are gathered
+            if not self.files.writes:  # but their shards are gathered
                 return save(folder) if self.shards.divided else folder
             with writing(folder):
                 remove_unfinished(self.files.directory)

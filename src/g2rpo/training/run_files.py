@@ -1,4 +1,4 @@
-"""The files of a run: who writes them, whole or not at all, and the log."""
+"""The files of a run and its log: written by one rank, each file whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from g2rpo.runtime.folders import held, writing
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The run directory of a trainer; None keeps nothing. One rank of `world` writes, and `notify` is called with warnings."""
+    """The run directory of a trainer; nothing is written if `folder` is None. One rank of `world` writes, and `notify` is
+    called with warnings."""
 
     folder: Path | None
     world: World
@@ -35,17 +36,17 @@ class RunFiles:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank keeps the run."""
+        """Whether this rank writes the run directory."""
         return self.folder is not None and self.world.is_main
 
     @property
     def command(self) -> str:
-        """What continues the run, as messages name it."""
+        """The command that continues the run, for messages."""
         return f"`g2rpo resume {shlex.quote(str(self.folder))}`" if self.folder is not None else "nothing that was kept"
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Keeps other processes out of the directory, where this rank writes it."""
+        """Locks the directory against other processes, on the rank that writes it."""
         if not self.writes:
             yield
             return
@@ -54,7 +55,7 @@ class RunFiles:
 
     @contextmanager
     def written(self, name: str) -> Iterator[Path]:
-        """Where to write a file of the run, which is then there as a whole; `Stopped` if the disk refuses."""
+        """A path to write a file of the run to; it is renamed to `name` when complete. `Stopped` if it cannot be written."""
         path = self.directory / name
         with self.holding(), writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,8 +64,8 @@ class RunFiles:
 
     @contextmanager
     def log(self, iteration: int, config: Mapping[str, Any], trackers: Sequence[Tracker]) -> Iterator[Callable[[Row], Row]]:
-        """A function that keeps a row and passes it to the trackers; rows after `iteration` of an earlier start are dropped.
-        On ranks that do not write the function does nothing."""
+        """A function that logs a row and sends it to the trackers; rows after `iteration` of an earlier start are removed. It
+        is a no-op on ranks that do not write."""
         if not self.writes:
             yield lambda row: row
             return
@@ -76,7 +77,7 @@ class RunFiles:
 
             def logged(row: Row) -> Row:
                 log.write(row)
-                pictures = {"eval/samples": self.directory / sample_picture(iteration_name(row["iteration"]))}
+                pictures = {"eval/samples": self.directory / pictures_path(iteration_name(row["iteration"]))}
                 feed.log(row, pictures if row["kind"] == "eval" else {})
                 return row
 
@@ -84,14 +85,14 @@ class RunFiles:
 
     @contextmanager
     def naming(self, iteration: int) -> Iterator[None]:
-        """Adds to a reward's failure when it happened, and where its traceback is."""
+        """Adds the iteration and the path of the traceback to the message of a failed reward."""
         try:
             yield
         except RewardFailed as error:
             raise RewardFailed(f"after iteration {iteration}: {error}{self._keep_traceback(error)}") from error.__cause__
 
     def _keep_traceback(self, error: BaseException) -> str:
-        """Writes the traceback of an error's cause into the run directory; returns where, as the end of a message."""
+        """Writes the traceback of an error's cause into the run directory; returns the end of a message that names it."""
         if self.folder is None or not self.folder.is_dir() or error.__cause__ is None:
             return ""
         path = self.folder / f"traceback_rank{self.world.rank}.txt"
@@ -99,9 +100,9 @@ class RunFiles:
             path.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
         except OSError as full:
             return f"\nThe whole traceback could not be written to {path} ({full.strerror})."
-        return f"\nThe whole traceback is in {path}; {self.command} goes on from the last checkpoint."
+        return f"\nThe whole traceback is in {path}; {self.command} continues from the last checkpoint."
 
 
-def sample_picture(name: str) -> str:
-    """Where in a run directory a grid of pictures is."""
+def pictures_path(name: str) -> str:
+    """The path of a grid of pictures in a run directory."""
     return f"samples/{name}.png"

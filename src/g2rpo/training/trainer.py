@@ -15,7 +15,7 @@ from g2rpo.algorithms.contracts import advantages_of, plans_of
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.errors import Preempted, RolledBack, Stopped
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images, scores_after
-from g2rpo.monitor.alarms import ADVICE, watch_of
+from g2rpo.monitor.alarms import ADVICE, alarms_of
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
@@ -28,25 +28,25 @@ from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.seeding import generator_for
+from g2rpo.training.collector import Collector
 from g2rpo.training.evaluator import Evaluator
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import write_card
 from g2rpo.training.persistence import Persistence
 from g2rpo.training.run_files import RunFiles
-from g2rpo.training.sampler import Sampler
 from g2rpo.training.updater import Updater
 from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout
 
 
 @dataclass(repr=False, kw_only=True)
 class Trainer:
-    """Trains `policy` on `rewards` as `config` says, and leaves everything worth keeping in `run_dir`.
+    """Trains `policy` on `rewards` by `config`, and writes `run_dir`.
 
-    `judges` score held-out pictures but are not trained on. `run_dir=None` keeps nothing, for experiments in a notebook.
-    `tail_network` finishes members where `sampling.tails` asks for another network than the policy's. `notify` is called when
-    batch sizes are found, or halved because memory ran out, and when `trackers` fail. `shards` says where the weights are:
-    every rank of its world has a trainer of its own, which differs by its share of the prompts; one writes. After `stopping`
-    is set, on any rank, `train` saves after the iteration at hand, or in the midst of an evaluation, and raises `Preempted`.
+    `judges` are rewards that score held-out pictures and are not trained on. `run_dir=None` writes nothing. `tail_network`
+    finishes members if `sampling.tails` needs another network than the policy's. `notify` is called when batch sizes are found,
+    or halved because memory ran out, and when `trackers` fail. `shards` holds the ranks and the placement of the weights: every
+    rank has a trainer, with its share of the prompts; rank 0 writes. After `stopping` is set on any rank, `train` saves after
+    the current iteration, or during an evaluation, and raises `Preempted`.
     """
 
     config: Config
@@ -69,7 +69,7 @@ class Trainer:
         self.iteration = 0
         self.stopping = False
         self.rolled_back_from: int | None = None
-        self.endings: set[str] = set()  # "stop" or "rollback", as alarms that are new in this iteration ask
+        self.endings: set[str] = set()  # "stop" or "rollback", from alarms that are new in this iteration
         self.unscored = dict.fromkeys(self.rewards, 0)  # iterations in a row without any score
         self.files = RunFiles(self.run_dir, self.world, self.notify)
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
@@ -78,7 +78,7 @@ class Trainer:
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         self.evaluated_on = grid_of(c.sampling.shift, self.policy, c.evaluation.num_steps or c.sampling.num_steps)
         entries = self.policy.noise([generator_for("alarms")]).numel()
-        self.alarms = watch_of(c, self.algorithm, self.sigmas, entries)
+        self.alarms = alarms_of(c, self.algorithm, self.sigmas, entries)
         self.may_roll_back = any(c.alarms.of(name) == "rollback" for name in ADVICE)
         if self.may_roll_back and self.run_dir is None:
             raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
@@ -93,7 +93,7 @@ class Trainer:
             self.notify,
         )
         self.sizes.in_step = self.shards.in_step
-        self.sampler = Sampler(
+        self.collector = Collector(
             policy=self.policy,
             rewards=self.rewards,
             config=c.sampling,
@@ -158,7 +158,7 @@ class Trainer:
             while self.iteration < c.iterations:
                 yield (row := logged(self.iterate()))
                 self._give_up_on(row)
-                self._stop_if_asked()  # a run that goes on begins with the evaluation
+                self._stop_if_asked()  # an evaluation that the interrupted run did not finish
                 if self._is_to_be_judged():
                     yield logged(self._evaluate_unless_stopped())
                     self._stop_if_asked()
@@ -167,7 +167,7 @@ class Trainer:
                 self._heed_alarms()
 
     def iterate(self) -> Row:
-        """One iteration, straight down; returns its metrics."""
+        """Runs one iteration; returns its metrics."""
         watch = Stopwatch()
         prompts = self.prompts_of(self.iteration)
         cond = self.policy.encode(prompts)
@@ -176,8 +176,8 @@ class Trainer:
         self._find_sizes(cond)
         algorithm = self.algorithm_now()
         with self.files.naming(self.iteration):
-            sampled = self.sampler.sample(algorithm, self.iteration, cond, prompts, watch)
-        rollouts, rewards = sampled.rollouts, self.world.gather(sampled.rewards)  # an algorithm may look at the whole batch
+            collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
+        rollouts, rewards = collected.rollouts, self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
         advantages = advantages_of(algorithm, rewards, self.weights)
         examples = [
             example
@@ -190,11 +190,11 @@ class Trainer:
         self.learner.update_average()
         watch.lap("update")
 
-        branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # on every rank the same ones
+        branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # equal on all ranks
         tails = [rollout.plan.tail_names for rollout in rollouts] * self.world.size
         learnt = self.memory.observe(self.iteration, branches, rewards, self.weights) if self.memory else {}
         images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
-        evaluations, images, halved = self.world.total(sampled.evaluations, images, self.sizes.halved)
+        evaluations, images, halved = self.world.total(collected.evaluations, images, self.sizes.halved)
         self.iteration += 1
         row: Row = {
             "kind": "train",
@@ -212,24 +212,24 @@ class Trainer:
             "out_of_memory": halved,
             "ranks": self.world.size,
             "seconds": sum(watch.seconds.values()),
-            "seconds_overlapped": sampled.seconds_overlapped,
+            "seconds_overlapped": collected.seconds_overlapped,
             **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
         }
         self._announce(self.alarms.see(row), row)
         return row
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
-        """The plans of an iteration, by default the one at hand, as they are known ahead (`algorithm_now` may make others)."""
+        """The config's plans of an iteration, by default the current one (`algorithm_now` may have others)."""
         iteration = self.iteration if iteration is None else iteration
         return plans_of(self.algorithm, self.config.sampling.num_steps, iteration, self.config.trainer.seed)
 
     def algorithm_now(self) -> Algorithm:
-        """The algorithm of the iteration at hand: the config's, or what its memory has made of it so far."""
+        """The algorithm of the current iteration: the config's, or its state's (`AlgorithmState.at`)."""
         return self.algorithm if self.memory is None else self.memory.at(self.iteration)
 
     def _draws(self, rollout: Rollout) -> Draw:
-        """Chance for what is learnt from a rollout of the iteration at hand."""
-        return partial(self.sampler.noise, self.iteration, rollout.prompt, "examples", rollout.plan.branch)
+        """`Draw` for the training examples of a rollout of the current iteration."""
+        return partial(self.collector.noise, self.iteration, rollout.prompt, "examples", rollout.plan.branch)
 
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration."""
@@ -238,18 +238,18 @@ class Trainer:
     def evaluate(self) -> Row:
         """Evaluates the (averaged) weights on held-out prompts; returns the row for the log."""
         watch = Stopwatch()
-        evaluation = self.judge()
+        evaluation = self.score_heldout()
         watch.lap("evaluation")
         row = self.evaluator.row(self.iteration, evaluation)
         row["seconds"] = watch.seconds["evaluation"]
         self._announce(self.alarms.see(row, evaluation.scores), row)
-        if self.may_roll_back and self.world.total(self.alarms.best_so_far)[0]:  # together: pieces are gathered
+        if self.may_roll_back and self.world.total(self.alarms.best_so_far)[0]:  # on all ranks together: shards are gathered
             self.persistence.keep_best(self.iteration)
         return row
 
-    def judge(self) -> Evaluation:
-        """Held-out pictures and all their scores, of the (averaged) weights. `Preempted`, where this is the only rank, if
-        `stopping` is set meanwhile."""
+    def score_heldout(self) -> Evaluation:
+        """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises `Preempted` if `stopping` is
+        set meanwhile."""
         if self.sizes.auto:
             self._find_sizes(self.policy.encode(self.evaluator.own()[:1]))
         return self.evaluator.evaluate(self.iteration, lambda rows: self._leave_if_asked())
@@ -261,26 +261,26 @@ class Trainer:
             return sample_images(self.policy, prompts, self.evaluated_on, seed=seed, batch_size=rows, decode_batch_size=decoded)
 
     def finish(self) -> dict[str, Comparison]:
-        """Base against tuned on held-out prompts; writes weights, table, before/after grid, curves and, last, a model card."""
+        """Compares base and tuned on held-out prompts; writes weights, table, before/after grid, curves and a model card."""
         weights = self.export() if self.run_dir is not None else Path()
-        table = self.evaluator.finish(self.judge(), self.iteration, self.rolled_back_from)
+        table = self.evaluator.finish(self.score_heldout(), self.iteration, self.rolled_back_from)
         if self.files.writes:
             with self.files.holding(), writing(weights):
                 write_card(self.files.directory, weights, self.config, table, len(self.heldout))
         return table
 
     def export(self) -> Path:
-        """Writes the (averaged) weights as diffusers reads them, at any time, and returns where; for all ranks to call, one
+        """Writes the (averaged) weights as diffusers reads them and returns their path. All ranks must call it; rank 0
         writes."""
         return self.persistence.export("adapter" if self.config.policy.tuning == "lora" else "transformer", self.iteration)
 
     def save(self) -> Path | None:
-        """Writes a checkpoint from which `resume` continues bit for bit, and returns where; None where nothing is kept."""
+        """Writes a checkpoint from which `resume` continues bit for bit; returns its path, None without a run directory."""
         return self.persistence.save(self.iteration)
 
     def resume(self) -> list[str]:
-        """Continues from the newest checkpoint that is intact and fits, if there is one; returns what is wrong with newer ones,
-        and what the log lacks."""
+        """Restores the newest checkpoint that is intact and fits, if there is one; returns what is wrong with newer ones and
+        with the log."""
         found, complaints = self.persistence.resume()
         if found is None:
             return complaints
@@ -288,17 +288,19 @@ class Trainer:
         self.alarms.rows = [row for row in read_metrics(directory) if row["iteration"] <= found]
         evaluated = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
         scores = {iteration: directory / scores_after(iteration) for iteration in evaluated}
-        self.alarms.history = {i: load_tensors(path) for i, path in scores.items() if path.is_file()}  # old runs kept none
+        self.alarms.history = {
+            i: load_tensors(path) for i, path in scores.items() if path.is_file()
+        }  # runs of older versions have none
         return [*complaints, *gaps(directory, self.alarms.rows, found)]
 
     def roll_back(self) -> None:
-        """Takes the weights of the best evaluation, for `finish` and `export`; what `resume` continues from stays."""
+        """Restores the weights of the best evaluation, for `finish` and `export`; checkpoints are unchanged."""
         best = self.persistence.take_best(self.iteration)
         self.rolled_back_from, self.iteration = self.iteration, best
 
     def _is_to_be_judged(self) -> bool:
-        """Whether an evaluation is due that the log does not have yet: after this iteration, or after the one that a run was
-        stopped in."""
+        """Whether an evaluation is due that the log lacks: after this iteration, or after the one in which a run was
+        stopped."""
         every, last = self.config.evaluation.every, self.config.trainer.iterations
         due = self.iteration % every == 0 or self.iteration >= last
         known = any(row["kind"] == "eval" and row["iteration"] == self.iteration for row in self.alarms.rows)
@@ -312,7 +314,7 @@ class Trainer:
             raise
 
     def _leave_if_asked(self) -> None:
-        """Raises `Preempted` if `stopping` is set; several ranks go on, and stop together."""
+        """Raises `Preempted` if `stopping` is set; with several ranks a no-op, since they must stop together."""
         if self.stopping and self.world.size == 1:
             raise self._preempted()
 
@@ -332,7 +334,7 @@ class Trainer:
         return Preempted(f"stopped after iteration {self.iteration}, as asked; {self.files.command} continues it")
 
     def _announce(self, new: Sequence[str], row: Row) -> None:
-        """Says which alarms are new in a row, and remembers what they ask for."""
+        """Calls `notify` for the new alarms of a row, and stores their action."""
         for name in new:
             self.endings |= {self.config.alarms.of(name)} & {"stop", "rollback"}
             if self.world.is_main:
@@ -341,18 +343,18 @@ class Trainer:
                 )
 
     def _heed_alarms(self) -> None:
-        """Ends the run if one of the alarms of this iteration asks for it; a checkpoint is written."""
+        """Ends the run, with a checkpoint, if the action of a new alarm is to stop or roll back."""
         asked, self.endings = self.endings, set()
         if "rollback" in asked:
             self.roll_back()
             best = f"the weights are those of iteration {self.iteration}, the best evaluation kept"
             stopped = f"stopped by an alarm after iteration {self.rolled_back_from}"
-            raise RolledBack(f"{stopped}; {best}; {self.files.command} goes on without going back")
+            raise RolledBack(f"{stopped}; {best}; {self.files.command} continues without going back")
         if "stop" in asked and self.iteration < self.config.trainer.iterations:
-            raise Stopped(f"stopped by an alarm after iteration {self.iteration}; {self.files.command} goes on in spite of it")
+            raise Stopped(f"stopped by an alarm after iteration {self.iteration}; {self.files.command} continues all the same")
 
     def _find_sizes(self, cond: Cond) -> None:
-        """Settles batch sizes that are left to be found, with the largest that an iteration could use as a bound."""
+        """Measures batch sizes that are `auto`, up to the largest that an iteration can use."""
         if self.sizes.auto:
             members = self.own_prompts * len(self.plans()) * self.algorithm.group_size
             most = max(members, len(self.evaluator.own()))
@@ -360,7 +362,8 @@ class Trainer:
                 self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)
 
     def _give_up_on(self, row: Row) -> None:
-        """Raises `Stopped` when nothing has been learnt for too long; the weights are as the last good update left them."""
+        """Raises `Stopped` after too many iterations without a score or a finite gradient; weights are those of the last
+        update."""
         limits = self.config.trainer
         for name in self.rewards:
             self.unscored[name] = self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0

@@ -32,7 +32,7 @@ def without_zero_advantages(examples: Sequence[Example]) -> list[Example]:
 
 @dataclass
 class UpdateStats:
-    """What an update saw: what the losses logged, a tensor a pass by name, and what became of the gradients."""
+    """Statistics of an update: the losses' logs (by name, one tensor per pass), gradient norms and skips."""
 
     loss: float = 0.0
     log: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -40,18 +40,18 @@ class UpdateStats:
     skipped: int = 0
 
     def add(self, passes: UpdateStats, share: float) -> None:
-        """Takes over what the passes of one update saw, which is `share` of all."""
+        """Adds the statistics of one update, weighted by its `share` of all members."""
         self.loss += passes.loss * share
         for name, values in passes.log.items():
             self.log[name] += values
 
     def of_all(self, world: World) -> UpdateStats:
-        """What all ranks saw; norms and skips are the same on each of them."""
+        """The statistics of all ranks; norms and skips are equal on each."""
         loss = float(world.gather(torch.tensor([self.loss], dtype=torch.float64)).sum())
         return replace(self, loss=loss, log={name: [world.gather(torch.cat(self.log[name]))] for name in sorted(self.log)})
 
     def summary(self, algorithm: Algorithm) -> dict[str, float]:
-        """What to log of it, with the algorithm's own numbers."""
+        """The numbers to log, including `Algorithm.metrics`."""
         return {
             "loss": self.loss,
             **algorithm.metrics({name: torch.cat(values) for name, values in self.log.items()}),
@@ -79,13 +79,12 @@ class Trained:
 
 @dataclass(kw_only=True)
 class Updater:
-    """Turns examples into optimizer steps: one for all of them, or one for each part, as the algorithm asks.
+    """Turns examples into optimizer steps: one for all, or one per part (`Algorithm.update_every`).
 
     The loss is a mean over members and steps, with `drop_zero_advantages` over those that `without_zero_advantages` keeps.
     Passes of at most `sizes.micro` latents accumulate gradients; an update is the same whatever that size is. When memory runs
-    out in a pass, the update's gradients are dropped and it begins again with smaller passes. Every rank has as many members as
-    any other; `shards` sums their gradients: when each has all of its own or, where weights are in pieces, pass by pass.
-    `step_dtype` is the engine's.
+    out in a pass, the update is repeated with smaller passes. All ranks have equally many members; `shards` sums their
+    gradients, once per update or, with sharded weights, in every pass. `step_dtype` is the engine's.
     """
 
     policy: Policy
@@ -113,7 +112,7 @@ class Updater:
         return stats.of_all(self.shards.world)
 
     def _accumulate(self, batch: Sequence[Example], cond: Cond, counted: int, first: bool) -> UpdateStats:
-        """Leaves the gradients of one update, and nothing else, whatever was there before; `counted` members on all ranks."""
+        """Computes the gradients of one update, replacing earlier ones; `counted` is the number of members on all ranks."""
         stats = UpdateStats()
         self.optimizer.zero_grad(set_to_none=True)
         for part in passes(batch, self.sizes.micro):
@@ -165,13 +164,13 @@ class Updater:
             self.skipped_in_a_row += 1
 
     def _move(self) -> None:
-        """The optimizer's step. Where memory runs out, some weights may have moved already: it cannot be made again."""
+        """The optimizer's step. It cannot be repeated when memory runs out, because some weights may have changed."""
         try:
             self.optimizer.step()
         except torch.OutOfMemoryError:
             remedy = "set policy.tuning=lora, or take a device with more memory (`g2rpo plan` tells how much)"
             raise UserError(
-                f"out of memory in the optimizer step: {remedy}; `g2rpo resume RUN` goes on from the last checkpoint"
+                f"out of memory in the optimizer step: {remedy}; `g2rpo resume RUN` continues from the last checkpoint"
             ) from None
 
 

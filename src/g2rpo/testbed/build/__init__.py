@@ -1,4 +1,5 @@
-"""Builds the world's weights from nothing: autoencoder, CLIP, taste, reading, FLUX. About an hour on two CPU cores.
+"""Trains the testbed's weights from scratch: autoencoder, CLIP, preference model, text encoders, FLUX. About an hour on two CPU
+cores.
 
 Each stage is skipped where its output already exists, so an interrupted build continues where it stopped.
 """

@@ -25,7 +25,7 @@ FAMILY = 4  # pictures in a row of the data that share a scene but for one edit
 
 @dataclass(frozen=True)
 class Context:
-    """Where a build writes, from which seed, how thoroughly, and to whom it talks."""
+    """The output folder, seed, effort and log function of a build."""
 
     out: Path
     seed: int = 0
@@ -130,7 +130,7 @@ def fit(
 ) -> None:
     """Minimizes `loss()` over the model's weights, with warm-up and cosine, and ends on their moving average.
 
-    `bf16` asks for autocast where that is fast; `snapshot(step)` is called now and then, with the average in place.
+    `bf16` asks for autocast where that is fast; `snapshot(step)` is called regularly with the averaged weights.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     average = [p.detach().clone() for p in params]
@@ -149,7 +149,7 @@ def fit(
         nn.utils.clip_grad_norm_(params, 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        # Early on a shorter memory, so that the average forgets the untrained weights.
+        # A faster decay at first, because the weights are still untrained.
         torch._foreach_lerp_(average, [p.detach() for p in params], 1 - min(ema, step / (step + 10)))
         total += value.item()
         if step % every == 0:

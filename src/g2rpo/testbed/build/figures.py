@@ -1,4 +1,4 @@
-"""The builder's own figures: how well each part of the world does its work, on pictures it has not seen."""
+"""The builder's own figures: the quality of each trained part on held-out pictures."""
 
 from __future__ import annotations
 

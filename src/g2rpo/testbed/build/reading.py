@@ -55,7 +55,7 @@ def new_t5() -> T5EncoderModel:
 
 
 def new_text_tower() -> CLIPTextModel:
-    """An untrained CLIP text encoder, whose pooled output tells the transformer the prompt's gist."""
+    """An untrained CLIP text encoder, whose pooled output is the transformer's global text embedding."""
     return CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(VOCABULARY),

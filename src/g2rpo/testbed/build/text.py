@@ -1,4 +1,4 @@
-"""The word-level tokenizer that all text towers of the world share."""
+"""The word-level tokenizer shared by all text encoders of the testbed."""
 
 from __future__ import annotations
 

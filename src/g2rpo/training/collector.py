@@ -23,23 +23,23 @@ from g2rpo.types import Algorithm, Cond, Policy, Reward, Rollout
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """An iteration's rollouts on this rank, and what they took."""
+class Collected:
+    """The rollouts of one iteration on this rank, with their rewards and cost."""
 
     rollouts: list[Rollout]
     rewards: Tensor  # [N, R, M, G]
     evaluations: int
-    """Of the network, one latent each."""
+    """Network evaluations, one latent each."""
     seconds_overlapped: float
-    """Of decoding and scoring while other prompts were sampled."""
+    """Seconds of decoding and scoring during the rollouts of other prompts."""
 
 
 @dataclass(kw_only=True)
-class Sampler:
-    """Rolls out prompts as an algorithm plans it, and has `rewards` score the pictures.
+class Collector:
+    """Rolls out the plans of an algorithm for all prompts and scores the pictures with `rewards`.
 
-    `sizes` may shrink when memory runs out. `first` is the place of this rank's first prompt in the iteration: noise depends on
-    `seed`, the iteration and a prompt's place, not on the rank. `on_evaluations(rows)` is called after each network call.
+    `sizes` are halved when memory runs out. `first` is the index of this rank's first prompt in the iteration: noise depends on
+    `seed`, the iteration and a prompt's index, not on the rank. `on_evaluations(rows)` is called after each network call.
     """
 
     policy: Policy
@@ -53,11 +53,12 @@ class Sampler:
     tail_network: TailNetwork | None
     on_evaluations: Callable[[int], None]
 
-    def sample(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Sampled:
-        """All prompts, a row of `cond` each.
+    def collect(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
+        """The rollouts of all prompts, one per row of `cond`.
 
-        `sampling.prompts_at_once` of them are rolled out together; another thread decodes and scores the pictures of those
-        before. The last ones are scored here, after the thread has ended: no reward is asked by two threads at once.
+        `sampling.prompts_at_once` prompts are rolled out together while another thread decodes and scores the pictures of
+        earlier ones. The last ones are scored here, after that thread has ended, so that no reward is called by two threads at
+        once.
         """
         rollouts, evaluations, aside = list[Rollout](), 0, Stopwatch()
 
@@ -87,10 +88,10 @@ class Sampler:
             if before:
                 watch.lap("waiting")
             rewards.append(score(new, watch))
-        return Sampled(rollouts, torch.cat(rewards), evaluations, sum(aside.seconds.values()))
+        return Collected(rollouts, torch.cat(rewards), evaluations, sum(aside.seconds.values()))
 
     def roll_out(self, algorithm: Algorithm, iteration: int, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
-        """Every plan for the prompts of some rows of `cond`, and the network evaluations that took."""
+        """The rollouts of the prompts in `rows` of `cond`, and the number of network evaluations."""
         engine = Engine(
             policy=self.policy,
             cond=cond.rows(rows),
@@ -112,10 +113,10 @@ class Sampler:
                 lambda prompt, *purpose: self.noise(iteration, rows[prompt], *purpose),
             )
         except OutOfMemory:
-            self.on_evaluations(-engine.evaluations)  # they will be done again
+            self.on_evaluations(-engine.evaluations)  # they will be repeated
             raise
         return [replace(rollout, prompt=rows[rollout.prompt]) for rollout in rollouts], engine.evaluations
 
     def noise(self, iteration: int, row: int, *purpose: Any) -> torch.Generator:
-        """The noise of this rank's prompt `row`, for one purpose of the engine's."""
+        """The generator of this rank's prompt `row` for one purpose of the engine."""
         return generator_for(self.seed, "rollout", iteration, self.first + row, *purpose)

@@ -1,4 +1,4 @@
-"""What reward models weigh and compute, as far as their kind and options tell: built on the meta device, never loaded."""
+"""Memory and operations of reward models, from their kind and options, on the meta device."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CLIPS = {
 }
 """Published CLIPs in open_clip's terms."""
 NO_WEIGHTS = ("http", "vlm_judge", "function", "jpeg_size", "brightness", "saturation", "scene_accuracy", "ocr")
-"""Rewards without a torch model of their own in this process. What a `function` holds is its author's business."""
+"""Rewards without a known torch model in this process; a `function` may have one, which is not counted."""
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A reward's weights in bytes, where they are, and floating-point operations for one picture in `dtype`."""
+class RewardCost:
+    """A reward's weights in bytes, its device, and its floating-point operations for one picture in `dtype`."""
 
     bytes: int
     flops: float
@@ -42,14 +42,14 @@ class Judge:
     dtype: str
 
 
-def judge(entry: RewardConfig, device: str) -> Judge | None:
-    """The cost of one reward where models go to `device` unless their options say otherwise; None if it is unknown.
+def cost_of_reward(entry: RewardConfig, device: str) -> RewardCost | None:
+    """The cost of one reward on `device`, unless its options name another; None if it is unknown.
 
     Pictures only: a prompt's text features are computed once and kept. Preprocessing on the CPU is not counted.
     """
     options = {"device": device, "dtype": "bfloat16" if entry.kind == "hpsv3" else "float32", **entry.options}
     if entry.kind in NO_WEIGHTS:
-        return Judge(0, 0.0, "cpu", "float32")
+        return RewardCost(0, 0.0, "cpu", "float32")
     if entry.kind.startswith("scene_"):  # the testbed's own, always on the CPU
         options |= {"device": "cpu", "dtype": "float32"}
     config = {name: value for name, value in options.items() if name not in ("device", "dtype")}
@@ -58,10 +58,10 @@ def judge(entry: RewardConfig, device: str) -> Judge | None:
         return None
     weights, flops = measured
     width = torch.finfo(getattr(torch, options["dtype"])).bits // 8
-    return Judge(weights * width // 4, flops, options["device"], options["dtype"])
+    return RewardCost(weights * width // 4, flops, options["device"], options["dtype"])
 
 
-@cache  # advice asks for the same rewards again and again
+@cache  # `advice` needs the same rewards repeatedly
 def _measured(kind: str, options: str) -> tuple[int, float] | None:
     """(bytes in float32, operations for one picture) of a reward model; `options` is JSON."""
     with torch.device("meta"):
