@@ -1,4 +1,4 @@
-"""The pictures that a prompt brings along: read within limits, and known by their content."""
+"""The input pictures of prompts: read within limits, and compared by content."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def content_of(prompt: str, digests: FileDigests) -> list[str]:
 
 
 def digest_of_prompts(prompts: Iterable[str]) -> str:
-    """A digest of prompts with all that belongs to them; pictures count by their content, wherever they lie."""
+    """A digest of prompts with metadata and pictures; pictures count by content, not by path."""
     digests = FileDigests(None)
     plain = [(plain_prompt(prompt), content_of(prompt, digests)) for prompt in prompts]
     return digest_of([{**each, "images": images} if isinstance(each, dict) else each for each, images in plain])
@@ -58,7 +58,7 @@ def _place(prompt: str) -> str:
 
 
 def _opened(path: str, place: str, read: Callable[[Image.Image], T]) -> T:
-    """What `read` makes of a picture; its size is checked before."""
+    """`read` of an opened picture, after a check of its size."""
     said = f"{place}: input picture {path}"
     if not local(path).is_file():  # nor a pipe or a device
         raise UserError(f"{said}: there is no such file")

@@ -1,6 +1,6 @@
 """What all algorithms that learn from stochastic steps share: log-probs, the ratio, the KL term, and what is logged of them.
 
-log p_theta(x_next | x) is the log density of the step that was taken, under the kernel that the weights give now
+log p_theta(x_next | x) is the log density of the sampled step under the kernel of the current weights
 ratio = p_theta / p_old; loss = policy_loss(ratio, A) + kl_weight * KL(kernel || kernel of the untrained model)
 """
 
@@ -22,18 +22,18 @@ class Steps:
     """The quantities of B stochastic steps in a training pass: every field is [B], one entry per member and step; float32 but
     the last."""
 
-    log_prob: Tensor  # of the step that was taken, under the weights being trained; carries the gradient
-    old_log_prob: Tensor  # under the weights that took it
+    log_prob: Tensor  # of the sampled step, under the current weights; carries the gradient
+    old_log_prob: Tensor  # under the weights that sampled it
     old_kl: Tensor  # KL of the two kernels, as a mean over entries; carries a gradient, and is 0 at the old weights
     advantages: Tensor
-    std: Tensor  # of the noise that entered
-    dsigma: Tensor  # how far the step went, |sigma_next - sigma|
+    std: Tensor  # the std of the step's noise
+    dsigma: Tensor  # |sigma_next - sigma|
     step: Tensor  # its index on the sigma grid, int64
 
 
 class PolicyGradient(Algorithm):
-    """The part of an `Algorithm` that turns transitions into a loss. Subclasses say how a step is taken (`kernel`) and what a
-    ratio costs (`log_ratio`, `policy_loss`); their fields `clip_range` and `kl_weight` are used here."""
+    """The part of an `Algorithm` that turns transitions into a loss. Subclasses define the stochastic step (`kernel`) and the
+    loss (`log_ratio`, `policy_loss`), and have fields `clip_range` and `kl_weight`."""
 
     clip_range: float
     kl_weight: float
@@ -43,7 +43,7 @@ class PolicyGradient(Algorithm):
         return self.kl_weight > 0
 
     def log_ratio(self, steps: Steps) -> Tensor:
-        """log of the ratio that the loss clips, [B]; 0 where the weights are the ones that sampled."""
+        """The log of the ratio that the loss clips, [B]; 0 if the weights are those of the rollout."""
         return steps.log_prob - steps.old_log_prob
 
     def policy_loss(self, steps: Steps) -> Tensor:
@@ -70,8 +70,8 @@ class PolicyGradient(Algorithm):
         """policy_loss + kl_weight * KL, member by member.
 
         Until the first optimizer step the old policy *is* the current one, so its log-prob is this pass's own, detached: the
-        ratio is exactly 1. What the rollout recorded may differ in the last bits (another batch, another kernel); that
-        difference is logged as the drift, because a large one means that rollout and training disagree.
+        ratio is exactly 1. The rollout's log-prob may differ in the last bits (other batch shapes and kernels). The difference
+        is logged as drift; a large one means that rollout and training use different models.
         """
         sigma = batch.sigma()
         base = network.base_velocity(batch.x, sigma, batch.prompts) if self.uses_base else None
@@ -91,7 +91,7 @@ class PolicyGradient(Algorithm):
         return Loss(values, log)
 
     def landing(self, batch: Batch, x: Tensor, velocity: Tensor, sigma: Tensor) -> Normal:
-        """Where the step to the batch's next sigmas goes from x [rows, ...] at sigma [rows], a row for every member."""
+        """The distribution of the step to the batch's next sigmas from x [rows, ...] at sigma [rows], one row per member."""
         each = batch.by_member
         return self.kernel(batch.sigmas)(each(x), each(velocity), each(sigma), each(batch.sigma(ahead=1)))
 
@@ -121,7 +121,7 @@ class PolicyGradient(Algorithm):
         }
 
     def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, dtype: torch.dtype) -> float:
-        """The largest difference of a log-prob between rollout and training pass that is in order.
+        """The largest acceptable difference of a log-prob between rollout and training pass.
 
         Later updates of a rollout take its record for the old log-prob, and half the clip range is all that may be lost to a
         difference that nothing was learnt from. Where a rollout has one update, ratios do not see the drift, and what rounding
@@ -138,7 +138,7 @@ class PolicyGradient(Algorithm):
             still, moved = (kernel(0 * one, velocity * one, sigma, sigma_next) for velocity in (0, 1))
             std = still.std.reshape(1)
             e = 2 * torch.finfo(dtype).eps * math.sqrt(2) * float((moved.mean - still.mean).abs()) / float(std)
-            # the log-prob's own unit: 1, or 2 std^2 where it leaves out the constants
+            # the scale of log-probs: 1, or 2 std^2 without the density's constants
             scale = 2 * float(still.log_prob(still.mean) - still.log_prob(still.mean + std))
             allowed = max(allowed, scale * (4 * e / math.sqrt(entries) + e**2 / 2))
             off_by_one = Steps(

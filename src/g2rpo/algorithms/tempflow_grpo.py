@@ -1,8 +1,7 @@
 """TempFlow-GRPO: When Timing Matters for GRPO in Flow Models, arXiv 2508.04324.
 
-Like G2RPO it walks the ODE and branches by one stochastic step at a time, here at every step but the last, with the plain
-sampler for a tail. What is new is the weight of a step: proportional to its noise, because that is how far exploration goes
-there.
+Like G2RPO it branches off the ODE by one stochastic step at a time, here at every step but the last, with granularity 1. New is
+the weight of a step: proportional to its noise, the range of exploration.
 """
 
 from __future__ import annotations

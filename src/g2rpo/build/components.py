@@ -263,7 +263,7 @@ def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, notify: Ca
 
 
 def _text_identity(name: str, digests: FileDigests) -> dict[str, str]:
-    """What a pipeline's text encoders and tokenizers are: their content, or hub id and commit."""
+    """The identity of a pipeline's text encoders and tokenizers: their content, or hub id and commit."""
     path, kind = locate_pipeline(name, chosen="any")
     root = Path(path)
     if not root.is_dir():
@@ -273,7 +273,7 @@ def _text_identity(name: str, digests: FileDigests) -> dict[str, str]:
 
 
 def pipeline_identity(name: str) -> str:
-    """Tells pipelines apart at no cost: a folder by its files' names and sizes, a hub id by its commit."""
+    """A cheap identity of a pipeline: a folder's file names and sizes, or a hub id's commit."""
     path, _ = locate_pipeline(name, chosen="any")
     root = Path(path)
     if not root.is_dir():
@@ -316,7 +316,7 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
 
 
 def reward_kind(name: str, entry: RewardConfig) -> Any:
-    """The class, or the function, of a reward; code that its options name must be allowed too."""
+    """The class or function of a reward; code in its options must be allowed too."""
     try:
         if entry.kind == "function" and plugins.is_code(str(entry.options.get("target"))):
             plugins.require(str(entry.options["target"]))
@@ -342,7 +342,7 @@ def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
 
 
 def _weights_hint(name: str, kind: Any, options: Mapping[str, Any]) -> str:
-    """Which weights a reward reads and how to have them, as the end of a message; hubs do not say what they miss."""
+    """The weights that a reward reads and how to get them, as the end of a message."""
     defaults = {option: parameter.default for option, parameter in inspect.signature(kind).parameters.items()}
     sources = {option: options.get(option, defaults.get(option)) for option in WEIGHT_OPTIONS}
     reads = [f"{option}={source}" for option, source in sources.items() if isinstance(source, str)]

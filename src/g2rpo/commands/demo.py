@@ -36,7 +36,7 @@ EXAMPLES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """What a demo is made of, by name: a run's config, or what a pipeline alone suggests."""
+    """The settings of a demo, by name: from a run's config, or defaults for a pipeline."""
 
     title: str
     policy: PolicyConfig
@@ -48,14 +48,14 @@ class Cast:
     prompts: str = ""
     """A source of held-out prompts."""
     num_prompts: int | None = None
-    """How many of them are used."""
+    """The number of held-out prompts to use."""
     steps: int | None = None
-    """Of the run's evaluations."""
+    """Step count of the run's evaluations."""
     story: str = "as it is"
-    """What was done to the model."""
+    """A description of the training."""
 
     def check(self) -> None:
-        """Refuses what can be seen to be wrong before anything is loaded."""
+        """Checks before anything is loaded."""
         components.locate_pipeline(self.policy.path, self.policy.pipeline, self.policy.kind)
         components.check_rewards({**self.rewards, **self.judges})
         components.check_plans(self.algorithm, self.sampling)
@@ -106,7 +106,7 @@ def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, A
 
 
 def open_studio(cast: Cast, weights: Path | None, notify: Callable[[str], None], heldout: Sequence[str] = ()) -> Studio:
-    """Builds what `cast` names, and loads tuned weights."""
+    """Builds the objects of `cast`, and loads tuned weights."""
     device = components.pick_device(cast.policy.device)
     rewards, judges = (components.build_rewards(table, device) for table in (cast.rewards, cast.judges))
     policy = components.build_policy(cast.policy, tuning="frozen", keep_base=True)
@@ -132,7 +132,7 @@ def open_studio(cast: Cast, weights: Path | None, notify: Callable[[str], None],
 
 
 def _grammar(prompt: str) -> str:
-    """Why the testbed's rewards have no score for a prompt; nothing if they do."""
+    """Why the testbed's rewards have no score for a prompt; "" if they have."""
     from g2rpo.testbed.grammar import parse
 
     try:
@@ -143,7 +143,7 @@ def _grammar(prompt: str) -> str:
 
 
 def _token(variable: str | None, host: str) -> str | None:
-    """The token to ask for; only this machine may come without one."""
+    """The token that requests need; None is allowed for a loopback host only."""
     try:
         token = token_from(variable)
     except ValueError as error:
@@ -154,7 +154,7 @@ def _token(variable: str | None, host: str) -> str | None:
 
 
 def facts(cast: Cast, log: Run | None) -> str:
-    """What the page is about, for people who have seen neither config nor code, and how the run did."""
+    """A description of model, training and results for the top of the page."""
     name = model_name(cast.policy)
     line = f"{'The' + name[3:] if name.startswith('the ') else name}, {cast.story}."
     return f"{line} {summary(log)}" if log is not None else line

@@ -1,4 +1,4 @@
-"""Judging a policy: pictures of fixed prompts from fixed noise, scored by every reward."""
+"""Held-out evaluation of a policy: pictures of fixed prompts from fixed noise, scored by every reward."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from g2rpo.seeding import generator_for
 from g2rpo.statistics import Z
 from g2rpo.types import Policy, Reward
 
-SCORES = "scores"  # the scores of every evaluation, prompt by prompt
+SCORES = "scores"  # scores of every evaluation, by prompt
 
 
 def iteration_name(iteration: int) -> str:
-    """How files of a run name an iteration."""
+    """The name of an iteration in file names."""
     return f"iteration_{iteration:06d}"
 
 
 def scores_after(iteration: int) -> str:
-    """Where in a run directory the scores of an evaluation are."""
+    """The path of an evaluation's scores in a run directory."""
     return f"{SCORES}/{iteration_name(iteration)}.safetensors"
 
 
@@ -38,7 +38,7 @@ def scores_after(iteration: int) -> str:
 class Evaluation:
     """Pictures [N, 3, H, W] of `prompts`, 8 bit, scores [N] by reward, and verdicts [N] if a reward defines right pictures.
 
-    Of an evaluation that ranks have shared, those that do not lead have their own pictures only.
+    After an evaluation on several ranks, ranks other than 0 have only their own pictures.
     """
 
     prompts: tuple[str, ...]
@@ -64,8 +64,8 @@ def sample_images(
 ) -> Tensor:
     """One picture per prompt by the plain ODE. Picture i starts from noise (seed, i), whatever the batch size or rank.
 
-    `first` is the number of the first prompt, where `prompts` are a part of a longer list. `on_rows(rows)` is called for every
-    call of the network, and may raise to leave.
+    `first` is the index of the first prompt if `prompts` are part of a longer list. `on_rows(rows)` is called after every call
+    of the network; an exception from it ends the sampling.
     """
     images = []
     for start in range(0, len(prompts), batch_size):
@@ -113,11 +113,11 @@ def evaluate(
 
 
 def verdicts(rewards: Mapping[str, Reward], scores: Mapping[str, Tensor]) -> Tensor | None:
-    """Whether each picture is right, [N]: 1 if every reward that has a least score of a right picture (its attribute `right`)
-    gives it, else 0; NaN where one of them has no score. None if no reward has."""
+    """Whether each picture is right, [N]: 1 if the score of every reward with an attribute `right` is at least that value, else
+    0; NaN where one of them has no score. None if no reward has."""
     least = least_scores(rewards)
     said = [(scores[name] >= value).float().where(~scores[name].isnan(), torch.nan) for name, value in least.items()]
-    return torch.stack(said).amin(0) if said else None  # amin passes NaN on
+    return torch.stack(said).amin(0) if said else None  # amin propagates NaN
 
 
 def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:
@@ -130,7 +130,7 @@ def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:
 
 
 def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> Evaluation:
-    """The evaluation of `prompts` whose pieces the ranks have made."""
+    """The evaluation of `prompts` gathered from all ranks."""
     scores = {name: world.gather(values) for name, values in own.scores.items()}
     right = None if own.right is None else world.gather(own.right)
     return Evaluation(tuple(prompts), world.gather_to_main(own.images), scores, right)

@@ -25,15 +25,15 @@ NEGATIVE = "negative_"
 class DiffusersPolicy(PipelinePolicy):
     """A flow pipeline of diffusers as a `Policy`, by its own `__call__`. Subclasses describe one class of pipelines.
 
-    Latents are float32, in the form in which the pipeline steps them. Velocities are what the pipeline gives its scheduler:
-    after guidance, which is taken in float32. Prompts are encoded one at a time, so a row is a function of its prompt.
+    Latents are float32, in the form in which the pipeline steps them. Velocities are the pipeline's input to its scheduler:
+    after guidance, which is computed in float32. Prompts are encoded one at a time, so a row is a function of its prompt.
     """
 
     encoded: ClassVar[Sequence[str]]
     """What `encode_prompt` returns, in its order, with the negative prompt's beginning with "negative_". Pipelines that encode
     it by a second call name one call's."""
     scale: ClassVar[str] = "guidance_scale"
-    """The argument that guidance_scale is."""
+    """The pipeline's argument for guidance_scale."""
     unguided: ClassVar[float | None] = 1.0
     """The largest guidance_scale without a second evaluation; None: the scale is an input of the network."""
     shared: ClassVar[Sequence[str]] = ("text_ids",)
@@ -45,7 +45,7 @@ class DiffusersPolicy(PipelinePolicy):
     ragged: ClassVar[Sequence[str]] = ()
     """Embeddings as long as their prompt without a mask: only rows of one length share a call."""
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}
-    """Of what is no embedding."""
+    """Dtypes of encoded tensors that are not embeddings."""
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Further arguments of the call."""
     one_time: ClassVar[bool] = False
@@ -222,7 +222,7 @@ class DiffusersPolicy(PipelinePolicy):
         return {**made, self.scale: self.guidance_scale} if changes.get("guided") or self.unguided is None else made
 
     def _quiet(self) -> dict[str, Any]:
-        """The pipeline without text encoders, with the network that is at work."""
+        """The pipeline without text encoders, with the active network."""
         absent = {name: None for name in vars(self.pipeline) if name.startswith("text_encoder") and "." not in name}
         network = Network(self.tuning.active, self.dtype)
         return {**_modules_only(absent, self.pipeline), "transformer": network, "vae": Decoder(self.pipeline.vae)}

@@ -1,4 +1,4 @@
-"""Is the asked text in the picture? RapidOCR reads it, with the PP-OCRv6 models inside its wheel; nothing is downloaded.
+"""Text in pictures, read by RapidOCR with the PP-OCRv6 models inside its wheel; nothing is downloaded.
 
 The score is Flow-GRPO's (arXiv 2505.05470, section 4.1): 1 - edit distance / length of the text.
 """

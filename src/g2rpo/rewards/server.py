@@ -1,4 +1,4 @@
-"""Serve any reward over HTTP (the protocol stands in `g2rpo.rewards.remote`). Standard library and Pillow only.
+"""Serve any reward over HTTP (protocol: `g2rpo.rewards.remote`). Standard library and Pillow only.
 
 What comes over the network is not trusted: bodies, numbers of pictures and their pixels are bounded before anything is
 decoded, only PNG is read, nothing is unpickled, slow clients are cut off, and only the loopback interface is served
@@ -55,7 +55,7 @@ class Limits:
 
 
 class BadRequest(Exception):
-    """The client's mistake: a status and a sentence for it."""
+    """A wrong request: its status code and message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ def decode_png(text: str, pixels_left: int) -> Tensor:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
             _check_size(*picture.size, pixels_left)  # a second header could have changed it; nothing is decoded yet
             array = np.asarray(picture.convert("RGB"))
-    except Exception as error:  # Pillow promises no particular ones for a file that someone has tampered with
+    except Exception as error:  # Pillow does not document which for damaged files
         raise BadRequest(400, f"an image is a broken PNG: {type(error).__name__}") from error
     return torch.from_numpy(array.copy()).permute(2, 0, 1)
 
@@ -193,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(error)
         except OSError:  # the connection broke: no answer can be sent
             raise
-        except Exception as error:  # the reward's own failure: the server lives on, the client may try again
+        except Exception as error:  # the reward failed: the server continues, the client may retry
             log.exception("the reward failed")
             self._answer(500, {"error": f"the reward failed with {type(error).__name__}; the server's log says more"})
 
@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.server.token
         given = self.headers.get("Authorization", "")
         if token is None and not is_loopback(host_of(self.headers.get("Host", "localhost"))):
-            # a web page can make its own name mean this machine, and would then be allowed to read the answers
+            # against DNS rebinding, by which a web page could read the answers
             raise BadRequest(403, "without a token this server answers to loopback addresses only")
         if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise BadRequest(401, "a valid token is needed: Authorization: Bearer ...")
@@ -245,8 +245,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _refuse(self, error: BadRequest) -> None:
-        """Answer an error, then throw away what the client still sends: to close at once would reset the connection, and
-        the client would see that instead of the answer."""
+        """Answers an error, then discards what the client still sends: closing at once would reset the connection before the
+        client has read the answer."""
         self._answer(error.status, {"error": str(error)})
         self.wfile.flush()
         self.connection.shutdown(socket.SHUT_WR)
@@ -301,7 +301,7 @@ class RewardServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def admit(self, connection: socket.socket) -> None:
-        """A connection whose request may be answered is not closed for others any more; `BadRequest` if there are too many."""
+        """Marks a connection as admitted, so that it is no longer closed for others; `BadRequest` if there are too many."""
         with self.counting:
             if len(self.clients) >= self.limits.clients:
                 raise BadRequest(503, "busy")

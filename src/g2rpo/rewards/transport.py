@@ -39,7 +39,7 @@ class TooSlow(NoAnswer):
 
 
 class Refused(OSError):
-    """The endpoint refused the request for good (a 4xx status): a retry would be refused too."""
+    """The endpoint refused the request permanently (a 4xx status)."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -60,7 +60,7 @@ def endpoint(url: str, path: str) -> str:
 
 
 def _fault(url: Any) -> str | None:
-    """What keeps `url` from being an endpoint's address."""
+    """Why `url` is not a valid endpoint address; None if it is."""
     if not isinstance(url, str) or not url.isprintable() or " " in url:
         return "this is no text without spaces and control characters"
     try:
@@ -162,7 +162,7 @@ def request_json(
     except NoAnswer as error:
         raise type(error)(f"{url} {without_token(str(error), token)}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        if time.monotonic() >= deadline:  # whatever it looked like when the socket was shut
+        if time.monotonic() >= deadline:  # any exception after the socket was shut down
             raise TooSlow(f"{url} did not finish its answer in time") from None
         reason = getattr(error, "reason", None)
         kind = Unreachable if isinstance(reason, OSError) and not isinstance(reason, TimeoutError) else NoAnswer
@@ -176,7 +176,7 @@ def _explanation(error: urllib.error.HTTPError) -> str:
     try:
         with error:
             return _printable(error.read1(300).decode(errors="replace").strip() or error.reason)
-    except (OSError, http.client.HTTPException, ValueError):  # the status is known; a body that does not come is no news
+    except (OSError, http.client.HTTPException, ValueError):  # the status is enough
         return _printable(error.reason)
 
 
@@ -192,8 +192,8 @@ def brief(answer: Any) -> str:
 
 def _shut(sockets: list[socket.socket]) -> None:
     for each in sockets:
-        with contextlib.suppress(OSError):  # it is closed already
-            socket.socket.shutdown(each, socket.SHUT_RDWR)  # TLS has a shutdown of its own, which would wait
+        with contextlib.suppress(OSError):  # already closed
+            socket.socket.shutdown(each, socket.SHUT_RDWR)  # TLS's own shutdown would wait
 
 
 class _HTTP(urllib.request.HTTPHandler):
@@ -245,8 +245,8 @@ def _read(response: Any, deadline: float, max_bytes: int) -> bytes:
 def with_retries(call: Callable[[], T], *, retries: int, backoff_s: float, what: str) -> T | None:
     """`call()`, tried again up to `retries` times after `NoAnswer`; None, and a warning, if it never answers.
 
-    The waits double from `backoff_s`, up to 30 s, each shortened by a random part so that clients do not march in step.
-    `Refused` is not caught: it is a mistake in the settings, which no waiting mends.
+    The waits double from `backoff_s`, up to 30 s, each with random jitter. `Refused` is not caught, because retries would not
+    help.
     """
     for attempt in range(retries + 1):
         try:

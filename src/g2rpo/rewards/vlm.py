@@ -29,7 +29,7 @@ from g2rpo.rewards.yes_no import MOST_LIKELY, yes_probability
 
 @dataclass(frozen=True)
 class Form:
-    """What the judge is asked, with {prompt} in it, and the names of the scores in its answer; none: "yes" or "no"."""
+    """The judge's instruction, with {prompt} in it, and the names of the scores in its answer (none: "yes" or "no")."""
 
     template: str
     scores: tuple[str, ...] = ()
@@ -69,11 +69,11 @@ _NUMBER = (
 def parse_scores(text: str, names: Sequence[str]) -> float:
     """The mean of the scores called `names` in a judge's answer, each from 1 to 5; NaN if one is missing or outside.
 
-    What a judge thinks between <think> and </think> is left out. The last mention of a name counts, as a judge may quote its
-    instructions before it decides.
+    Text between <think> and </think> is ignored. The last mention of a name counts, because an answer may quote its
+    instructions.
     """
     decided = text.rpartition("</think>")[2]
-    if "<think>" in decided:  # cut off while it thought
+    if "<think>" in decided:  # truncated within <think>
         return torch.nan
     values = []
     for name in names:
@@ -197,7 +197,7 @@ def answer_text(answer: Any) -> str:
         text, why = choice["message"]["content"], choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise NoAnswer(f"answered no chat completion: {brief(answer)}") from error
-    if text is None and why == "length":  # it thought until max_tokens, which servers keep apart
+    if text is None and why == "length":  # only reasoning until max_tokens, in a separate field
         return ""
     if not isinstance(text, str):
         raise NoAnswer(f"answered a chat completion without text: {brief(answer)}")

@@ -12,7 +12,7 @@ from g2rpo.rewards.transport import NoAnswer, brief
 MOST_LIKELY = 20
 """How many of a token's most likely values are asked for: the most that OpenAI, and vLLM unless told otherwise, allow."""
 _BLANKS = " \t\r\n\u2581\u0120\u010a"
-"""White space, and how vocabularies write it where a server shows their raw entries."""
+"""White space, and its forms in raw vocabulary entries."""
 
 
 def yes_probability(answer: Any) -> float:

@@ -1,4 +1,4 @@
-"""Rewards of pictures on clips: which frames are scored, and what of their scores is the clip's."""
+"""Rewards of pictures on clips: the frames that are scored, and the reduction of their scores."""
 
 from __future__ import annotations
 

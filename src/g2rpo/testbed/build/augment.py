@@ -1,4 +1,4 @@
-"""Ways in which a picture can be less than clean: mild ones to train on, harsh ones to learn to dislike."""
+"""Augmentations: mild ones for training, harsh ones as examples of bad pictures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _some(batch: int, share: float, most: float) -> Tensor:
 
 
 def mild(images: Tensor) -> Tensor:
-    """What a good generator may still do to a picture: a little of everything, in a third or so of the rows each."""
+    """Mild augmentations, each in about a third of the rows."""
     batch = len(images)
     images = blur(images, _some(batch, 0.3, 0.9))
     images = wobble(images, _some(batch, 0.4, 0.5))

@@ -49,7 +49,7 @@ def new_clip() -> CLIPModel:
 
 
 def build_clip(ctx: Context, dataset: Dataset) -> CLIPModel:
-    """Trains CLIP on whole families of scenes, so that every batch holds captions that are wrong in one word only."""
+    """Trains CLIP on whole families of scenes, so that every batch has captions that differ in one word only."""
     folder = ctx.out / SceneCLIP.folder
     if (folder / "config.json").exists():
         return CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()

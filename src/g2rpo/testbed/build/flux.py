@@ -1,8 +1,8 @@
 """Stage 5: the tiny FLUX. The transformer learns, by flow matching, on captions that are not always right.
 
-As with a model trained on the web, some captions are wrong, and guidance says how much to trust them: of the pictures
-shown with guidance 1 half carry a wrong caption, of those with guidance 5 hardly any. What the base then gets
-wrong is content rather than drawing, and reinforcement learning has something natural to sharpen.
+As with a model trained on the web, some captions are wrong, less often at higher guidance: half of them at guidance 1, hardly
+any at guidance 5. What the base then gets wrong is content rather than drawing, and reinforcement learning has something
+natural to sharpen.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from g2rpo.testbed.rewards import SceneAccuracy
 from g2rpo.testbed.scenes import SIDE
 
 GUIDANCE = (1.0, 5.0)
-TIME_SHIFT = 2.0  # trains high noise more, where the composition is decided
+TIME_SHIFT = 2.0  # more weight on high noise, which determines the composition
 BATCH = 128
-WRONG_CAPTIONS = 2  # of each picture; a single one would be learned by heart
+WRONG_CAPTIONS = 2  # per picture; a single one would be memorised
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training with its own peak learning rates, which decay to zero at its end."""
+    """A phase of training with its own peak learning rates, which decay to zero."""
 
     steps: int
     lr: float
@@ -149,7 +149,7 @@ def training_data(ctx: Context, vae: AutoencoderKL) -> tuple[Tensor, Tensor, Ten
 
 
 def flow_loss(transformer: Callable[..., Any], latents: Tensor, texts: Tensor, pooled: Tensor, guidance: Tensor) -> Tensor:
-    """Flow matching on packed latents [B, 16, 64]: how far the predicted velocity is from noise - latents."""
+    """The flow matching loss on packed latents [B, 16, 64]: the error of the predicted velocity."""
     noise = torch.randn_like(latents)
     odds = TIME_SHIFT * torch.randn(len(latents)).exp()
     sigma = odds / (1 + odds)
@@ -168,7 +168,7 @@ def flow_loss(transformer: Callable[..., Any], latents: Tensor, texts: Tensor, p
 
 
 def sample(pipe: FluxPipeline, texts: Sequence[str], *, seed: int = 0, batch: int = 100) -> Tensor:
-    """Images [B, 3, 64, 64] in [0, 1] of prompts, as everybody else draws them: guidance 3.5, 10 steps."""
+    """Images [B, 3, 64, 64] in [0, 1] of prompts, with the default settings: guidance 3.5, 10 steps."""
     generator = torch.Generator().manual_seed(seed)
     parts = [
         pipe(

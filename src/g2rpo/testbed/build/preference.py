@@ -1,4 +1,4 @@
-"""Stage 3: taste. The tiny CLIP, fine-tuned on which of two pictures a viewer would rather have for a prompt."""
+"""Stage 3: the preference model, the tiny CLIP fine-tuned on pairs of pictures for a prompt, ordered by quality."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_preference(ctx: Context, dataset: Dataset, vae: AutoencoderKL, clip: C
         pictures, scenes = ballot(dataset, rng, generated)
         scores = cosines(model, pictures, scenes) * ScenePreference.scale
         taste = torch.stack([-F.logsigmoid(scores[:, a] - scores[:, b]).mean() for a, b in ORDER]).mean()
-        return taste + contrastive_loss(model, pictures[:, RIGHT], scenes)  # the second, so as not to forget
+        return taste + contrastive_loss(model, pictures[:, RIGHT], scenes)  # the CLIP loss, so that it stays a CLIP
 
     fit(ctx, "preference", model, loss, steps=ctx.scaled(600, 4), lr=1e-3, ema=0.99)
     save_half(model, folder)
@@ -95,7 +95,7 @@ def _relative(dataset: Dataset, rng: np.random.Generator, row: int) -> int:
 def pair_accuracy(
     model: CLIPModel, dataset: Dataset, rng: np.random.Generator, generated: tuple[Tensor, Tensor], rounds: int
 ) -> dict[str, float]:
-    """How often the better of two pictures scores higher, by pair."""
+    """The share of pairs in which the better picture scores higher, by kind of pair."""
     wins: dict[str, list[Tensor]] = {"clean over ugly": [], "right over wrong": []}
     for _ in range(rounds):
         scores = cosines(model, *ballot(dataset, rng, generated))

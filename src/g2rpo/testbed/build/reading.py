@@ -1,4 +1,4 @@
-"""Stage 4: the pipeline's text encoders learn to read, on text alone, as the ones of a real pipeline have.
+"""Stage 4: the pipeline's text encoders, pretrained on text alone, as those of real pipelines are.
 
 T5 must tell of every word all that is said about its group, and on which side of the other group that one stands; CLIP's
 pooled output must tell all about both groups. From words alone neither is known: it takes their order.
@@ -24,7 +24,7 @@ IGNORED = -100
 
 
 class Readers(nn.Module):
-    """The two text encoders, and the heads that are asked what was read; the heads are thrown away afterwards."""
+    """The two text encoders with their classification heads, which are discarded after training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def new_text_tower() -> CLIPTextModel:
 
 
 def build_readers(ctx: Context) -> Readers:
-    """Trains both text encoders to read."""
+    """Trains both text encoders."""
     file = ctx.work / "readers.safetensors"
     rng = ctx.rng("reading")
     readers = Readers()
@@ -101,7 +101,7 @@ def questions(told: Tensor, answer: Tensor) -> Tensor:
 
 
 def answers(scene: Scene) -> tuple[list[list[int]], list[list[int]]]:
-    """What T5 is to tell of each of the 16 tokens, and CLIP of each of two groups: five classes, or `IGNORED`."""
+    """The targets of T5 for each of the 16 tokens, and of CLIP for each of two groups: five classes, or `IGNORED`."""
     relations: list[Relation | None] = [scene.relation, scene.relation and OPPOSITE[scene.relation]]
     groups = [_classes(group, relation) for group, relation in zip(scene.groups, relations, strict=False)]
     nothing = [IGNORED] * len(CLASSES)
