@@ -215,3 +215,19 @@ def test_recipes_of_real_models_run_without_prompts_of_ones_own(recipe, flux_dir
     model = sd3_directory if recipe.startswith("sd35") else flux_directory
     prompts, heldout = check(load_config(recipe, [f"policy.path={model}", "policy.device=cpu"]), ("rewards", "judges"))
     assert (len(prompts), len(heldout)) == (200, 64) and not set(prompts) & set(heldout)
+
+
+def test_metadata_that_a_reward_cannot_read_are_refused_ahead(tmp_path):
+    options = "rewards.geneval={options: {detector: %s, clip: %s}}" % (tmp_path / "detector", tmp_path)
+    overrides = [f"prompts.train={tmp_path}/prompts.jsonl", options]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat"}')
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"rewards.geneval.options.detector: \S* is neither a file, a folder, nor"):
+        check(load_config("scenes", overrides))
+    (tmp_path / "detector").mkdir()
+    (tmp_path / "detector" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"none of 1 prompts \(.*prompts.jsonl\) has metadata in GenEval's format"):
+        check(load_config("scenes", overrides))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat", "include": [{"class": "cat"}]}')
+    with pytest.raises(UserError, match="the metadata of prompt 'a cat' .* a clause needs a class and a count"):
+        check(load_config("scenes", overrides))

@@ -41,6 +41,7 @@ REWARDS = {
     "pickscore": "g2rpo.rewards.pickscore:PickScore",
     "image_reward": "g2rpo.rewards.image_reward:ImageReward",
     "aesthetic": "g2rpo.rewards.aesthetic:Aesthetic",
+    "geneval": "g2rpo.rewards.geneval:GenEval",
     "vlm_judge": "g2rpo.rewards.vlm:VLMJudge",
     "http": "g2rpo.rewards.remote:RemoteReward",
     "function": "g2rpo.rewards.function:FunctionReward",
@@ -65,8 +66,10 @@ TRACKERS = {
     "wandb": "g2rpo.monitor.trackers:WandB",
     "trackio": "g2rpo.monitor.trackers:Trackio",
 }
-WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip")
+WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip", "detector")
 """Options of rewards that name a folder, a file or a hub repository."""
+CODE_OPTIONS = {"function": "target", "geneval": "detector"}
+"""By kind of reward, the option that may name code."""
 
 
 def build_sharding(config: Config, world: World) -> Sharded | None:
@@ -318,8 +321,9 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
 def reward_kind(name: str, entry: RewardConfig) -> Any:
     """The class or function of a reward; code in its options must be allowed too."""
     try:
-        if entry.kind == "function" and plugins.is_code(str(entry.options.get("target"))):
-            plugins.require(str(entry.options["target"]))
+        named = str(entry.options.get(CODE_OPTIONS.get(entry.kind, "")))
+        if plugins.is_code(named):
+            plugins.require(named)
         return plugins.find("rewards", entry.kind, REWARDS)
     except UserError as error:
         raise type(error)(f"rewards.{name}: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from g2rpo import plugins
 from g2rpo.build import components, hub
 from g2rpo.build.hub import Question, at_once
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
@@ -29,6 +30,7 @@ SECONDS = 1.5
 CLIP = ("open_clip_config.json", "config.json")
 TOKENIZER = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
 FILES = {"path": CLIP, "clip": CLIP, "tokenizer": TOKENIZER, "processor": TOKENIZER, "instruction": INSTRUCTION}
+FILES["detector"] = ("config.json",)
 """By option of a reward, files of which one must be in the place that it names. A reward's own WEIGHTS come before `path`."""
 
 
@@ -117,8 +119,20 @@ class _Prompts:
             texts = self.train if name == "prompts" else self.heldout
             for reward, entry in _rewards(config, {*given, "judges"} if name == "prompts" else given).items():
                 kind = components.reward_kind(reward, entry)
-                if hasattr(kind, "wants") and texts and not any(kind.target(text) for text in texts):
-                    found.add(f"rewards.{reward}: none of {len(texts)} prompts ({key}={source}) has {kind.wants}")
+                if hasattr(kind, "wants") and texts:
+                    found.tried(_check_targets, f"rewards.{reward}", kind, texts, f"{key}={source}")
+
+
+def _check_targets(reward: str, kind: Any, texts: Sequence[str], source: str) -> None:
+    """Refuses prompts in none of which a reward finds what it looks for, and metadata that it cannot read."""
+    targets = []
+    for text in texts:
+        try:
+            targets.append(kind.target(text))
+        except ValueError as error:
+            raise UserError(f"{reward}: the metadata of prompt {text!r} ({source}): {error}") from None
+    if not any(targets):
+        raise UserError(f"{reward}: none of {len(texts)} prompts ({source}) has {kind.wants}")
 
 
 def _rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:
@@ -172,7 +186,7 @@ def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]
         questions[f"rewards.{name}"] = partial(_ask_endpoint, kind, entry.options)
     own = getattr(inspect.getmodule(kind), "WEIGHTS", None)
     for option, files in {**FILES, **({"path": (own,)} if own else {})}.items():
-        if isinstance(place := options.get(option), str):
+        if isinstance(place := options.get(option), str) and not plugins.is_code(place):
             _check_files(f"rewards.{name}.options.{option}", place, files, questions)
 
 

@@ -1,0 +1,155 @@
+"""GenEval as a reward (Ghosh et al. 2023, arXiv 2310.11513): objects, counts, colours and positions, by a detector and CLIP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from g2rpo.plugins import find, is_code
+from g2rpo.rewards.clip_encoder import ClipEncoder, load_clip
+from g2rpo.rewards.detectors import TransformersDetector
+from g2rpo.rewards.geneval_scoring import COLOURS, Detection, Found, Task, by_class, is_correct, partial_score
+from g2rpo.rewards.pixels import Preprocess, check_batch, score_in_batches, to_pil, to_tensor
+from g2rpo.types import Prompt
+
+log = logging.getLogger(__name__)
+
+Detector = Callable[[Tensor], Sequence[Sequence[Detection]]]
+"""uint8 pictures [B, 3, H, W] -> what is in each. An attribute `labels` tells the classes, so that others are refused."""
+SAME = {
+    "mouse": "computer mouse",
+    "remote": "tv remote",
+    "keyboard": "computer keyboard",
+    "aeroplane": "airplane",
+    "motorbike": "motorcycle",
+    "sofa": "couch",
+    "pottedplant": "potted plant",
+    "diningtable": "dining table",
+    "tvmonitor": "tv",
+}
+"""Classes that detectors name in another way than GenEval."""
+TEMPLATES = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label}", "a photo of a {colour} object")
+
+
+class GenEval:
+    """Whether a picture shows what the prompt's metadata asks for, in GenEval's format; a prompt without has no score.
+
+    `include` and `exclude` are lists of {"class", "count", "color", "position"}; "tag" "counting" needs more confidence. A line
+    of GenEval's evaluation_metadata.jsonl is such a prompt.
+    Args: `score`, "partial" (Flow-GRPO's reward: the share of what is right, at most 1) or "correct" (GenEval's own: 1 or 0);
+    `detector`, a folder or repository of transformers for object detection or instance segmentation of COCO's classes, a
+    `Detector` as FILE.py:NAME, or one itself; `clip`, which names colours; `threshold` and `counting_threshold`, for a
+    detector's confidence; `device`, `dtype` of the weights, and `batch_size` of detector and CLIP.
+    GenEval's numbers are those of mmdetection's Mask2Former (Swin-S); another detector, or its port, finds other objects.
+    Raises OSError or ValueError, which say what is missing or does not fit.
+    """
+
+    right = 1.0
+    wants = "metadata in GenEval's format: `include`, a list of objects with class and count"
+
+    def __init__(
+        self,
+        score: Literal["partial", "correct"] = "partial",
+        *,
+        detector: str | Detector = "facebook/mask2former-swin-small-coco-instance",
+        clip: str = "openai/clip-vit-large-patch14",
+        threshold: float = 0.3,
+        counting_threshold: float = 0.9,
+        device: str = "cpu",
+        dtype: str = "float32",
+        batch_size: int = 8,
+    ) -> None:
+        if score not in ("partial", "correct"):
+            raise ValueError(f"score must be partial or correct, got {score!r}")
+        self.mode, self.batch_size = score, batch_size
+        self.threshold, self.counting_threshold = threshold, counting_threshold
+        least = min(threshold, counting_threshold)
+        self.detector = _detector(detector, least, device, dtype)
+        self.labels = {SAME.get(label, label) for label in getattr(self.detector, "labels", ())}
+        self.colours = Colours(load_clip(clip, device=device, dtype=dtype))
+        self._warned = False
+
+    @staticmethod
+    def target(prompt: str) -> Task | None:
+        """What a picture of `prompt` is to show, None if its metadata do not say; ValueError if they are malformed."""
+        return Task.of(prompt.metadata) if isinstance(prompt, Prompt) else None
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite or has no task."""
+        check_batch(images, prompts)
+        tasks = [self._task(prompt) for prompt in prompts]
+        asked = [i for i, task in enumerate(tasks) if isinstance(task, Task)]
+        reasons = [str(task) for task in tasks if not isinstance(task, Task)]
+        scores = torch.full((len(images),), torch.nan)
+        scores[asked] = score_in_batches(images[asked], [prompts[i] for i in asked], self._score, self.batch_size)
+        if reasons and not self._warned:
+            self._warned = True
+            log.warning("no score for %d of %d prompts, the first: %s", len(reasons), len(images), reasons[0])
+        return scores
+
+    def _task(self, prompt: str) -> Task | str:
+        """What a picture is to show, or why there is no score."""
+        try:
+            task = self.target(prompt)
+        except ValueError as error:
+            return f"{prompt!r}: {error}"
+        unknown = sorted(task.labels - self.labels) if task is not None and self.labels else []
+        return f"{prompt!r}: the detector has no class {unknown[0]!r}" if unknown else task or f"{prompt!r}: no `include`"
+
+    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        rows = zip(to_pil(images), self.detector(images), prompts, strict=True)
+        return torch.tensor([self._judge(picture, found, cast(Task, self.target(prompt))) for picture, found, prompt in rows])
+
+    def _judge(self, picture: Image.Image, detections: Sequence[Detection], task: Task) -> float:
+        threshold = self.counting_threshold if task.counting else self.threshold
+        found: Found = by_class([replace(each, label=SAME.get(each.label, each.label)) for each in detections], threshold)
+        name_colours = partial(self.colours, picture)
+        return float(
+            is_correct(task, found, name_colours) if self.mode == "correct" else partial_score(task, found, name_colours)
+        )
+
+
+class Colours:
+    """Names the colours of objects by CLIP, zero-shot, on what a detector has cut out."""
+
+    def __init__(self, encoder: ClipEncoder) -> None:
+        self.encoder = encoder
+        if isinstance(encoder.preprocess, Preprocess):  # GenEval uses torchvision's crop
+            encoder.preprocess = replace(encoder.preprocess, odd_margin="round")
+
+    @torch.no_grad()
+    def __call__(self, picture: Image.Image, label: str, objects: Sequence[Detection]) -> list[str]:
+        """The likeliest of `COLOURS` for each object of a class."""
+        features = torch.cat([self.encoder.image_features(to_tensor([cut_out(picture, each)])) for each in objects])
+        return [COLOURS[index] for index in (features @ self._words(label).T).argmax(1).tolist()]
+
+    def _words(self, label: str) -> Tensor:
+        """A feature for each colour: the mean over `TEMPLATES`, of unit length."""
+        texts = [template.format(colour=colour, label=label) for colour in COLOURS for template in TEMPLATES]
+        means = self.encoder.text_features(texts).unflatten(0, (len(COLOURS), len(TEMPLATES))).mean(1)
+        return torch.nn.functional.normalize(means, dim=-1)
+
+
+def cut_out(picture: Image.Image, found: Detection) -> Image.Image:
+    """The object's box in a picture, grey (#999) around the object where its pixels are known; at least one pixel."""
+    if found.mask is not None:
+        blank = Image.new("RGB", picture.size, color="#999")
+        picture = Image.composite(picture, blank, Image.fromarray(found.mask.numpy()))
+    left, top, right, bottom = (round(value) for value in found.box)
+    return picture.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+
+
+def _detector(given: str | Detector, least: float, device: str, dtype: str) -> Detector:
+    if not isinstance(given, str):
+        return given
+    if not is_code(given):
+        return TransformersDetector(given, least=least, device=device, dtype=dtype)
+    loaded: Any = find("detectors", given, {})
+    return cast(Detector, loaded() if isinstance(loaded, type) else loaded)

@@ -1,0 +1,234 @@
+"""GenEval: upstream's scoring on recorded cases, transformers' detectors with tiny random weights, malformed tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from geneval_cases import CASES, CLASSES, case, read, see
+from PIL import Image
+from torch import Tensor
+
+from g2rpo.rewards import geneval_scoring
+from g2rpo.rewards.detectors import TransformersDetector
+from g2rpo.rewards.geneval import Colours, GenEval, cut_out
+from g2rpo.rewards.geneval_scoring import Detection, Task, relations
+from g2rpo.rewards.pixels import to_pil
+from g2rpo.types import Prompt
+from tests.rewards.learned import oracle, save_pickscore
+
+
+class SmallCLIP:
+    """The recorded cases' CLIP in the place of a `ClipEncoder`."""
+
+    preprocess = None
+
+    def image_features(self, images: Tensor) -> Tensor:
+        return unit([see(picture) for picture in to_pil(images)])
+
+    def text_features(self, texts: Sequence[str]) -> Tensor:
+        return unit([read(text) for text in texts])
+
+
+def unit(rows: Sequence[np.ndarray]) -> Tensor:
+    return torch.nn.functional.normalize(torch.from_numpy(np.stack(rows)), dim=-1)
+
+
+def detections(boxes: dict[str, np.ndarray], masks: dict[str, np.ndarray] | None) -> list[Detection]:
+    return [
+        Detection(name, float(row[4]), tuple(row[:4]), torch.from_numpy(masks[name][index]) if masks else None)
+        for name in CLASSES
+        for index, row in enumerate(boxes[name])
+    ]
+
+
+def scripted(score: str = "partial", **options: Any) -> GenEval:
+    """A GenEval with the small CLIP and a detector that knows what it is shown by the first pixel of the last row."""
+    reward = GenEval.__new__(GenEval)
+    reward.mode, reward.batch_size, reward.threshold, reward.counting_threshold = score, 8, 0.3, 0.9
+    reward.colours, reward.labels, reward._warned = Colours(SmallCLIP()), set(), False  # type: ignore[arg-type]
+    vars(reward).update(options)
+    return reward
+
+
+def scored(score: str, cases: int = CASES) -> list[float]:
+    reward, scores = scripted(score), []
+    for seed in range(cases):
+        pixels, metadata, boxes, masks = case(seed)
+        found = detections(boxes, masks)
+        reward.detector = lambda images, found=found: [found]
+        image = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255
+        scores.append(reward(image, [Prompt("x", metadata=metadata)]).item())
+    return scores
+
+
+def test_scores_are_upstreams() -> None:
+    """End to end: thresholds, order, masks, crops, colours, positions, and both scores."""
+    recorded = oracle("geneval")
+    assert scored("correct") == recorded["correct"]
+    np.testing.assert_allclose(scored("partial"), recorded["partial"], atol=1e-6)
+    assert 0.2 < sum(recorded["correct"]) / CASES < 0.8
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("FREE_SHARE", 0.0), ("MOST_OBJECTS", 15), ("COLOURS", geneval_scoring.COLOURS[::-1])]
+)
+def test_every_planted_error_is_seen(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geneval_scoring, name, value)
+    if name == "COLOURS":
+        monkeypatch.setattr("g2rpo.rewards.geneval.TEMPLATES", ("a photo of a red {colour} {label}",))
+    recorded = oracle("geneval")
+    assert scored("partial", 100) != pytest.approx(recorded["partial"][:100], abs=1e-6)
+
+
+def test_a_relation_needs_more_than_the_objects_own_sizes() -> None:
+    box = (40.0, 40.0, 60.0, 60.0)
+    assert relations((0.0, 40.0, 20.0, 60.0), box) == {"left of"}
+    assert relations(box, (0.0, 40.0, 20.0, 60.0)) == {"right of"}
+    assert relations((40.0, 0.0, 60.0, 20.0), box) == {"above"}
+    assert relations((0.0, 0.0, 20.0, 20.0), box) == {"left of", "above"}
+    assert relations((43.0, 40.0, 63.0, 60.0), box) == relations(box, box) == set()
+
+
+def test_a_cut_out_is_the_box_with_grey_around_the_object() -> None:
+    picture = Image.new("RGB", (10, 8), "white")
+    mask = torch.zeros(8, 10, dtype=torch.bool)
+    mask[2:4, 3:5] = True
+    cut = np.asarray(cut_out(picture, Detection("cat", 1.0, (2.4, 1.6, 6.0, 5.0), mask)))
+    assert cut.shape == (3, 4, 3)
+    assert (cut[:, :, 0] == 0x99).sum() == 12 - 4
+    assert cut_out(picture, Detection("cat", 1.0, (3.0, 3.0, 3.2, 3.1))).size == (1, 1)
+
+
+# --- detectors ------------------------------------------------------------------------------------------------------
+
+LABELS = {0: "cat", 1: "mouse", 2: "diningtable"}
+
+
+def save_detr(folder: Path) -> str:
+    """A tiny random DETR as transformers saves one."""
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"])
+    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in (("layers", 1), ("ffn_dim", 32))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = DetrConfig(
+        backbone_config=backbone, use_timm_backbone=False, backbone=None, use_pretrained_backbone=False, d_model=16,
+        num_queries=6,
+        id2label=LABELS, label2id={name: i for i, name in LABELS.items()}, **sizes, **heads,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    DetrForObjectDetection(config).save_pretrained(folder)
+    size = {"shortest_edge": 48, "longest_edge": 80}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "DetrImageProcessor", "size": size}))
+    return str(folder)
+
+
+def save_mask2former(folder: Path) -> str:
+    """A tiny random Mask2Former as transformers saves one."""
+    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+
+    features = ["stage1", "stage2", "stage3", "stage4"]
+    backbone = SwinConfig(embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2, out_features=features)
+    config = Mask2FormerConfig(
+        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32,
+        encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=32, num_queries=6,
+        id2label=LABELS, label2id={name: i for i, name in LABELS.items()},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
+    content = {"image_processor_type": "Mask2FormerImageProcessor", "size": {"shortest_edge": 64, "longest_edge": 96}}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**content, "ignore_index": 255}))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("geneval")
+    return {
+        "detr": save_detr(root / "detr"),
+        "mask2former": save_mask2former(root / "mask2former"),
+        "clip": save_pickscore(root / "clip"),
+    }
+
+
+def pictures(count: int) -> Tensor:
+    return torch.rand(count, 3, 40, 56, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("name", ["detr", "mask2former"])
+def test_a_detector_finds_boxes_inside_the_picture(saved: dict[str, str], name: str) -> None:
+    detector = TransformersDetector(saved[name], least=0.0)
+    assert detector.labels == set(LABELS.values())
+    images = (pictures(3) * 255).to(torch.uint8)
+    found = detector(images)
+    assert len(found) == 3 and sum(map(len, found)) > 0
+    for detection in (each for row in found for each in row):
+        assert detection.label in detector.labels and 0 <= detection.score <= 1
+        if name == "mask2former":
+            left, top, right, bottom = map(int, detection.box)
+            assert detection.mask is not None and detection.mask.shape == (40, 56)
+            assert detection.mask[top:bottom, left:right].sum() == detection.mask.sum() > 0
+            assert detection.mask[top].any() and detection.mask[bottom - 1].any()
+            assert detection.mask[:, left].any() and detection.mask[:, right - 1].any()
+    alone = [detector(images[i : i + 1])[0] for i in range(3)]
+    assert [[each.label for each in row] for row in alone] == [[each.label for each in row] for row in found]
+    np.testing.assert_allclose(boxes_of(alone), boxes_of(found), atol=1e-3)
+
+
+def boxes_of(rows: Sequence[Sequence[Detection]]) -> list[tuple[float, ...]]:
+    return [(*each.box, each.score) for row in rows for each in row]
+
+
+@pytest.mark.parametrize("name", ["detr", "mask2former"])
+def test_the_reward_runs_on_saved_models(saved: dict[str, str], name: str, caplog: pytest.LogCaptureFixture) -> None:
+    reward = GenEval(detector=saved[name], clip=saved["clip"], threshold=0.0, counting_threshold=0.0)
+    asked = {"include": [{"class": "dining table", "count": 1, "color": "red"}, {"class": "computer mouse", "count": 1}]}
+    tasks = [Prompt("a", metadata=asked), Prompt("b"), Prompt("c", metadata={"include": [{"class": "unicorn", "count": 1}]})]
+    scores = reward(pictures(4), [*tasks, Prompt("d", metadata=asked)])
+    assert torch.isnan(scores).tolist() == [False, True, True, False]
+    assert (scores[[0, 3]] <= 1).all()
+    (record,) = [each for each in caplog.records if each.name.startswith("g2rpo")]
+    assert record.getMessage() == "no score for 2 of 4 prompts, the first: 'b': no `include`"
+
+
+def test_what_is_no_detector_is_refused(saved: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a clip, which transformers has neither for object detection nor"):
+        TransformersDetector(saved["clip"])
+    with pytest.raises(ValueError, match="score must be partial or correct"):
+        GenEval("strict", detector=saved["detr"])  # type: ignore[arg-type]
+
+
+def test_any_callable_is_a_detector(saved: dict[str, str]) -> None:
+    def one_cat(images: Tensor) -> list[list[Detection]]:
+        return [[Detection("cat", 1.0, (0.0, 0.0, 9.0, 9.0))] for _ in images]
+
+    cat = Prompt("a cat", metadata={"include": [{"class": "cat", "count": 1}]})
+    for mode in ("partial", "correct"):
+        reward = GenEval(mode, detector=one_cat, clip=saved["clip"])  # type: ignore[arg-type]
+        assert reward(pictures(2), [cat, Prompt("x", metadata={"include": [{"class": "dog", "count": 1}]})]).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"include": "cat"}, "should be a list of objects"),
+        ({"include": [{"count": 1}]}, "needs a class and a count"),
+        ({"include": [{"class": "cat", "count": 0}]}, "needs a class and a count"),
+        ({"include": [{"class": "cat", "count": 1, "color": "teal"}]}, "color should be one of red,"),
+        ({"include": [{"class": "cat", "count": 1, "position": ["left of", 0]}]}, "number of an earlier clause"),
+        (
+            {"include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["near", 0]}]},
+            "position should be",
+        ),
+    ],
+)
+def test_malformed_metadata_are_named(metadata: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Task.of(metadata)
+    assert Task.of({}) is None
