@@ -113,7 +113,10 @@ def test_a_function_that_a_config_names_is_refused_however_it_is_written(tmp_pat
     ("code", "message"),
     [
         ("def f(:\n", "cannot be imported: SyntaxError"),
-        ("raise RuntimeError('no GPU here')\n", r"cannot be imported: RuntimeError: no GPU here \(in <module>, .*mine.py:1: raise"),
+        (
+            "raise RuntimeError('no GPU here')\n",
+            r"cannot be imported: RuntimeError: no GPU here \(in <module>, .*mine.py:1: raise",
+        ),
         ("class Other: ...\n", "there is no 'Mine'.*Known: Other"),
         ("class Mine: ...\n", "should be a dataclass"),
         (

@@ -69,8 +69,7 @@ def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
     """
     if is_code(name):
         require(name)
-        source, _, attribute = name.rpartition(":")
-        return _attribute(_import(source, name), attribute, name)
+        return load(name)
     known = available(group, builtin)
     if name not in known:
         raise UserError(
@@ -80,6 +79,12 @@ def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
     if name in builtin:  # errors in built-ins are bugs and not caught
         return getattr(importlib.import_module(module), attribute)
     return _attribute(_import(module, name), attribute, name)
+
+
+def load(name: str) -> Any:
+    """The class or function FILE.py:NAME or MODULE:NAME, without `require`; UserError if it cannot be imported."""
+    source, _, attribute = name.rpartition(":")
+    return _attribute(_import(source, name), attribute, name)
 
 
 def _key(source: str) -> str:

@@ -131,6 +131,14 @@ def texts(t: Trainer, iteration: int, dtype: torch.dtype) -> list[dict[str, Tens
     return [{name: value[i : i + 1].to(dtype) for name, value in cond.tensors.items()} for i in range(len(cond))]
 
 
+def two_iterations(t: Trainer) -> tuple[torch.nn.Module, Ours]:
+    """A copy of the transformer before, and two iterations of the trainer."""
+    start, ours = copied(t), Ours(t)
+    for _ in range(2):
+        ours.iterate()
+    return start, ours
+
+
 def copied(t: Trainer) -> torch.nn.Module:
     """A copy of the transformer that `t` is about to train."""
     return copy.deepcopy(t.policy.pipeline.transformer)

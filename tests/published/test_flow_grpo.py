@@ -64,10 +64,7 @@ class Walks:
                 p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
         options = (*SETTING, f"algorithm.kl_weight={self.beta}", *self.overrides)
         t = trainer(None, *options, policy=policy, rewards={"tilt": partial_tilt}, prompts=PROMPTS)
-        self.start = side_by_side.copied(t)
-        self.ours = Ours(t)
-        for _ in range(2):
-            self.ours.iterate()
+        self.start, self.ours = side_by_side.two_iterations(t)
 
     @cached_property
     def restated(self) -> Restated:

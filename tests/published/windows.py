@@ -70,10 +70,7 @@ class Windows:
         )
         options = (*COMMON, *self.overrides, *(IN_BFLOAT16 if self.autocast else ()))
         t = trainer(None, *options, policy=policy, rewards=REWARDS, prompts=PROMPTS)
-        self.start = side_by_side.copied(t)
-        self.ours = Ours(t)
-        for _ in range(2):
-            self.ours.iterate()
+        self.start, self.ours = side_by_side.two_iterations(t)
 
     @cached_property
     def restated(self) -> Restated:

@@ -8,30 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.files import local
-from g2rpo.plugins import is_code, load_file
+from g2rpo.errors import UserError
+from g2rpo.plugins import is_code, load
 from g2rpo.rewards.pixels import check_batch
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function (or class) that "path/to/file.py:name" means; the file is run, once per path.
-
-    Raises FileNotFoundError if there is no such file, and ValueError if it cannot be run or has no such function.
-    """
-    path, _, name = target.rpartition(":")
-    if not (is_code(target) and path.endswith(".py")):  # the form of a name that `plugins` must allow
+    """The function or class called "path/to/file.py:name"; the file is run once per path. ValueError if there is none."""
+    if not (is_code(target) and target.rpartition(":")[0].endswith(".py")):  # the form of a name that `plugins` must allow
         raise ValueError(f"a function is named 'path/to/file.py:function', got {target!r}")
-    file = local(path).resolve()
     try:
-        module = load_file(file)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{file}: no such file (from {target!r})") from None
-    except Exception as error:
-        raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
+        found = load(target)
+    except UserError as error:
+        raise ValueError(str(error)) from error
     if not callable(found):
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ValueError(f"{file} has no function {name!r}; it has {', '.join(names) or 'none'}")
+        raise ValueError(f"{target}: is a {type(found).__name__}, not a function or class")
     return found
 
 
@@ -43,7 +34,7 @@ class FunctionReward:
     The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It returns B
     numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attribute `right`, if it has
     one, is the least score of a right picture; one with `video = True` gets clips [B, T, 3, H, W]. Its exceptions are not
-    caught. Raises FileNotFoundError or ValueError if the function cannot be loaded.
+    caught. Raises ValueError if the function cannot be loaded.
     """
 
     def __init__(self, target: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> None:
