@@ -1,6 +1,7 @@
-"""The walk-through of docs/models.md, run as it is printed."""
+"""examples/pixels.py and the numbers in docs/models.md."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,14 @@ from g2rpo.seeding import generator_for
 from g2rpo.types import Policy
 from tests.test_flux import SCHEDULERS
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "pixels.py"
 TEXT = (Path(__file__).parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def world():
-    """Everything that the section's code defines."""
-    section = TEXT.split("## A model of your own")[1].split("\n## ")[0]
-    code = "\n".join(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL))
-    defined = {"__name__": "models_walk_through"}
-    exec(compile(code, "docs/models.md", "exec"), defined)
-    return defined
+    """Everything that the example defines."""
+    return runpy.run_path(str(EXAMPLE))
 
 
 def test_the_policy_of_the_walk_through_is_one(world):
@@ -32,7 +30,7 @@ def test_the_policy_of_the_walk_through_is_one(world):
 
 
 def test_it_learns_what_the_text_says(world):
-    said = re.search(r"rises from ([\d.]+) to ([\d.]+)", TEXT)
+    said = re.search(r"rises from ([\d.]+) to ([\d.]+)", EXAMPLE.read_text(encoding="utf-8"))
     assert world["trainer"].iteration == 20
     assert world["row"]["reward/saturation"] == pytest.approx(float(said[2]), abs=0.02)
     with torch.no_grad(), world["trainer"].policy.base():

@@ -218,7 +218,7 @@ def test_recipes_of_real_models_run_without_prompts_of_ones_own(recipe, flux_dir
 
 
 def test_metadata_that_a_reward_cannot_read_are_refused_ahead(tmp_path):
-    options = "rewards.geneval={options: {detector: %s, clip: %s}}" % (tmp_path / "detector", tmp_path)
+    options = f"rewards.geneval={{options: {{detector: {tmp_path / 'detector'}, clip: {tmp_path}}}}}"
     overrides = [f"prompts.train={tmp_path}/prompts.jsonl", options]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat"}')
     (tmp_path / "config.json").write_text("{}")
