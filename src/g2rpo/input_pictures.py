@@ -15,7 +15,7 @@ from g2rpo.files import FileDigests, digest_of, local
 T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 2**26
-"""Of one picture: 8192 x 8192."""
+"""Largest number of pixels of one picture: 8192 x 8192."""
 
 
 def images_of(prompt: str) -> tuple[str, ...]:

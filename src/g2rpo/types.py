@@ -159,7 +159,7 @@ class Algorithm(Protocol):
         drop_zero_advantages = False
 
     def kernel(self, sigmas: Tensor) -> Kernel:
-        """How a stochastic step is taken in a run on the grid `sigmas`; only plans with stochastic steps need one."""
+        """The transition kernel of a run on the grid `sigmas`; only plans with stochastic steps need one."""
         return _no_kernel
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:

@@ -1,4 +1,4 @@
-"""What all algorithms that learn from stochastic steps share: log-probs, the ratio, the KL term, and what is logged of them.
+"""The common part of algorithms that learn from stochastic steps: log-probs, the ratio, the KL term and their metrics.
 
 log p_theta(x_next | x) is the log density of the sampled step under the kernel of the current weights
 ratio = p_theta / p_old; loss = policy_loss(ratio, A) + kl_weight * KL(kernel || kernel of the untrained model)
@@ -51,7 +51,7 @@ class PolicyGradient(Algorithm):
         raise NotImplementedError
 
     def kl_penalty(self, kl: Tensor, steps: Steps) -> Tensor:
-        """What `kl_weight` multiplies, [B]; `kl` is each step's KL to the untrained model's kernel."""
+        """The penalty that `kl_weight` multiplies, [B]; `kl` is each step's KL to the untrained model's kernel."""
         return kl
 
     def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:

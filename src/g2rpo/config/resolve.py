@@ -1,4 +1,4 @@
-"""How recipes, files and `key=value` overrides become a config, or any other group of settings.
+"""Builds a config, or any other group of settings, from recipes, files and `key=value` overrides.
 
 Unknown keys, wrong types and values out of range are refused with a `UserError` that names the key.
 """

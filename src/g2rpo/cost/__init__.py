@@ -1,1 +1,1 @@
-"""What a run will cost before it runs: counting.py (exact), memory.py (traced by shape), seconds.py (a card, or a probe)."""
+"""The cost of a run, estimated beforehand: counting.py (exact), memory.py (traced), seconds.py (a card, or a probe)."""

@@ -146,7 +146,7 @@ def in_calls_dtype(policy: PipelinePolicy) -> int:
 
 
 def _optimizer_scratch(policy: PipelinePolicy, cuda: bool) -> int:
-    """What one AdamW step allocates: on CUDA it processes all tensors at once, with a temporary square root of the second
+    """Temporary bytes of one AdamW step: on CUDA it processes all tensors at once, with a temporary square root of the second
     moments."""
     sizes = [p.nbytes for p in policy.trainable_parameters()]
     return sum(sizes) if cuda else max(sizes)
@@ -165,7 +165,7 @@ def _latents(config: Config, counts: Counts, shapes: Shapes) -> int:
 
 
 def _tail_network(config: Config, policy: PipelinePolicy) -> int:
-    """What `policies.fast.FastNetwork` does not share with the policy: weights in another dtype, or int8 ones."""
+    """Bytes that `policies.fast.FastNetwork` does not share with the policy: weights in another dtype, or int8."""
     tails, total = config.sampling.tails, 0
     kind = torch.bfloat16 if tails.dtype == "bfloat16" else policy.dtype
     linear = {id(module.weight) for module in policy.pipeline.transformer.modules() if isinstance(module, nn.Linear)}

@@ -79,7 +79,7 @@ class Estimate:
     shapes: Shapes
     reward_costs: dict[str, RewardCost | None]
     distinct_prompts: int
-    """Of all ranks."""
+    """Distinct prompts, over all ranks."""
     ranks: int
 
     @cached_property

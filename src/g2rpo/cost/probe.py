@@ -24,7 +24,7 @@ from g2rpo.training.trainer import Trainer
 from g2rpo.types import Cond, Example
 
 Rows = Callable[[int], Tensor]
-"""So many initial latents."""
+"""`count` initial latents."""
 Clock = Callable[[], float]
 
 

@@ -79,7 +79,7 @@ def build(stage: Stage) -> gr.Blocks:
 
 
 def _view(tab: gr.Tab, name: str) -> gr.Column:
-    """What is shown while `tab` is selected.
+    """The content that is shown while `tab` is selected.
 
     It is not the tab's own content because Gradio (6.31) renders that, and what a closed accordion holds, only when it is
     opened, and one frame later sets every value in it back to the first: on a slow machine that undoes what was typed. The

@@ -75,7 +75,7 @@ def _checked(row: Any) -> Row:
             raise ValueError(f"its '{key}' is missing, or no number")
     alarms = row.get("alarms", {})
     if not isinstance(alarms, dict) or not all(isinstance(said, str) for said in alarms.values()):
-        raise ValueError("its 'alarms' are no sentences by name")
+        raise ValueError("its 'alarms' are not texts by name")
     for key, value in row.items():
         if key not in ("kind", "alarms") and value is not None and not (isinstance(value, int | float) and abs(value) < 1e300):
             raise ValueError(f"its '{key}' is no number")

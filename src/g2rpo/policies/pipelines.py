@@ -1,4 +1,4 @@
-"""What policies of diffusers pipelines have in common: loading, placing the parts, the deployed shift, decoding, saving."""
+"""The common part of policies of diffusers pipelines: loading, placement, the deployed shift, decoding, saving."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def look_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def step_charts(runs: Sequence[Run]) -> list[Chart]:
-    """What `diagnostics.diagnose` logged by branch step: means of the first and last fifth, and agreement over time."""
+    """Charts of `diagnostics.diagnose` by branch step: means of the first and last fifth, and agreement over time."""
     logged = _split(runs, "step")
     charts = []
     for what in dict.fromkeys(what for _, what in logged):
@@ -171,7 +171,7 @@ def _step_words(what: str) -> tuple[str, str]:
 
 
 def _marks(runs: Sequence[Run], *names: str) -> list[tuple[float, str]]:
-    """Where alarms of these names were raised."""
+    """The iterations at which alarms of these names were raised."""
     return [
         (one.first, f"{_label(runs, run, 'alarm')}: {one.name}, {one.said}")
         for run in runs

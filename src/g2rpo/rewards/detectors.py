@@ -35,7 +35,7 @@ class TransformersDetector:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> list[list[Detection]]:
-        """What is in each of uint8 pictures [B, 3, H, W]."""
+        """The objects in each of uint8 pictures [B, 3, H, W]."""
         inputs = self.processor(to_pil(images), return_tensors="pt").to(self.device)
         output = self.model(**{**inputs, "pixel_values": inputs["pixel_values"].to(self.dtype)})
         sizes = [(images.shape[2], images.shape[3])] * len(images)

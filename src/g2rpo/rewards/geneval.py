@@ -78,7 +78,7 @@ class GenEval:
 
     @staticmethod
     def target(prompt: str) -> Task | None:
-        """What a picture of `prompt` is to show, None if its metadata do not say; ValueError if they are malformed."""
+        """The requirements on a picture of `prompt`, None if its metadata have none; ValueError if they are malformed."""
         return Task.of(prompt.metadata) if isinstance(prompt, Prompt) else None
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -95,7 +95,7 @@ class GenEval:
         return scores
 
     def _task(self, prompt: str) -> Task | str:
-        """What a picture is to show, or why there is no score."""
+        """The requirements on a picture, or why there is no score."""
         try:
             task = self.target(prompt)
         except ValueError as error:

@@ -36,7 +36,8 @@ NameColours = Callable[[str, Sequence[Detection]], list[str]]
 
 @dataclass(frozen=True)
 class Clause:
-    """What a picture must hold: so many objects of a class, their colour, and where they are beside an earlier clause's."""
+    """A requirement on a picture: the count of objects of a class, their colour, and their position relative to an earlier
+    clause's."""
 
     label: str
     count: int
@@ -46,7 +47,7 @@ class Clause:
 
 @dataclass(frozen=True)
 class Task:
-    """What GenEval's metadata says of a prompt."""
+    """GenEval's metadata of a prompt."""
 
     include: tuple[Clause, ...]
     exclude: tuple[Clause, ...] = ()
@@ -153,7 +154,7 @@ def _stands(objects: Sequence[Detection], position: tuple[str, int], matched: Se
 
 
 def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
-    """Where box `a` is, seen from box `b`: none, one or two of `RELATIONS`.
+    """The position of box `a` relative to box `b`: none, one or two of `RELATIONS`.
 
     The offset of the centres is shortened by a tenth of the sizes; a direction counts if it is more than half of the offset.
     """

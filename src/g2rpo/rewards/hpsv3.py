@@ -20,7 +20,7 @@ INSTRUCTION = ("data_collator_qwen.py", "hpsv3/dataset/data_collator_qwen.py")
 """Upstream's file with the instruction, as it lies in the folder that `pip install --target` makes."""
 REWARD_TOKEN = "<|Reward|>"
 PIXELS = 256 * 28 * 28
-"""Of every picture, whatever its size was."""
+"""Pixels of every picture after resizing."""
 
 
 class HPSv3:
@@ -96,7 +96,7 @@ class HPSv3:
         return ids, torch.arange(ids.shape[1]) < lengths[:, None]
 
     def _patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """What the vision tower reads: patches [B * rows * columns, 3 * 2 * patch * patch], in blocks that it merges, and the
+        """The input of the vision tower: patches [B * rows * columns, 3 * 2 * patch * patch], in blocks that it merges, and the
         grids [B, 3] of (1, rows, columns)."""
         height, width = target_size(images.shape[-2], images.shape[-1], self.patch * self.merge)
         resized = [picture.resize((width, height), Image.Resampling.BICUBIC) for picture in to_pil(images)]
@@ -121,7 +121,7 @@ def target_size(height: int, width: int, factor: int, pixels: int = PIXELS) -> t
 
 
 def _instruction(file: Path) -> str:
-    """What the judge is asked, with {text_prompt} in it and the reward token, from upstream's file."""
+    """The instruction with {text_prompt} and the reward token in it, from upstream's file."""
     text = read_instruction(f"{file}:INSTRUCTION") + read_instruction(f"{file}:prompt_with_special_token")
     if "{text_prompt}" not in text or text.count(REWARD_TOKEN) != 1:
         raise ValueError(f"{file}: the instruction should have one {{text_prompt}} and one {REWARD_TOKEN}")

@@ -74,7 +74,7 @@ class OCR:
         return torch.tensor([similarity(*pair, contains=self.contains) for pair in zip(texts, targets, strict=True)])
 
     def read(self, picture: Image.Image) -> str:
-        """What RapidOCR reads in a picture, line after line; each picture alone, so that its score depends on no other."""
+        """The text that RapidOCR reads in a picture, line by line; one picture per call, so that scores are independent."""
         found = self.engine(picture, use_det=self.detect, use_cls=False)
         return "".join(found.txts or ())
 

@@ -150,7 +150,7 @@ def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def preprocess_from(model_cfg: Mapping[str, Any], preprocess_cfg: Mapping[str, Any]) -> Preprocess:
-    """What open_clip does to a picture at evaluation; `preprocess_cfg` may be empty, the defaults are open_clip's."""
+    """open_clip's preprocessing of pictures at evaluation; `preprocess_cfg` may be empty, the defaults are open_clip's."""
     size = model_cfg["vision_cfg"].get("image_size", _VISION_DEFAULTS["image_size"])
     return Preprocess(
         resize=size,
@@ -174,7 +174,7 @@ _TERMINAL_COLOUR = re.compile(r"\x1b\[[\d;]*[a-zA-Z]")
 
 
 def clean_prompt(prompt: str) -> str:
-    """What open_clip's tokenizer does to a prompt before BPE: plain quotes and letters, HTML entities resolved, lower case.
+    """open_clip's cleaning of a prompt before BPE: plain quotes and letters, HTML entities resolved, lower case.
 
     open_clip runs ftfy, which also repairs text that was decoded with the wrong encoding; that part is not done here.
     """

@@ -1,4 +1,4 @@
-"""What every learned reward does to pictures before its model: check, quantise to 8 bits, resize, normalise.
+"""Preprocessing of pictures for learned rewards: check, quantise to 8 bits, resize, normalise.
 
 Published scores are scores of 8-bit pictures, so rewards see the picture as it would be saved: a score does not depend on
 whether the picture went through a file, a remote server or neither. Resizing is Pillow's, as in the published pipelines;

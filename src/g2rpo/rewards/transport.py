@@ -62,7 +62,7 @@ def endpoint(url: str, path: str) -> str:
 def _fault(url: Any) -> str | None:
     """Why `url` is not a valid endpoint address; None if it is."""
     if not isinstance(url, str) or not url.isprintable() or " " in url:
-        return "this is no text without spaces and control characters"
+        return "this one has spaces or control characters"
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError:
@@ -132,7 +132,7 @@ def request_json(
     max_bytes: int = MAX_ANSWER,
     read: Callable[[Any], Any] = lambda answer: answer,
 ) -> Any:
-    """What `read` makes of the JSON that `url` answers to a GET, or to a POST of `body`.
+    """`read` of the JSON that `url` returns for a GET, or for a POST of `body`.
 
     Raises `NoAnswer` if there is none within `timeout_s` (for the whole exchange) and `max_bytes`, the status is 408, 429, 3xx
     or 5xx, or `read` raises it; `Refused` for the other 4xx. No message repeats `token`.
@@ -197,7 +197,7 @@ def _shut(sockets: list[socket.socket]) -> None:
 
 
 class _HTTP(urllib.request.HTTPHandler):
-    """Keeps the sockets it opens in a list."""
+    """Records its open sockets in a list."""
 
     def __init__(self, sockets: list[socket.socket]) -> None:
         super().__init__()

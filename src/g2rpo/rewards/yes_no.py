@@ -10,7 +10,7 @@ import torch
 from g2rpo.rewards.transport import NoAnswer, brief
 
 MOST_LIKELY = 20
-"""How many of a token's most likely values are asked for: the most that OpenAI, and vLLM unless told otherwise, allow."""
+"""The number of most likely tokens requested: the largest that OpenAI, and vLLM by default, allow."""
 _BLANKS = " \t\r\n\u2581\u0120\u010a"
 """White space, and its forms in raw vocabulary entries."""
 

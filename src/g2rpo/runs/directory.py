@@ -129,10 +129,10 @@ def check_contents(directory: Path, contents: Mapping[str, str], accept: bool) -
     go_on = (
         "Held-out prompts cannot change within a run, whose base model was evaluated on them; begin another run."
         if "evaluation.prompts" in keys
-        else "To go on with them on purpose add --accept-changes; the base model keeps the scores that it had."
+        else "To continue with them add --accept-changes; the base model keeps its scores."
     )
     listed = "\n".join(f"  {line}" for line in changed)
-    raise UserError(f"{directory}: names in its config stand for something else than before:\n{listed}\n{go_on}")
+    raise UserError(f"{directory}: what its config names has changed since the last start:\n{listed}\n{go_on}")
 
 
 def source_commit(root: Path) -> str | None:

@@ -159,7 +159,7 @@ def _lock(folder: Path, notify: Callable[[str], None]) -> int:
             holder = _holder(file)
             os.close(descriptor)
             raise InUse(f"{folder} is in use by {holder}; wait for it, stop it, or name another folder") from None
-        notify(f"{folder}: its file system has no locks ({error.strerror}); see to it that no other process writes there")
+        notify(f"{folder}: its file system has no locks ({error.strerror}); make sure that no other process writes there")
     return descriptor
 
 

@@ -34,7 +34,7 @@ def parse_or_none(prompt: str) -> Scene | None:
 
 
 class SceneAccuracy:
-    """Does the picture show the asked objects, colours, counts, sizes and relation, and nothing else?
+    """Whether the picture shows the asked objects, colours, counts, sizes and relation, and nothing else.
 
     1 if all answers of `check` are 1; otherwise `partial`, in [0, 1], times the mean of the answers.
     """

@@ -87,7 +87,7 @@ def contrastive_loss(clip: CLIPModel, images: Tensor, scenes: Sequence[Scene]) -
 
 @torch.no_grad()
 def retrieval(clip: CLIPModel, images: Tensor, prompts: Sequence[str]) -> float:
-    """How often an image's nearest prompt, of all given, is its own."""
+    """The share of images whose nearest prompt, of all given, is their own."""
     texts = text_features(clip, tokenizer(), prompts)
     nearest = (image_features(clip, images) @ texts.T).argmax(1).tolist()
     return sum(prompts[n] == p for n, p in zip(nearest, prompts, strict=True)) / len(prompts)

@@ -1,4 +1,4 @@
-"""What every stage of the builder shares: its settings, the training loop, and the pictures it trains on."""
+"""The common part of all stages of the builder: settings, the training loop, and the training pictures."""
 
 from __future__ import annotations
 

@@ -70,6 +70,6 @@ def _psnr(images: Tensor, targets: Tensor) -> float:
 
 
 def _family_retrieval(clip: CLIPModel, images: Tensor, texts: list[str], rows: int) -> float:
-    """How often a picture finds its prompt among those of its family."""
+    """The share of pictures whose nearest prompt of their family is their own."""
     families = range(0, rows, FAMILY)
     return sum(retrieval(clip, images[i : i + FAMILY], texts[i : i + FAMILY]) for i in families) / len(families)
