@@ -18,6 +18,7 @@ from g2rpo.build import components
 from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.compare import compare as compare_cells
 from g2rpo.commands.compare_arguments import parse_budget
+from g2rpo.commands.export import export as write_export
 from g2rpo.commands.report import report as write_report
 from g2rpo.commands.train import build_trainer, load_config, open_run
 from g2rpo.config.given import OBJECT, mention
@@ -168,3 +169,9 @@ def study(
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page of `g2rpo report`; returns its path."""
     return write_report([Path(run) for run in runs], Path(out) if out is not None else None, Console(quiet=True))
+
+
+def export(run: str | Path, format: str, *, checkpoint: int | str | None = None, out: str | Path | None = None) -> Path:
+    """Writes what `g2rpo export` writes, and returns where."""
+    which = None if checkpoint is None else str(checkpoint)
+    return write_export(Path(run), format, which, Path(out) if out is not None else None, Console(quiet=True))

@@ -256,6 +256,21 @@ def evaluate(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    format: Annotated[str, typer.Option(help="diffusers, comfyui or merged (the base model with the weights in it).")],
+    checkpoint: Annotated[str | None, typer.Option(help="An iteration, last or best; default the final weights.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder, or for comfyui a .safetensors file; default in RUN/export.")
+    ] = None,
+) -> None:
+    """Write a run's weights as other programs read them."""
+    from g2rpo.commands.export import export as write
+
+    write(run, format, checkpoint, out, console)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, finished or not.")],
     out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,21 @@ def append_line(path: Path, line: str) -> None:
     """Appends a line to a log, replacing an incomplete last line; OSError as `write_whole`."""
     before = path.read_bytes() if path.exists() else b""
     write_whole(path, before[: before.rfind(b"\n") + 1] + line.encode() + b"\n")
+
+
+def add_metadata(path: Path, entries: Mapping[str, str]) -> None:
+    """Adds text to the header of a safetensors file. All its text is sorted then: the library writes it in a random order."""
+    with path.open("rb") as file, whole_file(path) as unfinished, unfinished.open("wb") as copy:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        text = {**header.get("__metadata__", {}), **entries}
+        content = json.dumps({"__metadata__": dict(sorted(text.items())), **_tensors(header)}, separators=(",", ":")).encode()
+        content += b" " * (-len(content) % 8)  # the tensors begin at a multiple of 8
+        copy.write(len(content).to_bytes(8, "little") + content)
+        shutil.copyfileobj(file, copy)
+
+
+def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def is_hub_id(name: str) -> bool:

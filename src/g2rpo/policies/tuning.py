@@ -11,9 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from g2rpo.files import add_metadata
 from g2rpo.runtime.sharding import Sharded
 
 TuningMode = Literal["lora", "full", "frozen"]
+
+ADAPTER = "pytorch_lora_weights.safetensors"
+"""The file of a saved adapter."""
 
 
 class Tuning:
@@ -99,8 +103,8 @@ class Tuning:
 
     def load(self, path: Path, pipeline: Any, strength: float) -> None:
         """Loads saved weights: an adapter folder at `strength`, or the folder of a fully tuned transformer."""
-        if (path / "pytorch_lora_weights.safetensors").is_file():
-            pipeline.load_lora_weights(path, weight_name="pytorch_lora_weights.safetensors", adapter_name="tuned")
+        if (path / ADAPTER).is_file():
+            pipeline.load_lora_weights(path, weight_name=ADAPTER, adapter_name="tuned")
             pipeline.set_adapters("tuned", strength)
         elif (path / "config.json").is_file():
             weights = type(self.transformer).from_pretrained(path, use_safetensors=True).state_dict()
@@ -116,7 +120,11 @@ class Tuning:
         self.transformer.set_adapters("tuned", strength)
 
     def save(self, directory: Path, pipeline_class: Any) -> Path:
-        """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where."""
+        """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where.
+
+        The factor alpha / rank of an adapter goes into its weights: loaders that know no alpha, as ComfyUI's does not read
+        diffusers' metadata, take it for 1.
+        """
         if self.mode == "full":
             if (whole := self._whole()) is not None:
                 whole.save_pretrained(directory, safe_serialization=True)
@@ -125,13 +133,17 @@ class Tuning:
 
         layers: dict[str, Tensor] = get_peft_model_state_dict(self.transformer)
         adapter = self.transformer.peft_config["default"].to_dict()
+        rank, scale = adapter["r"], adapter["lora_alpha"] / adapter["r"]
         metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in adapter.items()}
         pipeline_class.save_lora_weights(
             directory,
-            transformer_lora_layers={name: value.contiguous() for name, value in layers.items()},
-            transformer_lora_adapter_metadata=metadata,  # sorted: equal runs must write equal bytes
+            transformer_lora_layers={name: _folded(name, value, scale) for name, value in layers.items()},
+            transformer_lora_adapter_metadata={**metadata, "lora_alpha": rank},  # sorted: equal runs must write equal bytes
         )
-        return directory / "pytorch_lora_weights.safetensors"
+        saved = directory / ADAPTER
+        trained = {"g2rpo.transformer": self._kind.__name__, "g2rpo.lora_alpha": f"{adapter['lora_alpha']:g}"}
+        add_metadata(saved, {"ss_network_dim": str(rank), "ss_network_alpha": str(rank), **trained})
+        return saved
 
     def _whole(self) -> Any:
         """The transformer with whole weights; None on ranks that do not write."""
@@ -144,3 +156,7 @@ class Tuning:
             whole = self._kind.from_config(self.transformer.config)
         whole.load_state_dict(weights, assign=True)
         return whole
+
+
+def _folded(name: str, weight: Tensor, scale: float) -> Tensor:
+    return (weight * scale if "lora_B" in name else weight).contiguous()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from g2rpo.errors import Stopped, UserError
+from g2rpo.files import add_metadata
 from g2rpo.runtime.folders import remove_unfinished, whole, writing
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
@@ -22,7 +23,10 @@ BEST = "checkpoints/best"  # the weights of the best evaluation, where an alarm 
 
 @dataclass(kw_only=True)
 class Persistence:
-    """Saves and restores `learner` and the algorithm's `memory`; keeps the newest `keep` checkpoints."""
+    """Saves and restores `learner` and the algorithm's `memory`; keeps the newest `keep` checkpoints.
+
+    `header(iteration)` is what the header of an exported safetensors file says.
+    """
 
     policy: Policy
     learner: Learner
@@ -30,6 +34,7 @@ class Persistence:
     shards: Replicated
     files: RunFiles
     keep: int
+    header: Callable[[int], Mapping[str, str]]
 
     def save(self, iteration: int) -> Path | None:
         """Writes a checkpoint from which `resume` continues bit for bit, and returns its path; None without a run directory.
@@ -94,6 +99,8 @@ class Persistence:
                 remove_unfinished(self.files.directory)
                 with whole(folder) as unfinished:
                     saved = save(unfinished)
+                    if saved.suffix == ".safetensors":
+                        add_metadata(saved, self.header(iteration))
                     if finished_at(self.files.directory) == iteration:
                         copy_card(folder, unfinished)
         return folder / saved.relative_to(unfinished)

@@ -30,6 +30,7 @@ from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.seeding import generator_for
 from g2rpo.training.collector import Collector
 from g2rpo.training.evaluator import Evaluator
+from g2rpo.training.header import header_of
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import write_card
 from g2rpo.training.persistence import Persistence
@@ -136,6 +137,7 @@ class Trainer:
             shards=self.shards,
             files=self.files,
             keep=c.trainer.keep_checkpoints,
+            header=partial(header_of, c),
         )
 
     def __repr__(self) -> str:

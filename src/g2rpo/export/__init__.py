@@ -1,0 +1,1 @@
+"""Trained weights in the formats that other programs read."""

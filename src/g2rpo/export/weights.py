@@ -1,0 +1,136 @@
+"""The trained weights of a run: its final ones, or a checkpoint's. The base model is read only where a format needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor
+
+from g2rpo.build import components, hub
+from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.cost.blueprint import build_on_meta, read_blueprint
+from g2rpo.errors import UserError, loading
+from g2rpo.export.adapter import DOWN, UP, Adapter, read_adapter
+from g2rpo.plain import parse_json, read_text
+from g2rpo.policies.tuning import ADAPTER
+from g2rpo.runs.directory import weights_path
+from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
+from g2rpo.training.header import header_of
+from g2rpo.training.persistence import BEST
+
+CLASS = "g2rpo.transformer"
+"""Where the header of an adapter names the class of its transformer."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """An `adapter`, or the trained tensors of a transformer, `whole`, by name; of a transformer of the class `kind`."""
+
+    kind: str
+    adapter: Adapter | None = None
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def change(self, name: str, before: Tensor) -> Tensor:
+        """A tensor of the base model as it is after training, in the dtype that it was trained in."""
+        module = name.removesuffix(".weight")
+        if self.adapter is None:
+            return self.whole.get(name, before)
+        return before.float() + self.adapter.delta(module).view_as(before) if module in self.adapter.layers else before
+
+    def missing(self, names: set[str]) -> set[str]:
+        """What was trained, and is not among a model's tensors."""
+        trained = self.whole if self.adapter is None else {f"{module}.weight" for module in self.adapter.layers}
+        return set(trained) - names
+
+
+def final(run: Path, config: Config) -> Tuned:
+    """The weights that a finished run has written."""
+    try:
+        folder = weights_path(run)
+    except UserError:
+        if found := checkpoints(run / "checkpoints"):
+            kept = ", ".join(str(int(path.name.removeprefix("iteration_"))) for path in found)
+            raise UserError(
+                f"{run} has not finished; `g2rpo resume {run}` goes on, --checkpoint last exports what it has (kept: {kept})"
+            ) from None
+        raise
+    if (folder / ADAPTER).is_file():
+        adapter = read_adapter(folder / ADAPTER)
+        return Tuned(adapter.metadata.get(CLASS) or class_of(transformer_folder(config.policy)), adapter)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder}: holds neither {ADAPTER} nor a transformer's config.json; its policy has a format of its own"
+        )
+    return Tuned(class_of(folder), whole=_tensors(folder))
+
+
+def from_checkpoint(run: Path, config: Config, which: str) -> Tuned:
+    """The weights, or their average where the run keeps one, of the checkpoint "last", "best" or of an iteration."""
+    iteration, tensors = _checkpoint(run, which)
+    policy = build_on_meta(read_blueprint(config.policy), config.policy)
+    values, trained = tensors.get("average", tensors["weights"]), policy.tuning.named()
+    if [value.shape for value in values] != [parameter.shape for parameter in trained.values()]:
+        raise UserError(f"{run}: the checkpoint of iteration {iteration} does not fit {config.policy.path}")
+    named = dict(zip(trained, values, strict=True))
+    kind = type(policy.pipeline.transformer).__name__
+    if config.policy.tuning == "full":
+        return Tuned(kind, whole=named)
+    c = config.policy
+    modules = [name.removesuffix(".lora_A.default.weight") for name in named if name.endswith(".lora_A.default.weight")]
+    ends = [f".{end.split('.')[1]}.default.weight" for end in (DOWN, UP)]
+    pairs = {m: (named[m + ends[0]].float(), named[m + ends[1]].float() * (c.lora_alpha / c.lora_rank)) for m in modules}
+    size = {f"ss_network_{what}": str(c.lora_rank) for what in ("dim", "alpha")}
+    own = {**size, CLASS: kind, "g2rpo.lora_alpha": f"{c.lora_alpha:g}"}
+    return Tuned(kind, Adapter(pairs, {**own, **header_of(config, iteration)}))
+
+
+def _checkpoint(run: Path, which: str) -> tuple[int, Mapping[str, list[Tensor]]]:
+    root = run / (BEST if which == "best" else "checkpoints")
+    if which in ("best", "last"):
+        found, _ = latest_checkpoint(root)
+        if found is None:
+            kept = "; alarms.action=rollback keeps it" if which == "best" else ""
+            raise UserError(f"--checkpoint {which}: {root} holds no checkpoint{kept}")
+        return found[:2]
+    known = {str(int(path.name.removeprefix("iteration_"))): path for path in checkpoints(root)}
+    if which not in known:
+        raise UserError(f"--checkpoint {which}: {run} keeps {', '.join(known) or 'none'}; or say last or best")
+    return load_checkpoint(known[which])[:2]
+
+
+def transformer_folder(config: PolicyConfig) -> Path:
+    """Where the base model's transformer lies on this machine; of a hub id it is downloaded if need be."""
+    path, _ = components.locate_pipeline(config.path, chosen="any")
+    if Path(path).is_dir():
+        return Path(path) / "transformer"
+    if (config_file := hub.cached(path, "transformer/config.json")) is not None:
+        return config_file.parent
+    if (why := hub.obstacle(path)) is not None:
+        raise UserError(f"policy.path={path}: its transformer is needed, and it {why}")
+    with loading(f"policy.path={path}: cannot be downloaded"):
+        return Path(snapshot_download(path, allow_patterns="transformer/*")) / "transformer"
+
+
+def class_of(transformer: Path) -> str:
+    """The class in diffusers of a transformer's folder."""
+    try:
+        return str(parse_json(read_text(transformer / "config.json"))["_class_name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{transformer / 'config.json'}: names no class ({error})") from None
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a model's folder, read from disk when they are used."""
+    with loading(f"{folder}: cannot be read"):
+        return {name: value for path in files_of(folder) for name, value in load_file(path).items()}
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files with the weights of a model's folder; UserError if there are none."""
+    if found := sorted(folder.glob("diffusion_pytorch_model*.safetensors")):
+        return found
+    raise UserError(f"{folder}: has no weights (diffusion_pytorch_model*.safetensors)")

@@ -1,0 +1,60 @@
+"""What the header of a saved adapter says about it: read by people, and by programs that list models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from g2rpo import __version__
+from g2rpo.config.algorithms import title_of
+from g2rpo.config.schema import Config
+from g2rpo.files import is_hub_id
+
+ARCHITECTURES = {
+    "black-forest-labs/FLUX.1-dev": "flux-1-dev",
+    "black-forest-labs/FLUX.1-schnell": "flux-1-schnell",
+    "stabilityai/stable-diffusion-3-medium-diffusers": "stable-diffusion-v3-medium",
+    "stabilityai/stable-diffusion-3.5-medium": "stable-diffusion-v3.5-medium",
+    "stabilityai/stable-diffusion-3.5-large": "stable-diffusion-v3.5-large",
+    "Qwen/Qwen-Image": "qwen-image",
+    "Tongyi-MAI/Z-Image": "z-image",
+}
+"""modelspec.architecture of base models, as sd-scripts and SwarmUI name them."""
+
+
+def header_of(config: Config, iteration: int) -> dict[str, str]:
+    """Text for the header of an adapter that a run of `config` saved after `iteration`: the same for equal runs, so no dates.
+
+    Where the base model's architecture has a name, the fields of ModelSpec 1.0.1 (github.com/Stability-AI/ModelSpec) are there.
+    """
+    method, paper = title_of(config.algorithm)
+    own = {
+        "version": __version__,
+        "algorithm": method,
+        **({"arxiv": paper} if paper else {}),
+        "rewards": json.dumps({name: entry.weight for name, entry in config.rewards.items()}),
+        "base_model": base_name(config.policy.path),
+        "iteration": str(iteration),
+        "size": f"{config.policy.width}x{config.policy.height}",
+    }
+    return {**{f"g2rpo.{name}": text for name, text in own.items()}, **_modelspec(config, method)}
+
+
+def base_name(path: str) -> str:
+    """A base model's name: its hub id, or the name of its folder; where that lies is nobody's business."""
+    return path if is_hub_id(path) else Path(path).name
+
+
+def _modelspec(config: Config, method: str) -> dict[str, str]:
+    base = config.policy.path
+    if base not in ARCHITECTURES:
+        return {}
+    fields = {
+        "sai_model_spec": "1.0.1",
+        "architecture": f"{ARCHITECTURES[base]}/lora",
+        "implementation": "diffusers",
+        "title": f"{base_name(base)} tuned with {method}",
+        "description": f"Trained on {', '.join(config.rewards)} by g2rpo {__version__}",
+        "resolution": f"{config.policy.width}x{config.policy.height}",
+    }
+    return {f"modelspec.{name}": text for name, text in fields.items()}
