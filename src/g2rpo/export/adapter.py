@@ -51,7 +51,7 @@ def read_adapter(path: Path) -> Adapter:
             metadata = dict(file.metadata() or {})
         config = json.loads(metadata.get(CONFIG, "{}"))
     modules = sorted({name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)})
-    if not modules or (tensors.keys() - {module + end for module in modules for end in (DOWN, UP)}):
+    if not modules or tensors.keys() != {module + end for module in modules for end in (DOWN, UP)}:
         raise UserError(f"{path}: holds other tensors than a LoRA's, {DOWN[1:]} and {UP[1:]} of each module")
     scale = config.get(ALPHA, 1) / config.get(RANK, config.get(ALPHA, 1))  # 1, but for what earlier versions saved
     layers = {m.removeprefix(PREFIX): (tensors[m + DOWN].float(), tensors[m + UP].float() * scale) for m in modules}
