@@ -13,6 +13,7 @@ from g2rpo import __version__, api
 from g2rpo.build import components
 from g2rpo.errors import UserError
 from g2rpo.export.adapter import read_adapter
+from g2rpo.export.comfyui import KEYS
 from g2rpo.export.merging import merge
 from g2rpo.export.weights import final
 from g2rpo.runs.directory import read_config
@@ -20,6 +21,7 @@ from g2rpo.training.checkpoint import save_checkpoint
 from g2rpo.training.header import header_of
 from tests.commands import g2rpo, write_tiny
 from tests.tiny import save_flux
+from tests.tiny_pipelines import CLASSES, tiny_pipeline
 
 ADAPTER = "pytorch_lora_weights.safetensors"
 PROMPTS = ["a red circle", "two blue square"]
@@ -167,6 +169,32 @@ def test_the_average_of_a_checkpoint_is_what_is_exported_and_best_is_the_best_ev
     for which in (3, "best"):
         file = load_file(api.export(run, "comfyui", checkpoint=which))
         assert file.keys() == expected.keys() and all(torch.equal(file[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_class_of_pipeline_is_exported_as_diffusers_itself_fuses_its_adapter(kind, tmp_path):
+    """diffusers adds float32 products in another order, so the last bits may differ."""
+    pipeline = tiny_pipeline(kind)
+    pipeline.save_pretrained(tmp_path / "model")
+    run, policy = finished(tmp_path / "a", tmp_path / "model", *LORA, "policy.max_sequence_length=24")
+    pipeline.load_lora_weights(api.export(run, "diffusers", checkpoint="last"), weight_name=ADAPTER)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    expected = pipeline.transformer.state_dict()
+    merged = load_file(api.export(run, "merged") / "diffusion_pytorch_model.safetensors")
+    base = tiny_pipeline(kind).transformer.state_dict()
+    assert merged.keys() == expected.keys()
+    for name in merged:
+        torch.testing.assert_close(merged[name], expected[name], atol=1e-5, rtol=1e-5, msg=name)
+    changed = {name for name in merged if not torch.equal(merged[name], base[name])}
+    assert len(changed) == len(policy.tuning.named()) / 2
+    known = KEYS.get(type(pipeline.transformer).__name__)
+    if known is None:
+        with pytest.raises(UserError, match="--format comfyui"):
+            api.export(run, "comfyui")
+    else:  # that these are ComfyUI's is for test_comfyui.py to say
+        keys = {name.rpartition(".lora_")[0] for name in load_file(api.export(run, "comfyui"))}
+        assert keys == {known.of(name.removesuffix(".weight")) for name in changed}
 
 
 def metadata(file):

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from g2rpo.build import components, hub
 from g2rpo.config.schema import Config, PolicyConfig
-from g2rpo.cost.blueprint import build_on_meta, read_blueprint
+from g2rpo.cost.blueprint import on_meta, read_blueprint
 from g2rpo.errors import UserError, loading
 from g2rpo.export.adapter import DOWN, UP, Adapter, read_adapter
 from g2rpo.plain import parse_json, read_text
-from g2rpo.policies.tuning import ADAPTER
+from g2rpo.policies.tuning import ADAPTER, Tuning
 from g2rpo.runs.directory import weights_path
 from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from g2rpo.training.header import header_of
@@ -71,12 +72,12 @@ def final(run: Path, config: Config) -> Tuned:
 def from_checkpoint(run: Path, config: Config, which: str) -> Tuned:
     """The weights, or their average where the run keeps one, of the checkpoint "last", "best" or of an iteration."""
     iteration, tensors = _checkpoint(run, which)
-    policy = build_on_meta(read_blueprint(config.policy), config.policy)
-    values, trained = tensors.get("average", tensors["weights"]), policy.tuning.named()
+    transformer, trained = _trained(config.policy)
+    values = tensors.get("average", tensors["weights"])
     if [value.shape for value in values] != [parameter.shape for parameter in trained.values()]:
         raise UserError(f"{run}: the checkpoint of iteration {iteration} does not fit {config.policy.path}")
     named = dict(zip(trained, values, strict=True))
-    kind = type(policy.pipeline.transformer).__name__
+    kind = type(transformer).__name__
     if config.policy.tuning == "full":
         return Tuned(kind, whole=named)
     c = config.policy
@@ -86,6 +87,25 @@ def from_checkpoint(run: Path, config: Config, which: str) -> Tuned:
     size = {f"ss_network_{what}": str(c.lora_rank) for what in ("dim", "alpha")}
     own = {**size, CLASS: kind, "g2rpo.lora_alpha": f"{c.lora_alpha:g}"}
     return Tuned(kind, Adapter(pairs, {**own, **header_of(config, iteration)}))
+
+
+def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """The transformer of a run of `config`, without its weights, and what is trained of it by name, in its order."""
+    blueprint = read_blueprint(config)
+    kind, options = components.policy_options(config, blueprint.kind, device="meta")
+    transformer = on_meta(blueprint.parts["transformer"])
+    tuning = Tuning(
+        transformer,
+        config.tuning,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        targets=config.lora_targets or kind.lora_targets,
+        seed=0,
+        dtype=options["dtype"],
+        device=torch.device("meta"),
+        keep_base=False,
+    )
+    return transformer, tuning.named()
 
 
 def _checkpoint(run: Path, which: str) -> tuple[int, Mapping[str, list[Tensor]]]:

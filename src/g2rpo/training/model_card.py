@@ -61,6 +61,8 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
                 "![curves](curves.png)",
                 "## Use",
                 _block("python", _lora_usage(config) if lora else _full_usage(config)),
+                "`g2rpo export RUN --format comfyui` writes the file that ComfyUI reads, `--format merged` the base model with "
+                "these weights in it.",
                 "## Config",
                 _block("yaml", config.to_yaml().strip()),
             ]
