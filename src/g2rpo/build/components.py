@@ -60,6 +60,16 @@ POLICIES = {
     "Flux2KleinPipeline": "g2rpo.policies.catalogue:Flux2Klein",
     "QwenImagePipeline": "g2rpo.policies.catalogue:QwenImage",
     "ZImagePipeline": "g2rpo.policies.catalogue:ZImage",
+    "FluxKontextPipeline": "g2rpo.policies.catalogue:FluxKontext",
+    "QwenImageEditPipeline": "g2rpo.policies.catalogue:QwenImageEdit",
+    "QwenImageEditPlusPipeline": "g2rpo.policies.catalogue:QwenImageEditPlus",
+    "WanPipeline": "g2rpo.policies.catalogue:Wan",
+    "LTXPipeline": "g2rpo.policies.catalogue:LTX",
+    "Lumina2Pipeline": "g2rpo.policies.catalogue:Lumina2",
+    "ChromaPipeline": "g2rpo.policies.catalogue:Chroma",
+    "CogView4Pipeline": "g2rpo.policies.catalogue:CogView4",
+    "SanaPipeline": "g2rpo.policies.catalogue:Sana",
+    "Krea2Pipeline": "g2rpo.policies.catalogue:Krea2",
 }
 TRACKERS = {
     "tensorboard": "g2rpo.monitor.trackers:TensorBoard",
@@ -159,7 +169,7 @@ def policy_options(
     """The policy class for pipelines of class `kind`, and its constructor's options from `config`."""
     policy = plugins.find("policies", config.kind or kind, POLICIES)
     for name in getattr(policy, "unsupported", ()):
-        if getattr(config, name) is not None:
+        if getattr(config, name) not in (None, False):
             raise UserError(f"policy.{name}: a {kind} has no such option; take it out")
     given = {field.name: getattr(config, field.name) for field in fields(PolicyOptions) if hasattr(config, field.name)}
     changed = {"dtype": getattr(torch, config.dtype), "device": device, "tuning": tuning or config.tuning}

@@ -2,91 +2,58 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from g2rpo.data import Cond
+from g2rpo.policies.conditioning import NEGATIVE, SIZES, Conditioning, PipelineText
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
-from g2rpo.policies.replay import Call, Caught, Decoder, Network, OneStep, Script, probe, replay, rows_alike
-from g2rpo.policies.text import TextEncoders
-from g2rpo.types import Cond
+from g2rpo.policies.replay import (
+    Caught,
+    Network,
+    OneStep,
+    Pictures,
+    Script,
+    Unseen,
+    UnseenProcessor,
+    probe,
+    replay,
+    rows_alike,
+)
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Attention projections as diffusers names them, of the picture and, where there are any, of the text."""
-NEGATIVE = "negative_"
 
 
-class DiffusersPolicy(PipelinePolicy):
+class DiffusersPolicy(Conditioning, PipelinePolicy):
     """A flow pipeline of diffusers as a `Policy`, by its own `__call__`. Subclasses describe one class of pipelines.
 
     Latents are float32, in the form in which the pipeline steps them. Velocities are the pipeline's input to its scheduler:
-    after guidance, which is computed in float32. Prompts are encoded one at a time, so a row is a function of its prompt.
+    after guidance, which is computed in float32.
     """
 
-    encoded: ClassVar[Sequence[str]]
-    """What `encode_prompt` returns, in its order, with the negative prompt's beginning with "negative_". Pipelines that encode
-    it by a second call name one call's."""
-    scale: ClassVar[str] = "guidance_scale"
-    """The pipeline's argument for guidance_scale."""
-    unguided: ClassVar[float | None] = 1.0
-    """The largest guidance_scale without a second evaluation; None: the scale is an input of the network."""
-    shared: ClassVar[Sequence[str]] = ("text_ids",)
-    """Tensors of `encoded` that have no row per prompt."""
-    masks: ClassVar[Mapping[str, str]] = {}
-    """Embeddings as long as their prompt, each with the mask that the pipeline makes where they are padded."""
-    lists: ClassVar[Sequence[str]] = ()
-    """Embeddings that are a list of tensors as long as their prompts."""
-    ragged: ClassVar[Sequence[str]] = ()
-    """Embeddings as long as their prompt without a mask: only rows of one length share a call."""
-    dtypes: ClassVar[Mapping[str, torch.dtype]] = {}
-    """Dtypes of encoded tensors that are not embeddings."""
-    fixed: ClassVar[Mapping[str, Any]] = {}
-    """Further arguments of the call."""
     one_time: ClassVar[bool] = False
     """Whether all rows of a call have one sigma."""
+    one_row: ClassVar[bool] = False
+    """Whether a call takes one row."""
     lora_targets: ClassVar[Sequence[str]] = ATTENTION
 
     def __init__(self, pipeline: Any, **options: Any) -> None:
         super().__init__(pipeline, **options)
-        cond = self.blank(1, 1).to(self._device)
-        latents, *self._beside = self._latents_of(cond, 1, [torch.Generator()])
+        self._encoders = [
+            n for n, part in vars(pipeline).items() if n.startswith("text_encoder") and isinstance(part, nn.Module)
+        ]
+        latents, *self._beside = self._prepared(self.blank(1, 1).to(self._device), [torch.Generator()])
         self._latent, self._latent_dtype = tuple(latents.shape[1:]), latents.dtype
 
     @classmethod
     def encoders(cls, pipeline: Any, **options: Any) -> PipelineText:
         return PipelineText(pipeline, cls, PolicyOptions(**options))
-
-    @classmethod
-    def arguments(cls, pipeline: Any, o: PolicyOptions, *, rows: int, steps: int = 1, guided: bool = False) -> dict[str, Any]:
-        """Arguments of a call for `rows` prompts, which are encoded elsewhere."""
-        scale = cls.guidance if o.guidance_scale is None else o.guidance_scale
-        given = {
-            "prompt": [""] * rows,
-            "negative_prompt": [o.negative_prompt or ""] * rows if guided else None,
-            cls.scale: scale if guided or cls.unguided is None else cls.unguided,
-            "height": o.height,
-            "width": o.width,
-            "num_frames": o.num_frames,
-            "max_sequence_length": o.max_sequence_length or cls.tokens,
-            "num_inference_steps": steps,
-            "output_type": "pt",
-            "return_dict": False,
-            **cls.fixed,
-        }
-        known = _parameters(type(pipeline).__call__)
-        return {name: value for name, value in given.items() if name in cls.fixed or (name in known and value is not None)}
-
-    @classmethod
-    def is_guided(cls, pipeline: Any, scale: float | None) -> bool:
-        """Whether a velocity takes two evaluations at that scale."""
-        scale = cls.guidance if scale is None else scale
-        return cls.unguided is not None and scale > cls.unguided
 
     @property
     def config(self) -> Any:
@@ -99,15 +66,22 @@ class DiffusersPolicy(PipelinePolicy):
         return self.is_guided(self.pipeline, self.guidance_scale)
 
     def check_size(self, height: int, width: int) -> None:
-        multiple = self.multiple
+        multiple, frames = self.multiple, self.options.num_frames or 1
         if height % multiple or width % multiple:
             raise ValueError(f"height and width must be multiples of {multiple} for this model, got {height}x{width}")
+        if self.video and (frames - 1) % self.frames:
+            raise ValueError(f"num_frames must be one more than a multiple of {self.frames} for this model, got {frames}")
 
     @property
     def multiple(self) -> int:
         """Pixels of a token's side."""
         processor = getattr(self.pipeline, "image_processor", None) or self.pipeline.video_processor
         return int(processor.config.vae_scale_factor)
+
+    @property
+    def frames(self) -> int:
+        """Frames of a latent."""
+        return 1
 
     def widths(self) -> dict[str, tuple[int, ...]]:
         """One token's embeddings, by name: sizes that follow a prompt's length."""
@@ -117,26 +91,33 @@ class DiffusersPolicy(PipelinePolicy):
         """Embeddings without a length."""
         return {}
 
+    def beside(self) -> dict[str, tuple[int, ...]]:
+        """For editing: what is kept of an input picture of the usual size."""
+        return {}
+
     def blank(self, rows: int, tokens: int, dtype: torch.dtype | None = None) -> Cond:
         """Conditioning of the right shapes, without content; embeddings in `dtype` (None: the policy's)."""
         sizes = {name: (tokens, *width) for name, width in self.widths().items()} | self.pooled()
-        tensors, ragged = {}, {}
-        for name, size in sizes.items():
-            for whose in ("", NEGATIVE) if self.guided else ("",):
-                value = torch.zeros(rows, *size, dtype=self.dtypes.get(name, dtype or self.dtype))
-                if name in {*self.masks, *self.lists, *self.ragged}:
-                    ragged[whose + name] = tuple(value)
-                else:
-                    tensors[whose + name] = value
+        both = {whose + name: size for whose in ("", NEGATIVE)[: 1 + self.guided] for name, size in sizes.items()}
+        tensors: dict[str, Tensor] = {}
+        ragged: dict[str, tuple[Tensor, ...]] = {}
+        for name, size in {**both, **self.beside()}.items():
+            plain = name.removeprefix(NEGATIVE)
+            value = torch.zeros(rows, *size, dtype=self.dtypes.get(plain, dtype or self.dtype))
+            if plain in {*self.masks, *self.lists, *self.ragged, *self.pictured}:
+                ragged[name] = tuple(value)
+            else:
+                tensors[name] = value
+        if self.pictured:
+            ragged[SIZES] = (torch.full((1, 2), 1024),) * rows
         return Cond(tensors, ragged)
 
     @property
     def image_tokens(self) -> int:
-        config = self.pipeline.transformer.config
-        return math.prod(self._latent) // (config.in_channels * (1 if len(self._latent) == 2 else math.prod(_patch(config))))
+        return math.prod(self._latent) // (self.config.in_channels * (1 if len(self._latent) == 2 else _patch(self.config)))
 
     def text_tokens(self, clip_tokens: int) -> int:
-        """Tokens of a prompt that are not images'; `clip_tokens` as in `shapes`."""
+        """Tokens of a prompt; `clip_tokens` as in `shapes`."""
         return self.max_sequence_length
 
     def shapes(self, clip_tokens: int) -> Shapes:
@@ -159,10 +140,9 @@ class DiffusersPolicy(PipelinePolicy):
     @torch.no_grad()
     def grid(self, num_steps: int) -> Tensor:
         """The sigmas [num_steps + 1] on which the pipeline itself samples this size, from exactly 1 to exactly 0."""
-        cond = self.blank(1, 1).to(self._device)
         latents = torch.zeros(1, *self._latent, device=self._device)
         parts = {"scheduler": probe(self.pipeline.scheduler)}
-        sigmas = self._replay(cond, latents, parts, steps=num_steps).float().cpu()
+        sigmas = self._replay(self.blank(1, 1).to(self._device), latents, parts, steps=num_steps).float().cpu()
         sigmas[0] = 1  # where a solver begins at .9998, the diffusion of a stochastic step would be 70 times as large
         return sigmas
 
@@ -171,34 +151,36 @@ class DiffusersPolicy(PipelinePolicy):
 
     @torch.no_grad()
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
-        cond = self.blank(len(generators), 1, torch.float32).to(self._device)
-        latents, *_ = self._latents_of(cond, len(generators), generators)
-        return latents
+        groups = [[one] for one in generators] if self.one_row else [generators]
+        return torch.cat([self._prepared(self.blank(len(group), 1, torch.float32), group)[0] for group in groups])
 
-    def _latents_of(self, cond: Cond, rows: int, generators: Sequence[torch.Generator]) -> tuple[Any, ...]:
+    def _prepared(self, cond: Cond, generators: Sequence[torch.Generator]) -> tuple[Any, ...]:
         """What the pipeline's `prepare_latents` makes: latents, and ids or conditions beside them."""
 
-        def caught(own: Call) -> Any:
-            made = own()
+        def caught(own: Any) -> Any:
+            made = own.func(None, *own.args[1:], **own.keywords) if self.pictured else own()  # without an input picture
             raise Caught(made if isinstance(made, tuple) else (made,))
 
-        arguments = {**self._arguments(rows, guided=False), "generator": list(generators)}
-        script = Script(self._reader(cond, {}), caught)
-        parts = {**self._quiet(), "scheduler": OneStep(self.pipeline.scheduler.config, None)}
-        return replay(self.pipeline, script, arguments, device=self._device, parts=parts)
+        cond, steps = cond.to(self._device), OneStep(self.pipeline.scheduler.config, None)
+        changes: dict[str, Any] = {"generator": list(generators)}
+        return self._call(Script(self.reader(self.batch(cond)), caught), cond, {"scheduler": steps}, **changes)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        groups = rows_alike([self._key(cond, sigma, row) for row in range(len(x))])
+        groups = self._groups(sigma, cond)
         if len(groups) == 1:
             return self._velocity(x, sigma, cond)
         answers = [self._velocity(x[rows], sigma[rows], cond.rows(rows)) for rows in groups]
         order = torch.tensor([row for rows in groups for row in rows], device=x.device).argsort()
         return torch.cat(answers)[order]
 
-    def _key(self, cond: Cond, sigma: Tensor, row: int) -> Any:
-        """What rows of one call have in common."""
-        lengths = [len(values[row]) for name, values in cond.ragged.items() if name.removeprefix(NEGATIVE) in self.ragged]
-        return (float(sigma[row]) if self.one_time else 0.0, *lengths)
+    def _groups(self, sigma: Tensor, cond: Cond) -> list[list[int]]:
+        """Rows that may share a call."""
+        if self.one_row or (self.sharded and self.ragged):
+            return [[row] for row in range(len(sigma))]
+        keys, times = self.keys(cond), sigma.tolist() if self.one_time else None
+        if keys is None and times is None:
+            return [list(range(len(sigma)))]
+        return rows_alike([(keys[row] if keys else None, times[row] if times else None) for row in range(len(sigma))])
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         config = self.pipeline.scheduler.config
@@ -207,117 +189,43 @@ class DiffusersPolicy(PipelinePolicy):
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        cond = self.blank(len(x), 1).to(self._device)
-        return self._replay(cond, x, {"scheduler": OneStep(self.pipeline.scheduler.config, None)})[0].clamp(0, 1)
+        return torch.cat([self._decode(part) for part in (x.split(1) if self.one_row else (x,))])
 
-    def _replay(self, cond: Cond, latents: Tensor, parts: Mapping[str, Any], *, guided: bool = False, steps: int = 1) -> Any:
-        rows = len(latents)
-        beside = [_expanded(value, rows) for value in self._beside]
-        script = Script(self._reader(cond, {}), lambda own: (latents, *beside) if beside else latents)
-        arguments = self._arguments(rows, guided=guided, steps=steps)
-        return replay(self.pipeline, script, arguments, device=self._device, parts={**self._quiet(), **parts})
+    def _decode(self, x: Tensor) -> Tensor:
+        step = OneStep(self.pipeline.scheduler.config, None)
+        pictures = self._replay(self.blank(len(x), 1).to(self._device), x, {"scheduler": step})[0].clamp(0, 1)
+        return pictures[:, 0] if self.video and pictures.shape[1] == 1 else pictures
 
-    def _arguments(self, rows: int, **changes: Any) -> dict[str, Any]:
-        made = self.arguments(self.pipeline, self.options, rows=rows, **changes)
-        return {**made, self.scale: self.guidance_scale} if changes.get("guided") or self.unguided is None else made
+    def _replay(self, cond: Cond, latents: Tensor, parts: Mapping[str, Any], **changes: Any) -> Any:
+        batch = self.batch(cond)
+        own = [_expanded(value, len(latents)) for value in self._beside]
+        beside = [batch.get(name, value) for name, value in zip(self.pictured or [""] * len(own), own, strict=True)]
+        script = Script(self.reader(batch), lambda made: (latents, *beside) if beside else latents)
+        return self._call(script, cond, parts, **changes)
 
-    def _quiet(self) -> dict[str, Any]:
-        """The pipeline without text encoders, with the active network."""
-        absent = {name: None for name in vars(self.pipeline) if name.startswith("text_encoder") and "." not in name}
-        network = Network(self.tuning.active, self.dtype)
-        return {**_modules_only(absent, self.pipeline), "transformer": network, "vae": Decoder(self.pipeline.vae)}
-
-    def _reader(self, cond: Cond, state: dict[str, int]) -> Callable[[Call], tuple[Any, ...]]:
-        """`encode_prompt` from memory: what `cond` holds, in the order of `encoded`."""
-        batch = self._batch(cond)
-
-        def read(own: Call) -> tuple[Any, ...]:
-            state["calls"] = state.get("calls", 0) + 1
-            whose = NEGATIVE if state["calls"] > 1 else ""
-            return tuple(batch.get(whose + name) for name in self.encoded)
-
-        return read
-
-    def _batch(self, cond: Cond) -> dict[str, Any]:
-        """Rows of a conditioning as the pipeline has them: padded, listed, shared."""
-        batch: dict[str, Any] = {name: v[0] if self._is_shared(name) else v for name, v in cond.tensors.items()}
-        for name, values in cond.ragged.items():
-            plain = name.removeprefix(NEGATIVE)
-            if plain in self.lists:
-                batch[name] = list(values)
-            elif plain in self.masks and len({len(value) for value in values}) > 1:
-                batch[name], mask = cond.padded(name)
-                batch[name.replace(plain, self.masks[plain])] = mask.long()
-            else:
-                batch[name] = torch.stack(values)
-        return batch
-
-    @classmethod
-    def _is_shared(cls, name: str) -> bool:
-        return name.removeprefix(NEGATIVE) in cls.shared
+    def _call(
+        self, script: Script, cond: Cond, parts: Mapping[str, Any], *, guided: bool = False, steps: int = 1, **changes: Any
+    ) -> Any:
+        """The pipeline's call by `script`, without text encoders, and with the network that is at work."""
+        rows = len(cond)
+        arguments = self.arguments(
+            self.pipeline, self.options, rows=rows, guided=guided, scale=self.guidance_scale, steps=steps
+        )
+        network, vae = Network(self.tuning.active, self.dtype), Pictures(self.pipeline.vae)
+        parts = {**dict.fromkeys(self._encoders), "transformer": network, "vae": vae, **parts}
+        if self.seen:
+            pictures = [Unseen((int(width), int(height))) for width, height in cond.ragged[SIZES][0]]
+            changes["image"] = pictures if self.most_pictures > 1 else pictures[0]
+            parts["image_processor"] = UnseenProcessor(self.pipeline.image_processor)
+        return replay(self.pipeline, script, {**arguments, **changes}, device=self._device, parts=parts)
 
 
-class PipelineText(TextEncoders):
-    """The text encoders of a pipeline that `policy` describes, by the pipeline's own call."""
-
-    def __init__(self, pipeline: Any, policy: type[DiffusersPolicy], options: PolicyOptions) -> None:
-        super().__init__(pipeline, dtype=options.dtype, device=options.device)
-        self.policy, self.options = policy, options
-        self.guided = policy.is_guided(pipeline, options.guidance_scale)
-
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
-        guided = self.guided if guided is None else guided
-        with self._at_work():
-            return Cond.join([self._row(prompt, guided) for prompt in prompts])
-
-    def _row(self, prompt: str, guided: bool) -> Cond:
-        read: list[tuple[Any, ...]] = []
-
-        def encode(own: Call) -> Any:
-            read.append(own())
-            return read[-1]
-
-        def latents(own: Call) -> Any:
-            raise Caught(None)
-
-        arguments = {**self.policy.arguments(self.pipeline, self.options, rows=1, guided=guided), "prompt": [str(prompt)]}
-        if guided and self.policy.scale in arguments:
-            arguments[self.policy.scale] = max(arguments[self.policy.scale], 1 + (self.policy.unguided or 0.0))
-        parts = {"scheduler": OneStep(self.pipeline.scheduler.config, None)}
-        replay(self.pipeline, Script(encode, latents), arguments, device=self.device, parts=parts)
-        return self._cond(read)
-
-    def _cond(self, read: Sequence[tuple[Any, ...]]) -> Cond:
-        """One row of what `encode_prompt` gave, call after call. Masks are left out that padding will make."""
-        policy, tensors, ragged = self.policy, dict[str, Tensor](), dict[str, tuple[Tensor, ...]]()
-        for whose, values in zip(("", NEGATIVE), read, strict=False):
-            for name, value in zip(policy.encoded, values, strict=True):
-                plain, name = name.removeprefix(NEGATIVE), whose + name
-                if value is None or (isinstance(value, list) and not value) or plain in policy.masks.values():
-                    continue
-                if plain in policy.lists or plain in policy.masks or plain in policy.ragged:
-                    ragged[name] = (value[0],)
-                else:
-                    tensors[name] = value[None] if plain in policy.shared else value
-        return Cond(tensors, ragged)
-
-
-@functools.cache
-def _parameters(call: Call) -> frozenset[str]:
-    return frozenset(inspect.signature(call).parameters)
-
-
-def _patch(config: Any) -> tuple[int, ...]:
-    """A patch's sides in latent pixels."""
+def _patch(config: Any) -> int:
+    """Latent pixels of a token."""
     sides = getattr(config, "patch_size", None) or config.all_patch_size[0]
-    return tuple(sides) if isinstance(sides, Sequence) else (sides, sides)
+    return math.prod(sides) if isinstance(sides, Sequence) else sides**2
 
 
 def _expanded(value: Any, rows: int) -> Any:
     """What one row has beside its latents, for `rows` of them; what has no row is everyone's."""
     return value.expand(rows, *value.shape[1:]) if isinstance(value, Tensor) and len(value) == 1 else value
-
-
-def _modules_only(parts: dict[str, None], pipeline: Any) -> dict[str, None]:
-    return {name: None for name in parts if isinstance(getattr(pipeline, name), torch.nn.Module)}

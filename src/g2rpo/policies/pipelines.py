@@ -56,6 +56,7 @@ class PipelinePolicy(Policy, ABC):
         self, pipeline: Any, *, sharding: Sharded | None = None, text: TextEncoders | None = None, **options: Any
     ) -> None:
         o = self.options = PolicyOptions(**options)
+        self.sharded = sharding is not None
         self.pipeline = pipeline
         self.guidance_scale = self.guidance if o.guidance_scale is None else o.guidance_scale
         self.max_sequence_length = o.max_sequence_length or self.tokens

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -67,8 +69,10 @@ class OneStep:
     ) -> None:
         if self._sigma is None:
             return
-        sigma = self._sigma if timesteps is None else unshifted(self._sigma, mu, self.config)
-        times = sigma * self.config.num_train_timesteps
+        most = self.config.num_train_timesteps
+        times = self._sigma * most
+        if timesteps is not None:  # whole numbers, so a 64th keeps what is left of rounding sigma to float32 out of them
+            times = (64 * most * unshifted(self._sigma.double(), mu, self.config)).round().to(times) / 64
         times = times.floor() if self._truncate else times
         self.timesteps = [times[0] if self._alike else Times(times)]
 
@@ -84,7 +88,7 @@ def unshifted(sigma: Tensor, mu: float | None, config: Mapping[str, Any]) -> Ten
     shift = config["shift"]
     if config["use_dynamic_shifting"]:
         assert mu is not None
-        shift = torch.tensor(mu).exp().item() if config["time_shift_type"] == "exponential" else mu
+        shift = math.exp(mu) if config["time_shift_type"] == "exponential" else mu
     return sigma / (sigma + shift * (1 - sigma))
 
 
@@ -123,7 +127,11 @@ class Network:
         return getattr(self._transformer, name)
 
 
-class Decoder:
+_VIDEO = threading.Lock()
+"""VAEs of videos keep what they are at on themselves."""
+
+
+class Pictures:
     """`vae` as a pipeline calls it: latents and pictures are float32 around it, whatever it computes in."""
 
     dtype = torch.float32
@@ -132,10 +140,40 @@ class Decoder:
         self._vae = vae
 
     def decode(self, latents: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
-        return (self._vae.decode(latents.to(self._vae.dtype), *args, **kwargs)[0].float(),)
+        with _VIDEO:
+            return (self._vae.decode(latents.to(self._vae.dtype), *args, **kwargs)[0].float(),)
+
+    def encode(self, pictures: Tensor) -> Any:
+        with _VIDEO:
+            return self._vae.encode(pictures.to(self._vae.dtype))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._vae, name)
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """An input picture that is encoded already: pipelines ask for its width and height."""
+
+    size: tuple[int, int]
+
+    def unsqueeze(self, dim: int) -> Unseen:
+        return self
+
+
+class UnseenProcessor:
+    """A pipeline's image processor that leaves `Unseen` pictures alone."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def resize(self, picture: Unseen, *size: Any) -> Unseen:
+        return picture
+
+    preprocess = resize
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
 
 
 @dataclass(frozen=True)
