@@ -2,12 +2,18 @@
 
 from pathlib import Path
 
+import numpy as np
+import torch
+from PIL import Image
+
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
+from g2rpo.input_pictures import read_inputs
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.trainer import Trainer
+from g2rpo.types import Cond
 
 PLAIN = {
     "recipe": "gaussian",
@@ -21,6 +27,36 @@ PLAIN = {
     "evaluation": {"prompts": "none", "num_prompts": 3, "every": 2, "rewards": {"dark": 1.0}, "pictures": 2},
 }
 PROMPTS = ["0", "0.1", "0.2", "-0.1", "-0.2"]
+
+
+class Clips(GaussianPolicy):
+    """A policy whose pictures have a time axis: frames, each brighter than the one before, that last `seconds`."""
+
+    seconds = 1.5
+
+    def __init__(self, frames=3, **options):
+        super().__init__(**options)
+        self.frames = frames
+
+    def decode(self, x):
+        images = super().decode(x)
+        return torch.stack([images * share for share in torch.linspace(0.5, 1, self.frames)], 1)
+
+
+class Editing(GaussianPolicy):
+    """Its pictures are as bright as the input picture of the prompt: from black, sigmoid(-2), to white, sigmoid(2)."""
+
+    input_pictures = (1, 1)
+
+    def encode(self, prompts):
+        means = [np.asarray(read_inputs(prompt)[0]).mean() for prompt in prompts]
+        return Cond({"shift": torch.tensor(means).float() / 64 - 2})
+
+
+def picture(path, colour=(255, 0, 0), size=(6, 4), **how):
+    """A picture of one colour at `path`, which is returned as text."""
+    Image.new("RGB", size, colour).save(path, **how)
+    return str(path)
 
 
 def brightness(images, prompts):

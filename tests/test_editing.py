@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 
-import numpy
 import pytest
 import torch
 from PIL import Image
@@ -14,31 +13,15 @@ from g2rpo.config.resolve import resolve
 from g2rpo.errors import UserError
 from g2rpo.input_pictures import digest_of_prompts, read_inputs
 from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore
-from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.types import Cond, Prompt
 from tests.commands import g2rpo
-from tests.runs import PLAIN, brightness
-
-
-def picture(path, colour=(255, 0, 0), size=(6, 4), **how):
-    Image.new("RGB", size, colour).save(path, **how)
-    return str(path)
+from tests.runs import PLAIN, Editing, brightness, picture
 
 
 def write_prompts(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
-
-
-class Editing(GaussianPolicy):
-    """Its pictures are as bright as the input picture of the prompt: black 0, white 1."""
-
-    input_pictures = (1, 1)
-
-    def encode(self, prompts):
-        means = [numpy.asarray(read_inputs(prompt)[0]).mean() for prompt in prompts]
-        return Cond({"shift": torch.tensor(means).float() / 128 - 1})
 
 
 def test_pictures_are_read_upright_in_rgb(tmp_path):

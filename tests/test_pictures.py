@@ -19,8 +19,9 @@ from g2rpo.evaluation.heldout import (
     verdicts,
 )
 from g2rpo.flow import sigma_grid
+from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.pictures import NOTE, RIGHT, WRONG, Strip, figure, read_grid, save_grid
+from g2rpo.monitor.pictures import NOTE, RIGHT, WRONG, Strip, figure, save_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
 from g2rpo.testbed.rewards import SceneAccuracy

@@ -16,8 +16,9 @@ from PIL.PngImagePlugin import PngInfo
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.monitor.alarms import ADVICE
+from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.pictures import Strip, read_grid, save_grid
+from g2rpo.monitor.pictures import Strip, save_grid
 from g2rpo.report.charts import compact
 from g2rpo.report.history import Change, read_runs
 from g2rpo.report.page import FRAMES, render

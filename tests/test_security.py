@@ -23,8 +23,8 @@ from g2rpo.build.components import build_policy, build_rewards
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.cost.blueprint import on_meta, read_blueprint
 from g2rpo.errors import UserError
+from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.pictures import read_grid
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.report.history import read_runs
 from g2rpo.rewards.remote import RemoteReward

@@ -275,33 +275,3 @@ def test_checkpoints_hold_no_pickled_code(tmp_path):
     iteration, tensors, state = load_checkpoint(path)  # weights_only=True inside
     assert iteration == 4 and set(tensors) == {"weights"} and "optimizer" in state
     assert not list((tmp_path / "checkpoints").glob(".unfinished*"))
-
-
-class Clips(GaussianPolicy):
-    """A policy whose pictures have a time axis: three frames, each brighter than the one before."""
-
-    def decode(self, x):
-        images = super().decode(x)
-        return torch.stack([images * share for share in (0.5, 0.75, 1.0)], 1)
-
-
-def test_clips_are_scored_frame_by_frame_or_whole_and_shown_by_a_still(tmp_path):
-    shapes = set()
-
-    class Motion:
-        video = True
-
-        def __call__(self, images, prompts):
-            shapes.add(tuple(images.shape[1:]))
-            return (images[:, -1] - images[:, 0]).flatten(1).mean(1)
-
-    rewards = {"bright": brightness, "motion": Motion()}
-    t = trainer(tmp_path, "trainer.iterations=1", "rewards.motion=1", policy=Clips(), rewards=rewards)
-    first, row, _ = t.train()
-    assert shapes == {(3, 3, 4, 4)} and row["missing_scores"] == 0
-    pictures = t.evaluator.baseline
-    whole = t.sample(t.heldout, seed=t.config.trainer.seed)
-    assert pictures.images.shape == (3, 3, 4, 4) and whole.shape == (3, 3, 3, 4, 4)
-    assert first["reward/bright"] == pytest.approx(float(pictures.scores["bright"].mean()))
-    t.finish()
-    assert (tmp_path / "samples" / "before_after.png").is_file()

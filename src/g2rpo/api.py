@@ -25,6 +25,7 @@ from g2rpo.config.given import OBJECT, mention
 from g2rpo.config.schema import Config, RewardConfig, grid_of
 from g2rpo.evaluation.heldout import Comparison, Evaluation, compare, sample_images
 from g2rpo.evaluation.heldout import evaluate as score_heldout
+from g2rpo.input_pictures import check_inputs
 from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
 from g2rpo.runs.directory import entered, read_config, weights_path
@@ -120,13 +121,18 @@ def _sigmas(config: Config, policy: Policy) -> Tensor:
 
 
 def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed: int = 0) -> Tensor:
-    """Pictures [B, 3, H, W] in [0, 1] by a finished run's model; picture i starts from noise (seed, i)."""
+    """Pictures [B, 3, H, W] in [0, 1], or clips [B, T, 3, H, W], by a finished run's model.
+
+    Picture i starts from noise (seed, i). A model that edits takes `Prompt("make it red", ["in.png"])`.
+    """
+    check_inputs(prompts)
     policy, sigmas = painter(run, base=base)
     return sample_images(policy, prompts, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
 
 
 def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
     """Base against tuned for any rewards on any prompts, from the same noise. Bootstrap intervals: `g2rpo evaluate`."""
+    check_inputs(prompts)
     config, weights = read_config(Path(run)), weights_path(Path(run))
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.prompts.cache, prompts, Console(quiet=True), print)

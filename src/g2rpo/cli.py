@@ -183,6 +183,7 @@ def sample(
     size: Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")] = None,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    video: Annotated[str, typer.Option(help="Files of clips: webp, or mp4 with imageio and ffmpeg.")] = "webp",
     out: Annotated[Path, typer.Option(help="A new folder for the pictures.")] = Path("samples"),
 ) -> None:
     """Draw pictures with a run's model, or any pipeline."""
@@ -211,6 +212,7 @@ def sample(
         shift=shift,
         seed=seed,
         batch_size=batch_size,
+        video=video,
         out=out,
         console=console,
     )

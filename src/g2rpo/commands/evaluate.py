@@ -24,7 +24,8 @@ from g2rpo.errors import UserError, loading
 from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.files import FileDigests, local, write_whole
 from g2rpo.input_pictures import digest_of_prompts
-from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.monitor.clips import read_clip, reduced
+from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
 from g2rpo.runs.directory import read_config, weights_path
 from g2rpo.runtime.folders import held, is_empty
 from g2rpo.statistics import Interval
@@ -179,28 +180,37 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
 
 
 def _save_grid(judging: Judging, steps: int) -> None:
-    """Writes grid_steps_NNN.png: pictures of the first prompts with scores, one row per side."""
+    """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with scores, one row per side."""
     shown = range(min(SHOWN, len(judging.prompts)))
     scored = {(row["side"], row["index"]): row["scores"] for row in judging.rows() if row["steps"] == steps}
     strips = [
         Strip(
-            torch.stack([_read_picture(judging.directory / Chunk(side, steps, 0, 1).picture(index)) for index in shown]),
+            torch.stack([_read_picture(judging.directory, Chunk(side, steps, 0, 1), index) for index in shown]),
             side,
             {name: torch.tensor([_number(scored[side, i][name]) for i in shown]) for name in judging.config.rewards},
         )
         for side in judging.sides
     ]
     note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
-    save_grid(judging.directory / f"grid_steps_{steps:03d}.png", strips, judging.prompts[: len(shown)], note)
+    path, prompts = judging.directory / f"grid_steps_{steps:03d}.png", judging.prompts[: len(shown)]
+    save_grid(path, strips, prompts, note)
+    first = judging.directory / Chunk(judging.sides[0], steps, 0, 1).clip(0)
+    if first.is_file():
+        save_moving_grid(path.with_suffix(".webp"), strips, prompts, note, read_clip(first)[1])
 
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _read_picture(path: Path) -> Tensor:
+def _read_picture(folder: Path, chunk: Chunk, index: int) -> Tensor:
+    """A stored picture [3, H, W], or the clip [T, 3, H, W] that it is a frame of, 8 bit."""
+    clip = folder / chunk.clip(index)
+    path = clip if clip.is_file() else folder / chunk.picture(index)
     try:
+        if path == clip:
+            return reduced(read_clip(path)[0][None] / 255)[0]
         with Image.open(path, formats=["PNG"]) as picture:
-            return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
-    except (OSError, SyntaxError) as error:
+            return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{path}: is damaged ({error}); delete it and the same command paints it again") from None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
+import torch
 from rich.console import Console
+from torch import Tensor
 
 from g2rpo.build import components
 from g2rpo.commands.progress import say
@@ -14,11 +18,13 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps, grid_of
 from g2rpo.errors import UserError, loading
 from g2rpo.evaluation.heldout import sample_images
-from g2rpo.input_pictures import check_inputs
-from g2rpo.monitor.pictures import Strip, save_grid, to_pil
-from g2rpo.rollout.scoring import stills
+from g2rpo.input_pictures import check_inputs, images_of
+from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
+from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
 from g2rpo.runs.directory import read_config, weights_path
 from g2rpo.runtime.folders import is_empty
+
+SHOWN = 8  # pictures in the grid
 
 
 class SampleOptions(Section):
@@ -28,6 +34,7 @@ class SampleOptions(Section):
     shift: Shift | None
     strength: float
     batch_size: Count
+    video: Literal["webp", "mp4"]
 
 
 def sample(
@@ -42,12 +49,16 @@ def sample(
     shift: Shift | None,
     seed: int,
     batch_size: int,
+    video: str = "webp",
     out: Path,
     console: Console,
 ) -> None:
-    """Writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and `out/grid.png`."""
-    asked = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size}
+    """Writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and `out/grid.png`. Clips are
+    NNNN.webp, which needs no further library, or NNNN.mp4."""
+    asked = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
     drawing = resolve_as(SampleOptions, asked, source="sample")
+    if video == "mp4" and not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
+        raise UserError("--video mp4 needs imageio and ffmpeg: pip install imageio imageio-ffmpeg, or take --video webp")
     if not prompts:
         raise UserError("give prompts as arguments, or a file of them with --prompts")
     check_inputs(prompts)
@@ -65,16 +76,42 @@ def sample(
         with loading(f"{weights}: the weights do not fit {policy.path}"):
             painter.load(weights, drawing.strength)
     sigmas = grid_of(drawing.shift or "model", painter, drawing.steps or 28)
-    rows = drawing.batch_size
-    images = stills(sample_images(painter, prompts, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows))
     out.mkdir(parents=True, exist_ok=True)
+    shown: list[Tensor] = []
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
-        for number, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
-            name = f"{number:04d}.png"
-            to_pil(image).save(out / name)
-            listing.write(
-                json.dumps({"file": name, "prompt": prompt, "seed": seed, "index": number}, ensure_ascii=False) + "\n"
-            )
-    shown = min(8, len(prompts))
-    save_grid(out / "grid.png", [Strip(images[:shown])], prompts[:shown])
-    say(console, f"{len(images)} pictures in {out}, the first {shown} side by side in {out / 'grid.png'}")
+        for start in range(0, len(prompts), drawing.batch_size):  # written as they come: clips are large
+            part = prompts[start : start + drawing.batch_size]
+            rows = len(part)
+            images = sample_images(painter, part, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows, first=start)
+            seconds = seconds_of(painter, images.shape[1])
+            shown += reduced(images[: max(0, SHOWN - start)])
+            for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
+                name = _save(out / f"{number:04d}", image, seconds, drawing.video).name
+                line = {"file": name, "prompt": prompt, **_inputs(prompt), "seed": seed, "index": number}
+                listing.write(json.dumps(line, ensure_ascii=False) + "\n")
+    strip, first = Strip(torch.stack(shown)), prompts[:SHOWN]
+    save_grid(out / "grid.png", [strip], first)
+    if strip.images.ndim == 5:
+        save_moving_grid(out / "grid.webp", [strip], first, "", seconds)
+    grid = out / ("grid.webp" if strip.images.ndim == 5 else "grid.png")
+    what = "pictures" if strip.images.ndim == 4 else "clips"
+    say(console, f"{len(prompts)} {what} in {out}, the first {len(shown)} side by side in {grid}")
+
+
+def _inputs(prompt: str) -> dict[str, list[str]]:
+    return {"images": list(images)} if (images := images_of(prompt)) else {}
+
+
+def _save(path: Path, image: Tensor, seconds: float, video: str) -> Path:
+    """Writes a picture or a clip beside `path`, with a suffix, and returns where."""
+    if image.ndim == 3:
+        to_pil(image).save(path.with_suffix(".png"))
+        return path.with_suffix(".png")
+    path = path.with_suffix(f".{video}")
+    if video == "mp4":
+        from diffusers.utils import export_to_video
+
+        export_to_video(frames_of(image), str(path), fps=len(image) / seconds)
+    else:
+        save_clip(path, image, seconds)
+    return path

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo.errors import UserError
-from g2rpo.rewards.pixels import to_uint8
+from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.scoring import decode, score_in_batches, stills
+from g2rpo.rollout.scoring import decode, score_in_batches
 from g2rpo.runtime.distributed import World
 from g2rpo.seeding import generator_for
 from g2rpo.statistics import Z
@@ -36,7 +36,8 @@ def scores_after(iteration: int) -> str:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Pictures [N, 3, H, W] of `prompts`, 8 bit, scores [N] by reward, and verdicts [N] if a reward defines right pictures.
+    """Pictures [N, 3, H, W] of `prompts`, or clips [N, T, 3, H, W], 8 bit, scores [N] by reward, and verdicts [N] if a reward
+    defines right pictures.
 
     After an evaluation on several ranks, ranks other than 0 have only their own pictures.
     """
@@ -88,8 +89,11 @@ def evaluate(
     decode_batch_size: int,
     first: int = 0,
     on_rows: Callable[[int], None] = lambda rows: None,
+    kept: Callable[[Tensor], Tensor] = reduced,
 ) -> Evaluation:
     """Samples and scores `prompts`, `batch_size` at a time; num_steps network evaluations per prompt.
+
+    What is `kept` of pictures or clips, in 8 bit, is in the result: by default pictures as they are, and clips reduced.
 
     A reward sees at most `decode_batch_size` pictures at once, as in training. `on_rows` as for `sample_images`.
     """
@@ -107,7 +111,7 @@ def evaluate(
             on_rows=on_rows,
         )
         scores.append(score_in_batches(rewards, images, part, decode_batch_size))
-        pictures.append(to_uint8(stills(images)))
+        pictures.append(kept(images))
     by_reward = dict(zip(rewards, torch.cat(scores, 1), strict=True))
     return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(rewards, by_reward))
 

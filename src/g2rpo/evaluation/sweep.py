@@ -19,8 +19,11 @@ from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, S
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.files import write_whole
+from g2rpo.input_pictures import images_of
+from g2rpo.monitor.clips import save_clip, seconds_of, stills
 from g2rpo.monitor.pictures import to_pil
 from g2rpo.plain import parse_json, read_text
+from g2rpo.rewards.pixels import to_uint8
 from g2rpo.statistics import Interval, bootstrap_mean
 from g2rpo.types import Policy, Reward
 
@@ -71,8 +74,12 @@ class Chunk:
         return f"steps_{self.steps:03d}_{self.side}_{self.start:06d}"
 
     def picture(self, index: int) -> str:
-        """The path of a prompt's picture in the evaluation's folder."""
+        """The path of a prompt's picture (of a clip the middle frame) in the evaluation's folder."""
         return f"pictures/steps_{self.steps:03d}/{self.side}/{index:06d}.png"
+
+    def clip(self, index: int) -> str:
+        """Where a prompt's clip lies."""
+        return self.picture(index).removesuffix(".png") + ".webp"
 
 
 @dataclass
@@ -129,8 +136,9 @@ class Judging:
                 batch_size=self.config.batch_size,
                 decode_batch_size=self.config.batch_size,
                 first=chunk.start,
+                kept=to_uint8,
             )
-            self._store(chunk, evaluation)
+            self._store(chunk, evaluation, policy)
             advance(chunk.stop - chunk.start)
 
     def rows(self) -> Iterator[Row]:
@@ -193,14 +201,18 @@ class Judging:
             named = [row["picture"] for row in rows] == [chunk.picture(index) for index in range(chunk.start, chunk.stop)]
         except (ValueError, TypeError, KeyError):  # damaged: the chunk is repeated
             return None
-        return rows if named and all((self.directory / row["picture"]).is_file() for row in rows) else None
+        files = [row[kind] for row in rows for kind in ("picture", "clip") if kind in row]
+        return rows if named and all((self.directory / file).is_file() for file in files) else None
 
-    def _store(self, chunk: Chunk, evaluation: Evaluation) -> None:
-        """Writes pictures and, last, their scores, which marks the chunk as finished."""
+    def _store(self, chunk: Chunk, evaluation: Evaluation, policy: Policy) -> None:
+        """Writes pictures, clips and, last, their scores, which marks the chunk as finished."""
+        moving = evaluation.images.ndim == 5
         rows = [
             {
                 "picture": chunk.picture(chunk.start + place),
+                **({"clip": chunk.clip(chunk.start + place)} if moving else {}),
                 "prompt": prompt,
+                **({"images": list(images)} if (images := images_of(prompt)) else {}),
                 "index": chunk.start + place,
                 "seed": self.config.seed,
                 "side": chunk.side,
@@ -210,10 +222,12 @@ class Judging:
             for place, prompt in enumerate(evaluation.prompts)
         ]
         with self._writing():
-            for row, image in zip(rows, evaluation.images, strict=True):
+            for row, image, still in zip(rows, evaluation.images, stills(evaluation.images), strict=True):
                 path = self.directory / str(row["picture"])
                 path.parent.mkdir(parents=True, exist_ok=True)
-                to_pil(image).save(path)
+                to_pil(still).save(path)
+                if moving:
+                    save_clip(self.directory / str(row["clip"]), image, seconds_of(policy, len(image)))
             scores = self._scores(chunk)
             scores.parent.mkdir(exist_ok=True)
             write_whole(scores, _json(rows).encode())

@@ -14,20 +14,37 @@ MARGIN = 0.01
 
 
 def image_statistics(images: Tensor) -> dict[str, Tensor]:
-    """Statistics [N] of pictures [N, 3, H, W], 8 bit or in [0, 1] and then rounded to 8 bit; each is in [0, 1], float64.
+    """Statistics [N] of pictures [N, 3, H, W], 8 bit or in [0, 1] and then rounded to 8 bit; each is in [0, 1], float64. Those
+    of clips [N, T, 3, H, W] are means over frames.
 
     With the luma Y = .299 R + .587 G + .114 B (ITU-R BT.601): `brightness` is its mean; `contrast` its std over pixels, 0 for
     a blank picture and at most 1/2; `saturation` the mean over pixels of the largest minus the smallest channel; `clipped` the
     share of channel values that are 0 or 1; `detail` the mean over inner pixels of |Y - mean of its four neighbours|, 1 for a
-    chessboard of pixels and 0 for a ramp, or where no pixel is an inner one.
+    chessboard of pixels and 0 for a ramp, or where no pixel is an inner one. Clips also have `motion`, the mean over pixels and
+    frames of |Y - Y of the frame before|, 0 for one that stands still.
     """
-    rows = [_statistics(image) for image in images]
+    rows = [_of_clip(image) if image.ndim == 4 else _statistics(image) for image in images]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+def _of_clip(clip: Tensor) -> dict[str, Tensor]:
+    frames = [_statistics(frame) for frame in clip]
+    luma = torch.stack([_luma(_pixels(frame)) for frame in clip])
+    motion = luma.diff(dim=0).abs().mean() if len(clip) > 1 else luma.new_zeros(())
+    return {name: torch.stack([frame[name] for frame in frames]).mean() for name in frames[0]} | {"motion": motion}
+
+
+def _pixels(image: Tensor) -> Tensor:
+    return (image.cpu() if image.dtype == torch.uint8 else (image.cpu() * 255).round()).double() / 255
+
+
+def _luma(pixels: Tensor) -> Tensor:
+    return (pixels * pixels.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0)
+
+
 def _statistics(image: Tensor) -> dict[str, Tensor]:
-    pixels = (image.cpu() if image.dtype == torch.uint8 else (image.cpu() * 255).round()).double() / 255
-    luma = (pixels * pixels.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0)
+    pixels = _pixels(image)
+    luma = _luma(pixels)
     around = (luma[:-2, 1:-1] + luma[2:, 1:-1] + luma[1:-1, :-2] + luma[1:-1, 2:]) / 4
     return {
         "brightness": luma.mean(),

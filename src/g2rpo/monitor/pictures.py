@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from g2rpo.plain import parse_json
+from g2rpo.input_pictures import read_inputs
+from g2rpo.monitor.clips import stills, webp
 
 INK, SOFT, PAPER = (40, 40, 46), (93, 96, 105), (255, 255, 255)
 RIGHT, WRONG = (0, 97, 158), (182, 70, 0)
@@ -32,8 +33,8 @@ def to_pil(image: Tensor) -> Image.Image:
 
 @dataclass(frozen=True)
 class Strip:
-    """A row of a grid: pictures [N, 3, H, W], their scores [N] by reward and, if a reward defines it, whether they are right
-    [N] (1, 0, or NaN for unknown)."""
+    """A row of a grid: pictures [N, 3, H, W] or clips [N, T, 3, H, W], their scores [N] by reward and, if a reward defines it,
+    whether they are right [N] (1, 0, or NaN for unknown)."""
 
     images: Tensor
     label: str = ""
@@ -54,14 +55,32 @@ def figure(value: float) -> str:
 
 
 def save_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note: str = "") -> None:
-    """Writes strips of pictures, one column per prompt with the prompt above it; under each picture its verdict and scores, and
-    below all the `note`. The file contains all this and the layout as text, so that `read_grid` can separate it again.
+    """Writes strips of pictures (of clips their middle frames) as a PNG, one column per prompt: the prompt, its input picture
+    if it has one, and each picture with its verdict and scores below; below all the `note`. The file contains all this and
+    the layout as text, so that `grids.read_grid` can separate it again.
     """
+    canvas, about = _drawn(strips, prompts, note)
+    info = PngInfo()
+    info.add_itxt(NOTE, json.dumps(about, ensure_ascii=False))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.save(path, pnginfo=info)
+
+
+def save_moving_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note: str, seconds: float) -> None:
+    """Writes the same grid of clips as an animated WebP that lasts so many seconds."""
+    canvas, about = _drawn(strips, prompts, note)
+    frames = [_at_frame(canvas, strips, about, number) for number in range(strips[0].images.shape[1])]
+    path.write_bytes(webp(frames, round(1000 * seconds / len(frames))))
+
+
+def _drawn(strips: Sequence[Strip], prompts: Sequence[str], note: str) -> tuple[Image.Image, dict[str, Any]]:
+    """A grid, and what is where on it."""
     font = ImageFont.load_default(size=12)
-    images = strips[0].images
-    width = min(max(CELL, images.shape[3]), 2 * CELL)
-    height = round(width * images.shape[2] / images.shape[3])
-    left, top, gap = (64 if any(strip.label for strip in strips) else 8), 46, 8
+    width, height = _cell(strips[0].images)
+    inputs = [_beside(read_inputs(prompt), width, height) for prompt in prompts]
+    labels = [*(strip.label for strip in strips), *(["input"] if any(inputs) else [])]
+    left, gap = (64 if any(labels) else 8), 8
+    top = 46 + (height + gap if any(inputs) else 0)
     under = LINE * max(len(strip.scores) + (strip.right is not None) for strip in strips)
     right, step = left + len(prompts) * (width + gap), height + under + gap
     words = [line for part in note.split("\n") for line in textwrap.wrap(part, max(20, (right - 16) // 6))]
@@ -72,10 +91,15 @@ def save_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note:
         lines = textwrap.wrap(prompt, width // 6)
         text = "\n".join([*lines[:2], lines[2] + " ..."] if len(lines) > 3 else lines)
         draw.multiline_text((x, 3), text, fill=INK, font=font, spacing=1)
+    if any(inputs):
+        draw.text((8, 46 + height // 2 - 8), "input", fill=INK, font=font)
+    for picture, (x, _) in zip(inputs, boxes[0], strict=True):
+        if picture is not None:
+            canvas.paste(picture, (x, 46))
     for strip, corners in zip(strips, boxes, strict=True):
         draw.text((8, corners[0][1] + height // 2 - 8), strip.label, fill=INK, font=font)
         for index, (x, y) in enumerate(corners):
-            canvas.paste(to_pil(strip.images[index]).resize((width, height), Image.Resampling.LANCZOS), (x, y))
+            canvas.paste(_small(stills(strip.images)[index], (width, height)), (x, y))
             y += height + 1
             if strip.right is not None:
                 _mark(draw, x, y, strip.verdict(index), font)
@@ -85,7 +109,7 @@ def save_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note:
                 y += LINE
     for number, line in enumerate(words):
         draw.text((8, top + len(strips) * step + LINE * number - 2), line, fill=INK, font=font)
-    about = {
+    about: dict[str, Any] = {
         "prompts": list(prompts),
         "size": [width, height],
         "boxes": boxes,
@@ -93,10 +117,41 @@ def save_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note:
         "right": [[strip.verdict(i) for i in range(len(prompts))] for strip in strips],
         "note": note,
     }
-    info = PngInfo()
-    info.add_itxt(NOTE, json.dumps(about, ensure_ascii=False))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path, pnginfo=info)
+    if any(inputs):
+        about["inputs"] = [
+            [x, 46, *picture.size] if picture else None for picture, (x, _) in zip(inputs, boxes[0], strict=True)
+        ]
+    return canvas, about
+
+
+def _cell(images: Tensor) -> tuple[int, int]:
+    """Width and height of the pictures in a grid."""
+    width = min(max(CELL, images.shape[-1]), 2 * CELL)
+    return width, round(width * images.shape[-2] / images.shape[-1])
+
+
+def _small(image: Tensor, size: tuple[int, int]) -> Image.Image:
+    return to_pil(image).resize(size, Image.Resampling.LANCZOS)
+
+
+def _beside(pictures: Sequence[Image.Image], width: int, height: int) -> Image.Image | None:
+    """Pictures side by side in a cell; None where there are none."""
+    if not pictures:
+        return None
+    fitted = [ImageOps.contain(picture, (width // len(pictures), height)) for picture in pictures]
+    row = Image.new("RGB", (sum(each.width for each in fitted), max(each.height for each in fitted)), PAPER)
+    for number, each in enumerate(fitted):
+        row.paste(each, (sum(before.width for before in fitted[:number]), 0))
+    return row
+
+
+def _at_frame(canvas: Image.Image, strips: Sequence[Strip], about: Mapping[str, Any], number: int) -> Image.Image:
+    """The grid with a frame of every clip."""
+    moved = canvas.copy()
+    for strip, corners in zip(strips, about["boxes"], strict=True):
+        for clip, corner in zip(strip.images, corners, strict=True):
+            moved.paste(_small(clip[number], about["size"]), corner)
+    return moved
 
 
 def _mark(draw: ImageDraw.ImageDraw, x: int, y: int, right: bool | None, font: Any) -> None:
@@ -114,45 +169,3 @@ def _mark(draw: ImageDraw.ImageDraw, x: int, y: int, right: bool | None, font: A
 def _plain(scores: Mapping[str, Tensor], index: int) -> dict[str, float | None]:
     values = {name: float(each[index]) for name, each in scores.items()}
     return {name: None if math.isnan(value) else value for name, value in values.items()}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The contents of a grid: rows of one picture per prompt, its scores by reward (None: no score), and whether it is right
-    (None: not known). Older grids have no scores and no verdicts."""
-
-    prompts: list[str]
-    rows: list[list[Image.Image]]
-    scores: list[list[dict[str, float | None]]]
-    right: list[list[bool | None]]
-
-
-def read_grid(path: Path) -> Grid:
-    """The contents of a file of `save_grid`, at the drawn size (small pictures enlarged, large ones reduced). Raises ValueError
-    for any other picture.
-    """
-    try:
-        with Image.open(path, formats=["PNG"]) as canvas:
-            if NOTE not in canvas.info:
-                raise ValueError("does not say what it shows")
-            note = parse_json(canvas.info[NOTE])
-            (width, height), prompts, rows = note["size"], note["prompts"], note["boxes"]
-            boxes = [[(x, y, x + width, y + height) for x, y in row] for row in rows]
-            for x, y, right, bottom in (box for row in boxes for box in row):
-                if not (0 <= x < right <= canvas.width and 0 <= y < bottom <= canvas.height):
-                    raise ValueError("names a place outside of itself")
-            if not boxes or any(len(row) != len(prompts) for row in boxes):
-                raise ValueError("does not hold a picture for every prompt")
-            scores = [
-                [{str(name): None if v is None else float(v) for name, v in dict(cell).items()} for cell in row]
-                for row in note.get("scores", [[{}] * len(prompts)] * len(boxes))
-            ]
-            right = [
-                [None if v is None else bool(v) for v in row] for row in note.get("right", [[None] * len(prompts)] * len(boxes))
-            ]
-            if any([len(row) for row in table] != [len(row) for row in boxes] for table in (scores, right)):
-                raise ValueError("does not hold scores for every picture")
-            cropped = [[canvas.crop(box) for box in row] for row in boxes]
-            return Grid([str(prompt) for prompt in prompts], cropped, scores, right)
-    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} {error}") from None

@@ -181,6 +181,10 @@ class CachedEncoder:
 P = TypeVar("P", bound=Policy)
 
 
+OPTIONAL = ("grid", "input_pictures", "seconds")
+"""Attributes that some policies have (`types.Policy`)."""
+
+
 class CachedPolicy(Generic[P]):
     """`policy` with the conditioning of `encoder`; everything else is the policy's."""
 
@@ -200,6 +204,6 @@ class CachedPolicy(Generic[P]):
         return self.policy.shift
 
     def __getattr__(self, name: str) -> Any:
-        if name == "grid":  # some policies have one
-            return self.policy.grid  # type: ignore[attr-defined]
+        if name in OPTIONAL:
+            return getattr(self.policy, name)
         raise AttributeError(name)

@@ -17,7 +17,9 @@ from g2rpo.config import recipes
 from g2rpo.config.algorithms import name_of
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.monitor.alarms import ADVICE
-from g2rpo.monitor.pictures import Grid, figure, read_grid
+from g2rpo.monitor.clips import webp
+from g2rpo.monitor.grids import Grid, read_grid
+from g2rpo.monitor.pictures import figure
 from g2rpo.report.charts import compact, interval_plot, key_mark, stacked_bar
 from g2rpo.report.history import Run
 from g2rpo.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
@@ -49,7 +51,8 @@ def render(runs: Sequence[Run]) -> str:
         results=results(runs),
         alarms=alarms(runs),
         pictures=(shown := pictures(runs)),
-        marked=any(frame["right"] is not None for run in shown for card in run["cards"] for frame in card["frames"]),
+        marked=any(frame["right"] is not None for run in shown for frame in _frames(run)),
+        edited=any(card["input"] for run in shown for card in run["cards"]),
         looks=look_charts(runs),
         rewards=reward_charts(runs),
         steps=step_charts(runs),
@@ -219,15 +222,17 @@ def from_recipe(run: Run) -> list[tuple[str, str, str]] | None:
 
 
 def pictures(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """By run: prompts with the base's picture and those after later iterations, from the same noise, as data URIs.
+    """By run: prompts with their input picture, the base's picture and those after later iterations, from the same noise, as
+    data URIs.
 
-    `trouble` is the reason if a run's pictures cannot be shown.
+    Clips move; `still` is shown if the browser is set to reduced motion. `trouble` is the reason if a run's pictures cannot be
+    shown.
     """
     found = [_read_frames(run) for run in runs]
     shown: list[dict[str, Any]] = []
     for size in (256, 192, 128, 96):
         shown = [{"iterations": list(grids), "cards": _cards(list(grids.values()), size), "trouble": t} for grids, t in found]
-        if sum(len(frame["uri"]) for run in shown for card in run["cards"] for frame in card["frames"]) <= PICTURE_BYTES:
+        if sum(len(frame["uri"]) + len(frame["still"]) for run in shown for frame in _frames(run)) <= PICTURE_BYTES:
             break
     return shown
 
@@ -244,24 +249,51 @@ def _read_frames(run: Run) -> tuple[dict[int, Grid], str]:
         return {}, str(error)
 
 
+def _frames(shown: dict[str, Any]) -> list[dict[str, Any]]:
+    return [frame for card in shown["cards"] for frame in card["frames"]]
+
+
 def _cards(grids: Sequence[Grid], size: int) -> list[dict[str, Any]]:
-    """By prompt: its pictures at every evaluation, each with its scores and whether it is right."""
-    prompts = grids[0].prompts[:PICTURES] if grids else []
-    return [{"prompt": prompt, "frames": [_frame(grid, i, size) for grid in grids]} for i, prompt in enumerate(prompts)]
+    """By prompt: its input picture, and its pictures at every evaluation, each with its scores and whether it is right."""
+    prompts, inputs = (grids[0].prompts[:PICTURES], grids[0].inputs) if grids else ([], [])
+    return [
+        {
+            "prompt": prompt,
+            "input": data_uri(given, size) if (given := inputs[i]) else "",
+            "frames": [_frame(grid, i, size) for grid in grids],
+        }
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def _frame(grid: Grid, index: int, size: int) -> dict[str, Any]:
     scores = {name: figure(math.nan if value is None else value) for name, value in grid.scores[0][index].items()}
-    return {"uri": data_uri(grid.rows[0][index], size), "right": grid.right[0][index], "scores": scores}
+    picture, still = data_uri(grid.rows[0][index], size), ""
+    if grid.moving is not None:
+        picture, still = clip_uri(grid.moving.rows[0][index], grid.moving.durations, size), picture
+    return {"uri": picture, "still": still, "right": grid.right[0][index], "scores": scores}
 
 
 def data_uri(picture: Image.Image, size: int) -> str:
     """The picture within a page, reduced to at most `size` pixels a side."""
+    out = io.BytesIO()
+    _reduced(picture, size).save(out, "WEBP", quality=88, method=4)
+    return _webp_uri(out.getvalue())
+
+
+def clip_uri(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], size: int) -> str:
+    """A clip within a page, that repeats, reduced likewise."""
+    return _webp_uri(webp([_reduced(frame, size) for frame in frames], milliseconds, quality=70))
+
+
+def _reduced(picture: Image.Image, size: int) -> Image.Image:
     reduced = picture.convert("RGB")
     reduced.thumbnail((size, size), Image.Resampling.LANCZOS)
-    out = io.BytesIO()
-    reduced.save(out, "WEBP", quality=88, method=4)
-    return "data:image/webp;base64," + base64.b64encode(out.getvalue()).decode()
+    return reduced
+
+
+def _webp_uri(content: bytes) -> str:
+    return "data:image/webp;base64," + base64.b64encode(content).decode()
 
 
 def _word(value: Any) -> str:

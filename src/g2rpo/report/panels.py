@@ -50,6 +50,7 @@ LOOKS = {
     "saturation": "largest minus smallest channel of a pixel",
     "clipped": "share of values that are 0 or 1",
     "detail": "luma of a pixel against its neighbours; noise is high",
+    "motion": "of clips: luma of a pixel against the frame before; standing still: 0",
 }
 
 

@@ -72,11 +72,6 @@ def _scored(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
     return reward(own, list(prompts))
 
 
-def stills(images: Tensor) -> Tensor:
-    """Pictures [B, 3, H, W]; of clips [B, T, 3, H, W] their middle frames."""
-    return images if images.ndim == 4 else images[:, images.shape[1] // 2]
-
-
 def score_in_batches(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str], batch_size: int) -> Tensor:
     """`score` of at most `batch_size` pictures at a time, which is the size to lower where memory runs out."""
     with bounded_by("decode"):

@@ -24,15 +24,16 @@ from g2rpo.evaluation.heldout import (
     scores_after,
 )
 from g2rpo.monitor.alarms import judged_gain
+from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.curves import save_curves
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.monitor.metrics import Row, read_metrics
-from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import RESULTS
-from g2rpo.training.run_files import RunFiles, pictures_path
+from g2rpo.training.run_files import RunFiles, clips_path, pictures_path
 from g2rpo.types import Policy, Reward
 
 BASELINE = "baseline.safetensors"  # the base model's evaluation: comparing with it needs no second copy of the weights
@@ -158,5 +159,8 @@ class Evaluator:
         if right is not None:
             shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
             note += f" Of all {len(self.heldout)}, {shares}."
+        if strips[0].images.ndim == 5:
+            with self.files.written(clips_path(name)) as path:
+                save_moving_grid(path, strips, prompts, note, seconds_of(self.policy, strips[0].images.shape[1]))
         with self.files.written(pictures_path(name)) as path:
             save_grid(path, strips, prompts, note)

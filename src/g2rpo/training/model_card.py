@@ -19,6 +19,7 @@ from g2rpo.plain import parse_json, read_text
 
 CARD, RESULTS = "README.md", "results.json"
 PICTURES = ("samples/before_after.png", "curves.png")
+CLIPS = "samples/before_after.webp"  # where a run's pictures move
 
 
 def finished_at(run_dir: Path) -> int | None:
@@ -31,23 +32,30 @@ def finished_at(run_dir: Path) -> int | None:
 
 def copy_card(weights: Path, to: Path) -> None:
     """Copies the card of the folder `weights`, if it has one, with its pictures."""
-    for name in (CARD, *(Path(picture).name for picture in PICTURES)):
+    for name in (CARD, *(Path(picture).name for picture in (*PICTURES, CLIPS))):
         if (weights / name).is_file():
             shutil.copy(weights / name, to / name)
 
 
-def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str, Comparison], prompts: int) -> Path:
-    """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder."""
+def write_card(
+    run_dir: Path, weights: Path, config: Config, table: Mapping[str, Comparison], prompts: int, edits: bool = False
+) -> Path:
+    """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder.
+
+    `edits` says that the prompts have input pictures.
+    """
     folder = weights if weights.is_dir() else weights.parent
-    for picture in PICTURES:
+    moves = (run_dir / CLIPS).is_file()
+    task = f"{'image' if edits else 'text'}-to-{'video' if moves else 'image'}"
+    for picture in (*PICTURES, *([CLIPS] if moves else [])):
         shutil.copy(run_dir / picture, folder / Path(picture).name)
     lora = config.policy.tuning == "lora"
     header: dict[str, Any] = {
         # the hub refuses a local folder as base_model
         **({"base_model": config.policy.path} if is_hub_id(config.policy.path) else {}),
         "library_name": "diffusers",
-        "pipeline_tag": "text-to-image",
-        "tags": ["g2rpo", "reinforcement-learning", "text-to-image", *(["lora"] if lora else [])],
+        "pipeline_tag": task,
+        "tags": ["g2rpo", "reinforcement-learning", task, *(["lora"] if lora else [])],
     }
     card = folder / CARD
     text = (
@@ -56,11 +64,11 @@ def write_card(run_dir: Path, weights: Path, config: Config, table: Mapping[str,
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
                 f"# {_code(config.policy.path)}, tuned with {title_of(config.algorithm)[0]}",
                 _what(config),
-                "![before and after](before_after.png)",
+                f"![before and after]({Path(CLIPS if moves else PICTURES[0]).name})",
                 _results(config, table, prompts),
                 "![curves](curves.png)",
                 "## Use",
-                _block("python", _lora_usage(config) if lora else _full_usage(config)),
+                _block("python", _lora_usage(config, task) if lora else _full_usage(config, task)),
                 "`g2rpo export RUN --format comfyui` writes the file that ComfyUI reads, `--format merged` the base model with "
                 "these weights in it.",
                 "## Config",
@@ -109,28 +117,37 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
     return "## Results\n\n" + "".join(rows) + f"\n{caption}"
 
 
-def _lora_usage(config: Config) -> str:
-    return f"""from diffusers import DiffusionPipeline
+def _lora_usage(config: Config, task: str) -> str:
+    return f"""from diffusers import DiffusionPipeline{_helpers(task)}
 
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r})
 pipe.load_lora_weights("THIS FOLDER OR REPOSITORY", weight_name="pytorch_lora_weights.safetensors")
-{_call(config)}"""
+{_call(config, task)}"""
 
 
-def _full_usage(config: Config) -> str:
-    return f"""from diffusers import AutoModel, DiffusionPipeline
+def _full_usage(config: Config, task: str) -> str:
+    return f"""from diffusers import AutoModel, DiffusionPipeline{_helpers(task)}
 
 transformer = AutoModel.from_pretrained("THIS FOLDER OR REPOSITORY")
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r}, transformer=transformer)
-{_call(config)}"""
+{_call(config, task)}"""
 
 
-def _call(config: Config) -> str:
+def _helpers(task: str) -> str:
+    names = [*(["export_to_video"] if "video" in task else []), *(["load_image"] if task.startswith("image") else [])]
+    return f"\nfrom diffusers.utils import {', '.join(names)}" if names else ""
+
+
+def _call(config: Config, task: str) -> str:
     size = f"height={config.policy.height}, width={config.policy.width}"
     scale = config.policy.guidance_scale
     steps = f"num_inference_steps={config.sampling.num_steps}" + (f", guidance_scale={scale:g}" if scale is not None else "")
     length = config.policy.max_sequence_length
     tokens = f", max_sequence_length={length}" if length else ""
-    return f"""picture = pipe(
-    "...", {size}, {steps}{tokens}
-).images[0]"""
+    image = 'image=load_image("in.png"), ' if task.startswith("image") else ""
+    made = f"""pipe(
+    "...", {image}{size}, {steps}{tokens}
+)"""
+    if "video" in task:
+        return f'export_to_video({made}.frames[0], "out.mp4")'
+    return f"picture = {made}.images[0]"

@@ -106,3 +106,8 @@ class RunFiles:
 def pictures_path(name: str) -> str:
     """The path of a grid of pictures in a run directory."""
     return f"samples/{name}.png"
+
+
+def clips_path(name: str) -> str:
+    """The path of the same grid of clips, moving, in a run directory."""
+    return f"samples/{name}.webp"

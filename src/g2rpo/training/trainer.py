@@ -15,6 +15,7 @@ from g2rpo.algorithms.contracts import advantages_of, plans_of
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.errors import Preempted, RolledBack, Stopped
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images, scores_after
+from g2rpo.input_pictures import images_of
 from g2rpo.monitor.alarms import ADVICE, alarms_of
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
@@ -257,7 +258,7 @@ class Trainer:
         return self.evaluator.evaluate(self.iteration, lambda rows: self._leave_if_asked())
 
     def sample(self, prompts: Sequence[str], seed: int = 0) -> Tensor:
-        """Pictures [B, 3, H, W] in [0, 1] of the (averaged) weights, on the CPU; picture i starts from noise (seed, i)."""
+        """Pictures [B, 3, H, W] in [0, 1], or clips, of the (averaged) weights; picture i starts from noise (seed, i)."""
         rows, decoded = self.sizes.rollout, self.sizes.decode
         with self.learner.averaged():
             return sample_images(self.policy, prompts, self.evaluated_on, seed=seed, batch_size=rows, decode_batch_size=decoded)
@@ -268,7 +269,8 @@ class Trainer:
         table = self.evaluator.finish(self.score_heldout(), self.iteration, self.rolled_back_from)
         if self.files.writes:
             with self.files.holding(), writing(weights):
-                write_card(self.files.directory, weights, self.config, table, len(self.heldout))
+                edits = any(images_of(prompt) for prompt in self.heldout)
+                write_card(self.files.directory, weights, self.config, table, len(self.heldout), edits)
         return table
 
     def export(self) -> Path:
