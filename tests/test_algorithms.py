@@ -22,7 +22,7 @@ from g2rpo.flow import cps_kernel, dance_sde, flow_sde, ode_step, sde_kernel, si
 from g2rpo.objectives import clipped_surrogate, group_normalize, kernel_kl
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.planning import count_evaluations
+from g2rpo.rollout.planning import count_evaluations, count_per_prompt
 from g2rpo.seeding import generator_for
 from g2rpo.types import Normal, Plan
 from tests.runs import trainer
@@ -65,7 +65,7 @@ def test_training_raises_the_reward(name):
 def test_evaluations_are_the_predicted_ones(name, iteration):
     t = named(name, "algorithm.group_size=4", "sampling.num_steps=10")
     t.iteration = iteration
-    assert t.iterate()["evaluations"] == 2 * count_evaluations(t.plans(iteration), 4)
+    assert t.iterate()["evaluations"] == 2 * count_per_prompt(t.algorithm, t.plans(iteration))
 
 
 @pytest.mark.parametrize(

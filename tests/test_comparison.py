@@ -28,6 +28,7 @@ from g2rpo.evaluation.study import (
     seconds_per_evaluation,
     work,
 )
+from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
 from g2rpo.runs.directory import read_config
 from g2rpo.statistics import bootstrap_crossed, bootstrap_mean
@@ -38,14 +39,24 @@ from tests.runs import trainer
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_work_is_what_a_run_does(tmp_path, name):
     """The rollout's evaluations as logged, and the latents of the training pass as they are sampled, over three iterations."""
-    t = trainer(tmp_path, f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=7")
+
+    class Counting(GaussianPolicy):
+        trained = without_gradient = 0
+
+        def velocity(self, x, sigma, cond):
+            self.trained += len(x) * torch.is_grad_enabled()
+            self.without_gradient += len(x) * (not torch.is_grad_enabled())
+            return super().velocity(x, sigma, cond)
+
+    policy = Counting()
+    once = ("algorithm.group_size=4", "algorithm.update_every=rollout")  # a part of a group sees a shared latent again
+    t = trainer(tmp_path, f"algorithm.name={name}", *once, "sampling.num_steps=9", policy=policy)
     for iteration in range(3):
-        rollouts, evaluations = t.collector.roll_out(t.algorithm, iteration, t.policy.encode(["0", "1"]), [0, 1])
-        trained = sum(len(transition.x) for rollout in rollouts for transition in rollout.transitions)
-        base = trained if t.algorithm.kl_weight else 0
-        assert (trained, base) == tuple(2 * rows for rows in count_trained(t.algorithm, t.plans(), 7))
-        assert work(t.config, iteration) == evaluations + 3 * trained + base
-        t.iteration += 1
+        policy.trained = policy.without_gradient = 0
+        evaluations = t.iterate()["evaluations"]
+        seen = policy.trained, policy.without_gradient - evaluations
+        assert seen == tuple(2 * rows for rows in count_trained(t.algorithm, t.plans(iteration), 9))
+        assert work(t.config, iteration) == work(t.config, iteration, evaluations) == evaluations + 3 * seen[0] + seen[1]
 
 
 @pytest.mark.parametrize("name", ["g2rpo", "dancegrpo", "mixgrpo"])

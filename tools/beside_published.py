@@ -2,26 +2,35 @@
 
 The published code is not part of this package. Clone it first, and name the folders:
 
-    git clone https://github.com/Bujiazi/GRPO-Series
-    python -m tools.beside_published pave_grpo=GRPO-Series
+    git clone https://github.com/Bujiazi/GRPO-Series        # pave_grpo, adagrpo
+    git clone https://github.com/NVlabs/DiffusionNFT        # diffusion_nft
+    git clone https://github.com/scxue/advantage_weighted_matching      # awm
+    python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series diffusion_nft=DiffusionNFT
 
 tests/published holds restatements of the same formulas, for a machine that has no clones.
 """
 
+import ast
 import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from textwrap import dedent
+from types import CodeType
+from typing import Any
 
 import torch
 
+from g2rpo.data import Example
 from g2rpo.errors import UserError
 from g2rpo.training.trainer import Trainer
 from tests.published.second_half import Beside, Models, Objective, Seen, tiny
 from tests.tiny import save_flux
 
 GROUP, STEPS = 4, (0, 3)
+FORWARD = (f"algorithm.group_size={GROUP}", "sampling.num_steps=5")
 
 
 def pave_grpo(folder: Path, code: Path) -> Beside:
@@ -31,6 +40,131 @@ def pave_grpo(folder: Path, code: Path) -> Beside:
     trainer = tiny(folder, *options)
     args = Namespace(group_size=GROUP, sde_stepidx=list(STEPS), sde_eta=0.8, seg_list=[2, 3], adv_clip_max=5.0)
     return Beside(trainer, _groups(trainer, lambda models, *given: method.compute_loss(args, models.trained, *given)))
+
+
+def adagrpo(folder: Path, code: Path) -> Beside:
+    """src/method_adagrpo.py: sample_evaluate_and_select_ema, compute_loss."""
+    method = _module(code, "src.method_adagrpo")
+    options = ("algorithm.name=adagrpo", f"algorithm.group_size={GROUP}", f"algorithm.branch_steps={list(STEPS)}")
+    trainer = tiny(folder, *options, "algorithm.candidates=3", "trainer.prompts_per_iteration=1")
+    args = Namespace(group_size=GROUP, sde_stepidx=list(STEPS), sde_eta=0.7, adv_clip_max=5.0, ema_alpha=0.8)
+    known: dict[str, Any] = {"mean": None, "variance": None}
+
+    def choose(seen: Seen) -> None:
+        """The published choice from our pictures' scores; it has to be ours."""
+        prompts, rewards = seen.candidates
+        method.sample_anchor = lambda *given: [[], [], [], list(prompts), None]
+        method.sample_group = lambda *given: None
+        rows = torch.zeros(len(prompts), 1)
+        given = (args, None, None, rows, rows, list(prompts), None, None, None, lambda *of: rewards[:, 0])
+        taken = method.sample_evaluate_and_select_ema(*given, known["mean"], known["variance"])
+        known.update(mean=taken["new_ema_avg"], variance=taken["new_ema_var"])
+        if taken["captions"] != list(seen.prompts):
+            raise AssertionError(f"another prompt is chosen there: {taken['captions']}, here {seen.prompts}")
+
+    def objective(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
+        choose(seen)
+        level = {"ema_mean": known["mean"], "ema_std": max(known["variance"], 1e-8) ** 0.5}
+        loss = partial(method.compute_loss, args, **level)
+        return _groups(trainer, lambda models, *given: loss(models.trained, *given))(models, seen)
+
+    return Beside(trainer, objective)
+
+
+def diffusion_nft(folder: Path, code: Path) -> Beside:
+    """scripts/train_nft_sd3.py: policy and KL loss, return_decay; flow_grpo/stat_tracking.py."""
+    script = code / "scripts/train_nft_sd3.py"
+    block = _between(script, "loss_terms = {}", "# Scale loss for gradient")
+    return_decay = _functions(script, "return_decay")["return_decay"]
+    config = Namespace(beta=1.0, train=Namespace(adv_clip_max=5.0, beta=1e-4))
+
+    def term(models: Models, given: dict[str, Any]) -> torch.Tensor:
+        names = {"torch": torch, "config": config, "j_idx": 0, **given}
+        names["train_sample_batch"] = {"advantages": given["advantages"][:, None]}
+        names.update(forward_prediction=given["v"], old_prediction=given["old"], ref_forward_prediction=given["base"])
+        exec(block, names)
+        return names["loss"]
+
+    def trail(models: Models, updates: int) -> None:
+        _trail(models, return_decay(400 * updates, 1))  # late in the published schedule, where old and trained weights differ
+
+    trainer = tiny(folder, "algorithm.name=diffusion_nft", "algorithm.old_rise=0.4", *FORWARD)
+    return Beside(trainer, _forward(trainer, code, term), trail)
+
+
+def awm(folder: Path, code: Path) -> Beside:
+    """scripts/train_sd3_awm.py: compute_log_prob_awm, loss; DiffusionNFT's statistics of rewards, which are Flow-GRPO's."""
+    script = code / "advantage_weighted_matching/scripts/train_sd3_awm.py"
+    block = _between(script, "# grpo logic", 'info["clipfrac"]')
+    log_prob_of = _functions(script, "compute_log_prob_awm")["compute_log_prob_awm"]
+    train = Namespace(cfg=False, ghuber_power=0.25, adv_clip_max=5.0, advantage_max=1, loss_type="exp_first", clip_range=1)
+    train.train_timesteps, train.beta, train.ema_beta, train.kl_weight, train.kl_ema_weight = 1, 0.003, 1, "Uniform", "Uniform"
+    config = Namespace(train=train)
+
+    def term(models: Models, given: dict[str, Any]) -> torch.Tensor:
+        transformer = lambda **named: [given["v"]]  # noqa: E731
+        sigma, x, image, noise = given["t_expanded"], given["xt"], given["x0"], given["noise"]
+        log_prob, output, std = log_prob_of(transformer, None, None, sigma, None, None, config, x, image, noise, "ghuber")
+        sample = {"advantages": given["advantages"][:, None], "log_probs": log_prob[None], "std_dev_t": std}
+        sample["old_log_probs"] = log_prob[None].detach()
+        for name, value in (("model_output", output), ("model_output_ref", given["base"]), ("model_output_ema", given["old"])):
+            sample[name] = value.double()[None, ..., None]
+        names = {"torch": torch, "config": config, "sample": sample, "accelerator": Namespace(is_main_process=False)}
+        exec(block, names)
+        return names["loss"]
+
+    trainer = tiny(folder, "algorithm.name=awm", "algorithm.times=2", "algorithm.old_rise=0.2", *FORWARD)
+    return Beside(trainer, _forward(trainer, code, term), lambda models, updates: _trail(models, min(0.3, 0.2 * updates)))
+
+
+def _forward(trainer: Trainer, code: Path, term: Callable[[Models, dict[str, Any]], torch.Tensor]) -> Objective:
+    """An objective of a published loss on finished latents, one member at one time after the other."""
+
+    def terms(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
+        scores = seen.rewards[:, 0, 0]
+        advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(correction=0) + 1e-4)
+        tracked = code / "flow_grpo/stat_tracking.py"
+        if tracked.is_file():
+            prompts = [str(prompt) for prompt in range(len(scores)) for _ in scores[0]]
+            tracker = _module(code, "flow_grpo.stat_tracking").PerPromptStatTracker(global_std=True)
+            advantages = torch.from_numpy(tracker.update(prompts, scores.flatten().numpy())).view_as(scores).float()
+        share = 1 / sum(len(example.advantages) for example in seen.examples)
+        members = [(example, g) for example in seen.examples for g in range(len(example.advantages))]
+        return [partial(one, models, *member, advantages, share) for member in members]
+
+    def one(models: Models, example: Example, g: int, advantages: torch.Tensor, share: float) -> torch.Tensor:
+        image, noise = example.x[g : g + 1], example.data["noise"][g : g + 1]
+        sigma = trainer.sigmas[example.data["step"][g]].reshape(1, 1, 1)
+        x = (1 - sigma) * image + sigma * noise
+        given = {"x0": image, "noise": noise, "xt": x, "t_expanded": sigma, "advantages": advantages[example.prompt, g : g + 1]}
+        with torch.no_grad():
+            given |= {which: models.velocity(which, x, sigma, example.prompt) for which in ("old", "base")}
+        return share * term(models, {**given, "v": models.velocity("trained", x, sigma, example.prompt)})
+
+    return terms
+
+
+def _trail(models: Models, decay: float) -> None:
+    """The update that ends the published iterations."""
+    for old, new in zip(models.old.parameters(), models.trained.parameters(), strict=True):
+        old.data.copy_(old.detach().data * decay + new.detach().clone().data * (1.0 - decay))
+
+
+def _between(script: Path, first: str, last: str) -> CodeType:
+    """The lines of a published loop from the one that holds `first` to the one before `last`."""
+    lines = script.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if first in line)
+    stop = next(number for number, line in enumerate(lines) if last in line and number > start)
+    return compile(dedent("\n".join(lines[start:stop])), str(script), "exec")
+
+
+def _functions(script: Path, *names: str) -> dict[str, Any]:
+    """Functions of a script that cannot be imported here."""
+    tree = ast.parse(script.read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    found: dict[str, Any] = {"torch": torch}
+    exec(compile(tree, str(script), "exec"), found)
+    return found
 
 
 def _groups(trainer: Trainer, loss: Callable) -> Objective:
@@ -70,7 +204,7 @@ def _module(code: Path, name: str):
         sys.path.remove(str(code))
 
 
-METHODS = {"pave_grpo": pave_grpo}
+METHODS = {"pave_grpo": pave_grpo, "adagrpo": adagrpo, "diffusion_nft": diffusion_nft, "awm": awm}
 
 
 def main(words: list[str]) -> None:

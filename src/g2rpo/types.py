@@ -92,7 +92,8 @@ UpdateEvery = Literal["rollout", "branch"] | int
 """When the weights are updated: once a rollout, after the examples of every step, or after this many members of each group."""
 
 
-def _no_kernel(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Normal:
+def no_kernel(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Normal:
+    """The kernel of algorithms whose plans have no stochastic steps."""
     raise NotImplementedError("the algorithm has plans with stochastic steps, but no kernel")
 
 
@@ -105,6 +106,10 @@ class Network(Protocol):
 
     def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         """Under the untrained weights, without gradient; for algorithms with `uses_base`."""
+        ...
+
+    def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        """Under the old weights, without gradient; for algorithms with `uses_old`. A loss calls it before `velocity`."""
         ...
 
 
@@ -120,6 +125,16 @@ class AlgorithmState(Protocol):
 
     def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
         """Updates the state from rewards [N, R, M, G] of all ranks' N groups with branch `steps`; returns what to log."""
+        ...
+
+
+@runtime_checkable
+class PromptChooser(AlgorithmState, Protocol):
+    """The state of an algorithm with several `candidates`."""
+
+    def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
+        """Which of its candidates takes each of P places, from rewards [P, candidates, R] of their ODE pictures; called before
+        `at`."""
         ...
 
 
@@ -146,8 +161,18 @@ class Algorithm(Protocol):
             return math.inf
 
         @property
+        def candidates(self) -> int:
+            """Prompts drawn for each place of an iteration; if several, its state, a `PromptChooser`, takes one."""
+            return 1
+
+        @property
         def uses_base(self) -> bool:
             """Whether the loss calls `Network.base_velocity`."""
+            return False
+
+        @property
+        def uses_old(self) -> bool:
+            """Whether the run keeps old weights, which follow the trained ones after each iteration (`old_decay`)."""
             return False
 
         @property
@@ -159,12 +184,22 @@ class Algorithm(Protocol):
         group_size: int
         update_every = "rollout"
         advantage_clip = math.inf
+        candidates = 1
         uses_base = False
+        uses_old = False
         drop_zero_advantages = False
+
+    def old_decay(self, updates: int) -> float:
+        """What the old weights keep of themselves after an iteration, `updates` optimizer steps into the run, in [0, 1]."""
+        return 0.0
+
+    def samples_old(self, updates: int) -> bool:
+        """Whether the old weights sample the iteration that begins after `updates` optimizer steps."""
+        return False
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         """The transition kernel of a run on the grid `sigmas`; only plans with stochastic steps need one."""
-        return _no_kernel
+        return no_kernel
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         """The plans of an iteration, at least one: a function of its arguments, random choices included.

@@ -38,6 +38,9 @@ class Seen:
     rewards: Tensor  # [N, R, M, G]
     examples: Sequence[Example]
     cond: Cond
+    prompts: Sequence[str]
+    candidates: tuple[Sequence[str], Tensor] | None = None
+    """Those that were drawn, and the rewards [P * candidates, R] of their ODE pictures."""
 
 
 @dataclass
@@ -92,23 +95,29 @@ class Beside:
 
     def _iterate(self) -> tuple[Seen, float]:
         t, kept = self.trainer, {}
-        sample, update = t.collector.collect, t.updater.update
+        sample, update, walk = t.collector.collect, t.updater.update, t.collector.anchors
 
-        def sampling(*given, **named):
-            kept["sampled"] = sample(*given, **named)
+        def sampling(algorithm, iteration, cond, prompts, watch):
+            kept["prompts"] = prompts
+            kept["sampled"] = sample(algorithm, iteration, cond, prompts, watch)
             return kept["sampled"]
+
+        def walking(candidates, iteration, cond, prompts, watch):
+            walked = walk(candidates, iteration, cond, prompts, watch)
+            kept["candidates"] = prompts, walked.rewards[:, :, 0, 0]
+            return walked
 
         def updating(examples, cond):
             kept["examples"], kept["cond"] = examples, cond
             return update(examples, cond)
 
-        t.collector.collect, t.updater.update = sampling, updating
+        t.collector.collect, t.updater.update, t.collector.anchors = sampling, updating, walking
         try:
             loss = t.iterate()["loss"]
         finally:
-            t.collector.collect, t.updater.update = sample, update
-        sampled = kept["sampled"]
-        return Seen(sampled.rollouts, sampled.rewards, kept["examples"], kept["cond"]), loss
+            t.collector.collect, t.updater.update, t.collector.anchors = sample, update, walk
+        sampled = kept.pop("sampled")
+        return Seen(sampled.rollouts, sampled.rewards, **kept), loss
 
     def _restate(self, seen: Seen, loss: float) -> None:
         tensors = seen.cond.tensors

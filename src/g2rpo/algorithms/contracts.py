@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.errors import UserError
-from g2rpo.types import Algorithm, Batch, Loss, Network, Plan
+from g2rpo.types import Algorithm, AlgorithmState, Batch, Loss, Network, Plan, PromptChooser
 
 
 def name_of(algorithm: Algorithm) -> str:
@@ -43,6 +43,19 @@ def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Ten
         wanted = "finite numbers (0 for a member whose rewards are NaN)"
         raise _broken(algorithm, "advantages", wanted, f"{int((~advantages.isfinite()).sum())} that are NaN or infinite")
     return advantages
+
+
+def choice_of(
+    algorithm: Algorithm, state: AlgorithmState | None, iteration: int, rewards: Tensor, weights: Tensor
+) -> list[int]:
+    """`state.choose(...)` of rewards [P, candidates, R]. UserError unless it names a candidate for each place."""
+    if not isinstance(state, PromptChooser):
+        raise _broken(algorithm, "memory", f"a types.PromptChooser, as candidates={algorithm.candidates}", type(state).__name__)
+    chosen = list(state.choose(iteration, rewards, weights))
+    places, candidates = rewards.shape[:2]
+    if len(chosen) != places or not set(chosen) <= set(range(candidates)):
+        raise _broken(algorithm, "choose", f"{places} numbers from 0 to {candidates - 1}", str(chosen))
+    return chosen
 
 
 def loss_of(algorithm: Algorithm, batch: Batch, network: Network) -> Loss:
@@ -78,6 +91,11 @@ class _Watched:
 
     def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         velocity = self.network.base_velocity(x, sigma, prompts)
+        self.velocities.append(velocity)
+        return velocity
+
+    def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        velocity = self.network.old_velocity(x, sigma, prompts)
         self.velocities.append(velocity)
         return velocity
 

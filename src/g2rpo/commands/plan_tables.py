@@ -58,8 +58,8 @@ def _work_table(plan: Estimate) -> Table:
     if rows > 1:
         row("  rows of the network: guidance takes two an evaluation", lambda it: rows * it.evaluations)
     row("rows of the training pass, forward and backward", COUNTED["training_rows"])
-    if plan.config.algorithm.uses_base:
-        row("  and under the untrained model, for the KL term", COUNTED["reference_rows"])
+    if plan.config.algorithm.uses_base or plan.config.algorithm.uses_old:
+        row("  and without gradient, under the untrained or the old weights", COUNTED["reference_rows"])
     row("optimizer steps", COUNTED["optimizer_steps"])
     row("pictures decoded", COUNTED["images"])
     for name in plan.config.rewards:

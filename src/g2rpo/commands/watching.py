@@ -17,7 +17,7 @@ from g2rpo.evaluation.heldout import Comparison
 from g2rpo.monitor.metrics import Row
 from g2rpo.report.history import read_runs
 from g2rpo.report.verdict import summary
-from g2rpo.rollout.planning import count_evaluations
+from g2rpo.rollout.planning import count_per_prompt
 from g2rpo.runs.directory import fresh_directory, weights_path
 from g2rpo.training.trainer import Trainer
 
@@ -31,8 +31,8 @@ def watch_training(trainer: Trainer, console: Console, quiet: float = QUIET) -> 
     """
     config = trainer.config
     total = config.trainer.iterations
-    prompts, size, tails = config.trainer.prompts_per_iteration, config.algorithm.group_size, config.sampling.tails
-    rows = [prompts * count_evaluations(trainer.plans(iteration), size, tails) for iteration in range(total)]
+    prompts, algorithm, tails = config.trainer.prompts_per_iteration, config.algorithm, config.sampling.tails
+    rows = [prompts * count_per_prompt(algorithm, trainer.plans(iteration), tails) for iteration in range(total)]
     first, began, last = sum(rows[: trainer.iteration]), time.monotonic(), -BETWEEN
     count = TextColumn("{task.fields[iteration]}/{task.fields[iterations]}")
 

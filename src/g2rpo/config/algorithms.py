@@ -14,7 +14,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationInfo, create_model
 
 from g2rpo import plugins
+from g2rpo.algorithms.adagrpo import AdaGRPO
+from g2rpo.algorithms.awm import AWM
 from g2rpo.algorithms.dancegrpo import DanceGRPO
+from g2rpo.algorithms.diffusion_nft import DiffusionNFT
 from g2rpo.algorithms.flow_cps import FlowCPS
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
@@ -31,7 +34,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
-        PaveGRPO,
+        PaveGRPO, AdaGRPO, DiffusionNFT, AWM,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from g2rpo.config.schema import Config
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import anchor_walk
 from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
 from g2rpo.seeding import generator_for
 from g2rpo.training.updater import Updater
-from g2rpo.types import Cond, Plan
+from g2rpo.types import Cond, Plan, no_kernel
 
 AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
 """The plan's value for "auto" on a GPU. The run measures a larger one that leaves a fifth of the memory free."""
@@ -42,7 +43,7 @@ class Iteration:
     passes: tuple[int, ...]
     """Rows of every training pass, forward and backward."""
     reference_rows: int
-    """Rows that a KL term evaluates under the untrained model."""
+    """Rows that training passes evaluate without gradient, under the untrained or the old weights."""
     optimizer_steps: int
     images: int
 
@@ -62,6 +63,8 @@ class Counts:
     kinds: tuple[tuple[Iteration, int], ...]
     """Distinct iterations with their number: iterations differ if an algorithm's window moves."""
     prompts: int
+    prompts_drawn: int
+    """With those among which an algorithm chooses."""
     heldout: int
     """Held-out prompts: pictures of one evaluation, scored by all rewards."""
     heldout_steps: int
@@ -100,6 +103,7 @@ def count(config: Config, heldout: int) -> Counts:
     return Counts(
         kinds=tuple((_dry(config, plans), times) for plans, times in kinds.items()),
         prompts=trainer.prompts_per_iteration,
+        prompts_drawn=trainer.prompts_per_iteration * config.algorithm.candidates,
         heldout=heldout,
         heldout_steps=config.evaluation.num_steps or config.sampling.num_steps,
         times_evaluated=2 + _times(trainer.iterations, config.evaluation.every),
@@ -138,17 +142,21 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
     """One iteration of the real engine and updater on a minimal policy."""
     algorithm, sampling, policy = config.algorithm, config.sampling, _Recorder()
     sigmas = sigma_grid(sampling.num_steps)
-    cond = policy.encode(["0"] * config.trainer.prompts_per_iteration)
+    prompts = config.trainer.prompts_per_iteration
+    cond, candidates = policy.encode(["0"] * prompts), prompts * algorithm.candidates * (algorithm.candidates > 1)
     tails = policy.tail_velocity if sampling.tails.own_network else None
     rows = int(sampling.batch_size)
     engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=rows, tails=sampling.tails, tail_velocity=tails)
+    if candidates:
+        choosing = replace(engine, cond=policy.encode(["0"] * candidates))
+        choosing.rollout([anchor_walk(sampling.num_steps)], 1, no_kernel, generator_for)
     rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), generator_for)
     silent = torch.zeros(algorithm.group_size)
     examples = [example for rollout in rollouts for example in algorithm.examples(rollout, silent, generator_for)]
     sizes = batch_sizes(rows, int(sampling.decode_batch_size), config.trainer.micro_batch_size, policy.device, print)
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
     updates = Updater(
-        policy=policy, algorithm=algorithm, optimizer=optimizer, sigmas=sigmas, sizes=sizes, max_grad_norm=1.0
+        policy=policy, algorithm=algorithm, optimizer=optimizer, sigmas=sigmas, sizes=sizes, max_grad_norm=1.0, old=policy.base
     ).update(examples, cond)
     return Iteration(
         plans=tuple(plans),
@@ -157,5 +165,5 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
         passes=tuple(policy.calls["training"]),
         reference_rows=sum(policy.calls["reference"]),
         optimizer_steps=len(updates.grad_norms) + updates.skipped,
-        images=sum(rollout.finals.shape[:2].numel() for rollout in rollouts),
+        images=candidates + sum(rollout.finals.shape[:2].numel() for rollout in rollouts),
     )

@@ -72,7 +72,7 @@ def plan_memory(
     if config.sampling.tails.own_network:
         always["tails' own network"] = _tail_network(config, policy)
     after = {**trained["optimizer"], **({} if parked else {"text encoders": encoders})}
-    work = {"latents": _latents(config, counts, shapes), "prompt embeddings": counts.prompts * _row(policy, shapes)}
+    work = {"latents": _latents(config, counts, shapes), "prompt embeddings": counts.prompts_drawn * _row(policy, shapes)}
     traced = working_sets(blueprint, config, counts, like_cuda=cuda)
     layers, sampled = _gathered(config, policy)
     working = {
@@ -94,14 +94,14 @@ def plan_memory(
         "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers
         "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + max(traced.velocity, traced.decode),
     }
-    peak = max(moments.values())
+    peak, copies = max(moments.values()), 1 + bool(config.optim.ema_decay) + config.algorithm.uses_old
     return Memory(
         parts={**always, **after},
         working=working,
         moments=moments,
         needed=math.ceil(peak * (1 + SLACK)) + RESERVE if cuda else peak,
         host=ranks * loaded,
-        checkpoint=whole["weights"]["trained weights"] * (2 if config.optim.ema_decay else 1) + whole["optimizer"]["moments"],
+        checkpoint=copies * whole["weights"]["trained weights"] + whole["optimizer"]["moments"],
         embeddings=distinct_prompts * _row(policy, shapes) if config.prompts.cache != "off" else 0,
         unknown=tuple(name for name, known in reward_costs.items() if known is None),
     )
@@ -111,13 +111,15 @@ def trained_parts(config: Config, policy: PipelinePolicy) -> dict[str, dict[str,
     """Bytes of the transformer's weights, frozen and trained, and of the optimizer's state.
 
     Trained weights are float32, and with them gradients (kept from one update to the next), AdamW's two moments and its
-    step counter (4 bytes for every tensor), and the moving average if there is one.
+    step counter (4 bytes for every tensor), and the moving average and the old weights where there are such.
     """
     parameters = policy.trainable_parameters()
     trained = sum(p.nbytes for p in parameters)
     optimizer = {"gradients": trained, "moments": 2 * trained + 4 * len(parameters)}
     if config.optim.ema_decay:
         optimizer["moving average"] = trained
+    if config.algorithm.uses_old:
+        optimizer["old weights"] = trained
     frozen = size_of(policy.pipeline.transformer) - trained
     return {"weights": {"frozen weights": frozen, "trained weights": trained}, "optimizer": optimizer}
 
@@ -161,7 +163,8 @@ def _latents(config: Config, counts: Counts, shapes: Shapes) -> int:
         plans = iteration.plans
         return [sum(2 + 2 * group * (plan.merge - plan.branch) + 2 * group * len(plan.tails) for plan in plans)]
 
-    return counts.prompts * counts.largest(rows) * shapes.latent_bytes
+    candidates = 2 * counts.prompts_drawn if counts.prompts_drawn > counts.prompts else 0
+    return (counts.prompts * counts.largest(rows) + candidates) * shapes.latent_bytes
 
 
 def _tail_network(config: Config, policy: PipelinePolicy) -> int:

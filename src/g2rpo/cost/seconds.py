@@ -121,7 +121,7 @@ def on_card(card: Card, utilisation: float, counts: Counts, work: Work) -> Secon
         return passes + iteration.reference_rows * row + iteration.optimizer_steps * OPTIMIZER_PASSES * move(work.trained)
 
     iteration = {
-        **({"encode": counts.prompts * prompt} if prompt else {}),
+        **({"encode": counts.prompts_drawn * prompt} if prompt else {}),
         "rollout": counts.mean(rollout),
         "decode": counts.mean(lambda it: it.images) * picture,
         "rewards": counts.mean(lambda it: it.images) * scoring(work.trained_rewards),

@@ -130,6 +130,8 @@ class _WithoutBase(Trained):
     def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         return torch.zeros_like(x)
 
+    old_velocity = base_velocity
+
 
 def _inputs(shapes: Shapes, rows: int, config: PolicyConfig) -> tuple[Tensor, Tensor, Cond]:
     dtype = getattr(torch, config.dtype)

@@ -21,7 +21,7 @@ from g2rpo.config.schema import Config, Section
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import load_tensors, scores_after
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.rollout.planning import count_evaluations, count_trained
+from g2rpo.rollout.planning import count_per_prompt, count_trained
 from g2rpo.statistics import Interval, bootstrap_crossed
 
 Scores = NDArray[np.float64]
@@ -61,15 +61,16 @@ class Study(Section):
 def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
     """The cost of an iteration (from 0) in network evaluations of one latent.
 
-    A rollout's evaluations, three for each latent of the training pass, and one for each that the untrained model sees (KL).
-    `evaluations` are the rollout's if known; beforehand an algorithm may only give an upper bound.
+    A rollout's evaluations, three for each latent of the training pass, and one for each that it evaluates without gradient,
+    under the untrained or the old weights. `evaluations` are the rollout's if known; beforehand an algorithm may only give an
+    upper bound.
     """
     algorithm = config.algorithm
     plans = plans_of(algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
     trained, base = count_trained(algorithm, plans, config.sampling.num_steps)
     prompts = config.trainer.prompts_per_iteration
     if evaluations is None:
-        evaluations = prompts * count_evaluations(plans, algorithm.group_size, config.sampling.tails)
+        evaluations = prompts * count_per_prompt(algorithm, plans, config.sampling.tails)
     return evaluations + prompts * (TRAINED_LATENT * trained + base)
 
 

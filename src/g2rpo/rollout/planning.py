@@ -24,6 +24,18 @@ def count_evaluations(plans: Sequence[Plan], group_size: int, tails: Tails = EXA
     return anchor + sum(_evaluations(plan, group_size, tails) for plan in plans)
 
 
+def anchor_walk(num_steps: int) -> Plan:
+    """The ODE from noise to picture."""
+    return Plan(0, 0, (tuple(range(num_steps + 1)),), shared_noise=False)
+
+
+def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails = EXACT) -> int:
+    """`count_evaluations`, and the walks of the candidates among which a prompt is chosen, where there are several."""
+    walk = [anchor_walk(plans[0].tails[0][-1])]
+    choice = count_evaluations(walk, algorithm.candidates, tails) if algorithm.candidates > 1 else 0
+    return choice + count_evaluations(plans, algorithm.group_size, tails)
+
+
 def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:
     stochastic = plan.merge - plan.branch
     own_walk = plan.branch + stochastic if not plan.shared_noise else stochastic - 1
@@ -43,7 +55,7 @@ def dry_rollout(plan: Plan, group_size: int, latent: Sequence[int] = (1,), promp
 
 
 def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -> tuple[int, int]:
-    """Latents that training passes show to the network for one prompt: (with gradient, under the untrained model).
+    """Latents that training passes show to the network for one prompt: (with gradient, without).
 
     Counted by the algorithm's own loss on examples of zeros; one latent where a group branches from a shared one.
     """
@@ -52,21 +64,23 @@ def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -
         rollout = dry_rollout(plan, algorithm.group_size)
         for example in algorithm.examples(rollout, torch.zeros(algorithm.group_size), generator_for):
             algorithm.loss(Batch.of([example], sigma_grid(num_steps), first=True), network)
-    return network.trained, network.base
+    return network.trained, network.without_gradient
 
 
 @dataclass
 class _CountingNetwork:
     trained: int = 0
-    base: int = 0
+    without_gradient: int = 0
 
     def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         self.trained += len(x)
         return torch.zeros_like(x)
 
     def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
-        self.base += len(x)
+        self.without_gradient += len(x)
         return torch.zeros_like(x)
+
+    old_velocity = base_velocity
 
 
 def count_images(plans: Sequence[Plan], group_size: int) -> int:

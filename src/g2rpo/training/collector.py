@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from torch import Tensor
 
 from g2rpo.algorithms.contracts import plans_of
 from g2rpo.config.schema import SamplingConfig
-from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.engine import Engine, Noise
+from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import Stopwatch, score_rollouts
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.runtime.devices import same_device
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.seeding import generator_for
-from g2rpo.types import Algorithm, Cond, Policy, Reward, Rollout
+from g2rpo.types import Algorithm, Cond, Kernel, Plan, Policy, Reward, Rollout, no_kernel
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,17 @@ class Collected:
     """Network evaluations, one latent each."""
     seconds_overlapped: float
     """Seconds of decoding and scoring during the rollouts of other prompts."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What is sampled for every prompt."""
+
+    plans: Sequence[Plan]
+    group_size: int
+    kernel: Kernel
+    noise: Noise
+    """`noise(row, *purpose)`: the generator for a prompt's row."""
 
 
 @dataclass(kw_only=True)
@@ -60,12 +73,25 @@ class Collector:
         earlier ones. The last ones are scored here, after that thread has ended, so that no reward is called by two threads at
         once.
         """
+        plans = plans_of(algorithm, self.config.num_steps, iteration, self.seed)
+        drawn = Drawn(plans, algorithm.group_size, algorithm.kernel(self.sigmas), partial(self.noise, iteration))
+        return self._collect(drawn, cond, prompts, watch)
+
+    def anchors(self, candidates: int, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
+        """The ODE's picture of each prompt, `candidates` for every place, from the noise of that place's anchor."""
+
+        def noise(row: int, *purpose: Any) -> torch.Generator:
+            return self.noise(iteration, row // candidates, "initial")
+
+        return self._collect(Drawn([anchor_walk(self.config.num_steps)], 1, no_kernel, noise), cond, prompts, watch)
+
+    def _collect(self, drawn: Drawn, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
         rollouts, evaluations, aside = list[Rollout](), 0, Stopwatch()
 
         def roll_out(rows: list[int]) -> list[Rollout]:
             nonlocal evaluations
             with self.shards.sampling():
-                new, spent = self.sizes.fit(lambda: self.roll_out(algorithm, iteration, cond, rows))
+                new, spent = self.sizes.fit(lambda: self.roll_out(drawn, cond, rows))
             rollouts.extend(new)
             evaluations += spent
             watch.lap("rollout")
@@ -90,7 +116,7 @@ class Collector:
             rewards.append(score(new, watch))
         return Collected(rollouts, torch.cat(rewards), evaluations, sum(aside.seconds.values()))
 
-    def roll_out(self, algorithm: Algorithm, iteration: int, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
+    def roll_out(self, drawn: Drawn, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
         """The rollouts of the prompts in `rows` of `cond`, and the number of network evaluations."""
         engine = Engine(
             policy=self.policy,
@@ -104,13 +130,12 @@ class Collector:
             tail_velocity=self.tail_network.velocity if self.tail_network is not None else None,
             on_rows=self.on_evaluations,
         )
-        plans = plans_of(algorithm, self.config.num_steps, iteration, self.seed)
         try:
             rollouts = engine.rollout(
-                plans,
-                algorithm.group_size,
-                algorithm.kernel(self.sigmas),
-                lambda prompt, *purpose: self.noise(iteration, rows[prompt], *purpose),
+                drawn.plans,
+                drawn.group_size,
+                drawn.kernel,
+                lambda prompt, *purpose: drawn.noise(rows[prompt], *purpose),
             )
         except OutOfMemory:
             self.on_evaluations(-engine.evaluations)  # they will be repeated

@@ -25,7 +25,9 @@ class Learner:
     `take_weights` expect whole ones on all ranks.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimConfig, shards: Replicated) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], config: OptimConfig, shards: Replicated, keep_old: bool = False
+    ) -> None:
         self.parameters = nn.ParameterList(parameters)
         self.config = config
         self.shards = shards
@@ -35,6 +37,7 @@ class Learner:
         self.average = AveragedModel(self.parameters, multi_avg_fn=self._blend) if config.ema_decay else None
         if self.average is not None and config.ema_warmup:
             self.average.n_averaged.fill_(1)  # starts at the untrained weights; otherwise the first update copies the weights
+        self.old = [parameter.detach().clone() for parameter in self.parameters] if keep_old else []
         self.optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     @property
@@ -83,6 +86,28 @@ class Learner:
         finally:
             _copy(own, self.parameters)
 
+    @contextmanager
+    def as_old(self) -> Iterator[None]:
+        """While entered, the old weights stand in the place of the trained ones, and these in theirs."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for old, parameter in zip(self.old, self.parameters, strict=True):
+            trained = parameter.clone()
+            parameter.copy_(old)
+            old.copy_(trained)
+
+    @torch.no_grad()
+    def update_old(self, decay: float) -> None:
+        """Old weights keep `decay` of themselves and take the rest from the trained ones; does nothing where none are kept."""
+        for old, parameter in zip(self.old, self.parameters if self.old else (), strict=True):
+            old.copy_(decay * old + (1 - decay) * parameter)
+
     def weights(self) -> dict[str, list[Tensor]]:
         """The current weights, for a checkpoint of the weights alone."""
         return self.shards.gather({"weights": list(self.parameters)})
@@ -92,6 +117,8 @@ class Learner:
         tensors = {"weights": list(self.parameters)}
         if self.average is not None:
             tensors["average"] = list(self.average.module.parameters())
+        if self.old:
+            tensors["old"] = self.old
         averaged = int(self.average.n_averaged) if self.average is not None else 0
         return self.shards.gather(tensors), {
             "optimizer": self.shards.gather(self.optimizer.state_dict()),
@@ -104,6 +131,7 @@ class Learner:
         averages = list(self.average.module.parameters()) if self.average is not None else []
         _check_shapes(tensors["weights"], own)
         _check_shapes(tensors["average"] if averages else [], averages)
+        _check_shapes(tensors["old"] if self.old else [], self.old)
         moments, averaged = {}, int(state["averaged"])
         for place, values in state["optimizer"]["state"].items():
             _check_shapes([values[name] for name in MOMENTS], [torch.zeros(()), own[place], own[place]])
@@ -114,10 +142,14 @@ class Learner:
         if self.average is not None:
             self._restore(tensors["average"], averages)
             self.average.n_averaged.fill_(averaged)
+        if self.old:
+            self._restore(tensors["old"], self.old)
 
     def take_weights(self, weights: Sequence[Tensor]) -> None:
-        """Restores `weights`, also as the average; moments are kept."""
+        """Restores `weights`, also as the average and the old weights; moments are kept."""
         self._restore(weights, self.parameters)
+        if self.old:
+            self._restore(weights, self.old)
         if self.average is not None:
             self._restore(weights, self.average.module.parameters())
 

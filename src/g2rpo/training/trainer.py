@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms.contracts import advantages_of, plans_of
+from g2rpo.algorithms.contracts import advantages_of, choice_of, plans_of
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.errors import Preempted, RolledBack, Stopped
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images, scores_after
@@ -29,7 +30,7 @@ from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.seeding import generator_for
-from g2rpo.training.collector import Collector
+from g2rpo.training.collector import Collected, Collector
 from g2rpo.training.evaluator import Evaluator
 from g2rpo.training.header import header_of
 from g2rpo.training.learner import Learner
@@ -86,7 +87,7 @@ class Trainer:
             raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
         self.order = PromptOrder(self.prompts, c.trainer.seed)
-        self.learner = Learner(self.policy.trainable_parameters(), c.optim, self.shards)
+        self.learner = Learner(self.policy.trainable_parameters(), c.optim, self.shards, self.algorithm.uses_old)
         self.sizes = batch_sizes(
             c.sampling.batch_size,
             c.sampling.decode_batch_size,
@@ -116,6 +117,7 @@ class Trainer:
             max_grad_norm=c.optim.max_grad_norm,
             shards=self.shards,
             step_dtype=getattr(torch, c.sampling.step_dtype),
+            old=self.learner.as_old,
         )
 
         self.evaluator = Evaluator(
@@ -177,8 +179,9 @@ class Trainer:
         watch.lap("encode")
 
         self._find_sizes(cond)
-        algorithm = self.algorithm_now()
-        with self.files.naming(self.iteration):
+        with self.files.naming(self.iteration), self._sampling_weights():
+            prompts, cond, choice = self._choose(prompts, cond, watch)
+            algorithm = self.algorithm_now()
             collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
         rollouts, rewards = collected.rollouts, self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
         advantages = advantages_of(algorithm, rewards, self.weights)
@@ -191,13 +194,16 @@ class Trainer:
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
         stats = self.updater.update(examples, cond)
         self.learner.update_average()
+        self.learner.update_old(self.algorithm.old_decay(self.learner.steps))
         watch.lap("update")
 
         branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # equal on all ranks
         tails = [rollout.plan.tail_names for rollout in rollouts] * self.world.size
         learnt = self.memory.observe(self.iteration, branches, rewards, self.weights) if self.memory else {}
-        images = sum(rollout.finals[:, :, 0].shape[:2].numel() for rollout in rollouts)
-        evaluations, images, halved = self.world.total(collected.evaluations, images, self.sizes.halved)
+        parts = [collected, *choice]
+        images = sum(rollout.finals.shape[:2].numel() for part in parts for rollout in part.rollouts)
+        spent = sum(part.evaluations for part in parts)
+        evaluations, images, halved = self.world.total(spent, images, self.sizes.halved)
         self.iteration += 1
         row: Row = {
             "kind": "train",
@@ -235,8 +241,26 @@ class Trainer:
         return partial(self.collector.noise, self.iteration, rollout.prompt, "examples", rollout.plan.branch)
 
     def prompts_of(self, iteration: int) -> list[str]:
-        """This rank's prompts of an iteration."""
-        return self.world.shard(self.order.batch(iteration, self.config.trainer.prompts_per_iteration))
+        """This rank's prompts of an iteration; where the algorithm chooses among them, the candidates of each place in turn."""
+        places = self.config.trainer.prompts_per_iteration
+        return self.world.shard(self.order.batch(iteration, places * self.algorithm.candidates))
+
+    def _sampling_weights(self) -> AbstractContextManager[None]:
+        """While entered, the weights are those that sample the iteration at hand."""
+        asked = self.algorithm.uses_old and self.algorithm.samples_old(self.learner.steps)
+        return self.learner.as_old() if asked else nullcontext()
+
+    def _choose(self, prompts: list[str], cond: Cond, watch: Stopwatch) -> tuple[list[str], Cond, list[Collected]]:
+        """The prompts that the algorithm's state takes, their rows of `cond`, and what the choice has sampled."""
+        each = self.algorithm.candidates
+        if each == 1:
+            return prompts, cond, []
+        anchors = self.collector.anchors(each, self.iteration, cond, prompts, watch)
+        rewards = self.world.gather(anchors.rewards)[:, :, 0, 0].unflatten(0, (-1, each))
+        chosen = choice_of(self.algorithm, self.memory, self.iteration, rewards, self.weights)
+        first = self.world.first(len(chosen))
+        rows = [place * each + chosen[first + place] for place in range(self.own_prompts)]
+        return [prompts[row] for row in rows], cond.rows(rows), [anchors]
 
     def evaluate(self) -> Row:
         """Evaluates the (averaged) weights on held-out prompts; returns the row for the log."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -62,11 +63,15 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class Trained:
-    """The `types.Network` of a training pass: `policy` with the conditioning `cond`, and velocities in `dtype`."""
+    """The `types.Network` of a training pass: `policy` with the conditioning `cond`, and velocities in `dtype`.
+
+    While `old()` is entered, the policy has the old weights.
+    """
 
     policy: Policy
     cond: Cond
     dtype: torch.dtype = torch.float32
+    old: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         return self.policy.velocity(x, sigma, self.cond.rows(prompts)).to(self.dtype)
@@ -74,6 +79,11 @@ class Trained:
     @torch.no_grad()
     def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         with self.policy.base():
+            return self.velocity(x, sigma, prompts)
+
+    @torch.no_grad()
+    def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        with self.old():
             return self.velocity(x, sigma, prompts)
 
 
@@ -95,6 +105,8 @@ class Updater:
     max_grad_norm: float
     shards: Replicated = WHOLE
     step_dtype: torch.dtype = torch.float32
+    old: Callable[[], AbstractContextManager[None]] = nullcontext
+    """While entered, the policy has the old weights, for algorithms that use them."""
     skipped_in_a_row: int = 0
 
     def update(self, examples: Sequence[Example], cond: Cond) -> UpdateStats:
@@ -146,7 +158,7 @@ class Updater:
 
     def loss(self, examples: Sequence[Example], cond: Cond, first: bool) -> Loss:
         """The algorithm's loss of one pass."""
-        network = Trained(self.policy, cond, self.step_dtype)
+        network = Trained(self.policy, cond, self.step_dtype, self.old)
         return loss_of(self.algorithm, Batch.of(examples, self.sigmas, first), network)
 
     def _step(self, stats: UpdateStats) -> None:

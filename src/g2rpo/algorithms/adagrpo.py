@@ -1,0 +1,119 @@
+"""AdaGRPO: A Capability-Aware Adaptive Enhancement for Flow-based GRPO, arXiv 2606.06828.
+
+The paper's box, and where each line lives:
+
+    draw several prompts, walk the ODE of each, score the pictures R                             training.collector
+    m, v = moving averages of the mean and the variance of R                                     Level.choose
+    take the prompt whose R is nearest m, and sample and score its groups as G2RPO does          Level.choose, g2rpo
+    z = (r - m) / sqrt(v) of the group's rewards, its positive part scaled to add up to 1
+        and its negative part to -1                                                              balanced
+    A = the advantage within the group + z                                                       advantages
+
+The policy thus learns from prompts that it can just do, and whether a picture is good for this policy counts beside whether it
+is good within its group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from g2rpo.algorithms.pave_grpo import PaveGRPO
+from g2rpo.data import Plan
+
+SMALLEST_VARIANCE, SMALLEST_SUM = 1e-8, 1e-6
+"""Of the published code: a variance is at least the one, and a sign whose z-scores add up to less than the other is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGRPO(PaveGRPO):
+    """AdaGRPO; defaults of the published script for FLUX.1-dev at 512x512 (16 steps, HPSv3).
+
+    `candidates` prompts compete for each place of an iteration; `forget` is the weight of what was known before in the moving
+    averages. Pave-GRPO's `segments` and several granularities combine with it; `granularities=auto` has a state of its own and
+    does not. `level` is (mean, std) of the ODE pictures' scores by each reward; the run fills it in, and without it an
+    advantage is the group's alone. With several rewards the nearest prompt is the one with the least weighted sum of
+    |R - mean| / std, and z is summed as G2RPO's advantages are.
+    """
+
+    name: Literal["adagrpo"] = "adagrpo"  # type: ignore[assignment]
+    title: ClassVar[str] = "AdaGRPO"
+    paper: ClassVar[str] = "2606.06828"
+    eta: float = 0.7
+    segments: tuple[int, ...] = ()
+    candidates: int = 10
+    forget: float = 0.8
+    level: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for wrong, message in (
+            (self.candidates < 2, f"candidates must be at least 2 (one leaves nothing to choose), got {self.candidates}"),
+            (not 0 <= self.forget < 1, f"forget must lie in [0, 1), got {self.forget}"),
+            (self.granularities == "auto", "granularities=auto keeps a state of its own: AdaGRPO needs them to be named"),
+        ):
+            if wrong:
+                raise ValueError(message)
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        within = super().advantages(rewards, weights)
+        if not self.level:
+            return within
+        mean, std = torch.tensor(self.level, dtype=torch.float64).T[:, :, None, None]
+        z = balanced((rewards.double() - mean) / (std + 1e-8)).to(rewards.dtype)
+        across = (weights[:, None, None] * z).sum((1, 2))
+        return within + across.clamp(-self.advantage_clip, self.advantage_clip)
+
+    def memory(self, num_steps: int, evaluations: Callable[[Sequence[Plan], int], int]) -> Level:  # type: ignore[override]
+        return Level(self)
+
+
+def balanced(z: Tensor) -> Tensor:
+    """z [..., G] of a group with its positive entries scaled to add up to 1 and its negative ones to -1.
+
+    Where a sign is missing, z less its mean. NaN means "no score": such a member gets 0 and does not count.
+    """
+    known = ~z.isnan()
+    z = torch.where(known, z, 0)
+    up, down = z.clamp(min=0), z.clamp(max=0)
+    more, less = up.sum(-1, keepdim=True), -down.sum(-1, keepdim=True)
+    scaled = up / more.clamp(min=SMALLEST_SUM) + down / less.clamp(min=SMALLEST_SUM)
+    centred = z - z.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(known, torch.where(torch.minimum(more, less) < SMALLEST_SUM, centred, scaled), 0)
+
+
+@dataclass
+class Level:
+    """What the policy can do: moving averages of the mean and the variance of its ODE pictures' scores, by reward."""
+
+    algorithm: AdaGRPO
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def at(self, iteration: int) -> AdaGRPO:
+        stds = (math.sqrt(max(variance, SMALLEST_VARIANCE)) for variance in self.state.get("variance", ()))
+        return replace(self.algorithm, level=tuple(zip(self.state.get("mean", ()), stds, strict=True)))
+
+    def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
+        """The candidate nearest the averages, which these rewards [P, candidates, R] have moved before; NaN is farthest."""
+        for name, new in zip(("mean", "variance"), _moments(rewards.double().flatten(0, 1)), strict=True):
+            known = torch.tensor(self.state.get(name, new), dtype=torch.float64)
+            moved = self.algorithm.forget * known + (1 - self.algorithm.forget) * torch.tensor(new, dtype=torch.float64)
+            self.state[name] = torch.where(moved.isnan(), known, moved).nan_to_num().tolist()
+        mean, std = torch.tensor(self.at(iteration).level, dtype=torch.float64).T
+        away = weights.abs() * (rewards.double() - mean).abs() / std
+        return away.sum(-1).nan_to_num(nan=math.inf).argmin(1).tolist()
+
+    def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
+        level = enumerate(self.at(iteration).level)
+        return {f"level/{r}/{name}": value for r, own in level for name, value in zip(("mean", "std"), own, strict=True)}
+
+
+def _moments(scores: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and population variance of scores [N, R] by reward; NaN where a reward has no score at all."""
+    mean = scores.nanmean(0)
+    return mean.tolist(), (scores - mean).square().nanmean(0).tolist()

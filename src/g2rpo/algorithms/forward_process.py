@@ -1,0 +1,121 @@
+"""What all algorithms share that learn from finished latents: fresh noise at fresh times, and velocities there.
+
+for each member's latent x0 at the end of the rollout, so many times:          examples
+    draw sigma from the sampler's grid and noise; x = (1 - sigma) x0 + sigma noise
+    the velocities at x: the trained one, and without gradient the old weights' and the untrained model's
+loss = member_loss + kl_weight |v - v_base|^2                                  member_loss is each algorithm's own
+
+The sampler is free: no step is stochastic, no log-prob of a step is needed, and so any solver and any cheaper network will do
+for the whole rollout (`sampling.tails`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from g2rpo.algorithms.grpo import window
+from g2rpo.data import Batch, Example, Loss, Plan, Rollout, per_row
+from g2rpo.objectives import RewardMix, mix_rewards
+from g2rpo.types import Algorithm, Draw, Network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noised:
+    """B noised latents of a training pass. All but `velocity` are without gradient; float32."""
+
+    image: Tensor  # [B, ...], the member's finished latent
+    noise: Tensor  # [B, ...]
+    x: Tensor  # [B, ...], (1 - sigma) image + sigma noise
+    sigma: Tensor  # [B]
+    advantages: Tensor  # [B]
+    velocity: Tensor  # [B, ...], under the weights being trained
+    old: Tensor | None  # [B, ...], under the old weights, where the algorithm uses them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardProcess(Algorithm):
+    """The fields are hyper-parameters.
+
+    Advantages are those of Flow-GRPO, clamped to `advantage_clip`; `batch_std` and `reward_mix`: see
+    `objectives.mix_rewards`. `kl_weight` is that of |v - v_base|^2, a mean over entries. After an iteration the old weights
+    keep min(`old_rise` * (t - `old_flat`), `old_most`) of themselves, at least 0, at optimizer step t.
+    """
+
+    name: str = ""
+    group_size: int = 24
+    advantage_clip: float = 5.0
+    batch_std: bool = True
+    reward_mix: RewardMix = "rewards"
+    kl_weight: float = 0.0
+    old_flat: int = 0
+    old_rise: float = 0.001
+    old_most: float = 0.5
+
+    def __post_init__(self) -> None:
+        for wrong, message in (
+            (self.group_size < 2, f"group_size must be at least 2 (a group of one has no advantage), got {self.group_size}"),
+            (not self.advantage_clip > 0, f"advantage_clip must be positive, got {self.advantage_clip}"),
+            (not self.kl_weight >= 0, f"kl_weight must not be negative, got {self.kl_weight}"),
+            (self.old_flat < 0, f"old_flat must not be negative, got {self.old_flat}"),
+            (not self.old_rise >= 0, f"old_rise must not be negative, got {self.old_rise}"),
+            (not 0 <= self.old_most < 1, f"old_most must lie in [0, 1) (at 1 the old weights never move), got {self.old_most}"),
+        ):
+            if wrong:
+                raise ValueError(message)
+
+    @property
+    def uses_base(self) -> bool:
+        return self.kl_weight > 0
+
+    def old_decay(self, updates: int) -> float:
+        return min(max(self.old_rise * (updates - self.old_flat), 0.0), self.old_most)
+
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        return [window(0, 0, num_steps, shared_noise=False)]
+
+    def draw_steps(self, num_steps: int, generator: torch.Generator) -> Tensor:
+        """Grid indices [times, G] at which a group's members are noised."""
+        raise NotImplementedError
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        mixed = mix_rewards(rewards, weights, self.reward_mix, self.batch_std, population_std=True)
+        return mixed.clamp(-self.advantage_clip, self.advantage_clip)
+
+    def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:
+        """One for each time; `step` in the data, since members have times of their own. Noise waits on the CPU."""
+        image, num_steps = rollout.finals[0], rollout.plan.tails[0][-1]
+        steps = self.draw_steps(num_steps, draw("times"))
+        noises = (torch.randn(image.shape, generator=draw("noise", place)) for place in range(len(steps)))
+        return [
+            Example(rollout.prompt, 0, image, advantages, {"step": own, "noise": noise})
+            for own, noise in zip(steps, noises, strict=True)
+        ]
+
+    def loss(self, batch: Batch, network: Network) -> Loss:
+        image, noise = batch.x, batch.data["noise"].to(batch.x)
+        sigma = batch.sigmas[batch.data["step"]].to(image.device)
+        x = (1 - per_row(sigma, image)) * image + per_row(sigma, image) * noise
+        at = x, sigma, batch.prompts
+        base = network.base_velocity(*at).float() if self.uses_base else None
+        old = network.old_velocity(*at).float() if self.uses_old else None
+        velocity = network.velocity(*at).float()
+        noised = Noised(image=image, noise=noise, x=x, sigma=sigma, advantages=batch.advantages, velocity=velocity, old=old)
+        values, log = self.member_loss(noised), {"velocity_error": mean_square(velocity - (noise - image))}
+        if old is not None:
+            log["old_distance"] = mean_square(velocity - old)
+        if base is not None:
+            log["kl"] = mean_square(velocity - base)
+            values = values + self.kl_weight * log["kl"]
+        return Loss(values, log)
+
+    def member_loss(self, noised: Noised) -> Tensor:
+        """The loss [B] without the KL term."""
+        raise NotImplementedError
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """[B], the mean over a row's entries of x^2."""
+    return x.square().flatten(1).mean(1)
