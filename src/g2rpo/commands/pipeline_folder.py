@@ -21,7 +21,7 @@ def missing_parts(pipeline: Path) -> Iterator[str]:
     """The components of model_index.json, or their files, that a pipeline's folder lacks."""
     for name, entry in parse_json(read_text(pipeline / "model_index.json")).items():
         part = pipeline / name
-        if not (isinstance(entry, list) and len(entry) == 2 and entry[0] is not None):
+        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)):
             continue
         if not part.is_dir():
             yield f"{name}/ is missing"

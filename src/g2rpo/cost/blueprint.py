@@ -47,7 +47,10 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
     models = {
         name: entry
         for name, entry in index.items()
-        if isinstance(entry, list) and len(entry) == 2 and name.startswith(("transformer", "vae", "text_encoder"))
+        if isinstance(entry, list)
+        and len(entry) == 2
+        and isinstance(entry[1], str | None)  # no pair of numbers
+        and name.startswith(("transformer", "vae", "text_encoder"))
     }
     parts = {
         name: (f"{library}:{kind}", _read(path, f"{name}/config.json"))
