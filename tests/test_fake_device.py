@@ -68,6 +68,9 @@ def check(answer):
         ["policy.dtype=bfloat16", "sampling.tails.forecast=true", "policy.gradient_checkpointing=true"],
         ["policy.dtype=bfloat16", "policy.tuning=full", "sampling.batch_size=auto", "sampling.decode_batch_size=auto"],
         ["sampling.tails.dtype=bfloat16", "sampling.prompts_at_once=1", "policy.vae_tiling=true"],
+        ["policy.dtype=bfloat16", "policy.quantize=int8", "policy.gradient_checkpointing=true"],
+        ["policy.dtype=bfloat16", "policy.quantize=fp8"],
+        ["policy.dtype=bfloat16", "policy.quantize=nf4"],
     ],
     ids=str,
 )
@@ -152,6 +155,9 @@ CHECKPOINTED = "policy.gradient_checkpointing=true"
     [
         ("flux", []),
         ("flux", [CHECKPOINTED, "policy.tuning=full", "algorithm.kl_weight=0"]),
+        ("flux", [CHECKPOINTED, "policy.quantize=int8"]),
+        ("flux", [CHECKPOINTED, "policy.quantize=fp8"]),
+        ("flux", [CHECKPOINTED, "policy.quantize=nf4"]),
         ("sd3", [CHECKPOINTED]),
     ],
     ids=str,
@@ -160,7 +166,7 @@ def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, mod
     """Network calls and decoding to the byte; training passes within 3 %, for two blocks stand for all.
 
     A run needs no more than planned and little less: a plan takes all latents of a rollout to be there at its largest call, and
-    in so small a model they weigh something. FLUX's LoRA is within 10 %.
+    in so small a model they weigh something, and more where weights are quantised. FLUX's LoRA is within 10 %.
     """
     sizes = [
         "trainer.prompts_per_iteration=4",
@@ -171,7 +177,12 @@ def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, mod
     asked = ["policy.dtype=bfloat16", *overrides, *sizes]
     (measured,) = run(cases.peaks, deep[model], *asked)
     planned = make_plan(cases.config(tmp_path, deep[model], *asked), cuda=True, heldout=4, distinct_prompts=4).memory
-    assert measured["velocity"] == planned.working["network call"] and measured["decode"] == planned.working["decoding"]
+    if "policy.quantize=nf4" in overrides:  # bitsandbytes has no kernel for this device and makes intermediate results
+        assert measured["velocity"] == pytest.approx(planned.working["network call"], rel=0.05)
+    else:
+        assert measured["velocity"] == planned.working["network call"]
+    assert measured["decode"] == planned.working["decoding"]
     assert measured["training"] == pytest.approx(planned.working["training pass"], rel=0.03)
     in_all = max(measured["evaluation in all"], measured["iteration in all"])
-    assert (0.9 if model == "flux" else 0.8) < in_all / max(planned.moments.values()) < 1
+    light = model == "sd3" or any("quantize" in override for override in overrides)
+    assert (0.8 if light else 0.9) < in_all / max(planned.moments.values()) < 1

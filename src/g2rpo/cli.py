@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -401,6 +402,8 @@ def main(arguments: list[str] | None = None) -> None:
     for library in ("TRANSFORMERS", "DIFFUSERS"):  # hides their warnings; errors are still shown
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
+    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # about kernels for other devices, at every import
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         app(plugins_first(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:

@@ -47,7 +47,8 @@ def _path() -> str:
 
 
 def register(library: Path) -> None:
-    """Makes "fakegpu" a device of this process."""
+    """Makes "fakegpu" a device of this process, in which nothing is compiled: it has no compiler's backend."""
+    torch._dynamo.config.disable = True
     torch.ops.load_library(str(library))
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, Module(f"torch.{NAME}"))

@@ -23,6 +23,7 @@ from g2rpo.errors import UserError, did_you_mean, loading
 from g2rpo.files import FileDigests, digest_of, is_hub_id, local
 from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
+from g2rpo.policies import quantized
 from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy
@@ -123,6 +124,16 @@ def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
         raise UserError(f"algorithm {name_of(algorithm)} does not fit sampling.tails: {error}") from None
 
 
+def check_quantized(config: Config) -> None:
+    """Refuses a `policy.quantize` that the run cannot have."""
+    policy, tails = config.policy, config.sampling.tails
+    quantized.check(policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=pick_device(policy.device))
+    if policy.quantize != "none" and (tails.quantize != "none" or tails.dtype != "policy"):
+        raise UserError(
+            f"sampling.tails: policy.quantize={policy.quantize} is of tails too; leave out their quantize and dtype"
+        )
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A pipeline in host memory, for a policy of class `kind` with `options`. Its text encoders can be used before the policy
@@ -148,6 +159,7 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
     """
     path, name = locate_pipeline(config.path, config.pipeline, config.kind)
     device = pick_device(config.device)
+    quantized.check(config.quantize, tuning=tuning or config.tuning, dtype=config.dtype, device=device)
     kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
     with _loading(config.path):
         pipeline = kind.load_pipeline(path, **options)
@@ -250,7 +262,7 @@ def _hub_class(name: str) -> str:
 
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
-    "lora_targets", "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling",
+    "lora_targets", "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling", "quantize",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 

@@ -22,6 +22,7 @@ from g2rpo.cost.probe import by_probe
 from g2rpo.cost.seconds import Seconds
 from g2rpo.errors import UserError
 from g2rpo.files import local
+from g2rpo.policies.quantized import NO_FLOAT8
 
 
 def plan(
@@ -43,6 +44,7 @@ def plan(
     components.check_sharding(config, ranks)
     components.check_plans(config.algorithm, config.sampling)
     target = find_target(device or config.policy.device)
+    _check_quantized(config, target, device)
     if probe and not target.own:
         raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")
     if probe and ranks > 1:
@@ -79,6 +81,14 @@ def plan(
         console.print(json.dumps(answer.plain(), indent=1), markup=False, highlight=False, soft_wrap=True)
     else:
         show(answer, console)
+
+
+def _check_quantized(config: Config, target: Target, device: str | None) -> None:
+    """As for a run, on the device that is planned for."""
+    if target.card and config.policy.quantize == "fp8" and not target.card.float8:
+        raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
+    here = config.policy.model_copy(update={"device": (device or config.policy.device) if target.own else "cpu"})
+    components.check_quantized(config.model_copy(update={"policy": here}))
 
 
 def _instead(
@@ -152,6 +162,7 @@ def _cards(result: Estimate, utilisation: float) -> dict[str, tuple[bool, Second
     return {
         key: (result.memory.needed <= find_target(key).capacity, result.seconds(card, utilisation))
         for key, card in CARDS.items()
+        if card.float8 or result.config.policy.quantize != "fp8"
     }
 
 

@@ -149,6 +149,8 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
     if not config.rewards:
         found.add("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
     found.tried(components.check_plans, config.algorithm, config.sampling)
+    if "policy" not in given:
+        found.tried(components.check_quantized, config)
     for name in config.trackers if "trackers" not in given else ():
         found.tried(components.check_trackers, [name])
     if config.sampling.tails.quantize != "none" and importlib.util.find_spec("torchao") is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from g2rpo.config.algorithms import dump, parse
 from g2rpo.flow import scheduler_grid, sigma_grid
+from g2rpo.policies.quantized import Quantize
 from g2rpo.rollout.frames import Frames
 from g2rpo.rollout.tails import Tails
 from g2rpo.runtime.sharding import ShardingMode
@@ -72,6 +73,8 @@ class PolicyConfig(Section):
     lora_alpha: PositiveFloat = 64.0
     lora_targets: list[str] | None = None
     dtype: Dtype = "float32"
+    quantize: Quantize = "none"
+    """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one (nf4)."""
     device: str = "auto"
     gradient_checkpointing: bool = False
     truncate_timesteps: bool = False

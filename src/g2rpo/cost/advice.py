@@ -54,7 +54,10 @@ def other_method(config: Config) -> Iterator[Change]:
     network = ("policy.dtype=bfloat16",) if config.policy.dtype == "float32" else ()
     low_rank = ("policy.tuning=lora", "optim.learning_rate=1e-4") if config.policy.tuning == "full" else ()
     seen = set()
-    for parts in product(((), low_rank), ((), network), ((), rewards)):
+    stored = [()] if config.policy.quantize != "none" else [(), *((f"policy.quantize={how}",) for how in ("int8", "nf4"))]
+    for parts in product(((), low_rank), ((), network), stored, ((), rewards)):
+        if parts[2] and (config.sampling.tails.own_network or (config.policy.tuning == "full" and not parts[0])):
+            continue
         change = tuple(override for part in parts for override in part)
         if change not in seen:
             seen.add(change)

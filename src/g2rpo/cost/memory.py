@@ -14,6 +14,7 @@ from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.rewards import RewardCost
 from g2rpo.cost.trace import working_sets
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
+from g2rpo.policies.quantized import weights_of
 
 RESERVE, SLACK = 2**30, 0.05
 """Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
@@ -65,6 +66,8 @@ def plan_memory(
     }
     always = {**trained["weights"], "VAE": size_of(policy.pipeline.vae), **scoring}
     loaded = size_of(policy.pipeline.transformer) + size_of(policy.pipeline.vae) + encoders
+    if config.policy.quantize != "none":  # the device quantises what the machine has loaded
+        loaded += weights_of(policy.pipeline.transformer) * policy.dtype.itemsize - trained["weights"]["frozen weights"]
     if config.policy.tuning == "full" and config.algorithm.uses_base:
         loaded += size_of(policy.pipeline.transformer)
         copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize

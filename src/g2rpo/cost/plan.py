@@ -21,6 +21,7 @@ from g2rpo.cost.rewards import RewardCost, cost_of_reward
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
 from g2rpo.errors import UserError
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
+from g2rpo.policies.quantized import weights_of
 from g2rpo.runtime.distributed import World
 
 COUNTED: dict[str, Callable[[Iteration], float]] = {
@@ -89,8 +90,7 @@ class Estimate:
     @property
     def parameters(self) -> int:
         """Parameters of the published model, without adapters."""
-        named = self.policy.pipeline.transformer.named_parameters()
-        return sum(p.numel() for name, p in named if "lora_" not in name)
+        return weights_of(self.policy.pipeline.transformer)
 
     @property
     def trained_parameters(self) -> int:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from g2rpo.config.schema import Config
+from g2rpo.cost.blueprint import size_of
 from g2rpo.cost.cards import Card
 from g2rpo.cost.counting import Counts, Iteration
-from g2rpo.cost.flops import forward_flops, training_flops
+from g2rpo.cost.flops import forward_flops, linear_flops, training_flops
 from g2rpo.cost.rewards import RewardCost, count_flops
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 
@@ -47,6 +48,10 @@ class Work:
     prompt: float
     score: dict[str, tuple[float, str]]
     """Operations and dtype, by reward that is computed on the device."""
+    float8: float
+    """Of an evaluation's operations, those in float8; of a training row's, as many in each forward pass."""
+    forwards: int
+    """Forward passes of a training row."""
     tails: str
     """The dtype in which tails are computed; int8 is taken to be as fast as bfloat16."""
     weights: int
@@ -66,11 +71,13 @@ def work_of(
         dtype=config.policy.dtype,
         evaluation=forward_flops(transformer, shapes),
         training_row=training_flops(transformer, shapes, config.policy.gradient_checkpointing),
+        float8=shapes.rows * linear_flops(transformer, shapes) if config.policy.quantize == "fp8" else 0.0,
+        forwards=2 if config.policy.gradient_checkpointing else 1,
         picture=count_flops(lambda: policy.decode(torch.empty(1, *shapes.latent, device="meta"))),
         prompt=_encoder_flops(policy, shapes),
         score={name: (known.flops, known.dtype) for name, known in here.items()},
         tails=_tails_dtype(config),
-        weights=sum(p.nbytes for p in transformer.parameters()),
+        weights=size_of(transformer),
         trained=sum(p.nbytes for p in policy.trainable_parameters()),
         trained_rewards=tuple(config.rewards),
         ahead=distinct_prompts if config.prompts.cache != "off" else 0,
@@ -108,8 +115,10 @@ def on_card(card: Card, utilisation: float, counts: Counts, work: Work) -> Secon
     def scoring(names: Iterable[str]) -> float:
         return sum(compute(*work.score[name]) for name in names if name in work.score)
 
-    row, picture, reading = compute(work.evaluation), compute(work.picture), move(work.weights)
-    tail_row = compute(work.evaluation, work.tails)
+    saved = compute(work.float8) - compute(work.float8, "float8") if work.float8 else 0.0
+    row, picture, reading = compute(work.evaluation) - saved, compute(work.picture), move(work.weights)
+    training_row = compute(work.training_row) - work.forwards * saved
+    tail_row = compute(work.evaluation, work.tails) - saved
     prompt = 0.0 if work.ahead else compute(work.prompt)
 
     def rollout(iteration: Iteration) -> float:
@@ -117,7 +126,7 @@ def on_card(card: Card, utilisation: float, counts: Counts, work: Work) -> Secon
         return sum(max(rows * row, reading) for rows in iteration.calls) + own
 
     def update(iteration: Iteration) -> float:
-        passes = sum(max(rows * compute(work.training_row), 3 * reading) for rows in iteration.passes)
+        passes = sum(max(rows * training_row, 3 * reading) for rows in iteration.passes)
         return passes + iteration.reference_rows * row + iteration.optimizer_steps * OPTIMIZER_PASSES * move(work.trained)
 
     iteration = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from g2rpo.policies.quantized import Quantize
 from g2rpo.policies.tuning import TuningMode
 
 
@@ -17,6 +18,7 @@ class PolicyOptions:
     height, width: of pictures, in pixels.
     truncate_timesteps: the network sees floor(1000 sigma), as in the published code of G2RPO; diffusers' pipelines do not.
     published_pictures: see `pipelines.decode_latents`.
+    quantize: how frozen weights are stored (`policies.quantized`).
     seed: of the adapters' first values. keep_base: keep a copy of weights that training or `load` changes.
     """
 
@@ -32,6 +34,7 @@ class PolicyOptions:
     lora_targets: Sequence[str] | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    quantize: Quantize = "none"
     gradient_checkpointing: bool = False
     truncate_timesteps: bool = False
     published_pictures: bool = False

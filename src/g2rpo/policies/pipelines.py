@@ -74,6 +74,7 @@ class PipelinePolicy(Policy, ABC):
             device=self._device,
             keep_base=o.keep_base,
             sharding=sharding,
+            quantized=o.quantize,
         )
         place(
             pipeline,

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from g2rpo.errors import UserError
 from g2rpo.files import add_metadata
+from g2rpo.policies.quantized import Quantize, is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded
 
 TuningMode = Literal["lora", "full", "frozen"]
@@ -27,7 +29,7 @@ class Tuning:
     all weights as float32 masters, computed in `dtype` under autocast; "frozen" trains nothing and is for sampling. Adapters
     start at zero, so the model is unchanged. `keep_base` keeps a copy of weights that "full" or `load` will change. `active` is
     the transformer to call: the trained one, or the untrained one inside `base`. `sharding` shards the weights that "full"
-    trains; all ranks must then call `save`.
+    trains; all ranks must then call `save`. `quantized` is how frozen weights are stored.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Tuning:
         device: torch.device,
         keep_base: bool,
         sharding: Sharded | None = None,
+        quantized: Quantize = "none",
     ) -> None:
         self.transformer = self.active = transformer
         self.mode = mode
@@ -76,6 +79,8 @@ class Tuning:
                 self._divided = self.named()  # FSDP replaces the parameters during a call
                 if keep_base:
                     sharding.shard(self._frozen, dtype, trained=False)
+        if quantized != "none":
+            quantize(transformer, quantized, device)
 
     def named(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name."""
@@ -104,9 +109,15 @@ class Tuning:
     def load(self, path: Path, pipeline: Any, strength: float) -> None:
         """Loads saved weights: an adapter folder at `strength`, or the folder of a fully tuned transformer."""
         if (path / ADAPTER).is_file():
-            pipeline.load_lora_weights(path, weight_name=ADAPTER, adapter_name="tuned")
+            what = {"weight_name": ADAPTER, "adapter_name": "tuned"}
+            if is_quantized(self.transformer):  # pipelines compare adapters with weights by name, which are not there
+                self.transformer.load_lora_adapter(path, prefix="transformer", **what)
+            else:
+                pipeline.load_lora_weights(path, **what)
             pipeline.set_adapters("tuned", strength)
         elif (path / "config.json").is_file():
+            if is_quantized(self.transformer):
+                raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
             weights = type(self.transformer).from_pretrained(path, use_safetensors=True).state_dict()
             if self._keep_base and self._frozen is None:
                 self._frozen = copy.deepcopy(self.transformer)

@@ -1,0 +1,206 @@
+"""Frozen weights in a byte or half a byte each, so that a LoRA trains on a card which the model itself would fill.
+
+Adapters on a quantised base are QLoRA's idea (arXiv 2305.14314). int8 and fp8 need torch alone; NF4 is bitsandbytes', which
+has a kernel for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from g2rpo.errors import UserError
+
+Quantize = Literal["none", "int8", "fp8", "nf4"]
+FLOAT8 = torch.float8_e4m3fn
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose weight is frozen and quantised. Inputs get the gradient of the weight as it is stored.
+
+    The tensors that make up the weight are buffers: they are moved, shared and counted like any other. `device` is where the
+    weight of `linear` is quantised.
+    """
+
+    def __init__(self, linear: nn.Linear, device: torch.device) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.dtype = linear.weight.dtype
+        for name, part in self.pack(linear.weight.detach().to(device)).items():
+            self.register_buffer(name, part)
+
+    @abstractmethod
+    def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
+        """What is kept of a weight, by name."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The weight as it is stored, in the layer's dtype."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """The layer's answer, without a gradient."""
+        return F.linear(x, self.dense(), self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)  # autocast may hand over float32
+        return _Product.apply(x, self) if torch.is_grad_enabled() else self.product(x)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """For libraries that read a layer's shape, dtype and device: made anew each time."""
+        return self.dense()
+
+
+class _Product(torch.autograd.Function):
+    """The weight is made dense again in the backward pass, so that no dense copy waits for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer = layer
+        return layer.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.dense(), None
+
+
+class Int8Linear(QuantizedLinear):
+    """A byte a weight and a scale for each output; products in the layer's dtype."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
+        scale = (_largest(weight).float() / 127.5).to(weight.dtype)  # rounded first: codes are of the scale that is kept
+        return {"codes": (weight.float() / scale).round().clamp(-128, 127).to(torch.int8), "scale": scale}
+
+    def dense(self) -> Tensor:
+        return self.codes.to(self.dtype).mul_(self.scale)
+
+
+class Float8Linear(QuantizedLinear):
+    """float8 (e4m3) and a scale for each output. Inputs are rounded to float8 too, with a scale for each row; products are of
+    float8 numbers, with float32 sums. Gradients take the rounding of inputs for the identity."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
+        codes, scale = _rounded(weight)
+        return {"codes": codes, "scale": scale}
+
+    def dense(self) -> Tensor:
+        return self.codes.to(self.dtype).mul_(self.scale)
+
+    def product(self, x: Tensor) -> Tensor:
+        by_row = F.ScalingType.RowWise
+        codes, scale = _rounded(x.reshape(-1, self.in_features))
+        y = F.scaled_mm(
+            codes, self.codes.t(), scale, by_row, self.scale.t(), by_row, bias=self.bias, output_dtype=self.dtype
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class NF4Linear(QuantizedLinear):
+    """Four bits a weight, a scale for each 64 of them, and those scales in a byte each; products in the layer's dtype."""
+
+    codes: Tensor
+    absmax: Tensor
+    offset: Tensor
+    values: Tensor
+    absmax_scale: Tensor
+    absmax_values: Tensor
+
+    def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
+        from bitsandbytes.functional import quantize_4bit
+
+        codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+        scales = {"absmax": state.absmax, "absmax_scale": state.state2.absmax, "absmax_values": state.state2.code}
+        return {"codes": codes, "values": state.code, "offset": state.offset, **scales}
+
+    def dense(self) -> Tensor:
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        scales = QuantState(self.absmax_scale, code=self.absmax_values, blocksize=256, dtype=torch.float32)
+        shape = torch.Size((self.out_features, self.in_features))
+        state = QuantState(
+            self.absmax, shape, self.values, 64, quant_type="nf4", dtype=self.dtype, offset=self.offset, state2=scales
+        )  # fmt: skip
+        return dequantize_4bit(self.codes, state)
+
+
+KINDS: Mapping[str, type[QuantizedLinear]] = {"int8": Int8Linear, "fp8": Float8Linear, "nf4": NF4Linear}
+
+
+def quantize(transformer: nn.Module, how: Quantize, device: torch.device) -> None:
+    """Quantises the linear layers of a transformer's blocks, adapters aside; what surrounds the blocks is small and stays.
+
+    One layer after the other goes to `device` and is quantised there, so the device never holds the weights as they were.
+    """
+    for path, linear in list(_of_blocks(transformer)):
+        transformer.set_submodule(path, KINDS[how](linear, device))
+
+
+def _of_blocks(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for group, blocks in transformer.named_children():
+        if isinstance(blocks, nn.ModuleList):
+            for path, module in blocks.named_modules():
+                if isinstance(module, nn.Linear) and "lora_" not in path:
+                    yield f"{group}.{path}", module
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a layer of the model is quantised."""
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
+def weights_of(model: nn.Module) -> int:
+    """How many weights a model has, adapters aside, however they are stored."""
+    stored = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
+    return stored + sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
+
+
+def check(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
+    """UserError for a quantisation that the run, torch, its libraries or the device cannot have."""
+    asked = f"policy.quantize={how}"
+    if how == "none":
+        return
+    if tuning == "full":
+        raise UserError(f"{asked} is for weights that stay as they are: set policy.tuning=lora, or take it out")
+    if how == "nf4" and not _installed("bitsandbytes"):
+        raise UserError(f"{asked} needs bitsandbytes: pip install bitsandbytes, or take int8, which needs nothing")
+    if how != "fp8":
+        return
+    if dtype != "bfloat16":
+        raise UserError(f"{asked} needs policy.dtype=bfloat16, the dtype in which GPUs give products of float8")
+    if not hasattr(F, "scaled_mm"):
+        raise UserError(f"{asked} needs torch 2.10 or newer, this is {torch.__version__}; int8 takes as little memory")
+    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(f"{asked}: {torch.cuda.get_device_name(device)} has no float8; {NO_FLOAT8}")
+
+
+def _installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ValueError:  # it was taken out of sys.modules
+        return False
+
+
+NO_FLOAT8 = "that takes an RTX 40, an L40S, an H100 or newer; int8 takes as little memory"
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """The largest size in each row, [rows, 1]; not 0, for it is divided by."""
+    return rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.bfloat16).tiny)
+
+
+def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in float8, and the float32 number [rows, 1] by which each is to be multiplied."""
+    scale = _largest(rows).float() / torch.finfo(FLOAT8).max
+    return (rows / scale).clamp(-448, 448).to(FLOAT8), scale
