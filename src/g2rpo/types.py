@@ -74,7 +74,12 @@ class Reward(Protocol):
     pictures are then marked, and the share of right ones is logged.
 
     Clips of a video policy, [B, T, 3, H, W], are scored by their frames (`rollout.frames`). A reward with an attribute
-    `video = True` gets whole clips instead.
+    `video = True` gets whole clips instead, one with `latent = True` the final latents [B, ...] (as `Policy.decode` takes
+    them): where all rewards do, training decodes nothing.
+
+    A reward may change as the run goes on: its attribute `state`, plain data and tensors, is saved in checkpoints and set again
+    on resuming. It must be the same on all ranks, which score different pictures; so it changes in a method
+    `observe(iteration, scores)`, called on every rank after an iteration with the scores [N, M, G] of all ranks' N groups.
     """
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

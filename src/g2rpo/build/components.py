@@ -322,11 +322,12 @@ def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dic
 
 
 def on_frames(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-    """The rewards, those with `frames` in `table` wrapped to score frames; UserError for one that takes whole clips."""
+    """The rewards, those with `frames` in `table` wrapped to score frames; UserError for one that takes clips or latents."""
     chosen = {name: entry.frames for name, entry in table.items() if name in rewards and entry.frames is not None}
     for name in chosen:
-        if getattr(rewards[name], "video", False):
-            raise UserError(f"rewards.{name}.frames: this reward takes whole clips (its `video` is true); take frames out")
+        for kind, what in (("video", "whole clips"), ("latent", "latents")):
+            if getattr(rewards[name], kind, False):
+                raise UserError(f"rewards.{name}.frames: this reward takes {what} (its `{kind}` is true); take frames out")
     return {name: OnFrames(reward, chosen[name]) if name in chosen else reward for name, reward in rewards.items()}
 
 

@@ -233,10 +233,11 @@ def learn(
             walk = [ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors.items()]
             predictions = decode(studio.policy, torch.cat(walk), studio.sizes.decode)
         shape = rollout.finals.shape[:2]
-        images = decode(studio.policy, rollout.finals.flatten(0, 1), studio.sizes.decode)
+        latents = rollout.finals.flatten(0, 1)
+        images = decode(studio.policy, latents, studio.sizes.decode)
         rewards = torch.zeros(0, *shape)
         if studio.rewards:
-            rewards = score(studio.rewards, images, [prompt] * len(images)).unflatten(1, shape)
+            rewards = score(studio.rewards, images, [prompt] * len(images), latents).unflatten(1, shape)
         return Lesson(
             prompt=prompt,
             plan=chosen,

@@ -70,12 +70,19 @@ def sample_images(
     """
     images = []
     for start in range(0, len(prompts), batch_size):
-        part = prompts[start : start + batch_size]
+        latents = _sample(policy, prompts[start : start + batch_size], sigmas, seed, first + start, on_rows)
         with torch.no_grad():
-            engine = Engine(policy=policy, cond=policy.encode(part), sigmas=sigmas, batch_size=batch_size, on_rows=on_rows)
-            x = policy.noise([generator_for(seed, "picture", first + start + i) for i in range(len(part))])
-            images.append(decode(policy, engine.sample(x), decode_batch_size))
+            images.append(decode(policy, latents, decode_batch_size))
     return torch.cat(images)
+
+
+@torch.no_grad()
+def _sample(
+    policy: Policy, prompts: Sequence[str], sigmas: Tensor, seed: int, first: int, on_rows: Callable[[int], None]
+) -> Tensor:
+    """Final latents of one batch of prompts, the first of which has the index `first`."""
+    engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas, batch_size=len(prompts), on_rows=on_rows)
+    return engine.sample(policy.noise([generator_for(seed, "picture", first + i) for i in range(len(prompts))]))
 
 
 def evaluate(
@@ -100,17 +107,10 @@ def evaluate(
     pictures, scores = [], []
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
-        images = sample_images(
-            policy,
-            part,
-            sigmas,
-            seed=seed,
-            batch_size=batch_size,
-            decode_batch_size=decode_batch_size,
-            first=first + start,
-            on_rows=on_rows,
-        )
-        scores.append(score_in_batches(rewards, images, part, decode_batch_size))
+        latents = _sample(policy, part, sigmas, seed, first + start, on_rows)
+        with torch.no_grad():
+            images = decode(policy, latents, decode_batch_size)
+        scores.append(score_in_batches(rewards, images, part, decode_batch_size, latents))
         pictures.append(kept(images))
     by_reward = dict(zip(rewards, torch.cat(scores, 1), strict=True))
     return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(rewards, by_reward))

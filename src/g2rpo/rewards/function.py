@@ -32,24 +32,40 @@ class FunctionReward:
     `target` is the function or class, or its place as "path/to/file.py:name".
 
     The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It returns B
-    numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attribute `right`, if it has
-    one, is the least score of a right picture; one with `video = True` gets clips [B, T, 3, H, W]. Its exceptions are not
-    caught. Raises ValueError if the function cannot be loaded.
+    numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attributes `right`, `video`,
+    `latent`, `state` and `observe`, if it has them, are the reward's (`types.Reward`). Its exceptions are not caught.
+    Raises ValueError if the function cannot be loaded.
     """
 
     def __init__(self, target: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> None:
         found = load_function(target) if isinstance(target, str) else target
         given = dict(options or {})
         self.target = target if isinstance(target, str) else found.__qualname__
-        self.function = found(**given) if isinstance(found, type) else found
+        self.function: Any = found(**given) if isinstance(found, type) else found
         self.options = {} if isinstance(found, type) else given
         self.right = getattr(self.function, "right", None)
         self.video = bool(getattr(self.function, "video", False))
+        self.latent = bool(getattr(self.function, "latent", False))
+
+    @property
+    def state(self) -> Any:
+        """That of the function; AttributeError if it has none."""
+        return self.function.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.function.state = state
+
+    @property
+    def observe(self) -> Any:
+        """That of the function; AttributeError if it has none."""
+        return self.function.observe
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B], float32 on CPU; ValueError if the function returns anything but B numbers."""
-        check_batch(images[:, 0] if images.ndim == 5 else images, prompts)
+        if not self.latent:
+            check_batch(images[:, 0] if images.ndim == 5 else images, prompts)
         answer = self.function(images, list(prompts), **self.options)
         if isinstance(answer, list | tuple):
             answer = [torch.nan if value is None else float(value) for value in answer]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -42,41 +43,68 @@ def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
         return torch.cat([policy.decode(part).cpu() for part in latents.split(batch_size)])
 
 
-def score(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Scores [R, N] of images, rewards in their order; infinite scores become NaN.
+def scores_latents(reward: Reward) -> bool:
+    """Whether a reward takes final latents instead of pictures."""
+    return bool(getattr(reward, "latent", False))
 
+
+def score(
+    rewards: Mapping[str, Reward], images: Tensor | None, prompts: Sequence[str], latents: Tensor | None = None
+) -> Tensor:
+    """Scores [R, N] of N images and their latents, rewards in their order; infinite scores become NaN.
+
+    `images` may be None if all rewards take latents, `latents` if none does.
     Raises `RewardFailed` with the reward's name if it raises an exception or returns another shape. Out-of-memory errors are
     passed on.
     """
-    rows = []
+    rows, count = [], len(prompts)
     for name, reward in rewards.items():
-        try:
-            values = torch.as_tensor(_scored(reward, images, prompts)).detach().float().cpu()
-        except (torch.OutOfMemoryError, UserError):
-            raise
-        except (Exception, SystemExit) as error:
-            what = f"{type(error).__name__}: {error}{where(error)}"
-            raise RewardFailed(f"reward '{name}' failed on {len(images)} pictures: {what}") from error
-        if values.shape != (len(images),):
-            shape = list(values.shape)
-            raise RewardFailed(f"reward '{name}' should return {len(images)} scores, one per image, but returned {shape}")
+        if (given := latents if scores_latents(reward) else images) is None:
+            raise UserError(f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here")
+        with naming_reward(name, f"failed on {count} pictures"):
+            values = torch.as_tensor(_scored(reward, given, prompts)).detach().float().cpu()
+        if values.shape != (count,):
+            raise RewardFailed(
+                f"reward '{name}' should return {count} scores, one per image, but returned {list(values.shape)}"
+            )
         rows.append(values.where(values.isfinite(), torch.nan))
     return torch.stack(rows)
 
 
+@contextmanager
+def naming_reward(name: str, what: str) -> Iterator[None]:
+    """Raises `RewardFailed` with the name of the reward whose code raised something else."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, UserError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise RewardFailed(f"reward '{name}' {what}: {type(error).__name__}: {error}{where(error)}") from error
+
+
 def _scored(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
     """The reward's scores; of clips [B, T, 3, H, W] by their frames, unless the reward has `video = True` and takes clips."""
-    if images.ndim == 5 and not getattr(reward, "video", False):
+    if images.ndim == 5 and not (getattr(reward, "video", False) or scores_latents(reward)):
         reward = OnFrames(reward)
     own = images if isinstance(reward, OnFrames) else images.clone()  # a reward may write into its argument
     return reward(own, list(prompts))
 
 
-def score_in_batches(rewards: Mapping[str, Reward], images: Tensor, prompts: Sequence[str], batch_size: int) -> Tensor:
+def score_in_batches(
+    rewards: Mapping[str, Reward],
+    images: Tensor | None,
+    prompts: Sequence[str],
+    batch_size: int,
+    latents: Tensor | None = None,
+) -> Tensor:
     """`score` of at most `batch_size` pictures at a time, which is the size to lower where memory runs out."""
+
+    def part(values: Tensor | None, start: int) -> Tensor | None:
+        return None if values is None else values[start : start + batch_size]
+
     with bounded_by("decode"):
-        starts = range(0, len(images), batch_size)
-        parts = [score(rewards, images[i : i + batch_size], prompts[i : i + batch_size]) for i in starts]
+        starts = range(0, len(prompts), batch_size)
+        parts = [score(rewards, part(images, i), prompts[i : i + batch_size], part(latents, i)) for i in starts]
     return torch.cat(parts, 1)
 
 
@@ -88,13 +116,18 @@ def score_rollouts(
     batch_size: int,
     watch: Stopwatch,
 ) -> Tensor:
-    """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning that they refer to."""
+    """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning that they refer to.
+
+    Nothing is decoded if all rewards take latents.
+    """
+    seen = not all(map(scores_latents, rewards.values()))
     latents = torch.cat([rollout.finals.flatten(0, 1) for rollout in rollouts])
     asked = [prompts[rollout.prompt] for rollout in rollouts for _ in range(rollout.finals.shape[:2].numel())]
     parts = []
     for start in range(0, len(latents), batch_size):  # pictures of one batch at a time: an iteration's are gigabytes
-        images = decode(policy, latents[start : start + batch_size], batch_size)
+        own = latents[start : start + batch_size]
+        images = decode(policy, own, batch_size) if seen else None
         watch.lap("decode")
-        parts.append(score_in_batches(rewards, images, asked[start : start + batch_size], batch_size))
+        parts.append(score_in_batches(rewards, images, asked[start : start + batch_size], batch_size, own))
         watch.lap("rewards")
     return torch.cat(parts, 1).unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2])).transpose(0, 1)

@@ -15,15 +15,16 @@ from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import copy_card, finished_at
+from g2rpo.training.reward_states import restore, states
 from g2rpo.training.run_files import RunFiles
-from g2rpo.types import AlgorithmState, Policy
+from g2rpo.types import AlgorithmState, Policy, Reward
 
 BEST = "checkpoints/best"  # the weights of the best evaluation, where an alarm may go back to them
 
 
 @dataclass(kw_only=True)
 class Persistence:
-    """Saves and restores `learner` and the algorithm's `memory`; keeps the newest `keep` checkpoints.
+    """Saves and restores `learner`, the algorithm's `memory` and the state of `rewards`; keeps `keep` checkpoints.
 
     `header(iteration)` is what the header of an exported safetensors file says.
     """
@@ -31,6 +32,7 @@ class Persistence:
     policy: Policy
     learner: Learner
     memory: AlgorithmState | None
+    rewards: Mapping[str, Reward]
     shards: Replicated
     files: RunFiles
     keep: int
@@ -44,12 +46,14 @@ class Persistence:
         """
         if diverged := self.shards.diverged(list(self.learner.parameters)):
             raise Stopped(f"iteration {iteration}: the weights of ranks {diverged} are not rank 0's; nothing was saved")
+        rewards = states(self.rewards, self.shards.world)
         if self.files.folder is None:
             return None
         tensors, state = self.learner.whole()
         if not self.files.writes:
             return None
         state["algorithm"] = self.memory.state if self.memory else {}
+        state["rewards"] = rewards
         with self.files.holding():
             return save_checkpoint(self.files.directory / "checkpoints", iteration, tensors, state, self.keep)
 
@@ -62,6 +66,7 @@ class Persistence:
             self.learner.take(tensors, state)
             if self.memory is not None:
                 self.memory.state = state["algorithm"]
+            restore(self.rewards, state.get("rewards", {}))
 
         found, complaints = latest_checkpoint(self.files.directory / "checkpoints", take)
         if self.shards.world.differing(torch.tensor([found[0] if found else 0])):

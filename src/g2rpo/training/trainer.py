@@ -36,6 +36,7 @@ from g2rpo.training.header import header_of
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import write_card
 from g2rpo.training.persistence import Persistence
+from g2rpo.training.reward_states import observe, stateful
 from g2rpo.training.run_files import RunFiles
 from g2rpo.training.updater import Updater
 from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout
@@ -85,6 +86,7 @@ class Trainer:
         self.may_roll_back = any(c.alarms.of(name) == "rollback" for name in ADVICE)
         if self.may_roll_back and self.run_dir is None:
             raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
+        stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
         self.order = PromptOrder(self.prompts, c.trainer.seed)
         self.learner = Learner(self.policy.trainable_parameters(), c.optim, self.shards, self.algorithm.uses_old)
@@ -137,6 +139,7 @@ class Trainer:
             policy=self.policy,
             learner=self.learner,
             memory=self.memory,
+            rewards={**self.rewards, **self.judges},
             shards=self.shards,
             files=self.files,
             keep=c.trainer.keep_checkpoints,
@@ -183,7 +186,9 @@ class Trainer:
             prompts, cond, choice = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
             collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
-        rollouts, rewards = collected.rollouts, self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
+            rewards = self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
+            observe(self.rewards, self.iteration, rewards)
+        rollouts = collected.rollouts
         advantages = advantages_of(algorithm, rewards, self.weights)
         examples = [
             example

@@ -1,0 +1,80 @@
+"""State of rewards that change as a run goes on (`types.Reward`): saved in checkpoints, the same on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.errors import Stopped, UserError
+from g2rpo.rollout.frames import OnFrames
+from g2rpo.rollout.scoring import naming_reward
+from g2rpo.runtime.distributed import World
+from g2rpo.types import Reward
+
+
+def stateful(rewards: Mapping[str, Reward]) -> dict[str, Any]:
+    """The rewards with an attribute `state`, by name; UserError if it holds what a checkpoint cannot."""
+    owners = {name: reward.reward if isinstance(reward, OnFrames) else reward for name, reward in rewards.items()}
+    found = {name: owner for name, owner in owners.items() if hasattr(owner, "state")}
+    for name, owner in found.items():
+        if (fault := _fault(owner.state)) is not None:
+            raise UserError(f"reward '{name}': its state may hold numbers, words, lists, mappings and tensors, not {fault}")
+    return found
+
+
+def _fault(value: Any) -> str | None:
+    """The type of the first thing in `value` that is neither plain data nor a tensor."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()] if type(value) is dict else object()
+    if type(value) in (list, tuple):
+        return next((fault for each in value if (fault := _fault(each)) is not None), None)
+    return None if value is None or type(value) in (bool, int, float, str, Tensor) else type(value).__name__
+
+
+def observe(rewards: Mapping[str, Reward], iteration: int, scores: Tensor) -> None:
+    """Calls `observe` of the rewards that have it with their scores [N, M, G] of `scores` [N, R, M, G], of all ranks."""
+    for index, (name, reward) in enumerate(rewards.items()):
+        owner = reward.reward if isinstance(reward, OnFrames) else reward
+        if hasattr(owner, "observe"):
+            with naming_reward(name, "failed to observe its scores"):
+                owner.observe(iteration, scores[:, index].clone())
+
+
+def states(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
+    """The states of all rewards that have one. Raises `Stopped` if those of the ranks differ."""
+    found = {name: owner.state for name, owner in stateful(rewards).items()}
+    for name, state in found.items():
+        if differing := world.differing(_digest(state)):
+            hint = "it may change in `observe` alone, which has the scores of all ranks"
+            raise Stopped(f"reward '{name}': the state of ranks {differing} is not rank 0's; {hint}. Nothing was saved")
+    return found
+
+
+def restore(rewards: Mapping[str, Reward], stored: Mapping[str, Any]) -> None:
+    """Sets the states that `states` returned; KeyError if one is missing."""
+    for name, owner in stateful(rewards).items():
+        owner.state = copy.deepcopy(stored[name])  # a checkpoint's tensors are mapped from its file
+
+
+def _digest(value: Any) -> Tensor:
+    """32 numbers that tell states apart."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(f"{value.dtype} {list(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping | list | tuple):
+            digest.update(f"{type(value).__name__} {len(value)}".encode())
+            for each in value.items() if isinstance(value, Mapping) else value:
+                add(each)
+        else:
+            digest.update(repr(value).encode())
+
+    add(value)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
