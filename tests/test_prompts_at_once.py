@@ -5,8 +5,16 @@ import threading
 import pytest
 import torch
 
+from g2rpo.build import components
+from g2rpo.commands.preflight import check
+from g2rpo.commands.train import load_config
+from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import RewardFailed, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rewards.function import FunctionReward
+from g2rpo.rewards.remote import RemoteReward
+from g2rpo.rewards.vlm import VLMJudge
+from g2rpo.rollout.frames import OnFrames
 from tests.runs import trainer
 from tests.test_memory import Small
 
@@ -92,3 +100,44 @@ def test_memory_that_runs_out_in_the_optimizer_is_the_users_problem(monkeypatch)
     monkeypatch.setattr(t.learner.optimizer, "step", hungry)
     with pytest.raises(UserError, match="optimizer step: set policy.tuning=lora"):
         t.iterate()
+
+
+def waiting(images, prompts):
+    return images.flatten(1).mean(1)
+
+
+waiting.waits = True
+
+
+def test_a_reward_that_waits_is_scored_aside_by_default():
+    """Bit for bit the same, and the part that is not the last is scored by another thread."""
+    whole, rows = run(rewards={"bright": lambda images, prompts: waiting(images, prompts)})
+    parts, theirs = run(rewards={"bright": waiting})
+    assert torch.equal(parts, whole)
+    assert rows[0]["seconds_overlapped"] == 0 < theirs[0]["seconds_overlapped"]
+    assert run("sampling.prompts_at_once=3", rewards={"bright": waiting})[1][0]["seconds_overlapped"] == 0
+    assert all(kind.waits for kind in (RemoteReward, VLMJudge)) and FunctionReward(waiting).waits and OnFrames(waiting).waits
+
+
+def test_tf32_is_on_for_its_reward_alone_and_never_beside_a_rollout():
+    before = torch.backends.cuda.matmul.allow_tf32
+    seen = {}
+
+    def told(name):
+        def reward(images, prompts):
+            seen.setdefault(name, []).append(torch.backends.cuda.matmul.allow_tf32)
+            return waiting(images, prompts)
+
+        return reward
+
+    fast, exact = told("fast"), told("exact")
+    fast.tf32 = fast.waits = True
+    _, rows = run("rewards.exact=1.0", iterations=1, rewards={"bright": fast, "exact": exact})
+    assert set(seen["fast"]) == {True} and set(seen["exact"]) == {before} and before is False
+    assert torch.backends.cuda.matmul.allow_tf32 is before and rows[0]["seconds_overlapped"] == 0
+    with pytest.raises(UserError, match="rewards.bright.tf32: TF32 holds for the whole process"):
+        run("sampling.prompts_at_once=1", rewards={"bright": fast})
+    with pytest.raises(UserError, match="rewards.scene_accuracy.tf32: TF32 holds"):
+        check(load_config("scenes", ["rewards.scene_accuracy.tf32=true", "sampling.prompts_at_once=1"]))
+    (built,) = components.build_rewards({"red": RewardConfig(kind="brightness", tf32=True)}).values()
+    assert built.tf32 and not hasattr(components.build_rewards({"red": RewardConfig(kind="brightness")})["red"], "tf32")

@@ -77,6 +77,9 @@ class Reward(Protocol):
     `video = True` gets whole clips instead, one with `latent = True` the final latents [B, ...] (as `Policy.decode` takes
     them): where all rewards do, training decodes nothing.
 
+    Where one waits for an answer from elsewhere (`waits = True`), pictures are scored while other prompts are rolled out.
+    For one with `tf32 = True`, CUDA multiplies float32 matrices in TF32.
+
     A reward may change as the run goes on: its attribute `state`, plain data and tensors, is saved in checkpoints and set again
     on resuming. It must be the same on all ranks, which score different pictures; so it changes in a method
     `observe(iteration, scores)`, called on every rank after an iteration with the scores [N, M, G] of all ranks' N groups.

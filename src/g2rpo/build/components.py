@@ -318,11 +318,14 @@ def _commit(hub_id: str) -> str:
 def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dict[str, Reward]:
     """The rewards of a config, by their names there; models whose options name no device go to `device`."""
     check_rewards(table)
-    return on_frames({name: _build_reward(name, entry, device) for name, entry in table.items()}, table)
+    return configured({name: _build_reward(name, entry, device) for name, entry in table.items()}, table)
 
 
-def on_frames(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-    """The rewards, those with `frames` in `table` wrapped to score frames; UserError for one that takes clips or latents."""
+def configured(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
+    """The rewards with what `table` says of `frames` and `tf32`; UserError for frames of one that takes clips or latents."""
+    for name, reward in rewards.items():
+        if name in table and table[name].tf32:
+            reward.tf32 = True  # type: ignore[attr-defined]
     chosen = {name: entry.frames for name, entry in table.items() if name in rewards and entry.frames is not None}
     for name in chosen:
         for kind, what in (("video", "whole clips"), ("latent", "latents")):

@@ -90,7 +90,7 @@ def _assembled(
     device = components.pick_device(config.policy.device)
 
     def rewards_of(key: str, table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-        return components.on_frames(given[key], table) if key in given else components.build_rewards(table, device)
+        return components.configured(given[key], table) if key in given else components.build_rewards(table, device)
 
     return Trainer(
         config=config,

@@ -92,6 +92,8 @@ class RewardConfig(Section):
     options: dict[str, Any] = {}
     frames: Frames | None = None
     """Which frames of clips a reward of pictures scores; None: every fourth, their mean."""
+    tf32: bool = False
+    """Whether CUDA multiplies its float32 matrices in TF32: faster, with 10 bits instead of 23."""
 
 
 def _reward_table(value: Any) -> Any:
@@ -146,8 +148,9 @@ class SamplingConfig(Section):
     decode_batch_size: BatchSize = 64
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""
     prompts_at_once: Count | None = None
-    """Prompts rolled out together; None: all of an iteration. With fewer, another thread decodes and scores the pictures of
-    earlier prompts meanwhile, and fewer latents are held."""
+    """Prompts rolled out together. With fewer than an iteration's, another thread decodes and scores the pictures of earlier
+    prompts meanwhile, and fewer latents are held. None: one where a reward waits for an answer (`http`, `vlm_judge`, or an
+    attribute `waits`), else all."""
     anchor_dtype: Dtype = "float32"
     """Dtype of the latents at which noise enters."""
     sample_dtype: Dtype = "float32"

@@ -33,7 +33,7 @@ class FunctionReward:
 
     The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It returns B
     numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attributes `right`, `video`,
-    `latent`, `state` and `observe`, if it has them, are the reward's (`types.Reward`). Its exceptions are not caught.
+    `latent`, `waits`, `state` and `observe`, if it has them, are the reward's (`types.Reward`). Its exceptions are not caught.
     Raises ValueError if the function cannot be loaded.
     """
 
@@ -44,8 +44,7 @@ class FunctionReward:
         self.function: Any = found(**given) if isinstance(found, type) else found
         self.options = {} if isinstance(found, type) else given
         self.right = getattr(self.function, "right", None)
-        self.video = bool(getattr(self.function, "video", False))
-        self.latent = bool(getattr(self.function, "latent", False))
+        self.video, self.latent, self.waits = (bool(getattr(self.function, n, False)) for n in ("video", "latent", "waits"))
 
     @property
     def state(self) -> Any:

@@ -45,6 +45,8 @@ class RemoteReward:
     Raises ValueError for a malformed address or a missing token, OSError if the check fails or a request is refused.
     """
 
+    waits = True
+
     def __init__(
         self,
         url: str,

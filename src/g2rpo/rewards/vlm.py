@@ -101,6 +101,8 @@ class VLMJudge:
     refused.
     """
 
+    waits = True
+
     def __init__(
         self,
         url: str,

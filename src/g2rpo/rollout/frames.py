@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,10 +42,11 @@ class OnFrames:
     frames: Frames = Frames()
     video = True
 
-    @property
-    def right(self) -> float | None:
-        """The least score of a right picture, if the reward defines it; the same for clips."""
-        return getattr(self.reward, "right", None)
+    def __getattr__(self, name: str) -> Any:
+        """The reward's other attributes, such as `right`, which are the same for clips."""
+        if name.startswith("__") or name == "reward":  # a copy that is being made has none yet
+            raise AttributeError(name)
+        return getattr(self.reward, name)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B] of clips [B, T, 3, H, W], or of pictures [B, 3, H, W]; NaN where no frame has a score."""

@@ -61,7 +61,7 @@ def score(
     for name, reward in rewards.items():
         if (given := latents if scores_latents(reward) else images) is None:
             raise UserError(f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here")
-        with naming_reward(name, f"failed on {count} pictures"):
+        with naming_reward(name, f"failed on {count} pictures"), tf32_matmuls(getattr(reward, "tf32", False)):
             values = torch.as_tensor(_scored(reward, given, prompts)).detach().float().cpu()
         if values.shape != (count,):
             raise RewardFailed(
@@ -80,6 +80,17 @@ def naming_reward(name: str, what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise RewardFailed(f"reward '{name}' {what}: {type(error).__name__}: {error}{where(error)}") from error
+
+
+@contextmanager
+def tf32_matmuls(wanted: bool) -> Iterator[None]:
+    """While entered, CUDA multiplies float32 matrices in TF32 if `wanted`, in the whole process."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = wanted or before
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _scored(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:

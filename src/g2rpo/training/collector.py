@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.contracts import plans_of
 from g2rpo.config.schema import SamplingConfig
+from g2rpo.errors import UserError
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import Stopwatch, score_rollouts
@@ -22,6 +24,11 @@ from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.seeding import generator_for
 from g2rpo.types import Algorithm, Cond, Kernel, Plan, Policy, Reward, Rollout, no_kernel
+
+TF32_ASIDE = (
+    "rewards.{}.tf32: TF32 holds for the whole process, so also for what is rolled out meanwhile; take it or "
+    "sampling.prompts_at_once out"
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Collector:
     def collect(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
         """The rollouts of all prompts, one per row of `cond`.
 
-        `sampling.prompts_at_once` prompts are rolled out together while another thread decodes and scores the pictures of
+        `prompts_at_once` prompts are rolled out together while another thread decodes and scores the pictures of
         earlier ones. The last ones are scored here, after that thread has ended, so that no reward is called by two threads at
         once.
         """
@@ -106,7 +113,7 @@ class Collector:
 
         if self.tail_network is not None:
             self.tail_network.refresh()
-        *before, last = torch.arange(len(prompts)).split(self.config.prompts_at_once or len(prompts))
+        *before, last = torch.arange(len(prompts)).split(min(self.prompts_at_once(), len(prompts)))
         with ThreadPoolExecutor(1, "scoring", initializer=same_device(self.policy.device)) as thread:
             futures = [thread.submit(score_aside, roll_out(rows.tolist())) for rows in before]
             new = roll_out(last.tolist())
@@ -115,6 +122,15 @@ class Collector:
                 watch.lap("waiting")
             rewards.append(score(new, watch))
         return Collected(rollouts, torch.cat(rewards), evaluations, sum(aside.seconds.values()))
+
+    def prompts_at_once(self) -> int:
+        """`sampling.prompts_at_once`, or its default; UserError where scoring aside would change the rollout's precision."""
+        chosen = self.config.prompts_at_once
+        exact = [name for name, reward in self.rewards.items() if getattr(reward, "tf32", False)]
+        if exact and chosen is not None:
+            raise UserError(TF32_ASIDE.format(exact[0]))
+        waiting = any(getattr(reward, "waits", False) for reward in self.rewards.values())
+        return chosen or (1 if waiting and not exact else sys.maxsize)
 
     def roll_out(self, drawn: Drawn, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
         """The rollouts of the prompts in `rows` of `cond`, and the number of network evaluations."""
