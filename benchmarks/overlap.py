@@ -3,7 +3,7 @@
     python -m benchmarks.overlap --wait 0.01 --out benchmarks/results/overlap.json
 
 The testbed's recipe with a reward that sleeps `--wait` seconds a picture, as a server elsewhere would take them; the settings
-take turns. The floor is the longer of what this machine computes and what it waits for.
+take turns. The last is the default for a reward that declares to wait (`waits`); the others do not. The floor is the longer of what this machine computes and what it waits for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ def main() -> None:
         time.sleep(args.wait * len(images))
         return images.flatten(1).mean(1)
 
+    def waiting(images: Tensor, prompts: list[str]) -> Tensor:
+        return elsewhere(images, prompts)
+
+    waiting.waits = True  # type: ignore[attr-defined]
     trainers = {at_once: prepared(at_once, elsewhere, args.overrides) for at_once in ("null", "2", "1")}
+    trainers["default"] = prepared("null", waiting, args.overrides)
     rows: dict[str, list[dict[str, Any]]] = {at_once: [] for at_once in trainers}
     for _ in range(args.repeats + 1):
         for at_once, trainer in trainers.items():
