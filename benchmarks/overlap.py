@@ -3,7 +3,8 @@
     python -m benchmarks.overlap --wait 0.01 --out benchmarks/results/overlap.json
 
 The testbed's recipe with a reward that sleeps `--wait` seconds a picture, as a server elsewhere would take them; the settings
-take turns. The last is the default for a reward that declares to wait (`waits`); the others do not. The floor is the longer of what this machine computes and what it waits for.
+take turns. The last is the default for a reward that declares to wait (`waits`); the others do not. The floor is the longer of
+what this machine computes and what it waits for.
 """
 
 from __future__ import annotations

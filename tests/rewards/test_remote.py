@@ -401,3 +401,29 @@ def test_the_judge_refuses_bad_settings() -> None:
         with pytest.raises(Refused, match="404: no such model"):
             VLMJudge(url, "m", check=False, **QUICK)(pictures(1), ["a"])
         assert len(bodies) == 1
+
+
+class Half(Prompted):
+    right = 0.5
+
+
+def test_the_least_score_of_a_right_picture_comes_with_the_health() -> None:
+    with running(RewardServer(Half(), port=0)) as url:
+        assert request_json(f"{url}/health")["right"] == 0.5
+        assert RemoteReward(url, **QUICK).right == 0.5
+        assert RemoteReward(url, check=False, **QUICK).right is None
+    with running(RewardServer(Prompted(), port=0)) as url:
+        assert RemoteReward(url, **QUICK).right is None
+    with (
+        endpoint_that(reply('{"status": "ok", "right": "half"}')) as (url, _),
+        pytest.raises(NoAnswer, match="a number as `right`"),
+    ):
+        RemoteReward(url, **QUICK)
+
+
+@pytest.mark.parametrize("name", ["video", "latent", "state"])
+def test_a_reward_that_needs_more_than_pictures_is_not_served(name: str) -> None:
+    reward = Prompted()
+    setattr(reward, name, {"bar": 0.0} if name == "state" else True)
+    with pytest.raises(ValueError, match=f"`{name}`.*a server gets pictures and prompts"):
+        RewardServer(reward, port=0)

@@ -3,10 +3,11 @@
 For rewards whose dependencies do not fit into the trainer's environment, or whose model belongs on another GPU. The
 protocol is three lines of JSON, so a server can be written in any language:
 
-    GET  /health                                                        -> {"status": "ok", "reward": "name"}
+    GET  /health                                                        -> {"status": "ok", "reward": "name", "right": 0.5}
     POST /score  {"images": ["<PNG, base64>", ...], "prompts": [...]}   -> {"scores": [0.31, null, ...]}
 
-A null is a picture without a score. Nothing is pickled, in neither direction.
+`right`, the least score of a right picture, may be left out. A null is a picture without a score. Nothing is pickled, in
+neither direction.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class RemoteReward:
 
     Args: `url`, such as http://127.0.0.1:8000; `token_env`, the environment variable with the server's token;
     `batch_size`, pictures per request, and `concurrency`, requests at a time; `timeout_s` for a whole request; `retries`
-    and `backoff_s`, the first wait; `check`, ask the server for its health now, so that a wrong address fails here.
+    and `backoff_s`, the first wait; `check`, ask the server for its health now, so that a wrong address fails here, and for
+    `right`.
     Raises ValueError for a malformed address or a missing token, OSError if the check fails or a request is refused.
     """
 
     waits = True
+    right: float | None = None
 
     def __init__(
         self,
@@ -66,7 +69,8 @@ class RemoteReward:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if check:
-            request_json(endpoint(url, "/health"), token=self.token, timeout_s=min(timeout_s, 10.0))
+            url = endpoint(url, "/health")
+            self.right = request_json(url, token=self.token, timeout_s=min(timeout_s, 10.0), read=parse_right)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where the server gave none."""
@@ -89,6 +93,14 @@ class RemoteReward:
 
         scores = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
         return torch.full((len(prompts),), torch.nan) if scores is None else scores
+
+
+def parse_right(answer: Any) -> float | None:
+    """The least score of a right picture that a server's health names; `NoAnswer` if it is no number."""
+    right = answer.get("right") if isinstance(answer, dict) else None
+    if right is None or (isinstance(right, int | float) and not isinstance(right, bool) and abs(right) < LARGEST):
+        return right
+    raise NoAnswer(f"should name a number as `right`, got {brief(right)}")
 
 
 def parse_scores(answer: Any, count: int) -> Tensor:

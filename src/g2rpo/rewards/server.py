@@ -179,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._authorize()
             if self.path != "/health":
                 raise BadRequest(404, _ROUTES)
-            self._answer(200, {"status": "ok", "reward": self.server.name})
+            self._answer(200, {"status": "ok", "reward": self.server.name, **self.server.more})
         except BadRequest as error:
             self._answer(error.status, {"error": str(error)})
 
@@ -263,7 +263,8 @@ class RewardServer(ThreadingHTTPServer):
     """An HTTP server of one reward; requests are read in parallel and scored one at a time.
 
     `port` 0 takes a free port: `address` says which. Call `serve_forever()`, and `shutdown()` from another thread.
-    Raises ValueError if `host` is not a loopback address and there is no `token`.
+    Raises ValueError if `host` is not a loopback address and there is no `token`, or if the reward needs more than pictures and
+    prompts.
     """
 
     daemon_threads = True
@@ -280,7 +281,11 @@ class RewardServer(ThreadingHTTPServer):
         token = (token or "").strip() or None
         if token is None and not is_loopback(host):
             raise ValueError(f"serving on {host} without a token would let anyone use this machine; give a token")
+        for name, what in (("video", "clips"), ("latent", "latents"), ("state", "a state that checkpoints keep")):
+            if getattr(reward, name, False):
+                raise ValueError(f"this reward needs {what} (`{name}`), and a server gets pictures and prompts")
         self.reward, self.token, self.limits = reward, token, limits or Limits()
+        self.more = {"right": float(right)} if (right := getattr(reward, "right", None)) is not None else {}
         self.name = type(reward).__name__
         self.one_at_a_time = threading.Lock()
         self.slots = threading.BoundedSemaphore(self.limits.requests)
