@@ -111,8 +111,8 @@ waiting.waits = True
 
 def test_a_reward_that_waits_is_scored_aside_by_default():
     """Bit for bit the same, and the part that is not the last is scored by another thread."""
-    whole, rows = run(rewards={"bright": lambda images, prompts: waiting(images, prompts)})
-    parts, theirs = run(rewards={"bright": waiting})
+    whole, rows = run("sampling.batch_size=20", rewards={"bright": lambda images, prompts: waiting(images, prompts)})
+    parts, theirs = run("sampling.batch_size=20", rewards={"bright": waiting})
     assert torch.equal(parts, whole)
     assert rows[0]["seconds_overlapped"] == 0 < theirs[0]["seconds_overlapped"]
     assert run("sampling.prompts_at_once=3", rewards={"bright": waiting})[1][0]["seconds_overlapped"] == 0

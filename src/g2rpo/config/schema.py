@@ -149,8 +149,8 @@ class SamplingConfig(Section):
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""
     prompts_at_once: Count | None = None
     """Prompts rolled out together. With fewer than an iteration's, another thread decodes and scores the pictures of earlier
-    prompts meanwhile, and fewer latents are held. None: one where a reward waits for an answer (`http`, `vlm_judge`, or an
-    attribute `waits`), else all."""
+    prompts meanwhile, and fewer latents are held. None: all, or where a reward waits for an answer (`http`, `vlm_judge`, an
+    attribute `waits`) as many as fill a batch of the network."""
     anchor_dtype: Dtype = "float32"
     """Dtype of the latents at which noise enters."""
     sample_dtype: Dtype = "float32"

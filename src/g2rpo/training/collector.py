@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -113,7 +112,7 @@ class Collector:
 
         if self.tail_network is not None:
             self.tail_network.refresh()
-        *before, last = torch.arange(len(prompts)).split(min(self.prompts_at_once(), len(prompts)))
+        *before, last = torch.arange(len(prompts)).split(self.prompts_at_once(drawn, len(prompts)))
         with ThreadPoolExecutor(1, "scoring", initializer=same_device(self.policy.device)) as thread:
             futures = [thread.submit(score_aside, roll_out(rows.tolist())) for rows in before]
             new = roll_out(last.tolist())
@@ -123,14 +122,19 @@ class Collector:
             rewards.append(score(new, watch))
         return Collected(rollouts, torch.cat(rewards), evaluations, sum(aside.seconds.values()))
 
-    def prompts_at_once(self) -> int:
-        """`sampling.prompts_at_once`, or its default; UserError where scoring aside would change the rollout's precision."""
+    def prompts_at_once(self, drawn: Drawn, every: int) -> int:
+        """`sampling.prompts_at_once`, or by default all, and where a reward waits as many as fill a batch of the network.
+
+        Raises UserError where scoring aside would change the precision of a rollout.
+        """
         chosen = self.config.prompts_at_once
         exact = [name for name, reward in self.rewards.items() if getattr(reward, "tf32", False)]
         if exact and chosen is not None:
             raise UserError(TF32_ASIDE.format(exact[0]))
         waiting = any(getattr(reward, "waits", False) for reward in self.rewards.values())
-        return chosen or (1 if waiting and not exact else sys.maxsize)
+        if chosen is None and waiting and not exact:
+            chosen = max(1, self.sizes.rollout // (len(drawn.plans) * drawn.group_size))
+        return min(chosen or every, every)
 
     def roll_out(self, drawn: Drawn, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
         """The rollouts of the prompts in `rows` of `cond`, and the number of network evaluations."""
