@@ -1,6 +1,8 @@
 """The card beside the weights, as a hub reads it: its header, and the markdown as CommonMark understands it."""
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import yaml
@@ -8,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from g2rpo.config.licences import LICENCES
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.training.model_card import PICTURES, _code, write_card
 from tests.runs import config
@@ -74,3 +77,18 @@ def test_a_folder_that_looks_like_an_id_is_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "flux").mkdir(parents=True)
     assert "base_model" not in card(tmp_path, path="models/flux")[0]
+
+
+def test_the_licence_of_the_base_is_named_where_it_is_known(tmp_path):
+    _, known = card(tmp_path, path="stabilityai/stable-diffusion-3.5-medium")
+    assert "The licence of the base model applies: Stability AI Community License" in known
+    assert "The licence of the base model applies.\n" in card(tmp_path, path="somebody/model")[1]
+
+
+def test_the_table_of_licences_is_the_one_that_commands_use():
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (.*?) \| (.*?) \|$", page.partition("| licence of the weights |")[2].partition("\n\n")[0], re.MULTILINE
+    )
+    table = {model: licence for licence, models in rows for model in models.split(", ")}
+    assert table == {name.partition("/")[2]: licence for name, licence in LICENCES.items()}

@@ -36,6 +36,7 @@ def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
 def test_eight_cards_hold_in_pieces_what_none_holds_whole(capsys):
     code, out, err = g2rpo(capsys, "plan", "flux1-dev-hps", "--device", "h200", "--ranks", "8")
     assert code == 0, err
+    assert "black-forest-labs/FLUX.1-dev: FLUX.1 [dev] Non-Commercial License" in out
     text = " ".join(out.split())
     assert "8 x NVIDIA H200, each" in text and "one of 8 ranks, with 2 of 16 prompts" in text
     assert "no card here would hold a rank" in text and "trainer.sharding=training" in text and "policy.tuning=lora" not in text

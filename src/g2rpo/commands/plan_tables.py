@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from g2rpo.commands.progress import say
+from g2rpo.config.licences import licence_of
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.memory import RESERVE, SLACK
@@ -27,6 +28,8 @@ def show(answer: Answer, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if (licence := licence_of(policy.path)) is not None:
+        say(console, f"{policy.path}: {licence}")
     if plan.ranks > 1:
         all_prompts = plan.ranks * plan.counts.prompts
         console.print(

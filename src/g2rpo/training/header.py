@@ -7,6 +7,7 @@ from pathlib import Path
 
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
+from g2rpo.config.licences import licence_of
 from g2rpo.config.schema import Config
 from g2rpo.files import is_hub_id
 
@@ -56,5 +57,6 @@ def _modelspec(config: Config, method: str) -> dict[str, str]:
         "title": f"{base_name(base)} tuned with {method}",
         "description": f"Trained on {', '.join(config.rewards)} by g2rpo {__version__}",
         "resolution": f"{config.policy.width}x{config.policy.height}",
+        **({"license": known} if (known := licence_of(base)) else {}),
     }
     return {f"modelspec.{name}": text for name, text in fields.items()}

@@ -12,6 +12,7 @@ import yaml
 
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
+from g2rpo.config.licences import licence_of
 from g2rpo.config.schema import Config
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.files import is_hub_id, write_whole
@@ -104,7 +105,7 @@ def _what(config: Config) -> str:
     return (
         f"A {kind}, trained by g2rpo {__version__}{recipe} ({source}) for "
         f"{config.trainer.iterations} iterations of {config.trainer.prompts_per_iteration} prompts. Trained on: {rewards}. "
-        "The licence of the base model applies."
+        f"The licence of the base model applies{f': {known}' if (known := licence_of(config.policy.path)) else ''}."
     )
 
 
