@@ -76,6 +76,25 @@ def test_every_reward_name_leads_to_a_class(name):
     components.check_rewards({name: RewardConfig(kind=name)})
 
 
+@pytest.mark.parametrize("name", ["hpsv2", "hpsv3", "pickscore", "clip_score", "image_reward", "aesthetic", "geneval"])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "float64"}, "options.dtype must be one of float32, float16, bfloat16, got 'float64'"),
+        ({"batch_size": 0}, "options.batch_size must be a whole number, at least 1, got 0"),
+        ({"batch_size": True}, "options.batch_size must be .*, got True"),
+        ({"device": "gpu"}, "options.device=gpu: is no device; write cpu, cuda"),
+        ({"device": "cuda:7"}, "options.device=cuda:7: torch sees 0 CUDA devices here"),
+    ],
+)
+def test_shared_options_are_checked_before_anything_is_loaded(name, options, says):
+    table = {name: RewardConfig(kind=name, options=options)}
+    with pytest.raises(UserError, match=f"rewards.{name}.{says}"):
+        components.build_rewards(table)
+    if "device" in options:
+        components.check_rewards(table)  # a plan for another machine
+
+
 def test_rewards_that_need_no_weights_are_built():
     table = {
         "jpeg_size": RewardConfig(kind="jpeg_size", options={"negative": True}),

@@ -29,6 +29,7 @@ from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.policies.text import TextEncoders
 from g2rpo.prompts.sources import STARTER, read_prompts
+from g2rpo.rewards.weights import parse_dtype
 from g2rpo.rollout.frames import OnFrames
 from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.runtime.distributed import World
@@ -197,18 +198,20 @@ def build_tail_network(policy: PipelinePolicy, tails: Tails) -> TailNetwork | No
     return FastNetwork(policy, compile=tails.compile, dtype=tails.dtype, quantize=tails.quantize)
 
 
-def pick_device(name: str) -> str:
-    """The device `name`; "auto" is a GPU if there is one, "cuda" the GPU of the local rank. UserError for a device that torch
-    or this machine lacks."""
+def pick_device(name: str, key: str = "policy.device") -> str:
+    """The device `name`, the value of a config's `key`; "auto" is a GPU if there is one, "cuda" the GPU of the local rank.
+
+    UserError for a device that torch or this machine lacks.
+    """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"policy.device={name}: is no device; write auto, cpu, cuda or cuda:1") from None
+        raise UserError(f"{key}={name}: is no device; write cpu, cuda, cuda:1 or, for policy.device, auto") from None
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise UserError(f"policy.device={name}: torch sees {count} CUDA devices here; policy.device=auto takes what there is")
+        raise UserError(f"{key}={name}: torch sees {count} CUDA devices here; policy.device=auto takes what there is")
     return name
 
 
@@ -318,6 +321,7 @@ def _commit(hub_id: str) -> str:
 def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dict[str, Reward]:
     """The rewards of a config, by their names there; models whose options name no device go to `device`."""
     check_rewards(table)
+    check_devices(table)
     return configured({name: _build_reward(name, entry, device) for name, entry in table.items()}, table)
 
 
@@ -342,6 +346,28 @@ def check_rewards(table: Mapping[str, RewardConfig]) -> None:
         for option in entry.options:
             if option not in known:
                 raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
+        if entry.kind in REWARDS:
+            _check_common_options(f"rewards.{name}.options", entry.options)
+
+
+def check_devices(table: Mapping[str, RewardConfig]) -> None:
+    """Refuses devices of rewards that this machine lacks; a plan for another machine may name them."""
+    for name, entry in table.items():
+        if entry.kind in REWARDS and (device := entry.options.get("device")) is not None:
+            pick_device(str(device), f"rewards.{name}.options.device")
+
+
+def _check_common_options(key: str, options: Mapping[str, Any]) -> None:
+    """Refuses wrong values of the options that rewards share."""
+    if "dtype" in options:
+        try:
+            parse_dtype(options["dtype"])
+        except ValueError as error:
+            raise UserError(f"{key}.{error}") from None
+    for name in ("batch_size", "concurrency", "workers"):
+        value = options.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"{key}.{name} must be a whole number, at least 1, got {value!r:.80}")
 
 
 def reward_kind(name: str, entry: RewardConfig) -> Any:

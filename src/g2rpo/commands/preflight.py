@@ -178,6 +178,7 @@ def _check_pipeline(config: PolicyConfig) -> Path | None:
 def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
     """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
     components.check_rewards({name: entry})
+    components.check_devices({name: entry})
     if entry.kind not in components.REWARDS:
         return
     kind = components.reward_kind(name, entry)
