@@ -71,7 +71,8 @@ class _Findings:
         try:
             return call(*arguments)
         except UserError as error:
-            self.errors.append(error)
+            if str(error) not in map(str, self.errors):
+                self.errors.append(error)
 
     def add(self, message: str) -> None:
         self.errors.append(UserError(message))
