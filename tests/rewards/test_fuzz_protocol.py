@@ -12,12 +12,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from g2rpo.rewards.geneval_scoring import Task
 from g2rpo.rewards.pixels import to_pil, to_uint8
 from g2rpo.rewards.remote import RemoteReward, encode_png
 from g2rpo.rewards.remote import parse_scores as parse_remote
 from g2rpo.rewards.server import BadRequest, Limits, RewardServer, parse_request
 from g2rpo.rewards.transport import NoAnswer, Refused, request_json
 from g2rpo.rewards.vlm import answer_text, parse_scores
+from g2rpo.rewards.yes_no import yes_probability
 from tests.fuzzing import mutated
 
 LIMITS = Limits(body_bytes=20_000, images=4, pixels=4_000, prompt_chars=100, headers_s=1.0, read_s=1.0, wait_s=0.2)
@@ -199,3 +201,39 @@ def test_any_text_of_a_judge_is_a_score_or_none_at_once(text):
     """The two examples took minutes and more with repetitions that nothing bounded: a hang is how this test fails."""
     score = parse_scores(text, ["Final Score"])
     assert math.isnan(score) or 1 <= score <= 5
+
+
+LIKELY = st.fixed_dictionaries({"token": st.sampled_from(["Yes", " no", "x"]) | JSON, "logprob": st.floats(-30, 0) | JSON})
+TOKENS = st.lists(st.fixed_dictionaries({"top_logprobs": st.lists(LIKELY, max_size=3) | JSON}) | JSON, max_size=2) | JSON
+
+
+@given(st.fixed_dictionaries({"choices": st.tuples(st.fixed_dictionaries({"logprobs": st.just({}) | TOKENS})) | JSON}) | JSON)
+@example({"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "Yes", "logprob": 1e308}]}]}}]})
+def test_log_probs_give_a_probability_or_a_refusal(answer):
+    with contextlib.suppress(NoAnswer):
+        value = yes_probability(answer)
+        assert math.isnan(value) or 0 <= value <= 1
+
+
+@given(TOKENS)
+def test_tokens_give_a_probability_or_a_refusal(content):
+    with contextlib.suppress(NoAnswer):
+        value = yes_probability({"choices": [{"logprobs": {"content": content}}]})
+        assert math.isnan(value) or 0 <= value <= 1
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["include", "exclude", "tag"]),
+        st.lists(
+            st.dictionaries(
+                st.sampled_from(["class", "count", "color", "position"]), JSON | st.sampled_from(["cat", "red", ["left of", 0]])
+            )
+        )
+        | JSON,
+    )
+)
+def test_metadata_give_a_task_or_a_refusal(metadata):
+    with contextlib.suppress(ValueError):
+        task = Task.of(metadata)
+        assert task is None or all(clause.count >= 1 for clause in (*task.include, *task.exclude))

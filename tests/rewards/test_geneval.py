@@ -14,6 +14,10 @@ from geneval_cases import CASES, CLASSES, case, read, see
 from PIL import Image
 from torch import Tensor
 
+from g2rpo import plugins
+from g2rpo.build import components
+from g2rpo.config.schema import RewardConfig
+from g2rpo.errors import UserError
 from g2rpo.rewards import geneval_scoring
 from g2rpo.rewards.detectors import TransformersDetector
 from g2rpo.rewards.geneval import Colours, GenEval, cut_out
@@ -212,6 +216,24 @@ def test_any_callable_is_a_detector(saved: dict[str, str]) -> None:
     for mode in ("partial", "correct"):
         reward = GenEval(mode, detector=one_cat, clip=saved["clip"])  # type: ignore[arg-type]
         assert reward(pictures(2), [cat, Prompt("x", metadata={"include": [{"class": "dog", "count": 1}]})]).tolist() == [1, 0]
+
+
+def test_a_detector_of_ones_own_needs_to_be_allowed(saved: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from g2rpo.rewards.geneval_scoring import Detection\n"
+        "class Cats:\n"
+        "    labels = ['cat']\n"
+        "    def __call__(self, images):\n"
+        "        return [[Detection('cat', 1.0, (0, 0, 9, 9))] for _ in images]\n"
+    )
+    entry = RewardConfig(kind="geneval", options={"detector": f"{file}:Cats", "clip": saved["clip"]})
+    with pytest.raises(UserError, match=r"rewards.it: .*is code that a config names"):
+        components.check_rewards({"it": entry})
+    plugins.allow(str(file))
+    reward = components.build_rewards({"it": entry})["it"]
+    tasks = [Prompt("x", metadata={"include": [{"class": label, "count": 1}]}) for label in ("cat", "dog")]
+    assert reward(pictures(2), tasks)[0] == 1 and reward(pictures(2), tasks)[1].isnan()
 
 
 @pytest.mark.parametrize(
