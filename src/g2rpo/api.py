@@ -28,6 +28,8 @@ from g2rpo.evaluation.heldout import evaluate as score_heldout
 from g2rpo.input_pictures import check_inputs
 from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
+from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
+from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.runs.directory import entered, read_config, weights_path
 from g2rpo.training.trainer import Trainer
 from g2rpo.types import Algorithm, Policy, Reward
@@ -109,10 +111,15 @@ def _mentioned(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig])
 def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
     """The policy of a finished run, with its tuned weights unless `base`, and the sigma grid of its evaluations."""
     config = read_config(Path(run))
-    policy = components.build_policy(config.policy, tuning="frozen")
-    if not base:
-        policy.load(weights_path(Path(run)), 1.0)
+    policy = _tuned(components.load_pipeline(config.policy, tuning="frozen"), Path(run), base)
     return policy, _sigmas(config, policy)
+
+
+def _tuned(loaded: components.Loaded, run: Path, base: bool) -> PipelinePolicy:
+    policy = loaded.policy()
+    if not base:
+        policy.load(weights_path(run), 1.0)
+    return policy
 
 
 def _sigmas(config: Config, policy: Policy) -> Tensor:
@@ -126,8 +133,12 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
     Picture i starts from noise (seed, i). A model that edits takes `Prompt("make it red", ["in.png"])`.
     """
     check_inputs(prompts)
-    policy, sigmas = painter(run, base=base)
-    return sample_images(policy, prompts, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
+    config = read_config(Path(run))
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    encoded = EncodedPrompts(loaded.text, prompts)
+    policy = _tuned(loaded, Path(run), base)
+    sigmas = _sigmas(config, policy)
+    return sample_images(CachedPolicy(policy, encoded), prompts, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
 
 
 def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:

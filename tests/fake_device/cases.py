@@ -153,7 +153,10 @@ def use(world, folder, model):
     own = trainer.sample([prompt])
 
     options = {"run": run, "policy": None, "weights": None, "strength": 1.0, "base": False, "steps": None, "shift": None}
+    standing = torch.fakegpu.memory_allocated()
+    torch.fakegpu.reset_peak_memory_stats()
     sample([prompt], **options, seed=0, batch_size=2, out=folder / "sampled", console=console)
+    drawn = torch.fakegpu.max_memory_allocated() - standing
     evaluate(run_settings(run), [], folder / "evaluated", console)
     standing = torch.fakegpu.memory_allocated()
     torch.fakegpu.reset_peak_memory_stats()
@@ -169,6 +172,10 @@ def use(world, folder, model):
         "trainer": float(own.mean()),
         "api": table["brightness"].tuned,
         "models": peak,
+        "drawn": drawn,
+        "painting": size_of(pipeline.transformer) + size_of(pipeline.vae),
+        "encoding": size_of(pipeline.text_encoder) + size_of(pipeline.text_encoder_2),
+        "parked": sorted({str(p.device) for p in studio.policy.pipeline.text_encoder_2.parameters()}),
         "demo": float(drawing.tuned.scores["brightness"][0]),
         "sample": float(api.sample(run, [prompt]).mean()),
     }

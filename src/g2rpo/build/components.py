@@ -23,7 +23,7 @@ from g2rpo.errors import UserError, did_you_mean, loading
 from g2rpo.files import FileDigests, digest_of, is_hub_id, local
 from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
-from g2rpo.policies import quantized
+from g2rpo.policies import attention, quantized
 from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy
@@ -135,6 +135,11 @@ def check_quantized(config: Config) -> None:
         )
 
 
+def check_attention(config: PolicyConfig) -> None:
+    """Refuses a `policy.attention` that this installation does not have for the run's device."""
+    attention.check(config.attention, pick_device(config.device))
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A pipeline in host memory, for a policy of class `kind` with `options`. Its text encoders can be used before the policy
@@ -161,6 +166,7 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
     path, name = locate_pipeline(config.path, config.pipeline, config.kind)
     device = pick_device(config.device)
     quantized.check(config.quantize, tuning=tuning or config.tuning, dtype=config.dtype, device=device)
+    attention.check(config.attention, device)
     kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
     with _loading(config.path):
         pipeline = kind.load_pipeline(path, **options)
@@ -266,6 +272,7 @@ def _hub_class(name: str) -> str:
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
     "lora_targets", "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling", "quantize",
+    "attention",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 

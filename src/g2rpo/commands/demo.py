@@ -110,6 +110,7 @@ def open_studio(cast: Cast, weights: Path | None, notify: Callable[[str], None],
     device = components.pick_device(cast.policy.device)
     rewards, judges = (components.build_rewards(table, device) for table in (cast.rewards, cast.judges))
     policy = components.build_policy(cast.policy, tuning="frozen", keep_base=True)
+    policy.text.park()  # they are on the device only while they encode
     tuned: Tuned = "nothing"
     if weights is not None:
         with loading(f"{weights}: the weights do not fit {cast.policy.path}"):

@@ -156,6 +156,7 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
     found.tried(components.check_plans, config.algorithm, config.sampling)
     if "policy" not in given:
         found.tried(components.check_quantized, config)
+        found.tried(components.check_attention, config.policy)
     for name in config.trackers if "trackers" not in given else ():
         found.tried(components.check_trackers, [name])
     if config.sampling.tails.quantize != "none" and importlib.util.find_spec("torchao") is None:

@@ -21,6 +21,7 @@ from g2rpo.evaluation.heldout import sample_images
 from g2rpo.input_pictures import check_inputs, images_of
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
+from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
 from g2rpo.runs.directory import read_config, weights_path
 from g2rpo.runtime.folders import is_empty
 
@@ -71,7 +72,9 @@ def sample(
         drawing = drawing.model_copy(update=own)
     if policy is None:
         raise UserError("name a run with --run, or a pipeline with --model")
-    painter = components.build_policy(policy, tuning="frozen")
+    loaded = components.load_pipeline(policy, tuning="frozen")
+    encoded = EncodedPrompts(loaded.text, prompts)
+    painter = loaded.policy()
     if weights is not None and not base:
         with loading(f"{weights}: the weights do not fit {policy.path}"):
             painter.load(weights, drawing.strength)
@@ -82,7 +85,9 @@ def sample(
         for start in range(0, len(prompts), drawing.batch_size):  # written as they come: clips are large
             part = prompts[start : start + drawing.batch_size]
             rows = len(part)
-            images = sample_images(painter, part, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows, first=start)
+            images = sample_images(
+                CachedPolicy(painter, encoded), part, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows, first=start
+            )
             seconds = seconds_of(painter, images.shape[1])
             shown += reduced(images[: max(0, SHOWN - start)])
             for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from g2rpo.config.algorithms import dump, parse
 from g2rpo.flow import scheduler_grid, sigma_grid
+from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
 from g2rpo.rollout.frames import Frames
 from g2rpo.rollout.tails import Tails
@@ -75,6 +76,8 @@ class PolicyConfig(Section):
     dtype: Dtype = "float32"
     quantize: Quantize = "none"
     """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one (nf4)."""
+    attention: Attention = "auto"
+    """The kernel: torch's own choice, one of torch's (cudnn, flash, efficient, math), or a package's (flash2, flash3)."""
     device: str = "auto"
     gradient_checkpointing: bool = False
     truncate_timesteps: bool = False

@@ -94,6 +94,7 @@ def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> PipelinePolicy:
     absent = dict.fromkeys(inspect.signature(pipeline_class).parameters)  # tokenizers, and optional components
     modules = {name: on_meta(part) for name, part in blueprint.parts.items()}
     pipeline = pipeline_class(**{**absent, **modules, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()})
+    config = config.model_copy(update={"attention": "auto"})  # no kernel runs here
     policy, options = components.policy_options(config, blueprint.kind, device="meta")
     try:
         return policy(pipeline, **options)

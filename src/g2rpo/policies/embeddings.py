@@ -178,6 +178,18 @@ class CachedEncoder:
         return row
 
 
+class EncodedPrompts:
+    """Encodes `prompts`, one at a time, and keeps their conditioning in memory; the text encoders then leave the device."""
+
+    def __init__(self, encoder: Encoder, prompts: Iterable[str]) -> None:
+        self._rows = {prompt: encoder.encode([prompt]) for prompt in dict.fromkeys(prompts)}
+        encoder.park()
+
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        """Conditioning for each of these prompts, on the encoder's device. KeyError for a prompt that is not among them."""
+        return Cond.join([self._rows[prompt] for prompt in prompts])
+
+
 P = TypeVar("P", bound=Policy)
 
 
@@ -188,7 +200,7 @@ OPTIONAL = ("grid", "input_pictures", "seconds")
 class CachedPolicy(Generic[P]):
     """`policy` with the conditioning of `encoder`; everything else is the policy's."""
 
-    def __init__(self, policy: P, encoder: CachedEncoder) -> None:
+    def __init__(self, policy: P, encoder: CachedEncoder | EncodedPrompts) -> None:
         self.policy, self.encoder = policy, encoder
         self.encode = encoder.encode
         # the policy's own methods

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
 from g2rpo.policies.tuning import TuningMode
 
@@ -35,6 +36,7 @@ class PolicyOptions:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     quantize: Quantize = "none"
+    attention: Attention = "auto"
     gradient_checkpointing: bool = False
     truncate_timesteps: bool = False
     published_pictures: bool = False

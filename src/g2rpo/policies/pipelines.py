@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.flow import sigma_grid
+from g2rpo.policies.attention import choose
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.text import TextEncoders
 from g2rpo.policies.tuning import Tuning, TuningMode
@@ -83,6 +84,7 @@ class PipelinePolicy(Policy, ABC):
             vae_tiling=o.vae_tiling,
             gradient_checkpointing=o.gradient_checkpointing,
         )
+        choose(pipeline.transformer, o.attention)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
