@@ -129,6 +129,8 @@ def check_quantized(config: Config) -> None:
     """Refuses a `policy.quantize` that the run cannot have."""
     policy, tails = config.policy, config.sampling.tails
     quantized.check(policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=pick_device(policy.device))
+    if policy.tuning == "full" and not policy.autocast:
+        raise UserError("policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora")
     if policy.quantize != "none" and (tails.quantize != "none" or tails.dtype != "policy"):
         raise UserError(
             f"sampling.tails: policy.quantize={policy.quantize} is of tails too; leave out their quantize and dtype"
@@ -272,7 +274,7 @@ def _hub_class(name: str) -> str:
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
     "lora_targets", "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling", "quantize",
-    "attention",
+    "attention", "autocast",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 

@@ -76,8 +76,11 @@ class PolicyConfig(Section):
     dtype: Dtype = "float32"
     quantize: Quantize = "none"
     """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one (nf4)."""
+    autocast: bool = True
+    """Calls in bfloat16 run under torch.autocast, with norms in float32, as in published code. false: as diffusers' pipelines
+    compute, in bfloat16 but for what a model itself keeps in float32; for LoRA, and a GPU's memory and time."""
     attention: Attention = "auto"
-    """The kernel: torch's own choice, one of torch's (cudnn, flash, efficient, math), or a package's (flash2, flash3)."""
+    """Of attention: torch's choice, one of torch's (cudnn, flash, efficient, math) or a package's (flash2, flash3)."""
     device: str = "auto"
     gradient_checkpointing: bool = False
     truncate_timesteps: bool = False

@@ -211,7 +211,7 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         arguments = self.arguments(
             self.pipeline, self.options, rows=rows, guided=guided, scale=self.guidance_scale, steps=steps
         )
-        network, vae = Network(self.tuning.active, self.dtype), Pictures(self.pipeline.vae)
+        network, vae = Network(self.tuning.active, self.dtype, self.autocast), Pictures(self.pipeline.vae)
         parts = {**dict.fromkeys(self._encoders), "transformer": network, "vae": vae, **parts}
         if self.seen:
             pictures = [Unseen((int(width), int(height))) for width, height in cond.ragged[SIZES][0]]

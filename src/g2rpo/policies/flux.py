@@ -72,7 +72,7 @@ class FluxPolicy(PipelinePolicy):
         guidance = None
         if self.tuning.active.config.guidance_embeds:
             guidance = torch.full((len(x),), self.guidance_scale, device=x.device)
-        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(x.device.type, self.dtype, enabled=self.autocast):
             return self.tuning.active(
                 hidden_states=x.to(self.dtype),
                 timestep=timestep / 1000,

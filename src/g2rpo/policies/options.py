@@ -37,6 +37,7 @@ class PolicyOptions:
     device: torch.device | str = "cpu"
     quantize: Quantize = "none"
     attention: Attention = "auto"
+    autocast: bool = True
     gradient_checkpointing: bool = False
     truncate_timesteps: bool = False
     published_pictures: bool = False

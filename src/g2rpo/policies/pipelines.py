@@ -76,6 +76,7 @@ class PipelinePolicy(Policy, ABC):
             keep_base=o.keep_base,
             sharding=sharding,
             quantized=o.quantize,
+            autocast=o.autocast,
         )
         place(
             pipeline,
@@ -129,6 +130,11 @@ class PipelinePolicy(Policy, ABC):
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def autocast(self) -> bool:
+        """Whether calls of the network run under autocast."""
+        return self.dtype != torch.float32 and self.options.autocast
 
     @property
     def shift(self) -> float:

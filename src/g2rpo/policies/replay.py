@@ -109,13 +109,13 @@ def probe(scheduler: Any) -> Any:
 class Network:
     """`transformer` as a pipeline calls it: it computes in `dtype` and answers in float32, in which guidance is taken."""
 
-    def __init__(self, transformer: Any, dtype: torch.dtype) -> None:
-        self._transformer, self.dtype = transformer, dtype
+    def __init__(self, transformer: Any, dtype: torch.dtype, autocast: bool) -> None:
+        self._transformer, self.dtype, self._autocast = transformer, dtype, autocast
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         x = hidden_states.to(self.dtype) if isinstance(hidden_states, Tensor) else hidden_states
         device = x.device.type if isinstance(x, Tensor) else x[0].device.type
-        with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(device, self.dtype, enabled=self._autocast):
             answer = self._transformer(x, *args, **kwargs)[0]
         return (answer.float() if isinstance(answer, Tensor) else [each.float() for each in answer],)
 

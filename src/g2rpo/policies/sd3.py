@@ -106,7 +106,7 @@ class SD3Policy(PipelinePolicy):
             sequence = torch.cat([cond.tensors["negative_sequence"], sequence])
             pooled = torch.cat([cond.tensors["negative_pooled"], pooled])
             x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
-        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(x.device.type, self.dtype, enabled=self.autocast):
             v = self.tuning.active(
                 hidden_states=x.to(self.dtype),
                 timestep=timestep,

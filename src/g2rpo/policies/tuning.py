@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from g2rpo.errors import UserError
 from g2rpo.files import add_metadata
@@ -29,7 +30,8 @@ class Tuning:
     all weights as float32 masters, computed in `dtype` under autocast; "frozen" trains nothing and is for sampling. Adapters
     start at zero, so the model is unchanged. `keep_base` keeps a copy of weights that "full" or `load` will change. `active` is
     the transformer to call: the trained one, or the untrained one inside `base`. `sharding` shards the weights that "full"
-    trains; all ranks must then call `save`. `quantized` is how frozen weights are stored.
+    trains; all ranks must then call `save`. `quantized` is how frozen weights are stored. Without
+    `autocast` adapters compute in the dtype of their inputs.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Tuning:
         keep_base: bool,
         sharding: Sharded | None = None,
         quantized: Quantize = "none",
+        autocast: bool = True,
     ) -> None:
         self.transformer = self.active = transformer
         self.mode = mode
@@ -64,6 +67,8 @@ class Tuning:
                 transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets)))
             for parameter in self.named().values():
                 parameter.data = parameter.data.float()
+            if not autocast:
+                _compute_as_called(transformer)
         elif mode == "frozen":
             transformer.requires_grad_(False).to(dtype)
         else:
@@ -171,3 +176,19 @@ class Tuning:
 
 def _folded(name: str, weight: Tensor, scale: float) -> Tensor:
     return (weight * scale if "lora_B" in name else weight).contiguous()
+
+
+class _Factor(nn.Linear):
+    """A float32 factor of an adapter, rounded in each call to the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def _compute_as_called(transformer: nn.Module) -> None:
+    """What autocast does for adapters, without it: peft itself would compute them in float32."""
+    for module in transformer.modules():
+        if hasattr(module, "lora_A"):
+            module.cast_input_dtype_enabled = False
+            for factor in (*module.lora_A.values(), *module.lora_B.values()):
+                factor.__class__ = _Factor
