@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 from g2rpo import api
+from g2rpo.build import components
 from g2rpo.commands.demo import of_run, open_studio
 from g2rpo.commands.evaluate import evaluate, run_settings
 from g2rpo.commands.sample import sample
@@ -153,10 +154,10 @@ def use(world, folder, model):
     own = trainer.sample([prompt])
 
     options = {"run": run, "policy": None, "weights": None, "strength": 1.0, "base": False, "steps": None, "shift": None}
-    standing = torch.fakegpu.memory_allocated()
-    torch.fakegpu.reset_peak_memory_stats()
+    places, inner = [], components.Loaded.policy
+    components.Loaded.policy = lambda loaded, *given: places.append(str(loaded.text.modules[0].device)) or inner(loaded, *given)
     sample([prompt], **options, seed=0, batch_size=2, out=folder / "sampled", console=console)
-    drawn = torch.fakegpu.max_memory_allocated() - standing
+    components.Loaded.policy = inner
     evaluate(run_settings(run), [], folder / "evaluated", console)
     standing = torch.fakegpu.memory_allocated()
     torch.fakegpu.reset_peak_memory_stats()
@@ -172,10 +173,7 @@ def use(world, folder, model):
         "trainer": float(own.mean()),
         "api": table["brightness"].tuned,
         "models": peak,
-        "drawn": drawn,
-        "painting": size_of(pipeline.transformer) + size_of(pipeline.vae),
-        "encoding": size_of(pipeline.text_encoder) + size_of(pipeline.text_encoder_2),
-        "parked": sorted({str(p.device) for p in studio.policy.pipeline.text_encoder_2.parameters()}),
+        "encoders": [*places, str(studio.policy.text.modules[0].device)],
         "demo": float(drawing.tuned.scores["brightness"][0]),
         "sample": float(api.sample(run, [prompt]).mean()),
     }
