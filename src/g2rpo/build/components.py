@@ -286,9 +286,11 @@ def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, notify: Ca
         root = local(cache) if cache != "auto" else cache_root() / "embeddings"
         try:
             root.mkdir(parents=True, exist_ok=True)
-            settings = {key: value for key, value in config.model_dump(mode="json").items() if key not in NOT_IN_EMBEDDINGS}
+            edits = bool(getattr(text, "pictured", ()))
+            left_out = NOT_IN_EMBEDDINGS - ({"height", "width", "vae_tiling"} if edits else set())
+            settings = {key: value for key, value in config.model_dump(mode="json").items() if key not in left_out}
             identity = {
-                **_text_identity(config.path, FileDigests(root / "digests.json")),
+                **_text_identity(config.path, FileDigests(root / "digests.json"), ("vae",) if edits else ()),
                 "settings": settings,
                 "guided": getattr(text, "guided", False),  # whether the negative prompt is encoded too
             }
@@ -299,13 +301,13 @@ def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, notify: Ca
     return CachedEncoder(text, store, notify=notify)
 
 
-def _text_identity(name: str, digests: FileDigests) -> dict[str, str]:
-    """The identity of a pipeline's text encoders and tokenizers: their content, or hub id and commit."""
+def _text_identity(name: str, digests: FileDigests, more: tuple[str, ...] = ()) -> dict[str, str]:
+    """The identity of a pipeline's text encoders, tokenizers and `more` parts: their content, or hub id and commit."""
     path, kind = locate_pipeline(name, chosen="any")
     root = Path(path)
     if not root.is_dir():
         return {"pipeline": kind, "hub": path, "commit": _commit(path)}
-    folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(("text_encoder", "tokenizer"))]
+    folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(("text_encoder", "tokenizer", *more))]
     return {"pipeline": kind, "content": digests.of_folders(root, folders)}
 
 

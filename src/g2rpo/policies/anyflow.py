@@ -83,6 +83,21 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         """Frames of a latent."""
         return 1
 
+    @property
+    def fps(self) -> float:
+        """Frames a second of its videos."""
+        return 16
+
+    @property
+    def seconds(self) -> float:
+        """Of a video."""
+        return (self.options.num_frames or 1) / self.fps
+
+    @property
+    def input_pictures(self) -> tuple[int, int]:
+        """The least and the most that a prompt has."""
+        return (1, self.most_pictures) if self.pictured else (0, 0)
+
     def widths(self) -> dict[str, tuple[int, ...]]:
         """One token's embeddings, by name: sizes that follow a prompt's length."""
         raise NotImplementedError

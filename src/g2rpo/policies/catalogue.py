@@ -173,6 +173,10 @@ class Wan(DiffusersPolicy):
     def frames(self) -> int:
         return int(self.pipeline.vae_scale_factor_temporal)
 
+    @property
+    def fps(self) -> float:
+        return 24 if self.one_time else 16
+
     def widths(self) -> Sizes:
         return {"prompt_embeds": (self.config.text_dim,)}
 
@@ -190,6 +194,10 @@ class LTX(DiffusersPolicy):
     @property
     def frames(self) -> int:
         return int(self.pipeline.vae_temporal_compression_ratio)
+
+    @property
+    def fps(self) -> float:
+        return 25  # the pipeline's default frame_rate
 
     def widths(self) -> Sizes:
         return {"prompt_embeds": (self.config.caption_channels,), "prompt_attention_mask": ()}

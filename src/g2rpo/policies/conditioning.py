@@ -162,6 +162,7 @@ class PipelineText(TextEncoders):
         super().__init__(pipeline, dtype=options.dtype, device=options.device)
         self.described, self.options = described, options
         self.guided = described.is_guided(pipeline, options.guidance_scale)
+        self.pictured = described.pictured
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:

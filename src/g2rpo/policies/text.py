@@ -23,6 +23,8 @@ class TextEncoders:
 
     guided = False
     """Whether prompts are encoded together with a negative one."""
+    pictured: Sequence[str] = ()
+    """What the VAE makes of input pictures."""
 
     def __init__(self, pipeline: Any, *, dtype: torch.dtype, device: torch.device | str) -> None:
         self.pipeline = pipeline
