@@ -9,14 +9,23 @@ import torch
 from PIL import Image
 
 from g2rpo import api, input_pictures
+from g2rpo.build import components
 from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import PolicyConfig
 from g2rpo.errors import UserError
 from g2rpo.input_pictures import digest_of_prompts, read_inputs
+from g2rpo.monitor.grids import read_grid
+from g2rpo.monitor.pictures import Strip, save_grid
 from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore
 from g2rpo.prompts.sources import read_prompts
+from g2rpo.report.history import read_runs
+from g2rpo.report.page import render
+from g2rpo.rewards.analytic import Similarity
+from g2rpo.rollout.frames import Frames, OnFrames
+from g2rpo.runs.directory import claim, record_start
 from g2rpo.types import Cond, Prompt
 from tests.commands import g2rpo
-from tests.runs import PLAIN, Editing, brightness, picture
+from tests.runs import PLAIN, Editing, brightness, config, picture, trainer
 
 
 def write_prompts(path, *records):
@@ -142,3 +151,65 @@ def test_the_command_line_checks_its_pictures(tmp_path, capsys):
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "a"})
     code, _, err = g2rpo(capsys, "sample", "--prompts", prompts, "--image", picture(tmp_path / "a.png"), "--model", "testbed")
     assert code == 2 and "--image belongs to prompts that are given as arguments" in err
+
+
+def test_similarity_is_one_for_the_input_picture_itself(tmp_path):
+    white, grey = picture(tmp_path / "white.png", "white", (9, 5)), picture(tmp_path / "grey.png", (51, 51, 51))
+    images = torch.stack([torch.ones(3, 4, 4), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
+    prompts = [Prompt("a", [white]), Prompt("a", [white]), Prompt("a", [grey, white]), "a"]
+    scores = Similarity()(images, prompts)
+    assert scores[:3].tolist() == pytest.approx([1, 0, 0.8]) and scores[3].isnan()
+    clip = torch.stack([images[0], images[1]])[None]
+    assert OnFrames(Similarity(), Frames(every=1))(clip, prompts[:1]).item() == pytest.approx(0.5)
+
+
+def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):
+    colours = {"red": (255, 0, 0), "grey": (128, 128, 128), "blue": (0, 0, 255)}
+    prompts = [Prompt(name, [picture(tmp_path / f"{name}.png", colour, (30, 60))]) for name, colour in colours.items()]
+    claim(tmp_path / "run", config())
+    record_start(tmp_path / "run", 0, torch.device("cpu"))
+    t = trainer(tmp_path / "run", policy=Editing(), prompts=prompts, rewards={"bright": Similarity()})
+    list(t.train())
+    t.finish()
+    grid = read_grid(tmp_path / "run" / "samples" / "before_after.png")
+    assert [each.size for each in grid.inputs] == [(64, 128)] * 2 and len(grid.rows) == 2
+    assert [each.getpixel((30, 60)) for each in grid.inputs] == [(255, 0, 0), (128, 128, 128)]
+    page = render(read_runs([tmp_path / "run"]))
+    assert page.count('alt="Input picture: ') == 2 and "From the left the input picture" in page
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert "pipeline_tag: image-to-image" in card and 'image=load_image("in.png")' in card
+
+
+def test_several_input_pictures_share_a_cell(tmp_path):
+    both = [picture(tmp_path / "red.png", (255, 0, 0), (8, 8)), picture(tmp_path / "blue.png", (0, 0, 255), (8, 8))]
+    save_grid(tmp_path / "grid.png", [Strip(torch.rand(2, 3, 8, 8))], [Prompt("a", both), "b"])
+    first, second = read_grid(tmp_path / "grid.png").inputs
+    assert second is None and first.size == (128, 64)
+    assert (first.getpixel((9, 9)), first.getpixel((99, 9))) == ((255, 0, 0), (0, 0, 255))
+
+
+def test_sample_takes_an_input_picture(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(components, "build_policy", lambda *args, **more: Editing())
+    options = ["--model", "testbed", "--steps", 2, "--out", tmp_path / "out"]
+    code, _, err = g2rpo(capsys, "sample", "darker", *options)
+    assert code == 2 and "prompt 'darker': has 0 input pictures, but this model takes 1" in err
+    assert not (tmp_path / "out").exists()
+    code, _, _ = g2rpo(capsys, "sample", "darker", "--image", picture(tmp_path / "a.png"), *options)
+    (line,) = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
+    assert code == 0 and json.loads(line)["images"] == [str(tmp_path / "a.png")]
+    assert read_grid(tmp_path / "out" / "grid.png").inputs[0].getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_embeddings_of_edits_depend_on_the_size_and_the_vae(tmp_path):
+    """The VAE encodes input pictures, some models at the size of the output; text does not depend on either."""
+
+    def folder(pictured, height=64):
+        text = Counting()
+        text.pictured = pictured
+        policy = PolicyConfig(path="testbed", height=height, width=64)
+        return components.cache_embeddings(text, policy, str(tmp_path), pytest.fail).store.folder
+
+    assert folder(()) == folder((), height=32)
+    assert len({folder(()), folder(("image_latents",)), folder(("image_latents",), height=32)}) == 3
+    contents = [json.loads((path / "identity.json").read_text())["content"] for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(set(contents)) == 2  # with the VAE, and without

@@ -34,6 +34,15 @@ def check_inputs(prompts: Iterable[str]) -> None:
         check_files(images_of(prompt), _place(prompt))
 
 
+def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
+    """Refuses prompts with fewer or more input pictures than a model `takes`, the least and the most; UserError."""
+    least, most = takes
+    wanted = f"{least}" if least == most else f"{least} to {most}"
+    for prompt in prompts:
+        if not least <= (count := len(images_of(prompt))) <= most:
+            raise UserError(f"{_place(prompt)}: has {count} input pictures, but this model takes {wanted}")
+
+
 def check_files(paths: Sequence[str], place: str) -> None:
     """The same for the pictures of one prompt; messages begin with `place`."""
     for path in paths:

@@ -51,6 +51,7 @@ REWARDS = {
     "jpeg_size": "g2rpo.rewards.analytic:JPEGSize",
     "brightness": "g2rpo.rewards.analytic:Brightness",
     "saturation": "g2rpo.rewards.analytic:Saturation",
+    "similarity": "g2rpo.rewards.analytic:Similarity",
     "scene_accuracy": "g2rpo.testbed.rewards:SceneAccuracy",
     "scene_clip": "g2rpo.testbed.rewards:SceneCLIP",
     "scene_preference": "g2rpo.testbed.rewards:ScenePreference",

@@ -230,7 +230,7 @@ def demo(
         )
     )
     try:
-        address = app.serve(page, host, port, token)
+        address = app.serve(page, host, port, token, uploads=studio.input_pictures[1] > 0)
     except OSError as error:
         raise UserError(f"cannot serve on {host}:{port}: {error}") from error
     say(f"{address} (ends with Ctrl-C)")

@@ -19,6 +19,7 @@ from g2rpo.report.history import read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.rollout.planning import count_per_prompt
 from g2rpo.runs.directory import fresh_directory, weights_path
+from g2rpo.training.model_card import CLIPS, PICTURES
 from g2rpo.training.trainer import Trainer
 
 BETWEEN = 2.0
@@ -92,7 +93,7 @@ def show_results(trainer: Trainer, table: dict[str, Comparison], directory: Path
     say(console, summary(*read_runs([directory])))
     again = fresh_directory(directory.parent, directory.resolve().name)
     for what, where in (
-        ("before/after", directory / "samples" / "before_after.png"),
+        ("before/after", next(path for path in map(directory.joinpath, (CLIPS, PICTURES[0])) if path.is_file())),
         ("curves", directory / "curves.png"),
         ("weights", weights_path(directory)),
         ("metrics", directory / "metrics.jsonl"),

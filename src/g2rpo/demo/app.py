@@ -19,7 +19,7 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from g2rpo.demo import views
-from g2rpo.demo.gate import Gate
+from g2rpo.demo.gate import MAX_UPLOAD, Gate
 from g2rpo.demo.studio import (
     MAX_PROMPT,
     MAX_STRENGTH,
@@ -62,7 +62,7 @@ def build(stage: Stage) -> gr.Blocks:
     """The page, not yet served."""
     studio = stage.studio
     prompt = stage.examples[0] if stage.examples else ""
-    with gr.Blocks(title=f"{stage.title} · g2rpo demo", analytics_enabled=False) as page:
+    with gr.Blocks(title=f"{stage.title} · g2rpo demo", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.HTML(f'<div class="g2"><h1>{escape(stage.title)}</h1><p class="g2-facts">{escape(stage.facts)}</p></div>')
         with gr.Tabs(elem_id="views"):
             tabs = [gr.Tab("Draw"), gr.Tab("How it learns"), *([gr.Tab("The run")] if stage.report else [])]
@@ -93,6 +93,7 @@ def _draw_view(stage: Stage, studio: Studio, prompt: str) -> None:
     with gr.Row():
         with gr.Column(scale=4, min_width=300):
             asked = _prompt(prompt)
+            picture = _picture(studio)
             go = gr.Button("Draw", variant="primary", elem_id="draw")
             _examples(stage, asked)
             toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
@@ -108,10 +109,11 @@ def _draw_view(stage: Stage, studio: Studio, prompt: str) -> None:
             empty = _empty("Base and tuned, from the same noise, appear here.")
             out = gr.HTML(stage.opening or empty, elem_id="drawing")
 
-    def answer(prompt: str, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
-        return views.drawing_html(draw(studio, prompt, seed=seed, steps=steps, guidance=guidance, strength=strength))
+    def answer(prompt: str, picture: str | None, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
+        settings = {"seed": seed, "steps": steps, "guidance": guidance, "strength": strength}
+        return views.drawing_html(draw(studio, prompt, images=[picture] if picture else [], **settings))
 
-    asks = gr.on([go.click, asked.submit], _told(answer), [asked, seed, steps, guidance, strength], out, **QUESTION)
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, seed, steps, guidance, strength], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "drawing")
 
 
@@ -121,6 +123,7 @@ def _learn_view(stage: Stage, studio: Studio, prompt: str) -> None:
     with gr.Row(equal_height=False):
         with gr.Column(scale=4, min_width=300):
             asked = _prompt(prompt)
+            picture = _picture(studio)
             _examples(stage, asked)
         with gr.Column(scale=6, min_width=300):
             with gr.Row():
@@ -137,6 +140,7 @@ def _learn_view(stage: Stage, studio: Studio, prompt: str) -> None:
 
     def answer(
         prompt: str,
+        picture: str | None,
         plan: Any,
         seed: Any,
         side: str,
@@ -150,12 +154,25 @@ def _learn_view(stage: Stage, studio: Studio, prompt: str) -> None:
         lesson = learn(studio, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=told)
         return views.lesson_html(lesson)
 
-    asks = gr.on([go.click, asked.submit], _told(answer), [asked, plan, seed, side, grains], out, **QUESTION)
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, plan, seed, side, grains], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "lesson")
 
 
 def _prompt(value: str) -> gr.Textbox:
     return gr.Textbox(value, label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT)
+
+
+def _picture(studio: Studio) -> gr.Image:
+    """The input picture, for models that edit; without one a held-out prompt has its own."""
+    takes = studio.input_pictures[1] > 0
+    return gr.Image(
+        type="filepath",
+        sources=["upload"],
+        label="Input picture; held-out prompts have their own",
+        height=180,
+        visible=takes,
+        buttons=[],
+    )
 
 
 def _seed(value: int) -> gr.Number:
@@ -184,7 +201,7 @@ def _told(answer: Callable[..., str]) -> Callable[..., str]:
     return guarded
 
 
-def serve(page: gr.Blocks, host: str, port: int, token: str | None) -> str:
+def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: bool = False) -> str:
     """Serves the page from its own thread and returns its address. OSError if the port is taken.
 
     Without a `token`, `host` must be a loopback address.
@@ -206,7 +223,8 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None) -> str:
         enable_monitoring=False,
         run_history=False,  # it would keep prompts in the browser
         footer_links=[],
-        app_kwargs={"middleware": [Middleware(Gate, local=token is None)]},
+        app_kwargs={"middleware": [Middleware(Gate, local=token is None, uploads=uploads)]},
+        max_file_size=MAX_UPLOAD,
         theme=gr.themes.Default(primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]),
         css=views.style(),
     )

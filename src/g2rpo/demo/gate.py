@@ -20,22 +20,29 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 MAX_BODY = 2**16
 """Bytes of a question: a prompt and some numbers."""
 
+MAX_UPLOAD = 2**24
+"""Bytes of an input picture, where the model takes one."""
+
 READ = re.compile(
     r"/|/(config|theme\.css|favicon\.ico|logout)|/(assets|static)/.+"
     r"|/gradio_api/(queue/data|startup-events|heartbeat/[^/]+)"
 )
 WRITE = re.compile(r"/login|/gradio_api/queue/join")
+UPLOAD = re.compile(r"POST /gradio_api/upload|GET /gradio_api/(file=.+|upload_progress)")
+"""What an input picture needs; Gradio gives out only files that it has taken in."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Passes the page's requests to `app`, and refuses all others with a status and a message.
+    """Passes to `app` what the page requests, and refuses the rest with a status and a message.
 
-    `local` serves this machine alone: a request must then be addressed to it by a loopback name, to prevent DNS rebinding.
+    With `uploads` it lets pictures in. `local` serves this machine only: a request must then be addressed to it by a loopback
+    name, to prevent DNS rebinding.
     """
 
     app: Callable[[Scope, Receive, Send], Awaitable[None]]
     local: bool
+    uploads: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self.refusal(scope) if scope["type"] == "http" else None
@@ -60,10 +67,13 @@ class Gate:
             return 421, "without a token, only this machine's own names (localhost, 127.0.0.1) are served"
         if origin is not None and origin.partition("://")[2] != host:
             return 403, "other sites may not ask"
-        if known is None or not known.fullmatch(scope["path"].rstrip("/") or "/"):
+        path = scope["path"].rstrip("/") or "/"
+        upload = self.uploads and UPLOAD.fullmatch(f"{scope['method']} {path}") is not None
+        if not upload and (known is None or not known.fullmatch(path)):
             return 404, "there is nothing but the page"
         if "transfer-encoding" in headers or length is None:
             return 411, "a Content-Length is needed"
-        if length > MAX_BODY:
-            return 413, f"at most {MAX_BODY} bytes"
+        most = MAX_UPLOAD if upload else MAX_BODY
+        if length > most:
+            return 413, f"at most {most} bytes"
         return None

@@ -16,13 +16,15 @@ from g2rpo.config.schema import SamplingConfig, grid_of
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.flow import ode_step
+from g2rpo.input_pictures import check_counts
+from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import decode, score
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.seeding import generator_for
-from g2rpo.types import Algorithm, Plan, Reward
+from g2rpo.types import Algorithm, Plan, Prompt, Reward
 
 MAX_PROMPT = 500
 """Characters of a prompt."""
@@ -62,6 +64,7 @@ class Studio:
     def __post_init__(self) -> None:
         self.steps = self.steps or self.sampling.num_steps
         self.numbers = {str(prompt): number for number, prompt in reversed(list(enumerate(self.heldout)))}
+        self.input_pictures: tuple[int, int] = getattr(self.policy, "input_pictures", (0, 0))
         self.plans = plans_of(self.algorithm, self.sampling.num_steps, 0, self.seed)
         self.most_steps = max(MAX_STEPS, self.sampling.num_steps, self.steps)
         self.most_guidance = max(MAX_GUIDANCE, self.policy.guidance_scale)
@@ -69,6 +72,15 @@ class Studio:
     def grid(self, num_steps: int) -> Tensor:
         """The sigma grid of `num_steps` steps."""
         return grid_of(self.sampling.shift, self.policy, num_steps)
+
+    def prompt(self, text: str, images: Sequence[str]) -> tuple[str, int | None]:
+        """The prompt with these words and input pictures, and its number if it is a held-out one; without pictures, those of
+        the held-out prompt with the same words. `UserError` if the model takes more or fewer pictures."""
+        number = self.numbers.get(text) if not images else None
+        prompt = Prompt(text, images) if number is None else self.heldout[number]
+        if images or self.input_pictures[0]:
+            check_counts([prompt], self.input_pictures)
+        return prompt, number
 
     @property
     def granularities(self) -> tuple[int, ...]:
@@ -115,15 +127,28 @@ class Drawing:
     """Why a score is missing, if that is known."""
     settings: str
     """The settings of the drawing, as text."""
+    seconds: float = 0
+    """Of a clip."""
 
     @property
     def prompt(self) -> str:
         return self.base.prompts[0]
 
 
-def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float, strength: float = 1.0) -> Drawing:
-    """Draws and scores `prompt`, as `g2rpo sample` draws its first with this seed; a held-out prompt as the run's evaluations
-    do, from the noise of its number. `UserError` for settings out of range."""
+def draw(
+    studio: Studio,
+    prompt: str,
+    *,
+    seed: int,
+    steps: int,
+    guidance: float,
+    strength: float = 1.0,
+    images: Sequence[str] = (),
+) -> Drawing:
+    """Draws and scores `prompt`, with its input pictures in `images`, as `g2rpo sample` draws its first with this seed.
+
+    A held-out prompt is drawn as by the run's evaluations, from the noise of its number. `UserError` for settings out of range.
+    """
     prompt, seed = checked(prompt, seed)
     for name, value, low, high in (
         ("steps", steps, 1, studio.most_steps),
@@ -136,8 +161,8 @@ def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float,
     steps, rewards = int(steps), {**studio.rewards, **studio.judges}
     sigmas = studio.grid(steps)
 
-    number = studio.numbers.get(prompt)
-    asked, first = (prompt, 0) if number is None else (studio.heldout[number], number)
+    asked, number = studio.prompt(prompt, images)
+    first = number or 0
 
     def judged(tuned: bool) -> Evaluation:
         with studio.model(tuned, guidance, strength):
@@ -151,7 +176,8 @@ def draw(studio: Studio, prompt: str, *, seed: int, steps: int, guidance: float,
         f"guidance {guidance:g}",
         *([f"strength {strength:g}"] if studio.tuned == "adapter" else []),
     ]
-    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), " · ".join(settings))
+    seconds = seconds_of(studio.policy, base.images.shape[1])
+    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), " · ".join(settings), seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +204,8 @@ class Lesson:
     granularities: tuple[int, ...]
     why: str
     settings: str
+    seconds: float = 0
+    """Of a clip."""
 
 
 def learn(
@@ -188,6 +216,7 @@ def learn(
     plan: int,
     tuned: bool,
     granularities: Collection[int] | None = None,
+    images: Sequence[str] = (),
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Lesson:
     """Samples, scores and compares one group for `prompt` by plan number `plan` of the algorithm.
@@ -197,6 +226,7 @@ def learn(
     network evaluations. `UserError` for wrong input.
     """
     prompt, seed = checked(prompt, seed)
+    asked, _ = studio.prompt(prompt, images)
     if plan not in range(len(studio.plans)):
         raise UserError(f"there is no such branch: {plan}")
     s, algorithm = studio.sampling, studio.with_granularities(granularities)
@@ -215,7 +245,7 @@ def learn(
             done += rows
             on_progress(done, total)
 
-        cond = studio.policy.encode([prompt])
+        cond = studio.policy.encode([asked])
         engine = Engine(
             policy=studio.policy,
             cond=cond,
@@ -231,21 +261,18 @@ def learn(
         if chosen.shared_noise:
             anchors = engine.anchors(range(s.num_steps), noise)
             walk = [ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors.items()]
-            predictions = decode(studio.policy, torch.cat(walk), studio.sizes.decode)
+            predictions, _ = _decoded(studio, torch.cat(walk))
         shape = rollout.finals.shape[:2]
-        latents = rollout.finals.flatten(0, 1)
-        images = decode(studio.policy, latents, studio.sizes.decode)
-        rewards = torch.zeros(0, *shape)
-        if studio.rewards:
-            rewards = score(studio.rewards, images, [prompt] * len(images), latents).unflatten(1, shape)
+        finals, scores = _decoded(studio, rollout.finals.flatten(0, 1), studio.rewards, asked)
+        rewards = scores.unflatten(1, shape)
         return Lesson(
-            prompt=prompt,
+            prompt=asked,
             plan=chosen,
             sigmas=sigmas,
             predictions=predictions,
-            noised=decode(studio.policy, rollout.transitions[-1].x_next, studio.sizes.decode),
+            noised=_decoded(studio, rollout.transitions[-1].x_next)[0],
             noised_at=rollout.transitions[-1].step,
-            finals=images.unflatten(0, shape),
+            finals=finals.unflatten(0, shape),
             names=tuple(studio.rewards),
             weights=studio.weights,
             rewards=rewards,
@@ -253,10 +280,23 @@ def learn(
             granularities=chosen.tail_names,
             why=studio.explain(prompt),
             settings=f"seed {seed} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
+            seconds=seconds_of(studio.policy, finals.shape[1]),
         )
 
     with studio.model(tuned, studio.policy.guidance_scale):
         return studio.sizes.fit(sampled)
+
+
+def _decoded(
+    studio: Studio, latents: Tensor, rewards: Mapping[str, Reward] | None = None, prompt: str = ""
+) -> tuple[Tensor, Tensor]:
+    """Pictures or reduced clips of latents [N, ...], and their scores [R, N], a batch at a time: clips are large."""
+    shown, scores = [], []
+    for part in latents.split(studio.sizes.decode):
+        images = decode(studio.policy, part, studio.sizes.decode)
+        shown.append(reduced(images) if images.ndim == 5 else images)
+        scores.append(score(rewards, images, [prompt] * len(images), part) if rewards else torch.zeros(0, len(images)))
+    return torch.cat(shown), torch.cat(scores, 1)
 
 
 def checked(prompt: str, seed: float | None) -> tuple[str, int]:

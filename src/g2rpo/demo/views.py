@@ -11,10 +11,12 @@ from torch import Tensor
 
 from g2rpo.demo.studio import Drawing, Lesson, plan_labels
 from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.input_pictures import read_inputs
+from g2rpo.monitor.clips import frames_of
 from g2rpo.monitor.diagnostics import group_std
 from g2rpo.monitor.pictures import to_pil
 from g2rpo.report.history import Run
-from g2rpo.report.page import data_uri, render
+from g2rpo.report.page import clip_uri, data_uri, render
 from g2rpo.report.words import fixed, signed
 
 LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page
@@ -44,8 +46,10 @@ def drawing_html(drawing: Drawing, note: str = "") -> str:
     sides = [("base", drawing.base), *([("tuned", drawing.tuned)] if drawing.tuned is not None else [])]
     return environment.get_template("drawing.html").render(
         prompt=drawing.prompt,
+        inputs=[data_uri(picture, SMALL) for picture in read_inputs(drawing.prompt)],
         pictures=[
-            (name, _uri(evaluation.images[0], LARGE), _scores(drawing, name), _right(evaluation)) for name, evaluation in sides
+            (name, _uri(evaluation.images[0], LARGE, drawing.seconds), _scores(drawing, name), _right(evaluation))
+            for name, evaluation in sides
         ],
         note=note,
         missing=[name for name, values in drawing.base.scores.items() if values.isnan().any()],
@@ -88,8 +92,11 @@ def lesson_html(lesson: Lesson) -> str:
         {
             "number": member + 1,
             "mark": "" if silent else {best: "best", worst: "worst"}.get(float(lesson.advantages[member]), ""),
-            "noised": _uri(lesson.noised[member], SMALL),
-            "finals": [(g, _uri(finals[member], SMALL)) for g, finals in zip(lesson.granularities, lesson.finals, strict=True)],
+            "noised": _uri(lesson.noised[member], SMALL, lesson.seconds),
+            "finals": [
+                (g, _uri(finals[member], SMALL, lesson.seconds))
+                for g, finals in zip(lesson.granularities, lesson.finals, strict=True)
+            ],
             "scores": [
                 (name, [_score(value) for value in lesson.rewards[r, :, member]]) for r, name in enumerate(lesson.names)
             ],
@@ -101,13 +108,14 @@ def lesson_html(lesson: Lesson) -> str:
     ]
     return environment.get_template("lesson.html").render(
         prompt=lesson.prompt,
+        inputs=[data_uri(picture, SMALL) for picture in read_inputs(lesson.prompt)],
         where=plan_labels([lesson.plan])[0],
         noised_at=lesson.noised_at,
         walk=[
             {
                 "step": step,
                 "sigma": f"{sigmas[step]:.2f}",
-                "uri": _uri(picture, SMALL),
+                "uri": _uri(picture, SMALL, lesson.seconds),
                 "noise": lesson.plan.branch <= step < lesson.plan.merge,
             }
             for step, picture in enumerate(lesson.predictions)
@@ -152,5 +160,8 @@ def _score(value: Tensor) -> str:
     return fixed(float(value), digits(float(value))) if value.isfinite() else "no score"
 
 
-def _uri(image: Tensor, size: int) -> str:
+def _uri(image: Tensor, size: int, seconds: float) -> str:
+    """A picture [3, H, W], or a clip [T, 3, H, W], within a page."""
+    if image.ndim == 4:
+        return clip_uri(frames_of(image), round(1000 * seconds / len(image)), size)
     return data_uri(to_pil(image), size)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from g2rpo.input_pictures import read_inputs
 from g2rpo.rewards.pixels import score_in_batches, to_pil
 
 _CHUNK = 64  # pictures at a time; it only bounds memory
@@ -66,3 +69,28 @@ class Saturation:
         x = images.float()
         high, low = x.amax(dim=1), x.amin(dim=1)
         return self.sign * ((high - low) / high.clamp(min=1)).flatten(1).mean(dim=1)
+
+
+class Similarity:
+    """How much of a prompt's first input picture is kept: 1 - mean |difference| over pixels and channels in [0, 1].
+
+    The input picture is brought to the size of the picture. A prompt without one has no score, NaN.
+    """
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Similarity [B] of images [B, 3, H, W] in [0, 1], each to its own prompt's `images`."""
+        return score_in_batches(images, prompts, self._score, _CHUNK)
+
+    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        inputs = {prompt: _fitted(prompt, images.shape[3], images.shape[2]) for prompt in dict.fromkeys(prompts)}
+        pairs = [(image.float().cpu(), inputs[prompt]) for image, prompt in zip(images, prompts, strict=True)]
+        return torch.tensor([torch.nan if own is None else 1 - float((image - own).abs().mean()) / 255 for image, own in pairs])
+
+
+def _fitted(prompt: str, width: int, height: int) -> Tensor | None:
+    """The prompt's first input picture [3, height, width], 0 to 255."""
+    pictures = read_inputs(prompt)
+    if not pictures:
+        return None
+    resized = pictures[0].resize((width, height), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float()
