@@ -75,7 +75,7 @@ def test_pictures_are_scored_as_before_and_verdicts_pass():
     reward = OnFrames(brightness)
     pictures = torch.rand(3, 3, 2, 2)
     assert torch.equal(score({"x": reward}, pictures, ["a"] * 3), score({"x": brightness}, pictures, ["a"] * 3))
-    assert reward.right is None and OnFrames(FunctionReward(Whole)).right == 0.5
+    assert not hasattr(reward, "right") and OnFrames(FunctionReward(Whole)).right == 0.5
 
 
 class Whole:

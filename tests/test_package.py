@@ -101,6 +101,7 @@ def test_constraints_pin_what_tests_need_and_nothing_else():
         *extras["data"],
         *extras["demo"],
         *extras["ocr"],
+        *extras["video"],
         *(each for each in extras["dev"] if "g2rpo" not in each),
     ]
     installed = {canonicalize_name(each.metadata["Name"]): each for each in distributions()}
