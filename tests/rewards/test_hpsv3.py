@@ -94,13 +94,25 @@ def test_every_planted_error_is_seen(options: dict[str, Any], monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(hpsv3.target_size, "__defaults__", (128 * 28 * 28,))
         assert worst(reward) > 100 * SCORE
-    with monkeypatch.context() as patch:  # positions of rows and columns, as Qwen2-VL's own
+    with monkeypatch.context() as patch:  # on the tiny model's square pictures it moves scores by more than they spread
         own = reward.text.rotary_emb.forward
-        patch.setattr(reward.text.rotary_emb, "forward", lambda x, position_ids: own(x, position_ids // 2))
-        assert worst(reward) > 100 * SCORE
+        patch.setattr(reward.text.rotary_emb, "forward", lambda x, position_ids: own(x, rows_and_columns(position_ids)))
+        moved = scores(reward, "square") - torch.tensor(oracle("hpsv3")["cases"][0]["float32"])
+        assert moved.abs().mean() > torch.tensor(oracle("hpsv3")["cases"][0]["float32"]).std() > 100 * SCORE
     with monkeypatch.context() as patch:
         patch.setattr(hpsv3, "_with_frequencies", lambda module: _exact_frequencies(module))
         assert worst(HPSv3(**options, dtype="float32")) > SCORE
+
+
+def rows_and_columns(position_ids: Tensor, side: int = 16) -> Tensor:
+    """Qwen2-VL's own positions [3, B, L] for a picture of `side` x `side` tokens, where HPSv3 has 0, 1, 2, ..."""
+    ids = torch.tensor(oracle("hpsv3")["token_ids"][0])
+    start = int((ids == 261).nonzero()[0])  # <|image_pad|>
+    rows = torch.arange(side).repeat_interleave(side)
+    picture = start + torch.stack([torch.zeros_like(rows), rows, torch.arange(side).repeat(side)])
+    rest = torch.arange(position_ids.shape[-1] - start - side**2) + start + side
+    whole = torch.cat([torch.arange(start).expand(3, -1), picture, rest.expand(3, -1)], 1)
+    return whole[:, None].expand(3, position_ids.shape[1], -1)
 
 
 def _exact_frequencies(module: torch.nn.Module) -> torch.nn.Module:
