@@ -185,7 +185,7 @@ class _Factor(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def _compute_as_called(transformer: nn.Module) -> None:
+def _compute_as_called(transformer: Any) -> None:
     """What autocast does for adapters, without it: peft itself would compute them in float32."""
     for module in transformer.modules():
         if hasattr(module, "lora_A"):
