@@ -81,6 +81,27 @@ def learn_sd3(world, folder, model, mode):
     return rows
 
 
+def learn_nft(world, folder, model, mode):
+    """Two iterations with old weights, which sample, and the untrained model; a checkpoint, and another trainer's from it."""
+    small = [option for option in SMALL if "branch_steps" not in option]
+    options = (*small, "algorithm.name=diffusion_nft", "algorithm.old_rise=0.3", "algorithm.kl_weight=0.1")
+
+    def made():
+        sharding = Sharded(world, "cpu", whole_samples=mode == "training") if mode != "none" else None
+        policy = FluxPolicy.from_pretrained(model, sharding=sharding, **{**OPTIONS, "keep_base": True})
+        return trainer(folder, *options, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
+
+    t = made()
+    rows = [t.iterate(), t.iterate()]
+    t.save()
+    t.export()
+    again = made()
+    again.resume()
+    assert again.iteration == 2
+    rows.append(again.iterate())
+    return rows
+
+
 def exported(folder):
     return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
 
@@ -133,6 +154,23 @@ def test_sd3_in_pieces_with_a_kl_term_an_average_and_checkpointed_gradients(tmp_
     for row, other in zip(*rows, strict=True):
         agree_in(row, other)
     assert rows[1][1]["kl"] > 0
+
+
+@pytest.mark.parametrize("mode", ["full", "training"])
+def test_old_weights_in_pieces_are_those_of_whole_ones(tmp_path, flux_directory, mode):
+    logs, kept = {}, {}
+    for size, own in ((1, "none"), (2, mode)):
+        folder = tmp_path / own
+        folder.mkdir()
+        logs[own] = ranks.run(size, learn_nft, folder, flux_directory, own)[0]
+        (checkpoint,) = [path for path in checkpoints(folder / "checkpoints") if path.name.endswith("2")]
+        kept[own] = {name: load_file(checkpoint / f"{name}.safetensors") for name in ("weights", "old")}
+    agree(kept[mode]["weights"], kept["none"]["weights"])
+    agree(kept[mode]["old"], kept["none"]["old"])
+    apart = [float((kept[mode]["old"][name] - value).abs().max()) for name, value in kept[mode]["weights"].items()]
+    assert max(apart) > 1e-3
+    for row, other in zip(logs[mode], logs["none"], strict=True):
+        agree_in(row, other)
 
 
 def held(world, folder, model, mode):
