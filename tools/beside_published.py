@@ -4,6 +4,7 @@ The published code is not part of this package. Clone it first, and name the fol
 
     git clone https://github.com/Bujiazi/GRPO-Series        # pave_grpo, adagrpo
     git clone https://github.com/NVlabs/DiffusionNFT        # diffusion_nft
+    git clone https://github.com/verl-project/verl-omni     # flow_dppo
     git clone https://github.com/scxue/advantage_weighted_matching      # awm
     python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series diffusion_nft=DiffusionNFT
 
@@ -11,20 +12,25 @@ tests/published holds restatements of the same formulas, for a machine that has 
 """
 
 import ast
+import math
 import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from types import CodeType
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
-from g2rpo.data import Example
+from g2rpo.algorithms.flow_dppo import FlowDPPO
+from g2rpo.algorithms.policy_gradient import Steps
+from g2rpo.data import Example, Normal
 from g2rpo.errors import UserError
+from g2rpo.objectives import kernel_kl
 from g2rpo.training.trainer import Trainer
 from tests.published.second_half import Beside, Models, Objective, Seen, tiny
 from tests.tiny import save_flux
@@ -117,6 +123,50 @@ def awm(folder: Path, code: Path) -> Beside:
     return Beside(trainer, _forward(trainer, code, term), lambda models, updates: _trail(models, min(0.3, 0.2 * updates)))
 
 
+@dataclass
+class Function:
+    """A published loss and ours on the same numbers."""
+
+    ours: Callable[[torch.Tensor], torch.Tensor]
+    published: Callable[[torch.Tensor], torch.Tensor]
+    at: torch.Tensor
+
+    def differences(self) -> dict[str, float]:
+        losses = [of(self.at) for of in (self.ours, self.published)]
+        one, other = (torch.autograd.grad(loss, self.at)[0] for loss in losses)
+        found = {"loss": abs(float((losses[0] - losses[1]).detach())), "gradient": float((one - other).norm() / other.norm())}
+        return {**found, "weights": math.nan}
+
+
+def flow_dppo(folder: Path, code: Path) -> Function:
+    """verl_omni/trainer/diffusion/diffusion_algos.py: FlowDPPOLoss.compute_loss, by log-probs of 4096 members."""
+    stubs = dict.fromkeys(("Optional", "TensorDict", "DiffusionActorConfig", "DiffusionLossResult"), Any)
+    stubs |= {"Optional": Optional, "Any": Any, "DiffusionLossFn": object, "register_diffusion_loss": lambda _: lambda it: it}
+    found = _functions(code / "verl_omni/trainer/diffusion/diffusion_algos.py", "FlowDPPOLoss", **stubs)["FlowDPPOLoss"]
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    log_prob = (1e-3 * normal(4096)).requires_grad_()
+    old, advantages, std, dsigma = 1e-3 * normal(4096), normal(4096), normal(4096).abs() + 0.1, normal(4096).abs() + 0.1
+    old_mean = normal(4096, 16)
+    mean = old_mean + 4e-3 * std[:, None] * normal(4096, 1).abs()
+
+    def published(log_prob: torch.Tensor) -> torch.Tensor:
+        config = Namespace(diffusion_loss=Namespace(kl_mask_threshold=1e-5, add_kl_coefficient=True))
+        given = {"old_prev_sample_mean": old_mean, "prev_sample_mean": mean, "std_dev_t": (std / dsigma.sqrt())[:, None]}
+        given |= {"old_log_prob": old, "log_prob": log_prob, "advantages": advantages, "sqrt_dt": dsigma.sqrt()}
+        return found.compute_loss(config=config, **given)[0]
+
+    def ours(log_prob: torch.Tensor) -> torch.Tensor:
+        kl = kernel_kl(Normal(mean, std), Normal(old_mean, std))
+        given = {"log_prob": log_prob, "old_log_prob": old, "old_kl": kl, "advantages": advantages}
+        return FlowDPPO().policy_loss(Steps(**given, std=std, dsigma=dsigma, step=torch.zeros(4096).long())).mean()
+
+    return Function(ours, published, log_prob)
+
+
 def _forward(trainer: Trainer, code: Path, term: Callable[[Models, dict[str, Any]], torch.Tensor]) -> Objective:
     """An objective of a published loss on finished latents, one member at one time after the other."""
 
@@ -158,11 +208,11 @@ def _between(script: Path, first: str, last: str) -> CodeType:
     return compile(dedent("\n".join(lines[start:stop])), str(script), "exec")
 
 
-def _functions(script: Path, *names: str) -> dict[str, Any]:
-    """Functions of a script that cannot be imported here."""
+def _functions(script: Path, *names: str, **known: Any) -> dict[str, Any]:
+    """Functions and classes of a script that cannot be imported here; `known` is what they need of it."""
     tree = ast.parse(script.read_text())
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
-    found: dict[str, Any] = {"torch": torch}
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
+    found: dict[str, Any] = {"torch": torch, **known}
     exec(compile(tree, str(script), "exec"), found)
     return found
 
@@ -204,7 +254,7 @@ def _module(code: Path, name: str):
         sys.path.remove(str(code))
 
 
-METHODS = {"pave_grpo": pave_grpo, "adagrpo": adagrpo, "diffusion_nft": diffusion_nft, "awm": awm}
+METHODS = {"pave_grpo": pave_grpo, "adagrpo": adagrpo, "diffusion_nft": diffusion_nft, "awm": awm, "flow_dppo": flow_dppo}
 
 
 def main(words: list[str]) -> None:
@@ -215,7 +265,7 @@ def main(words: list[str]) -> None:
         save_flux(Path(folder))
         for name, code in (word.split("=", 1) for word in words):
             found = METHODS[name](Path(folder), Path(code)).differences()
-            print(f"| {name} | {METHODS[name].__doc__} |", " | ".join(f"{value:.1e}" for value in found.values()), "|")
+            print(f"| {name} | {METHODS[name].__doc__} |", " | ".join("" if math.isnan(value) else f"{value:.1e}" for value in found.values()), "|")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from g2rpo.algorithms.awm import AWM
 from g2rpo.algorithms.dancegrpo import DanceGRPO
 from g2rpo.algorithms.diffusion_nft import DiffusionNFT
 from g2rpo.algorithms.flow_cps import FlowCPS
+from g2rpo.algorithms.flow_dppo import FlowDPPO
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
 from g2rpo.algorithms.g2rpo import GranularGRPO
@@ -34,7 +35,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
-        PaveGRPO, AdaGRPO, DiffusionNFT, AWM,
+        FlowDPPO, PaveGRPO, AdaGRPO, DiffusionNFT, AWM,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}
