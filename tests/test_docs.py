@@ -202,16 +202,22 @@ class Bright:
 
 
 def test_the_glossary_has_every_name_that_runs_log_and_no_other():
-    """Three runs that log all there is: overlapped scoring, a KL term, granularities that are chosen."""
+    """Runs that log all there is: overlapped scoring, a KL term, what is chosen, losses on finished latents."""
     explained = glossary()
     assert explained.keys() == {"train", "eval"}
     logged = {"train": set(), "eval": set()}
-    for overrides in (["sampling.prompts_at_once=1"], ["algorithm.kl_weight=0.1"], ["algorithm.granularities=auto"]):
+    for overrides in (
+        ["sampling.prompts_at_once=1"],
+        ["algorithm.kl_weight=0.1"],
+        ["algorithm.granularities=auto"],
+        ["algorithm.name=adagrpo", "algorithm.branch_steps=[0]", "algorithm.candidates=2"],
+        ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],
+    ):
         for row in trainer(None, *overrides, "trainer.iterations=1", rewards={"bright": Bright()}).train():
             logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
-    places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+"}
+    places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+", "R": r"\d+"}
     for kind, entries in explained.items():
-        patterns = [re.compile(re.sub(r"\b(NAME|PHASE|K|M)\b", lambda place: places[place[0]], name)) for name in entries]
+        patterns = [re.compile(re.sub(r"\b(NAME|PHASE|K|M|R)\b", lambda place: places[place[0]], name)) for name in entries]
         unexplained = {name for name in logged[kind] if not any(pattern.fullmatch(name) for pattern in patterns)}
         assert not unexplained, f"not in docs/report.md: {sorted(unexplained)}"
         gone = [pattern.pattern for pattern in patterns if not any(pattern.fullmatch(name) for name in logged[kind])]

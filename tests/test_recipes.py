@@ -53,6 +53,8 @@ def test_rewards_options_and_plans_of_a_recipe_exist(name):
         ("flux1-dev-lora", 4, 727, 96),
         ("sd35-medium-lora", 8, 557, 120),
         ("sd35-medium-flow-grpo", 48, 240, 24),
+        ("sd35-medium-nft", 48, 240, 24),
+        ("flux1-dev-pave", 8, 7 + 12 * (15 + 13 + 11 + 9), 48),
     ],
 )
 def test_a_prompt_costs_what_the_comments_say(name, prompts, evaluations, images):

@@ -265,7 +265,11 @@ def main(words: list[str]) -> None:
         save_flux(Path(folder))
         for name, code in (word.split("=", 1) for word in words):
             found = METHODS[name](Path(folder), Path(code)).differences()
-            print(f"| {name} | {METHODS[name].__doc__} |", " | ".join("" if math.isnan(value) else f"{value:.1e}" for value in found.values()), "|")
+            print(
+                f"| {name} | {METHODS[name].__doc__} |",
+                " | ".join("" if math.isnan(value) else f"{value:.1e}" for value in found.values()),
+                "|",
+            )
 
 
 if __name__ == "__main__":
