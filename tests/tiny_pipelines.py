@@ -182,7 +182,7 @@ def qwen_image():
         patch_size=2,
         in_channels=16,
         out_channels=4,
-        num_layers=2,
+        num_layers=3,
         attention_head_dim=16,
         num_attention_heads=2,
         joint_attention_dim=16,
@@ -199,7 +199,7 @@ def z_image():
     transformer = ZImageTransformer2DModel(
         in_channels=4,
         dim=32,
-        n_layers=2,
+        n_layers=3,
         n_refiner_layers=1,
         n_heads=2,
         n_kv_heads=2,

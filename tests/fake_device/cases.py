@@ -136,7 +136,7 @@ def peaks(world, folder, model, *overrides):
     with torch.device("fakegpu"):
         peak("training", trace.training_pass, policy, settings, shapes, set(trainer.plans()), 4)
         with torch.no_grad():
-            peak("velocity", lambda: policy.velocity(*trace._inputs(shapes, 8, settings.policy)))
+            peak("velocity", lambda: policy.velocity(*trace.inputs(policy, shapes, 8)))
             peak("decode", lambda: policy.decode(torch.zeros(4, *shapes.latent)))
     return found
 

@@ -16,7 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from g2rpo import plugins
 from g2rpo.algorithms.contracts import name_of, plans_of
-from g2rpo.build import hub
+from g2rpo.build import hub, pipeline_check
 from g2rpo.config.given import Mentioned, refuse_mention
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
 from g2rpo.errors import UserError, did_you_mean, loading
@@ -167,6 +167,8 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
     `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
     """
     path, name = locate_pipeline(config.path, config.pipeline, config.kind)
+    if config.kind is None:
+        pipeline_check.check_files(config.path, path)
     device = pick_device(config.device)
     quantized.check(config.quantize, tuning=tuning or config.tuning, dtype=config.dtype, device=device)
     attention.check(config.attention, device)
@@ -196,6 +198,22 @@ def policy_options(
     given = {field.name: getattr(config, field.name) for field in fields(PolicyOptions) if hasattr(config, field.name)}
     changed = {"dtype": getattr(torch, config.dtype), "device": device, "tuning": tuning or config.tuning}
     return policy, {**given, **changed, "seed": seed, "keep_base": keep_base}
+
+
+def check_prompts(config: PolicyConfig, prompts: Sequence[str]) -> None:
+    """Refuses prompts with more or fewer input pictures than the policy takes, before anything is loaded."""
+    _, name = locate_pipeline(config.path, config.pipeline, config.kind)
+    check = getattr(plugins.find("policies", config.kind or name, POLICIES), "check_pictures", None)
+    if check is not None:
+        for prompt in prompts:
+            check(prompt)
+
+
+def cautions(config: PolicyConfig) -> list[str]:
+    """What to say of a model before it is trained."""
+    folder = str(local(config.path))
+    said = pipeline_check.caution(config.path, folder if os.path.isdir(folder) else config.path)
+    return [said] if said is not None else []
 
 
 def build_tail_network(policy: PipelinePolicy, tails: Tails) -> TailNetwork | None:
@@ -253,7 +271,8 @@ def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | Non
     known = plugins.available("policies", POLICIES)
     if chosen is None and kind not in known:
         own = "policy.kind=FILE.py:NAME takes a policy of your own"
-        raise UserError(f"policy.path={name}: is a {kind}, which has no policy here. Known: {', '.join(known)}; {own}.")
+        why = f": {pipeline_check.REFUSED[kind]}" if kind in pipeline_check.REFUSED else f".{did_you_mean(kind, known)}"
+        raise UserError(f"policy.path={name}: is a {kind}, which has no policy here{why}. Known: {', '.join(known)}; {own}.")
     if expected is not None and kind != expected:
         hint = "take a recipe for it, or set policy.pipeline= and check every value"
         raise UserError(f"policy.path={name}: is a {kind}, but this recipe is for a {expected}; {hint}")

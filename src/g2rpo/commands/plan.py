@@ -75,7 +75,7 @@ def plan(
         seconds=seconds,
         cards=cards,
         instead=instead,
-        notes=[*notes, *_cautions(result, config)],
+        notes=[*notes, *components.cautions(config.policy), *_cautions(result, config)],
     )
     if as_json:
         console.print(json.dumps(answer.plain(), indent=1), markup=False, highlight=False, soft_wrap=True)

@@ -83,6 +83,9 @@ def _assembled(
     if "policy" in given:
         policy = given["policy"]
     else:
+        components.check_prompts(config.policy, [*prompts, *heldout])
+        for caution in components.cautions(config.policy):
+            notify(caution)
         loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
         begun = newest_iteration(run_dir / "checkpoints") if run_dir is not None else 0
         to_come = prompts_to_come(config, prompts, heldout, world, begun)

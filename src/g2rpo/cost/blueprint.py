@@ -8,18 +8,18 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from g2rpo.build import components
+from g2rpo.build import components, pipeline_check
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.errors import UserError
 from g2rpo.plain import parse_json, read_text
-from g2rpo.policies.pipelines import PipelinePolicy, Shapes
+from g2rpo.policies.pipelines import PipelinePolicy, Shapes, thin
 
 LIBRARIES = ("diffusers", "transformers")
 Part = tuple[str, dict[str, Any]]
@@ -33,6 +33,8 @@ class Blueprint:
     kind: str
     parts: Mapping[str, Part]
     clip_tokens: int = 77
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of its index that are no parts, such as is_distilled."""
 
 
 def read_blueprint(config: PolicyConfig) -> Blueprint:
@@ -43,21 +45,19 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
         components.check_pipeline(config.path, known.kind, config.pipeline, config.kind)
         return known
     path, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    if config.kind is None:
+        pipeline_check.check_files(config.path, path)
     index = _read(path, "model_index.json")
     models = {
-        name: entry
-        for name, entry in index.items()
-        if isinstance(entry, list)
-        and len(entry) == 2
-        and isinstance(entry[1], str | None)  # no pair of numbers
-        and name.startswith(("transformer", "vae", "text_encoder"))
+        name: index[name] for name in pipeline_check.parts_in(index) if name.startswith(("transformer", "vae", "text_encoder"))
     }
     parts = {
         name: (f"{library}:{kind}", _read(path, f"{name}/config.json"))
         for name, (library, kind) in models.items()
         if library is not None
     }
-    return Blueprint(kind, parts, _read(path, "tokenizer/tokenizer_config.json").get("model_max_length", 77))
+    options = {name: value for name, value in index.items() if name[0] != "_" and name not in pipeline_check.parts_in(index)}
+    return Blueprint(kind, parts, _read(path, "tokenizer/tokenizer_config.json").get("model_max_length", 77), options)
 
 
 def _read(pipeline: str, file: str) -> dict[str, Any]:
@@ -88,12 +88,24 @@ def on_meta(part: Part) -> nn.Module:
 
 def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> PipelinePolicy:
     """The policy that a run of `config` would build, on the meta device. UserError for a size or option it refuses."""
+    return _built(blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()})
+
+
+def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[PipelinePolicy, list[int]]:
+    """The same without text encoders and with two blocks of every kind, and how many blocks each of these stands for."""
+    modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
+    times = thin(modules["transformer"])
+    return _built(blueprint, config, modules), times
+
+
+def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.Module]) -> PipelinePolicy:
     import diffusers
 
     pipeline_class = getattr(diffusers, blueprint.kind)
-    absent = dict.fromkeys(inspect.signature(pipeline_class).parameters)  # tokenizers, and optional components
-    modules = {name: on_meta(part) for name, part in blueprint.parts.items()}
-    pipeline = pipeline_class(**{**absent, **modules, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()})
+    parameters = inspect.signature(pipeline_class).parameters.values()
+    absent = {each.name: None for each in parameters if each.default is inspect.Parameter.empty}  # tokenizers, and the like
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = pipeline_class(**{**absent, **blueprint.options, **modules, "scheduler": scheduler})
     config = config.model_copy(update={"attention": "auto"})  # no kernel runs here
     policy, options = components.policy_options(config, blueprint.kind, device="meta")
     try:

@@ -1,64 +1,67 @@
-"""Floating-point operations of a transformer, from its modules: 2 per weight and token, and attention's two products."""
+"""Floating-point operations of a transformer: torch's own count of one traced evaluation, whatever the model."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from g2rpo.policies.pipelines import Shapes
+from g2rpo.config.schema import Config
+from g2rpo.cost.blueprint import Blueprint, shapes_of
+from g2rpo.cost.trace import inputs, shallow_policy
 
-_ONCE = re.compile(r"(^|\.)(norm\w*\.linear|time_text_embed)")  # modulation and time embeddings: one token for any picture size
+ATTENTION = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+"""Queries with keys and weights with values, where attention is computed in steps."""
 
 
-def linear_flops(transformer: nn.Module, shapes: Shapes, trained: bool = False) -> float:
-    """2 * weights * tokens, summed over linear layers (and SD3's patches), for one row of the network; biases are free.
+@dataclass(frozen=True)
+class Operations:
+    """Of one evaluation, with all its network rows: products with weights, of attention, and with weights that are trained."""
 
-    Image layers see the picture's tokens, context layers the prompt's, FLUX's single blocks both. `trained` counts only
-    layers whose weights are trained: what their gradients cost on top.
-    """
-    total = 0.0
+    linear: float
+    attention: float
+    trained: float
+
+    @property
+    def forward(self) -> float:
+        return self.linear + self.attention
+
+    def training(self, checkpointed: bool, attention_backward: float = 2.5) -> float:
+        """Of one row of the training pass.
+
+        Forward, once more if blocks are checkpointed; backward through every layer (as much as forward), and again for the
+        weights that are trained. Flash attention's backward recomputes the scores: five products where forward has two.
+        """
+        forward = (2 if checkpointed else 1) * self.forward
+        return forward + self.linear + self.trained + attention_backward * self.attention
+
+
+def operations(blueprint: Blueprint, config: Config) -> Operations:
+    """Traces one evaluation of a shallow copy of the model, whose blocks represent all blocks."""
+    with shallow_policy(blueprint, config) as (policy, times), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter:
+            policy.velocity(*inputs(policy, shapes_of(policy, blueprint), 1))
+        transformer = policy.pipeline.transformer
+        standing = dict(zip(policy.blocks(transformer), times, strict=True))
+        return _summed(transformer, counter.get_flop_counts(), standing, config.policy.tuning == "full")
+
+
+def _summed(transformer: nn.Module, counts: Mapping[str, Any], standing: Mapping[nn.Module, int], full: bool) -> Operations:
+    """Counts by module name, where a block counts as often as it stands for others."""
+    root, linear, attention, trained = type(transformer).__name__, 0.0, 0.0, 0.0
+    often = {name: standing[module] for name, module in transformer.named_modules() if module in standing}
+    for name, factor in {"": 1, **{name: factor - 1 for name, factor in often.items()}}.items():
+        own = counts.get(f"{root}.{name}" if name else root, {})
+        attention += factor * sum(flops for op, flops in own.items() if op in ATTENTION)
+        linear += factor * sum(flops for op, flops in own.items() if op not in ATTENTION)
     for name, module in transformer.named_modules():
-        if isinstance(module, nn.Linear | nn.Conv2d) and (module.weight.requires_grad or not trained):
-            total += 2.0 * module.weight.numel() * _tokens(name, shapes)
-    return total
-
-
-def _tokens(layer: str, shapes: Shapes) -> int:
-    if _ONCE.search(layer):
-        return 1
-    if layer.startswith("single_transformer_blocks"):
-        return shapes.image_tokens + shapes.text_tokens
-    return shapes.text_tokens if "context" in layer or "add_" in layer else shapes.image_tokens
-
-
-def attention_flops(transformer: Any, shapes: Shapes) -> float:
-    """4 * tokens^2 * width for every attention of one row: queries with keys, weights with values.
-
-    All tokens attend to all; SD3.5's second attention (attn2) is the picture's own.
-    """
-    width = transformer.config.attention_head_dim * transformer.config.num_attention_heads
-    total = 0.0
-    for name, _ in transformer.named_modules():
-        if name.endswith((".attn", ".attn2")):
-            tokens = shapes.image_tokens + (shapes.text_tokens if name.endswith(".attn") else 0)
-            total += 4.0 * tokens**2 * width
-    return total
-
-
-def forward_flops(transformer: Any, shapes: Shapes) -> float:
-    """Operations of one evaluation, with all its network rows."""
-    return shapes.rows * (linear_flops(transformer, shapes) + attention_flops(transformer, shapes))
-
-
-def training_flops(transformer: Any, shapes: Shapes, checkpointed: bool, attention_backward: float = 2.5) -> float:
-    """Operations of one row of the training pass.
-
-    Forward, once more if blocks are checkpointed; backward through every layer (as much as forward), and again for the weights
-    that are trained. Flash attention's backward recomputes the scores: five products where forward has two.
-    """
-    linear, attention = linear_flops(transformer, shapes), attention_flops(transformer, shapes)
-    forward = (2 if checkpointed else 1) * (linear + attention)
-    backward = linear + linear_flops(transformer, shapes, trained=True) + attention_backward * attention
-    return shapes.rows * (forward + backward)
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.requires_grad:
+            factor = next((times for block, times in often.items() if name.startswith(f"{block}.")), 1)
+            trained += factor * sum(counts.get(f"{root}.{name}", {}).values())
+    return Operations(linear, attention, linear if full else trained)

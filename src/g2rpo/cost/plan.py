@@ -13,9 +13,10 @@ import torch
 
 from g2rpo.build import components
 from g2rpo.config.schema import Config
-from g2rpo.cost.blueprint import build_on_meta, read_blueprint, shapes_of
+from g2rpo.cost.blueprint import Blueprint, build_on_meta, read_blueprint, shapes_of
 from g2rpo.cost.cards import CARDS, Card, card_of, find_card
 from g2rpo.cost.counting import Counts, Iteration, count, settled
+from g2rpo.cost.flops import operations
 from g2rpo.cost.memory import Memory, plan_memory
 from g2rpo.cost.rewards import RewardCost, cost_of_reward
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
@@ -75,6 +76,7 @@ class Estimate:
     """The config of one rank, with its share of the prompts."""
     counts: Counts
     memory: Memory
+    blueprint: Blueprint
     policy: PipelinePolicy
     """On the meta device."""
     shapes: Shapes
@@ -85,7 +87,9 @@ class Estimate:
 
     @cached_property
     def work(self) -> Work:
-        return work_of(self.config, self.policy, self.shapes, self.reward_costs, math.ceil(self.distinct_prompts / self.ranks))
+        prompts = math.ceil(self.distinct_prompts / self.ranks)
+        traced = operations(self.blueprint, self.config)
+        return work_of(self.config, self.policy, self.shapes, traced, self.reward_costs, prompts)
 
     @property
     def parameters(self) -> int:
@@ -121,6 +125,7 @@ def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int
         config=config,
         counts=counts,
         memory=memory,
+        blueprint=blueprint,
         policy=policy,
         shapes=shapes,
         reward_costs=reward_costs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from g2rpo.config.schema import Config
 from g2rpo.cost.blueprint import size_of
 from g2rpo.cost.cards import Card
 from g2rpo.cost.counting import Counts, Iteration
-from g2rpo.cost.flops import forward_flops, linear_flops, training_flops
+from g2rpo.cost.flops import Operations
 from g2rpo.cost.rewards import RewardCost, count_flops
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 
@@ -62,16 +63,21 @@ class Work:
 
 
 def work_of(
-    config: Config, policy: PipelinePolicy, shapes: Shapes, reward_costs: Mapping[str, RewardCost | None], distinct_prompts: int
+    config: Config,
+    policy: PipelinePolicy,
+    shapes: Shapes,
+    operations: Operations,
+    reward_costs: Mapping[str, RewardCost | None],
+    distinct_prompts: int,
 ) -> Work:
-    """The work of a run of `config`, whose policy on the meta device is `policy`."""
+    """The work of a run of `config`, whose policy on the meta device is `policy`; `operations` are those of an evaluation."""
     transformer = policy.pipeline.transformer
     here = {name: known for name, known in reward_costs.items() if known is not None and known.device.startswith("cuda")}
     return Work(
         dtype=config.policy.dtype,
-        evaluation=forward_flops(transformer, shapes),
-        training_row=training_flops(transformer, shapes, config.policy.gradient_checkpointing),
-        float8=shapes.rows * linear_flops(transformer, shapes) if config.policy.quantize == "fp8" else 0.0,
+        evaluation=operations.forward,
+        training_row=operations.training(config.policy.gradient_checkpointing),
+        float8=operations.linear if config.policy.quantize == "fp8" else 0.0,
         forwards=2 if config.policy.gradient_checkpointing else 1,
         picture=count_flops(lambda: policy.decode(torch.empty(1, *shapes.latent, device="meta"))),
         prompt=_encoder_flops(policy, shapes),
@@ -94,7 +100,8 @@ def _encoder_flops(policy: PipelinePolicy, shapes: Shapes) -> float:
     total = 0.0
     for name, module in policy.pipeline.components.items():
         if name.startswith("text_encoder") and module is not None:
-            limit = getattr(module.config, "max_position_embeddings", policy.max_sequence_length)  # CLIP's; T5 has none
+            longest = getattr(module.config, "max_position_embeddings", math.inf)  # CLIP's is 77, T5 has none
+            limit = min(longest, policy.max_sequence_length)
             total += 2.0 * sum(p.numel() for p in module.parameters()) * limit
     return total * shapes.rows
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from g2rpo.build import components
-from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.config.schema import Config
 from g2rpo.cost.autocast import CudaAutocast
-from g2rpo.cost.blueprint import Blueprint, build_on_meta, shapes_of
+from g2rpo.cost.blueprint import Blueprint, build_shallow, shapes_of
 from g2rpo.cost.counting import Counts
+from g2rpo.errors import UserError
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 from g2rpo.rollout.planning import dry_rollout
@@ -81,29 +81,19 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
     has norms and powers in float32, instead of the CPU's. `config` has settled batch sizes. Gathered weights of a sharded model
     are in the call's dtype, so autocast casts none; they are not counted here.
     """
-    models = {name: part for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
-    target, full = models["transformer"]
-    kind, _ = components.policy_options(config.policy, blueprint.kind, device="meta")
-    shallow, standing = kind.shallow(full)
-    small = replace(blueprint, parts={**models, "transformer": (target, shallow)})
-    policy = build_on_meta(small, config.policy)
-    if config.trainer.sharding != "none":
-        nn.Module.to(policy.pipeline.transformer, policy.dtype)  # diffusers' own warns
-    shapes = shapes_of(policy, blueprint)
-    most = int(config.sampling.batch_size)
-    rows = max(counts.largest(lambda it: it.calls), counts.largest(lambda it: it.tail_calls), min(most, counts.heldout))
-    images = max(counts.largest(lambda it: [it.images]), counts.heldout)
-    plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about kernels that fake tensors do not run
-        _materialise(policy)
+    with shallow_policy(blueprint, config) as (policy, times):
+        shapes = shapes_of(policy, blueprint)
+        most = int(config.sampling.batch_size)
+        rows = max(counts.largest(lambda it: it.calls), counts.largest(lambda it: it.tail_calls), min(most, counts.heldout))
+        images = max(counts.largest(lambda it: [it.images]), counts.heldout)
+        plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
         kept = list(_tensors(policy))
         if like_cuda:
             for network in (policy.pipeline.transformer, policy.pipeline.vae):
                 CudaAutocast().apply_to(network)
-        with torch.no_grad(), LiveBytes(kept) as velocity, _standing_for(velocity, policy, standing):
-            policy.velocity(*_inputs(shapes, rows, config.policy))
-        with LiveBytes(kept) as training, _standing_for(training, policy, standing):
+        with torch.no_grad(), LiveBytes(kept) as velocity, _standing_for(velocity, policy, times):
+            policy.velocity(*inputs(policy, shapes, rows))
+        with LiveBytes(kept) as training, _standing_for(training, policy, times):
             training_pass(policy, config, shapes, plans, counts.largest(lambda it: it.passes))
         with torch.no_grad(), LiveBytes(kept) as decode:
             policy.decode(torch.empty(min(int(config.sampling.decode_batch_size), images), *shapes.latent))
@@ -121,7 +111,7 @@ def training_pass(policy: PipelinePolicy, config: Config, shapes: Shapes, plans:
     examples = [example for rollout in rollouts for example in algorithm.examples(rollout, nothing, generator_for)]
     example = max(examples, key=lambda example: len(example.advantages) / example.rows)
     part = next(passes([example] * math.ceil(rows / example.rows), rows))
-    _, _, cond = _inputs(shapes, sum(item.rows for item in part), config.policy)
+    _, _, cond = inputs(policy, shapes, sum(item.rows for item in part))
     batch = Batch.of(part, sigma_grid(config.sampling.num_steps), first=False)
     algorithm.loss(batch, _WithoutBase(policy, cond)).values.sum().backward()
 
@@ -133,10 +123,26 @@ class _WithoutBase(Trained):
     old_velocity = base_velocity
 
 
-def _inputs(shapes: Shapes, rows: int, config: PolicyConfig) -> tuple[Tensor, Tensor, Cond]:
-    dtype = getattr(torch, config.dtype)
-    cond = {name: torch.empty(rows, *shape, dtype=dtype) for name, shape in shapes.cond.items()}
-    return torch.empty(rows, *shapes.latent), torch.empty(rows), Cond(cond)
+def inputs(policy: PipelinePolicy, shapes: Shapes, rows: int) -> tuple[Tensor, Tensor, Cond]:
+    """Latents, sigmas and conditioning of a call, without content."""
+    return torch.empty(rows, *shapes.latent), torch.tensor([0.5] * rows), policy.like(shapes, rows)
+
+
+@contextmanager
+def shallow_policy(blueprint: Blueprint, config: Config) -> Iterator[tuple[PipelinePolicy, list[int]]]:
+    """A policy of fake tensors with two blocks of every kind, and how many blocks each of these stands for."""
+    policy, times = build_shallow(blueprint, config.policy)
+    if config.trainer.sharding != "none":
+        nn.Module.to(policy.pipeline.transformer, policy.dtype)  # diffusers' own warns
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about kernels that fake tensors do not run
+        _materialise(policy)
+        try:
+            yield policy, times
+        except DataDependentOutputException:
+            raise UserError(
+                f"policy.path={config.policy.path}: a {blueprint.kind} computes shapes from values, which plans do not have"
+            ) from None
 
 
 @contextmanager
@@ -187,8 +193,14 @@ def _materialise(policy: PipelinePolicy) -> None:
             made.grad = torch.empty_like(made) if value.requires_grad else None
         return made
 
+    policy._device = torch.device("cpu")
     tables = [vars(policy)]
     for module in (policy.pipeline.transformer, policy.pipeline.vae):
-        tables += [table for part in module.modules() for table in (part._parameters, part._buffers)]
+        tables += [table for part in module.modules() for table in (part._parameters, part._buffers, vars(part))]
     for table in tables:
-        table.update({name: fake(value) for name, value in table.items()})
+        table.update({name: _each(fake, value) for name, value in table.items()})
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """The change of a value, or of a list's entries."""
+    return [change(entry) for entry in value] if type(value) is list else change(value)

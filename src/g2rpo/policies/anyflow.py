@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.data import Cond
-from g2rpo.policies.conditioning import NEGATIVE, SIZES, Conditioning, PipelineText
+from g2rpo.policies.conditioning import NEGATIVE, SIZES, Conditioning, PipelineText, sizes_in
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 from g2rpo.policies.replay import (
@@ -107,24 +107,28 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         return {}
 
     def beside(self) -> dict[str, tuple[int, ...]]:
-        """For editing: what is kept of an input picture of the usual size."""
+        """For editing: what is kept of an input picture of a megapixel."""
         return {}
 
     def blank(self, rows: int, tokens: int, dtype: torch.dtype | None = None) -> Cond:
         """Conditioning of the right shapes, without content; embeddings in `dtype` (None: the policy's)."""
         sizes = {name: (tokens, *width) for name, width in self.widths().items()} | self.pooled()
         both = {whose + name: size for whose in ("", NEGATIVE)[: 1 + self.guided] for name, size in sizes.items()}
+        seen = {SIZES: (1, 2)} if self.pictured else {}
+        return self._blank({**both, **self.beside(), **seen}, rows, dtype or self.dtype)
+
+    def _blank(self, sizes: Mapping[str, tuple[int, ...]], rows: int, dtype: torch.dtype) -> Cond:
         tensors: dict[str, Tensor] = {}
         ragged: dict[str, tuple[Tensor, ...]] = {}
-        for name, size in {**both, **self.beside()}.items():
+        for name, size in sizes.items():
             plain = name.removeprefix(NEGATIVE)
-            value = torch.zeros(rows, *size, dtype=self.dtypes.get(plain, dtype or self.dtype))
-            if plain in {*self.masks, *self.lists, *self.ragged, *self.pictured}:
+            value = torch.zeros(rows, *size, dtype=self.dtypes.get(plain, dtype))
+            if name == SIZES:
+                ragged[name] = (torch.tensor([[1024, 1024]]),) * rows
+            elif plain in {*self.masks, *self.lists, *self.ragged, *self.pictured}:
                 ragged[name] = tuple(value)
             else:
                 tensors[name] = value
-        if self.pictured:
-            ragged[SIZES] = (torch.full((1, 2), 1024),) * rows
         return Cond(tensors, ragged)
 
     @property
@@ -142,9 +146,8 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         cond |= {name: tuple(value[0].shape) for name, value in blank.ragged.items()}
         return Shapes(self._latent, cond, self.image_tokens, tokens, 2 if self.guided else 1)
 
-    @staticmethod
-    def shallow(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        raise NotImplementedError
+    def like(self, shapes: Shapes, rows: int) -> Cond:
+        return self._blank(shapes.cond, rows, self.dtype)
 
     @property
     def shift(self) -> float:
@@ -221,7 +224,7 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
     def _call(
         self, script: Script, cond: Cond, parts: Mapping[str, Any], *, guided: bool = False, steps: int = 1, **changes: Any
     ) -> Any:
-        """The pipeline's call by `script`, without text encoders, and with the network that is at work."""
+        """The pipeline's call by `script`, without text encoders, with the active network."""
         rows = len(cond)
         arguments = self.arguments(
             self.pipeline, self.options, rows=rows, guided=guided, scale=self.guidance_scale, steps=steps
@@ -229,7 +232,7 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         network, vae = Network(self.tuning.active, self.dtype, self.autocast), Pictures(self.pipeline.vae)
         parts = {**dict.fromkeys(self._encoders), "transformer": network, "vae": vae, **parts}
         if self.seen:
-            pictures = [Unseen((int(width), int(height))) for width, height in cond.ragged[SIZES][0]]
+            pictures = [Unseen((width, height)) for width, height in sizes_in(cond.ragged[SIZES][0])]
             changes["image"] = pictures if self.most_pictures > 1 else pictures[0]
             parts["image_processor"] = UnseenProcessor(self.pipeline.image_processor)
         return replay(self.pipeline, script, {**arguments, **changes}, device=self._device, parts=parts)

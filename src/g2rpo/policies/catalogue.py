@@ -124,7 +124,8 @@ class FluxKontext(Flux):
         return {**super().arguments(pipeline, o, **changes), "max_area": o.height * o.width}  # else it would change the size
 
     def beside(self) -> Sizes:
-        return {"image_latents": (4096, self.config.in_channels), "image_ids": (4096, 3)}
+        tokens = (1024 // self.multiple) ** 2
+        return {"image_latents": (tokens, self.config.in_channels), "image_ids": (tokens, 3)}
 
 
 class QwenImageEdit(QwenImage):
@@ -140,7 +141,7 @@ class QwenImageEdit(QwenImage):
         return self.max_sequence_length + self.picture_tokens
 
     def beside(self) -> Sizes:
-        return {"image_latents": (4096, self.config.in_channels)}
+        return {"image_latents": ((1024 // self.multiple) ** 2, self.config.in_channels)}
 
 
 class QwenImageEditPlus(QwenImageEdit):

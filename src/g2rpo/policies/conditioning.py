@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from g2rpo.data import Cond, Prompt
+from g2rpo.data import Cond
 from g2rpo.errors import UserError
+from g2rpo.input_pictures import images_of, read_inputs
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.replay import Call, Caught, OneStep, Pictures, Script, replay
 from g2rpo.policies.text import TextEncoders
@@ -65,6 +67,15 @@ class Conditioning:
         return cls.unguided is not None and scale > cls.unguided
 
     @classmethod
+    def check_pictures(cls, prompt: str) -> None:
+        """UserError for a prompt with more or fewer input pictures than the model takes."""
+        most, given = cls.most_pictures if cls.pictured else 0, len(images_of(prompt))
+        if given > most or (most and not given):
+            takes = "one input picture" if most == 1 else f"one to {most} input pictures" if most else "no input picture"
+            what = "prompts of .jsonl files have them in `images`"
+            raise UserError(f"prompt {str(prompt)[:60]!r}: has {given} input pictures, but this model takes {takes}; {what}")
+
+    @classmethod
     def arguments(
         cls, pipeline: Any, o: PolicyOptions, *, rows: int, guided: bool, scale: float | None = None, steps: int = 1
     ) -> dict[str, Any]:
@@ -79,6 +90,7 @@ class Conditioning:
             "num_frames": o.num_frames or 1,
             "max_sequence_length": o.max_sequence_length or cls.tokens,
             "num_inference_steps": steps,
+            "sigmas": [1.0] if steps == 1 else None,  # of one step none needs to be computed
             "generator": [torch.Generator() for _ in range(rows)],
             "output_type": "pt",
             "return_dict": False,
@@ -151,8 +163,9 @@ class Conditioning:
         if not differing:
             return None
         lengths = list(zip(*([len(value) for value in cond.ragged[name]] for name in differing), strict=True))
-        sizes = [value.tolist() for value in cond.ragged[SIZES]] if SIZES in cond.ragged else [[]] * len(lengths)
-        return [(own, str(size)) for own, size in zip(lengths, sizes, strict=True)]
+        tables = cond.ragged.get(SIZES, (torch.empty(0),) * len(lengths))
+        known = {id(table): str(sizes_in(table)) for table in tables}
+        return [(own, known[id(table)]) for own, table in zip(lengths, tables, strict=True)]
 
 
 class PipelineText(TextEncoders):
@@ -206,22 +219,14 @@ class PipelineText(TextEncoders):
         return described.cond(read, beside, [picture.size for picture in pictures])
 
     def _pictures(self, prompt: str) -> list[Any]:
-        """The prompt's input pictures; UserError for more or fewer than the model takes."""
-        paths = prompt.images if isinstance(prompt, Prompt) else ()
-        most = self.described.most_pictures if self.described.pictured else 0
-        if len(paths) > most or (most and not paths):
-            takes = (
-                "takes no input picture"
-                if not most
-                else f"needs an input picture, at most {most}"
-                if most > 1
-                else "needs one input picture"
-            )
-            kind = type(self.pipeline).__name__
-            raise UserError(f"prompt {str(prompt)[:60]!r} has {len(paths)} input pictures, but a {kind} {takes} (images)")
-        from PIL import Image
+        self.described.check_pictures(prompt)
+        return read_inputs(prompt)
 
-        return [Image.open(path).convert("RGB") for path in paths]
+
+def sizes_in(table: Tensor) -> list[list[int]]:
+    """Widths and heights of input pictures; where a plan has tensors without content, those of one picture of a megapixel."""
+    without = table.is_meta or isinstance(table, FakeTensor)
+    return [[1024, 1024]] if without else table.tolist()
 
 
 @functools.cache

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from g2rpo.policies.options import PolicyOptions
-from g2rpo.policies.pipelines import PipelinePolicy, Shapes, decode_latents, two_of
+from g2rpo.policies.pipelines import PipelinePolicy, Shapes, decode_latents
 from g2rpo.policies.text import FluxText
 from g2rpo.types import Cond
 
@@ -55,11 +55,6 @@ class FluxPolicy(PipelinePolicy):
         config, text = self.pipeline.transformer.config, self.max_sequence_length
         cond = {"sequence": (text, config.joint_attention_dim), "pooled": (config.pooled_projection_dim,)}
         return Shapes((self.image_tokens, config.in_channels), cond, self.image_tokens, text, 1)
-
-    @staticmethod
-    def shallow(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        double, single = two_of(config["num_layers"]), two_of(config["num_single_layers"])
-        return {**config, "num_layers": len(double), "num_single_layers": len(single)}, double + single
 
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
         latents = torch.stack([torch.randn(self._latent, generator=generator) for generator in generators])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -117,15 +118,14 @@ class PipelinePolicy(Policy, ABC):
     def shapes(self, clip_tokens: int) -> Shapes:
         """The sizes of a call; `clip_tokens` is the length to which the CLIP tokenizers pad."""
 
-    @staticmethod
-    @abstractmethod
-    def shallow(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """A transformer's config with two blocks of every kind, and how many blocks each one represents, in their order."""
+    def like(self, shapes: Shapes, rows: int) -> Cond:
+        """Conditioning of these shapes without content."""
+        return Cond({name: torch.zeros(rows, *shape, dtype=self.dtype) for name, shape in shapes.cond.items()})
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
-        """A transformer's blocks, in the order in which they run."""
-        return [*transformer.transformer_blocks, *getattr(transformer, "single_transformer_blocks", [])]
+        """A transformer's blocks: the modules of its module lists."""
+        return [block for blocks in _lists(transformer) for block in blocks]
 
     @property
     def device(self) -> torch.device:
@@ -161,6 +161,26 @@ class PipelinePolicy(Policy, ABC):
     def save(self, directory: Path) -> Path:
         """Writes the tuned weights in diffusers' format; returns their path."""
         return self.tuning.save(directory, type(self.pipeline))
+
+
+def _lists(transformer: nn.Module) -> list[nn.ModuleList]:
+    return [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+
+
+def thin(transformer: nn.Module) -> list[int]:
+    """Leaves the first and the last of every run of alike blocks; returns how many blocks each one stands for."""
+    times = []
+    for blocks in _lists(transformer):
+        runs = [list(run) for _, run in itertools.groupby(blocks, _structure)]
+        times += [count for run in runs for count in two_of(len(run))]
+        kept = [block for run in runs for block in (run[0], *run[1:][-1:])]
+        del blocks[:]
+        blocks.extend(kept)
+    return times
+
+
+def _structure(block: nn.Module) -> Any:
+    return type(block), [(name, weight.shape) for name, weight in block.named_parameters()]
 
 
 def two_of(blocks: int) -> list[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from g2rpo.policies.options import PolicyOptions
-from g2rpo.policies.pipelines import PipelinePolicy, Shapes, decode_latents, two_of
+from g2rpo.policies.pipelines import PipelinePolicy, Shapes, decode_latents
 from g2rpo.policies.text import SD3Text
 from g2rpo.types import Cond
 
@@ -77,15 +77,6 @@ class SD3Policy(PipelinePolicy):
         if self.guided:
             cond |= {f"negative_{name}": shape for name, shape in cond.items()}
         return Shapes(self._latent, cond, self.image_tokens, text, 2 if self.guided else 1)
-
-    @staticmethod
-    def shallow(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        last = config["num_layers"] - 1  # the last block has no text output
-        doubled = set(config.get("dual_attention_layers", ()))
-        dual, plain = two_of(len(doubled - {last})), two_of(last - len(doubled - {last}))
-        layers = len(dual) + len(plain)
-        with_dual = (*range(len(dual)), *((layers,) if last in doubled else ()))
-        return {**config, "num_layers": layers + 1, "dual_attention_layers": with_dual}, [*dual, *plain, 1]
 
     @property
     def guided(self) -> bool:

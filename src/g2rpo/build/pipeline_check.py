@@ -1,0 +1,78 @@
+"""Checks of a pipeline by its small files, before anything large is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from g2rpo.build import hub
+from g2rpo.errors import UserError
+from g2rpo.plain import parse_json, read_text
+
+REFUSED = {
+    "HiDreamImagePipeline": "its Llama embeddings are stacked by layer instead of by prompt, and its folder has no Llama",
+    "HunyuanImagePipeline": "its guidance has a momentum from step to step, so its velocity depends on the steps before",
+    "HunyuanVideo15Pipeline": "its guidance has a momentum from step to step, so its velocity depends on the steps before",
+    "HunyuanVideoPipeline": "it is not described and tested here yet (docs/models.md says how)",
+    "LTX2Pipeline": "it makes sound as well, and guides predicted pictures instead of velocities",
+    "WanImageToVideoPipeline": "it continues a first frame, which is not supported; WanPipeline makes videos of prompts",
+}
+"""Pipelines of flow models that have no policy, and why."""
+OPTIONAL = ("text_encoder_3",)
+"""Text encoders that a pipeline may lack: T5 of Stable Diffusion 3."""
+FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", re.IGNORECASE)
+"""In the names of models that are distilled to few steps."""
+
+
+def check_files(name: str, folder: str) -> None:
+    """UserError for a pipeline without a text encoder that it needs, with two transformers, or without flow matching."""
+    index = _read(folder, "model_index.json")
+    for part in parts_in(index):
+        lies = index[part] != [None, None] and ((Path(folder) / part).is_dir() or not Path(folder).is_dir())
+        if part.startswith("text_encoder") and part not in OPTIONAL and not lies:
+            raise UserError(f"policy.path={name}: has no {part}, which encodes prompts; download the whole pipeline")
+    if index.get("transformer_2", [None, None]) != [None, None]:
+        raise UserError(
+            f"policy.path={name}: has two transformers, for high and for low noise (Wan2.2-A14B), and only one can be trained; "
+            "take Wan2.1 or Wan2.2-TI2V-5B"
+        )
+    scheduler = _read(folder, "scheduler/scheduler_config.json")
+    if scheduler and not is_flow(scheduler):
+        kind, predicts = scheduler.get("_class_name"), scheduler.get("prediction_type", "epsilon")
+        raise UserError(
+            f"policy.path={name}: its scheduler, {kind} with prediction_type={predicts}, is not for flow matching; "
+            "this trains flow models alone"
+        )
+
+
+def parts_in(index: Mapping[str, Any]) -> list[str]:
+    """The names of a pipeline's parts in its index, each with its library and class."""
+    pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+    return [name for name, entry in pairs.items() if all(each is None or isinstance(each, str) for each in entry)]
+
+
+def is_flow(scheduler: Mapping[str, Any]) -> bool:
+    """Whether a scheduler with this config steps along a flow's velocity."""
+    named = str(scheduler.get("_class_name", "")).startswith("FlowMatch")
+    return named or bool(scheduler.get("use_flow_sigmas")) or scheduler.get("prediction_type") == "flow_prediction"
+
+
+def caution(name: str, folder: str) -> str | None:
+    """What to say of a model that is distilled to few steps."""
+    if not _read(folder, "model_index.json").get("is_distilled", FEW_STEPS.search(name) is not None):
+        return None
+    return (
+        f"policy.path={name}: is distilled to few steps. Users of other trainers report that RL blurs such models; "
+        "tune the base model (docs/models.md)"
+    )
+
+
+def _read(folder: str, file: str) -> dict[str, Any]:
+    """A JSON file of a pipeline's folder, or of the hub's local cache; empty if it is not there."""
+    path = Path(folder) / file if Path(folder).is_dir() else hub.cached(folder, file)
+    try:
+        return dict(parse_json(read_text(path))) if path is not None and path.is_file() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"policy.path={folder}: its {file} cannot be read: {error}") from None
