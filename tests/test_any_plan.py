@@ -20,6 +20,17 @@ KINDS = [kind for kind in CLASSES if kind not in (*BY_HAND, *WITH_SHAPES_FROM_VA
 """Those that edit take a megapixel of input, which is too much for a real call here."""
 
 
+SMALL = [
+    "algorithm.group_size=4",
+    "algorithm.branch_steps=[0]",
+    "algorithm.granularities=[1]",
+    "trainer.prompts_per_iteration=1",
+    "trainer.micro_batch_size=2",
+    "sampling.batch_size=4",
+    "sampling.decode_batch_size=1",
+]
+
+
 def planned(kind, folder):
     """A tiny model's folder, without the processor that transformers lacks, and the config of a run of it."""
     pipeline = tiny_pipeline(kind)
@@ -28,7 +39,7 @@ def planned(kind, folder):
     pipeline.save_pretrained(folder, safe_serialization=True)
     options = ["height=64", "width=64", "max_sequence_length=24", "pipeline=", f"path={folder}", "guidance_scale=4"]
     options += ["num_frames=5"] if CLASSES[kind].video else []
-    return load_config("scenes", [f"policy.{option}" for option in options])
+    return load_config("scenes", [*SMALL, *(f"policy.{option}" for option in options)])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -178,7 +178,25 @@ def test_published_models_have_their_published_sizes(name, part, millions):
     assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    ("name", "billions"),  # as their cards name them: 4B, 20B, 6B, 1.3B, 12B
+    [
+        ("black-forest-labs/FLUX.2-klein-base-4B", 3.88),
+        ("Qwen/Qwen-Image", 20.43),
+        ("Tongyi-MAI/Z-Image", 6.15),
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.42),
+        ("black-forest-labs/FLUX.1-Kontext-dev", 11.90),
+    ],
+)
+def test_open_models_have_their_published_sizes_and_can_be_planned(name, billions):
+    module = on_meta(PUBLISHED[name].parts["transformer"])
+    assert sum(p.numel() for p in module.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
+    c = load_config("scenes", ["policy.pipeline=", f"policy.path={name}", "policy.height=512", "policy.width=512"])
+    policy = build_on_meta(PUBLISHED[name], c.policy)
+    assert shapes_of(policy, PUBLISHED[name]).image_tokens == 1024
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name].parts["vae"][0] == "diffusers:AutoencoderKL"])
 def test_published_vaes_tile_above_1024_pixels(name):
     """Their config's sample_size. diffusers' default, 32, makes hundreds of tiles of a picture, and minutes of a plan."""
     vae = on_meta(PUBLISHED[name].parts["vae"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from g2rpo.build import components, pipeline_check
 from g2rpo.config.schema import PolicyConfig
+from g2rpo.cost import published
 from g2rpo.errors import UserError
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes, thin
@@ -183,7 +184,13 @@ def _sd3(transformer: dict[str, Any]) -> Blueprint:
     )
 
 
+def _open(kind: str, parts: published.Parts, options: dict[str, Any]) -> Blueprint:
+    return Blueprint(kind, {"vae": ("diffusers:AutoencoderKL", _VAE), **parts}, options=options)
+
+
 PUBLISHED = {
+    "black-forest-labs/FLUX.1-Kontext-dev": replace(_flux(), kind="FluxKontextPipeline"),
+    **{name: _open(*entry) for name, entry in published.PUBLISHED.items()},
     "black-forest-labs/FLUX.1-dev": _flux(),
     "black-forest-labs/FLUX.1-schnell": _flux(guidance_embeds=False),
     "stabilityai/stable-diffusion-3.5-medium": _sd3(_SD35_MEDIUM),

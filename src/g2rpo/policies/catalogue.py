@@ -10,6 +10,9 @@ from g2rpo.policies.anyflow import ATTENTION, DiffusersPolicy
 from g2rpo.policies.options import PolicyOptions
 
 Sizes = dict[str, tuple[int, ...]]
+VIDEOS = ("published_pictures",)
+PICTURES = ("num_frames", *VIDEOS)
+"""Options that models of videos, and of pictures, do not have."""
 
 
 class Flux(DiffusersPolicy):
@@ -20,7 +23,7 @@ class Flux(DiffusersPolicy):
     unguided = None
     guidance = 3.5
     tokens = 512
-    unsupported = ("negative_prompt", "num_frames")
+    unsupported = (*PICTURES, "negative_prompt")
 
     def widths(self) -> Sizes:
         return {"prompt_embeds": (self.config.joint_attention_dim,), "text_ids": (3,)}
@@ -36,7 +39,7 @@ class StableDiffusion3(DiffusersPolicy):
     encoded = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
     guidance = 4.5
     tokens = 256
-    unsupported = ("num_frames",)
+    unsupported = PICTURES
 
     @property
     def multiple(self) -> int:
@@ -64,7 +67,7 @@ class Flux2(DiffusersPolicy):
     guidance = 4.0
     tokens = 512
     lora_targets = (*ATTENTION, "to_qkv_mlp_proj")
-    unsupported = ("negative_prompt", "num_frames")
+    unsupported = (*PICTURES, "negative_prompt")
 
     def widths(self) -> Sizes:
         return {"prompt_embeds": (self.config.joint_attention_dim,), "text_ids": (4,)}
@@ -90,7 +93,7 @@ class QwenImage(DiffusersPolicy):
     scale = "true_cfg_scale"
     guidance = 4.0
     tokens = 512
-    unsupported = ("num_frames",)
+    unsupported = PICTURES
 
     def widths(self) -> Sizes:
         return {"prompt_embeds": (self.config.joint_attention_dim,)}
@@ -106,7 +109,7 @@ class ZImage(DiffusersPolicy):
     guidance = 5.0
     tokens = 512
     fixed = {"cfg_truncation": None}  # the pipeline would compare a time for all rows with it
-    unsupported = ("num_frames",)
+    unsupported = PICTURES
 
     def widths(self) -> Sizes:
         return {"prompt_embeds": (self.config.cap_feat_dim,)}
@@ -161,6 +164,7 @@ class Wan(DiffusersPolicy):
     guidance = 5.0
     tokens = 512
     video = True
+    unsupported = VIDEOS
 
     @property
     def one_time(self) -> bool:  # type: ignore[override]
@@ -191,6 +195,7 @@ class LTX(DiffusersPolicy):
     guidance = 3.0
     tokens = 128
     video = True
+    unsupported = VIDEOS
 
     @property
     def frames(self) -> int:
@@ -212,7 +217,7 @@ class Lumina2(DiffusersPolicy):
     dtypes = {"prompt_attention_mask": torch.int64}
     guidance = 4.0
     tokens = 256
-    unsupported = ("num_frames",)
+    unsupported = PICTURES
 
     def widths(self) -> Sizes:
         return {"prompt_embeds": (self.config.cap_feat_dim,), "prompt_attention_mask": ()}
@@ -228,7 +233,7 @@ class Chroma(DiffusersPolicy):
     )  # fmt: skip
     guidance = 5.0
     tokens = 512
-    unsupported = ("num_frames", "gradient_checkpointing")  # with which diffusers' single blocks lose the mask
+    unsupported = (*PICTURES, "gradient_checkpointing")  # with which diffusers' single blocks lose the mask
 
     def widths(self) -> Sizes:
         return {"prompt_embeds": (self.config.joint_attention_dim,), "text_ids": (3,), "prompt_attention_mask": ()}
@@ -242,7 +247,7 @@ class CogView4(DiffusersPolicy):
     ragged = ("prompt_embeds",)
     guidance = 5.0
     tokens = 1024
-    unsupported = ("num_frames",)
+    unsupported = PICTURES
 
     @property
     def multiple(self) -> int:
@@ -261,7 +266,7 @@ class Sana(DiffusersPolicy):
     guidance = 4.5
     tokens = 300
     fixed = {"use_resolution_binning": False}
-    unsupported = ("num_frames",)
+    unsupported = PICTURES
 
     def widths(self) -> Sizes:
         return {"prompt_embeds": (self.config.caption_channels,), "prompt_attention_mask": ()}
@@ -276,7 +281,7 @@ class Krea2(DiffusersPolicy):
     unguided = 0.0
     guidance = 4.5
     tokens = 512
-    unsupported = ("num_frames",)
+    unsupported = PICTURES
 
     def widths(self) -> Sizes:
         layers, width = self.config.num_text_layers, self.config.text_hidden_dim
