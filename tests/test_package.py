@@ -100,7 +100,9 @@ def test_constraints_pin_what_tests_need_and_nothing_else():
         *project["dependencies"],
         *extras["data"],
         *extras["demo"],
+        *extras["docs"],
         *extras["ocr"],
+        *extras["quantized"],
         *extras["video"],
         *(each for each in extras["dev"] if "g2rpo" not in each),
     ]
