@@ -100,6 +100,13 @@ def test_pictures_of_prompts_given_as_objects_are_checked_too(tmp_path):
             api.trainer(resolve(PLAIN), prompts=prompts, heldout=heldout, **given)
 
 
+def test_prompts_without_the_picture_that_a_model_needs_are_refused_before_training(tmp_path):
+    own = Prompt("a", [picture(tmp_path / "a.png")])
+    given = {"policy": Editing(), "rewards": {"bright": brightness}, "judges": {}, "prompts": [own]}
+    with pytest.raises(UserError, match="prompt 'b': has 0 input pictures, but this model takes 1"):
+        api.trainer(resolve(PLAIN), heldout=["b"], **given)
+
+
 class Counting:
     """An encoder that counts its prompts."""
 

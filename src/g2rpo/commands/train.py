@@ -27,7 +27,7 @@ from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.errors import RolledBack, UserError
 from g2rpo.files import digest_of
-from g2rpo.input_pictures import check_inputs
+from g2rpo.input_pictures import check_counts, check_inputs
 from g2rpo.runs.directory import check_contents, claim, entered, read_config, record_start
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
@@ -90,6 +90,8 @@ def _assembled(
         begun = newest_iteration(run_dir / "checkpoints") if run_dir is not None else 0
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
         policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), notify, sharding)
+    if (takes := getattr(policy, "input_pictures", None)) is not None:
+        check_counts([*prompts, *heldout], takes)
     device = components.pick_device(config.policy.device)
 
     def rewards_of(key: str, table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
