@@ -23,7 +23,7 @@ from g2rpo.rewards.pixels import to_uint8
 from g2rpo.runs.directory import claim, record_start
 from tests import ranks
 from tests.commands import g2rpo
-from tests.runs import Clips, brightness, config, trainer
+from tests.runs import Clips, Loaded, brightness, config, trainer
 from tests.test_evaluate import judging
 
 LOSSY = 4  # grey levels that a flat frame may be off after WebP's quality 80
@@ -188,7 +188,7 @@ def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
 
 
 def sampled(capsys, monkeypatch, tmp_path, *options, policy=None):
-    monkeypatch.setattr(components, "build_policy", lambda *args, **more: policy or Clips(frames=5))
+    monkeypatch.setattr(components, "load_pipeline", lambda *args, **more: Loaded(policy or Clips(frames=5)))
     return g2rpo(capsys, "sample", "0", "0.5", "--model", "testbed", "--steps", 2, "--out", tmp_path / "out", *options)
 
 

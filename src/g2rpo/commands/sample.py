@@ -18,7 +18,7 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps, grid_of
 from g2rpo.errors import UserError, loading
 from g2rpo.evaluation.heldout import sample_images
-from g2rpo.input_pictures import check_counts, check_inputs, images_of
+from g2rpo.input_pictures import check_inputs, images_of
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
@@ -78,8 +78,6 @@ def sample(
     if weights is not None and not base:
         with loading(f"{weights}: the weights do not fit {policy.path}"):
             painter.load(weights, drawing.strength)
-    if (takes := getattr(painter, "input_pictures", None)) is not None:
-        check_counts(prompts, takes)
     sigmas = grid_of(drawing.shift or "model", painter, drawing.steps or 28)
     out.mkdir(parents=True, exist_ok=True)
     shown: list[Tensor] = []
