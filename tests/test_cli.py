@@ -101,7 +101,7 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "g2rpo"])
 def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config, name):
-    quick = ["sampling.num_steps=6", "algorithm.group_size=3"]
+    quick = ["sampling.num_steps=8", "algorithm.group_size=3"]  # the least for the default branch steps and times
     quick += ["trainer.iterations=1", "evaluation.num_prompts=1", "evaluation.pictures=1"]
     code, out, err = g2rpo(capsys, "train", tiny_config, f"algorithm.name={name}", *quick, "--run-dir", tmp_path / "run")
     assert code == 0, err

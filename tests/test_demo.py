@@ -35,7 +35,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import Stopwatch
 from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import scores_after
-from g2rpo.types import Plan
+from g2rpo.types import Plan, no_kernel
 from tests.commands import TINY, g2rpo
 
 PROMPT = "a red circle"
@@ -226,9 +226,20 @@ def test_predictions_end_where_the_plain_walk_ends(studio):
     assert (lesson.predictions[:1] - first).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_every_algorithm_has_lessons(flux_directory, prompts, name):
-    config = tiny(flux_directory, prompts, f"algorithm.name={name}", "algorithm.group_size=3", "sampling.num_steps=6")
+def test_an_algorithm_without_stochastic_steps_has_no_lessons(flux_directory, prompts):
+    config = tiny(flux_directory, prompts, "algorithm.name=diffusion_nft", "algorithm.group_size=3", "sampling.num_steps=6")
+    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    studio = open_studio(replace(cast, algorithm=config.algorithm, sampling=config.sampling), None, print)
+    with pytest.raises(UserError, match="no stochastic step"):
+        learn(studio, PROMPT, seed=0, plan=0, tuned=False)
+
+
+STOCHASTIC = [name for name, kind in ALGORITHMS.items() if kind().kernel(sigma_grid(8)) is not no_kernel]
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_every_algorithm_with_stochastic_steps_has_lessons(flux_directory, prompts, name):
+    config = tiny(flux_directory, prompts, f"algorithm.name={name}", "algorithm.group_size=3", "sampling.num_steps=8")
     assert config.algorithm.name == name
     cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
     cast = replace(cast, title=name, algorithm=config.algorithm, sampling=config.sampling)
