@@ -251,7 +251,7 @@ def test_every_algorithm_with_stochastic_steps_has_lessons(flux_directory, promp
     steps = range(lesson.plan.branch, lesson.plan.merge)
     assert lesson.noised_at == max(step for step in steps if lesson.plan.trains(step))
     html = lesson_html(lesson)
-    assert html.count("<li") == 3 + (6 if lesson.plan.shared_noise else 0)
+    assert html.count("<li") == 3 + (8 if lesson.plan.shared_noise else 0)
     assert ("No anchor" in html) == (not lesson.plan.shared_noise)
 
 
