@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
@@ -15,6 +16,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.data import Cond, Prompt
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.policies.conditioning import SIZES
+from g2rpo.policies.fast import FastNetwork
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.sd3 import SD3Policy
 from g2rpo.rollout.engine import Engine
@@ -310,3 +312,69 @@ def test_calls_in_several_threads_do_not_meet(kind, prompts):
     with ThreadPoolExecutor(3) as pool:
         results = [pool.submit(call) for _ in range(4) for call in calls]
     assert all(torch.equal(result.result(), expected[i % 3]) for i, result in enumerate(results))
+
+
+FLOW_SOLVERS = {
+    "WanPipeline": (UniPCMultistepScheduler, {"prediction_type": "flow_prediction", "flow_shift": 3.0}),
+    "SanaPipeline": (DPMSolverMultistepScheduler, {"prediction_type": "flow_prediction", "flow_shift": 3.0}),
+}
+
+
+@pytest.mark.parametrize("kind", FLOW_SOLVERS)
+def test_the_grid_of_another_solver_of_flows_is_walked_from_exactly_one(kind):
+    """UniPC and DPM++ begin just below 1, where the diffusion of a stochastic step would be many times as large."""
+    solver, options = FLOW_SOLVERS[kind]
+    policy = load(kind)
+    policy.pipeline.scheduler = solver(use_flow_sigmas=True, **options)
+    policy.pipeline.scheduler.set_timesteps(STEPS)
+    sigmas = policy.pipeline.scheduler.sigmas
+    grid = policy.grid(STEPS)
+    assert grid[0] == 1 and 0.99 < sigmas[0] <= 1 and grid[-1] == 0
+    torch.testing.assert_close(grid[1:], sigmas[1:].float(), atol=1e-7, rtol=0)
+
+
+@torch.no_grad()
+def test_wan_that_times_every_token_takes_rows_of_one_sigma_at_a_time():
+    """Wan2.2-TI2V-5B: the network has a time for every token, here the same for all."""
+    pipeline = pipeline_of("WanPipeline")
+    pipeline.register_to_config(expand_timesteps=True)
+    policy = CLASSES["WanPipeline"](pipeline, **size_of("WanPipeline"), tuning="frozen")
+    x, sigma, cond = inputs(policy, PROMPTS)
+    tokens = x[0, 0, :, ::2, ::2].numel()
+
+    def network(name):
+        times = 1000 * sigma[:, None].expand(-1, tokens)
+        return pipeline.transformer(x, times, cond.tensors[name], return_dict=False)[0]
+
+    without, toward = network("negative_prompt_embeds"), network("prompt_embeds")
+    torch.testing.assert_close(policy.velocity(x, sigma, cond), without + 5 * (toward - without), atol=2e-5, rtol=1e-5)
+
+
+def test_distilled_klein_ignores_the_scale_as_its_pipeline_does():
+    pipeline = pipeline_of("Flux2KleinPipeline")
+    pipeline.register_to_config(is_distilled=True)
+    policy = CLASSES["Flux2KleinPipeline"](pipeline, **SIZE, tuning="frozen", guidance_scale=4.0)
+    assert not policy.guided and policy.shapes(12).rows == 1
+    assert set(policy.encode(PROMPTS).tensors) == {"prompt_embeds", "text_ids"}
+
+
+@pytest.mark.parametrize("kind", ["QwenImagePipeline", "ZImagePipeline"])
+@torch.no_grad()
+def test_a_tails_own_network_is_called_through_the_pipeline(kind, prompts):
+    """Compiled it gives the same; in bfloat16 nearly the same, and not exactly."""
+    policy = load(kind, tuning="lora", lora_rank=2)
+    x, sigma, cond = inputs(policy, prompts)
+    expected = policy.velocity(x, sigma, cond)
+    compiled, narrow = FastNetwork(policy, compile=True, backend="eager"), FastNetwork(policy, dtype="bfloat16")
+    torch.testing.assert_close(compiled.velocity(x, sigma, cond), expected, atol=2e-5, rtol=1e-5)
+    narrow.refresh()
+    assert 0 < difference(narrow.velocity(x, sigma, cond), expected) < 0.1 * float(expected.abs().max())
+
+
+def test_what_a_model_card_calls_is_what_was_sampled():
+    """Qwen-Image is guided by true_cfg_scale, and only if there is a negative prompt."""
+    assert load("QwenImagePipeline").deployed == {"true_cfg_scale": 4.0, "negative_prompt": ""}
+    assert load("QwenImagePipeline", "off").deployed == {"true_cfg_scale": 1.0}
+    assert load("WanPipeline").deployed == {"guidance_scale": 5.0, "num_frames": FRAMES, "negative_prompt": ""}
+    assert load("Flux2KleinPipeline").deployed == {"guidance_scale": 4.0}
+    assert load("FluxKontextPipeline").deployed == {"guidance_scale": 3.5, "max_area": 32 * 48}

@@ -65,6 +65,12 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         """Whether a velocity takes two evaluations."""
         return self.is_guided(self.pipeline, self.guidance_scale)
 
+    @property
+    def deployed(self) -> dict[str, Any]:
+        made = self.arguments(self.pipeline, self.options, rows=1, guided=self.guided, scale=self.guidance_scale)
+        own = {name: made[name] for name in (self.scale, "num_frames", "max_area", *self.fixed) if name in made}
+        return {**own, **({"negative_prompt": made["negative_prompt"][0]} if "negative_prompt" in made else {})}
+
     def check_size(self, height: int, width: int) -> None:
         multiple, frames = self.multiple, self.options.num_frames or 1
         if height % multiple or width % multiple:

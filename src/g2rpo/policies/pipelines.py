@@ -141,6 +141,11 @@ class PipelinePolicy(Policy, ABC):
         """The pipeline's own time shift at this size."""
         return deployed_shift(self.pipeline.scheduler, self.image_tokens)
 
+    @property
+    def deployed(self) -> dict[str, Any]:
+        """Arguments with which the pipeline itself samples as this policy does, besides size, steps and prompt."""
+        return {"guidance_scale": self.guidance_scale}
+
     def grid(self, num_steps: int) -> Tensor:
         """The sigmas [num_steps + 1] that sampling.shift=model means."""
         return sigma_grid(num_steps, self.shift)

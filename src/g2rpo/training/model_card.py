@@ -39,11 +39,17 @@ def copy_card(weights: Path, to: Path) -> None:
 
 
 def write_card(
-    run_dir: Path, weights: Path, config: Config, table: Mapping[str, Comparison], prompts: int, edits: bool = False
+    run_dir: Path,
+    weights: Path,
+    config: Config,
+    table: Mapping[str, Comparison],
+    prompts: int,
+    edits: bool = False,
+    deployed: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder.
 
-    `edits` says that the prompts have input pictures.
+    `edits` says that the prompts have input pictures; `deployed` are further arguments of the pipeline's call.
     """
     folder = weights if weights.is_dir() else weights.parent
     moves = (run_dir / CLIPS).is_file()
@@ -69,7 +75,7 @@ def write_card(
                 _results(config, table, prompts),
                 "![curves](curves.png)",
                 "## Use",
-                _block("python", _lora_usage(config, task) if lora else _full_usage(config, task)),
+                _block("python", (_lora_usage if lora else _full_usage)(config, task, deployed)),
                 "`g2rpo export RUN --format comfyui` writes the file that ComfyUI reads, `--format merged` the base model with "
                 "these weights in it.",
                 "## Config",
@@ -118,20 +124,20 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
     return "## Results\n\n" + "".join(rows) + f"\n{caption}"
 
 
-def _lora_usage(config: Config, task: str) -> str:
+def _lora_usage(config: Config, task: str, deployed: Mapping[str, Any] | None) -> str:
     return f"""from diffusers import DiffusionPipeline{_helpers(task)}
 
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r})
 pipe.load_lora_weights("THIS FOLDER OR REPOSITORY", weight_name="pytorch_lora_weights.safetensors")
-{_call(config, task)}"""
+{_call(config, task, deployed)}"""
 
 
-def _full_usage(config: Config, task: str) -> str:
+def _full_usage(config: Config, task: str, deployed: Mapping[str, Any] | None) -> str:
     return f"""from diffusers import AutoModel, DiffusionPipeline{_helpers(task)}
 
 transformer = AutoModel.from_pretrained("THIS FOLDER OR REPOSITORY")
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r}, transformer=transformer)
-{_call(config, task)}"""
+{_call(config, task, deployed)}"""
 
 
 def _helpers(task: str) -> str:
@@ -139,10 +145,12 @@ def _helpers(task: str) -> str:
     return f"\nfrom diffusers.utils import {', '.join(names)}" if names else ""
 
 
-def _call(config: Config, task: str) -> str:
+def _call(config: Config, task: str, deployed: Mapping[str, Any] | None) -> str:
     size = f"height={config.policy.height}, width={config.policy.width}"
     scale = config.policy.guidance_scale
-    steps = f"num_inference_steps={config.sampling.num_steps}" + (f", guidance_scale={scale:g}" if scale is not None else "")
+    further = deployed if deployed is not None else {} if scale is None else {"guidance_scale": scale}
+    named = (f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}" for name, value in further.items())
+    steps = ", ".join([f"num_inference_steps={config.sampling.num_steps}", *named])
     length = config.policy.max_sequence_length
     tokens = f", max_sequence_length={length}" if length else ""
     image = 'image=load_image("in.png"), ' if task.startswith("image") else ""

@@ -299,7 +299,8 @@ class Trainer:
         if self.files.writes:
             with self.files.holding(), writing(weights):
                 edits = any(images_of(prompt) for prompt in self.heldout)
-                write_card(self.files.directory, weights, self.config, table, len(self.heldout), edits)
+                deployed = getattr(self.policy, "deployed", None)
+                write_card(self.files.directory, weights, self.config, table, len(self.heldout), edits, deployed)
         return table
 
     def export(self) -> Path:
