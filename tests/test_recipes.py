@@ -21,7 +21,8 @@ REAL = [name for name in recipes.names() if "testbed" not in recipes.text(name)]
 
 def test_the_recipes_for_real_models_are_there():
     published = {"flux1-dev-hps", "flux1-dev-hps-clip", "reference", "reference-hps-clip"}
-    assert published | {"flux1-dev-lora", "sd35-medium-lora", "sd35-medium-flow-grpo"} <= set(REAL)
+    adapters = {f"{model}-lora" for model in ("flux1-dev", "sd35-medium", "flux2-klein", "qwen-image", "z-image", "kontext", "wan")}
+    assert published | adapters | {"sd35-medium-flow-grpo"} <= set(REAL)
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -55,6 +56,11 @@ def test_rewards_options_and_plans_of_a_recipe_exist(name):
         ("sd35-medium-flow-grpo", 48, 240, 24),
         ("sd35-medium-nft", 48, 240, 24),
         ("flux1-dev-pave", 8, 7 + 12 * (15 + 13 + 11 + 9), 48),
+        ("flux2-klein-lora", 8, 484, 96),
+        ("qwen-image-lora", 4, 484, 96),
+        ("z-image-lora", 8, 484, 96),
+        ("kontext-lora", 4, 484, 96),
+        ("wan-lora", 8, 484, 96),
     ],
 )
 def test_a_prompt_costs_what_the_comments_say(name, prompts, evaluations, images):
