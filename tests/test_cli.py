@@ -157,7 +157,7 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
         (["serve-reward", "brigthness"], "unknown reward 'brigthness'. Did you mean 'brightness'?"),
         (["serve-reward", "brightness", "--host", "0.0.0.0"], "without a token"),
         (["serve-reward", "brightness", "--token-env", "NOT_SET"], "is not set"),
-        (["serve-reward", "function", "target=nowhere.py:f"], "no such file"),
+        (["serve-reward", "function", "target=nowhere.py:f"], "there is no file"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
