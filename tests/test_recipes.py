@@ -11,6 +11,7 @@ from g2rpo.build import components
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import recipes
 from g2rpo.cost.counting import count
+from g2rpo.cost.rewards import cost_of_reward
 from g2rpo.errors import UserError
 from g2rpo.rollout.planning import count_evaluations, count_images
 from tests.commands import g2rpo
@@ -21,7 +22,9 @@ REAL = [name for name in recipes.names() if "testbed" not in recipes.text(name)]
 
 def test_the_recipes_for_real_models_are_there():
     published = {"flux1-dev-hps", "flux1-dev-hps-clip", "reference", "reference-hps-clip"}
-    adapters = {f"{model}-lora" for model in ("flux1-dev", "sd35-medium", "flux2-klein", "qwen-image", "z-image", "kontext", "wan")}
+    adapters = {
+        f"{model}-lora" for model in ("flux1-dev", "sd35-medium", "flux2-klein", "qwen-image", "z-image", "kontext", "wan")
+    }
     assert published | adapters | {"sd35-medium-flow-grpo"} <= set(REAL)
 
 
@@ -68,6 +71,13 @@ def test_a_prompt_costs_what_the_comments_say(name, prompts, evaluations, images
     plans, size = config.algorithm.plans(config.sampling.num_steps), config.algorithm.group_size
     assert config.trainer.prompts_per_iteration == prompts
     assert (count_evaluations(plans, size), count_images(plans, size)) == (evaluations, images)
+
+
+def test_a_plan_of_clips_counts_the_frames_that_are_scored():
+    """Frames 0, 4, 8 and 12 of 13."""
+    entry = load_config("wan-lora", []).rewards["pickscore"]
+    clip, picture = (cost_of_reward(entry, "cuda", length) for length in (13, 1))
+    assert clip.flops == 4 * picture.flops > 0 and clip.bytes == picture.bytes
 
 
 PUBLISHED = {"flux1-dev-hps": "reference", "flux1-dev-hps-clip": "reference-hps-clip"}

@@ -48,6 +48,7 @@ def check(config: Config, given: Collection[str] = (), directory: Path | None = 
     prompts.read(found, far=False)
     for name, entry in _rewards(config, given).items():
         found.tried(_check_reward, name, entry, found.questions)
+        found.tried(components.check_devices, {name: entry})  # apart, so that it hides no missing weights
     found.ask()
     if folder is not None and directory is not None:
         found.tried(_check_room, config, folder, directory)
@@ -180,7 +181,6 @@ def _check_pipeline(config: PolicyConfig) -> Path | None:
 def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
     """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
     components.check_rewards({name: entry})
-    components.check_devices({name: entry})
     if entry.kind not in components.REWARDS:
         return
     kind = components.reward_kind(name, entry)

@@ -117,7 +117,8 @@ def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int
     policy = build_on_meta(blueprint, config.policy)
     shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
-    reward_costs = {name: cost_of_reward(entry, "cuda" if cuda else "cpu") for name, entry in table.items()}
+    device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
+    reward_costs = {name: cost_of_reward(entry, device, length) for name, entry in table.items()}
     memory = plan_memory(
         config, blueprint, policy, shapes, reward_costs, counts, cuda=cuda, distinct_prompts=distinct_prompts, ranks=ranks
     )

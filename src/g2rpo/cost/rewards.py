@@ -15,6 +15,7 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.cost.blueprint import size_of
 from g2rpo.files import local
 from g2rpo.rewards.open_clip import VIT_H_14, clip_config
+from g2rpo.rollout.frames import Frames
 
 LARGE_14 = {
     "embed_dim": 768,
@@ -34,7 +35,7 @@ NO_WEIGHTS = ("http", "vlm_judge", "function", "jpeg_size", "brightness", "satur
 
 @dataclass(frozen=True)
 class RewardCost:
-    """A reward's weights in bytes, its device, and its floating-point operations for one picture in `dtype`."""
+    """A reward's weights in bytes, its device, and its floating-point operations for one picture or clip in `dtype`."""
 
     bytes: int
     flops: float
@@ -42,10 +43,11 @@ class RewardCost:
     dtype: str
 
 
-def cost_of_reward(entry: RewardConfig, device: str) -> RewardCost | None:
+def cost_of_reward(entry: RewardConfig, device: str, length: int = 1) -> RewardCost | None:
     """The cost of one reward on `device`, unless its options name another; None if it is unknown.
 
-    Pictures only: a prompt's text features are computed once and kept. Preprocessing on the CPU is not counted.
+    `length`: frames of a clip, of which the scored ones are counted. Pictures only: a prompt's text features are computed once
+    and kept. Preprocessing on the CPU is not counted.
     """
     options = {"device": device, "dtype": "bfloat16" if entry.kind == "hpsv3" else "float32", **entry.options}
     if entry.kind in NO_WEIGHTS:
@@ -58,7 +60,8 @@ def cost_of_reward(entry: RewardConfig, device: str) -> RewardCost | None:
         return None
     weights, flops = measured
     width = torch.finfo(getattr(torch, options["dtype"])).bits // 8
-    return RewardCost(weights * width // 4, flops, options["device"], options["dtype"])
+    frames = (entry.frames or Frames()).of(length)
+    return RewardCost(weights * width // 4, frames * flops, options["device"], options["dtype"])
 
 
 @cache  # `advice` needs the same rewards repeatedly

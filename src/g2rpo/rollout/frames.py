@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,6 +33,10 @@ class Frames:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.reduce not in ("mean", "min"):
             raise ValueError(f"reduce must be mean or min, got {self.reduce!r}")
+
+    def of(self, length: int) -> int:
+        """How many frames of a clip of `length` frames are scored."""
+        return math.ceil(length / self.every)
 
 
 @dataclass(frozen=True)
