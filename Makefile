@@ -15,9 +15,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
-# Trains the embedded tiny model; run again, it continues or shows the results.
+# Teaches the embedded tiny model to spell; run again, it continues or shows the results.
 quickstart: $(READY)
-	$(BIN)/g2rpo train scenes --run-dir runs/quickstart $(if $(wildcard runs/quickstart/config.yaml),--resume)
+	$(BIN)/g2rpo train words --run-dir runs/quickstart $(if $(wildcard runs/quickstart/config.yaml),--resume)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks.fast_tails import agreement
 from benchmarks.machine import matmul_rate
 from benchmarks.published_loop import PublishedLoop
 from benchmarks.rollout import published_evaluations
+from benchmarks.second_reader import available, read_words
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.rollout.engine import Engine
+from g2rpo.testbed.words.drawing import draw
+from g2rpo.testbed.words.language import parse, prompts
 from tests.runs import brightness
 from tests.test_rollout import SIGMAS, Network, noise
 
@@ -40,3 +44,12 @@ def test_the_rate_of_a_matrix_product_is_counted_right():
     """A clock that says one second for every product: 2 * 1024^3 operations a second."""
     ticks = iter(range(10**6))
     assert matmul_rate(torch.float32, torch.device("cpu"), lambda: next(ticks), seconds=0.05) == 2 * 1024**3
+
+
+@pytest.mark.skipif(not available(), reason="tesseract is not installed")
+def test_the_second_reader_reads_clean_words_in_their_order(tmp_path):
+    words = [parse(prompt) for prompt in prompts("heldout")[:6]]
+    files = [tmp_path / f"{i}.png" for i in range(6)]
+    for word, file in zip(words, files, strict=True):
+        Image.fromarray(draw(word)).save(file)
+    assert read_words(files) == [word.letters for word in words]

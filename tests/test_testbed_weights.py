@@ -29,7 +29,7 @@ def drawings() -> Tensor:
 def test_weights_are_small_safetensors_and_nothing_else() -> None:
     files = [f for f in testbed.assets_dir().rglob("*") if f.is_file()]
     assert {f.suffix for f in files} == {".safetensors", ".json", ".md"}
-    assert sum(f.stat().st_size for f in files) <= 12e6
+    assert sum(f.stat().st_size for f in files) <= 16e6
     assert not [f for f in files if f.suffix == ".json" and "_name_or_path" in f.read_text()]  # a path of the builder's machine
 
 

@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 import traceback
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,13 @@ app = typer.Typer(
 testbed_app = typer.Typer(no_args_is_help=True, help="The embedded world: a tiny FLUX, its prompts and its rewards.")
 app.add_typer(testbed_app, name="testbed")
 console = Console(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
+
+
+class Task(StrEnum):
+    """The tasks of the testbed."""
+
+    scenes = "scenes"
+    words = "words"
 
 
 def print_version(asked: bool) -> None:
@@ -170,7 +178,7 @@ def encode(
 def sample(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to draw.")] = None,
     run: Annotated[Path | None, typer.Option(help="A run directory: its model and its tuned weights.")] = None,
-    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, or 'testbed'.")] = None,
+    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")] = None,
     weights: Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")] = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")] = None,
     image: Annotated[
@@ -225,9 +233,11 @@ def evaluate(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.dtype=bfloat16 rewards.clip.options.path=...")
     ] = None,
     run: Annotated[Path | None, typer.Option(help="A finished run: its model, weights, held-out prompts and rewards.")] = None,
-    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, or 'testbed'.")] = None,
+    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")] = None,
     weights: Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN or testbed:heldout.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN, testbed:heldout or words:heldout.")
+    ] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N prompts.")] = None,
     rewards: Annotated[str | None, typer.Option(help="Names with commas between them, or a YAML file.")] = None,
     steps: Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")] = None,
@@ -287,7 +297,7 @@ def report(
 @app.command()
 def demo(
     run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
-    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, or 'testbed'.")] = None,
+    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")] = None,
     weights: Annotated[Path | None, typer.Option("--weights", "--adapter", help="An adapter/ or a transformer/.")] = None,
     rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
     guidance: Annotated[float | None, typer.Option(help="With --model: guidance scale, default 3.5.")] = None,
@@ -388,9 +398,13 @@ def build(
     out: Annotated[Path, typer.Option(help="Where to build; finished stages there are kept.")],
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A few steps of every stage, to see that it works.")] = False,
+    task: Annotated[Task, typer.Option(help="Which of the testbed's tasks.")] = Task.scenes,
 ) -> None:
-    """Rebuild the tiny FLUX and its rewards from nothing (about an hour on two cores)."""
-    from g2rpo.testbed.build import build as run
+    """Rebuild a tiny FLUX, and the rewards of scenes, from nothing (up to an hour on two cores)."""
+    if task is Task.words:
+        from g2rpo.testbed.build.words import build as run
+    else:
+        from g2rpo.testbed.build import build as run
 
     run(out, seed=seed, quick=quick, log=lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False))
 

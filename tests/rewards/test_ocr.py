@@ -76,6 +76,7 @@ def test_sessions_have_one_thread_and_workers_change_nothing() -> None:
     scores = [OCR(detect=False, width=144, workers=workers)(images, prompts) for workers in (1, 3)]
     assert torch.equal(*scores)
     assert scores[0].tolist() == pytest.approx([1, 3 / 4, 4 / 5, 1])
+    assert OCR(detect=False, width=144, exact=True)(images, prompts).tolist() == [1, 0, 0, 1]
     assert torch.equal(line()(images[2:3], prompts[2:3]), scores[0][2:3])  # alone as in a batch
 
 

@@ -55,6 +55,10 @@ REWARDS = {
     "scene_accuracy": "g2rpo.testbed.rewards:SceneAccuracy",
     "scene_clip": "g2rpo.testbed.rewards:SceneCLIP",
     "scene_preference": "g2rpo.testbed.rewards:ScenePreference",
+    "word_colour": "g2rpo.testbed.words.judges:WordColour",
+    "word_paper": "g2rpo.testbed.words.judges:WordPaper",
+    "word_drawing": "g2rpo.testbed.words.judges:WordDrawing",
+    "word_letters": "g2rpo.testbed.words.judges:WordLetters",
 }
 POLICIES = {
     "FluxPipeline": "g2rpo.policies.flux:FluxPolicy",
@@ -79,6 +83,8 @@ TRACKERS = {
     "wandb": "g2rpo.monitor.trackers:WandB",
     "trackio": "g2rpo.monitor.trackers:Trackio",
 }
+EMBEDDED = ("testbed", "words")
+"""Names of the pipelines that come with the package."""
 WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip", "detector")
 """Options of rewards that name a folder, a file or a hub repository."""
 CODE_OPTIONS = {"function": "target", "geneval": "detector"}
@@ -245,10 +251,10 @@ def pick_device(name: str, key: str = "policy.device") -> str:
 def locate_pipeline(name: str, expected: str | None = None, chosen: str | None = None) -> tuple[str, str]:
     """(where the pipeline lies, its class name); refuses a class that has no policy, or is not the `expected` one."""
     refuse_mention("policy.path", name)
-    if name == "testbed":
+    if name in EMBEDDED:
         from g2rpo.testbed import pipeline_dir
 
-        name = str(pipeline_dir())
+        name = str(pipeline_dir(name))
     path = local(name)
     if os.path.isdir(path):  # unlike Path.is_dir, it does not raise for names that are too long
         index = path / "model_index.json"
@@ -259,7 +265,9 @@ def locate_pipeline(name: str, expected: str | None = None, chosen: str | None =
         except (ValueError, KeyError, TypeError):
             raise UserError(f"policy.path={name}: its model_index.json names no pipeline class") from None
     elif not is_hub_id(name):
-        raise UserError(f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, or 'testbed'")
+        raise UserError(
+            f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, 'testbed' or 'words'"
+        )
     else:
         kind = _hub_class(name)
     check_pipeline(name, kind, expected, chosen)
@@ -453,15 +461,15 @@ def build_trackers(names: Sequence[str]) -> list[Tracker]:
     return [plugins.find("trackers", name, TRACKERS)() for name in names]
 
 
-TESTBED_LISTS = ("testbed:train", "testbed:heldout")
+TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
 LISTS = (*TESTBED_LISTS, *STARTER)
 """Prompts that come with the package."""
 
 
 def build_prompts(source: str, key: str) -> list[str]:
-    """The prompts of "testbed:train" or "testbed:heldout", or of a source for `read_prompts`; `key` names the config entry."""
+    """The prompts of a list that comes with the package, or of a source for `read_prompts`; `key` names the config entry."""
     refuse_mention(key, source)
-    if source.startswith(("testbed", "starter:")) and source not in LISTS:
+    if source.startswith(("testbed", "words:", "starter:")) and source not in LISTS:
         raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")
     if source not in TESTBED_LISTS:
         try:
@@ -472,7 +480,8 @@ def build_prompts(source: str, key: str) -> list[str]:
             raise UserError(f"{key}={source}: {error}{hint}") from None
     from g2rpo.testbed import prompts
 
-    return list(prompts("train" if source == "testbed:train" else "heldout"))
+    world, _, split = source.partition(":")
+    return list(prompts("train" if split == "train" else "heldout", world))
 
 
 def _starter(key: str) -> str:

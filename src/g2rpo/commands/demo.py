@@ -89,11 +89,15 @@ def _of_config(title: str, c: Config) -> Cast:
     )
 
 
+RECIPES = {"testbed": ("The testbed", "scenes"), "words": ("Words", "words")}
+"""Title and recipe of the embedded models."""
+
+
 def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, Any] | None) -> Cast:
-    """The cast of a pipeline: the testbed comes with the recipe `scenes`, any other with the paper's algorithm."""
+    """The cast of a pipeline: an embedded one comes with its recipe, any other with the paper's algorithm."""
     policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
     table = resolve_as(_Named, {"rewards": rewards or {}}, source="--rewards").rewards
-    if model != "testbed":
+    if model not in RECIPES:
         return Cast(
             title=model,
             policy=policy,
@@ -101,7 +105,8 @@ def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, A
             sampling=SamplingConfig(num_steps=16, shift="model"),
             rewards=table,
         )
-    cast = replace(_of_config("The testbed", resolve(recipes.settings("scenes"), source="recipe scenes")), policy=policy)
+    title, recipe = RECIPES[model]
+    cast = replace(_of_config(title, resolve(recipes.settings(recipe), source=f"recipe {recipe}")), policy=policy)
     return replace(cast, rewards=table, judges={}) if table else cast
 
 

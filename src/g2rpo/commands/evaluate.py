@@ -32,6 +32,8 @@ from g2rpo.statistics import Interval
 
 SETTINGS = "settings.yaml"
 SHOWN = 8  # pictures in a grid
+EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
+"""Height and width of what the embedded models draw, and tokens of their longest prompts."""
 
 
 def run_settings(run: Path) -> dict[str, Any]:
@@ -57,9 +59,8 @@ def config_settings(config: Config) -> dict[str, Any]:
 
 def model_settings(model: str, size: int | None, guidance: float) -> dict[str, Any]:
     """Default settings for a pipeline without a run."""
-    side, length = (64, 16) if model == "testbed" else (1024, None)
-    pixels = side if size is None else size
-    policy = {"path": model, "height": pixels, "width": pixels, "guidance_scale": guidance}
+    height, width, length = EMBEDDED_SIZES.get(model, (1024, 1024, None))
+    policy = {"path": model, "height": size or height, "width": size or width, "guidance_scale": guidance}
     return {"policy": {**policy, "max_sequence_length": length}}
 
 

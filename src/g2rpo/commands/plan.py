@@ -143,7 +143,7 @@ def _on_disk(config: Config) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     path = config.policy.path
-    if path == "testbed" or os.path.isdir(local(path)):
+    if path in components.EMBEDDED or os.path.isdir(local(path)):
         return True
     return isinstance(try_to_load_from_cache(path, "model_index.json"), str)
 

@@ -50,7 +50,7 @@ def cost_of_reward(entry: RewardConfig, device: str, length: int = 1) -> RewardC
     and kept. Preprocessing on the CPU is not counted.
     """
     options = {"device": device, "dtype": "bfloat16" if entry.kind == "hpsv3" else "float32", **entry.options}
-    if entry.kind in NO_WEIGHTS:
+    if entry.kind in NO_WEIGHTS or entry.kind.startswith("word_"):
         return RewardCost(0, 0.0, "cpu", "float32")
     if entry.kind.startswith("scene_"):  # the testbed's own, always on the CPU
         options |= {"device": "cpu", "dtype": "float32"}

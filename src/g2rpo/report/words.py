@@ -9,7 +9,7 @@ from g2rpo.config.schema import PolicyConfig
 
 def model_name(policy: PolicyConfig) -> str:
     """A description of the model."""
-    return "the tiny FLUX that comes with g2rpo" if policy.path == "testbed" else policy.path
+    return "the tiny FLUX that comes with g2rpo" if policy.path in ("testbed", "words") else policy.path
 
 
 def decimals(error: float) -> int:

@@ -34,17 +34,20 @@ class OCR:
     Case and spaces do not count, as in Flow-GRPO.
     Args: `detect`, whether text is looked for in the whole picture (about 1 s each on a core); without, the picture is read as
     one line (about 10 ms). `contains`, whether a text with more around it is right too, as in Flow-GRPO; else more letters are
-    errors. `width`, the least width that a line is read at, at height 48: a line is padded to it, so that a smaller one is
-    faster for short lines. `workers`, threads that read a picture each (None: as many as torch computes with).
+    errors. `exact`, whether anything else than 1 becomes 0. `width`, the least width that a line is read at, at height 48: it
+    is padded to that, so that a smaller one is faster for short lines. `workers`, threads that read a picture each (None: as
+    many as torch computes with).
     """
 
     right = 1.0
     wants = "a text to show: put it in quotes, or in the metadata as `text`"
 
-    def __init__(self, *, detect: bool = True, contains: bool = False, width: int = 320, workers: int | None = None) -> None:
+    def __init__(
+        self, *, detect: bool = True, contains: bool = False, exact: bool = False, width: int = 320, workers: int | None = None
+    ) -> None:
         if width < 1 or (workers is not None and workers < 1):
             raise ValueError(f"width and workers must be at least 1, got {width} and {workers}")
-        self.detect, self.contains, self.workers = detect, contains, workers
+        self.detect, self.contains, self.exact, self.workers = detect, contains, exact, workers
         self.engine = load_engine(width)
         self._warned = False
 
@@ -71,7 +74,8 @@ class OCR:
     def _score(self, images: Tensor, targets: list[str]) -> Tensor:
         with ThreadPoolExecutor(self.workers or torch.get_num_threads()) as pool:
             texts = list(pool.map(self.read, to_pil(images)))
-        return torch.tensor([similarity(*pair, contains=self.contains) for pair in zip(texts, targets, strict=True)])
+        scores = torch.tensor([similarity(*pair, contains=self.contains) for pair in zip(texts, targets, strict=True)])
+        return (scores == 1).float() if self.exact else scores
 
     def read(self, picture: Image.Image) -> str:
         """The text that RapidOCR reads in a picture, line by line; one picture per call, so that scores are independent."""

@@ -1,4 +1,5 @@
-"""The testbed: a complete, tiny text-to-image task inside the package, with prompts, scenes, a FLUX pipeline and rewards.
+"""The testbed: two complete, tiny text-to-image tasks inside the package, scenes and words, each with prompts, a FLUX pipeline
+and rewards.
 
 Importing this package is fast: torch, diffusers and transformers are imported by its modules only.
 """
@@ -15,17 +16,22 @@ __all__ = ["assets_dir", "pipeline_dir", "prompts"]
 
 
 def assets_dir() -> Path:
-    """The folder of the shipped weights: `pipeline/`, `clip/`, `preference/`, and the card."""
+    """The folder of the shipped weights: `pipeline/`, `clip/`, `preference/` of scenes, `words/pipeline/`, and their cards."""
     return Path(__file__).parent / "assets"
 
 
-def pipeline_dir() -> Path:
-    """The tiny FLUX pipeline, for `FluxPipeline.from_pretrained`."""
-    return assets_dir() / "pipeline"
+def pipeline_dir(task: str = "testbed") -> Path:
+    """The tiny FLUX pipeline of scenes ("testbed") or of "words", for `FluxPipeline.from_pretrained`."""
+    return assets_dir() / "words" / "pipeline" if task == "words" else assets_dir() / "pipeline"
 
 
-def prompts(split: Split) -> list[str]:
-    """The prompts of "train" (2000) or "heldout" (400), in a fixed shuffled order; the two share no composition."""
+def prompts(split: Split, task: str = "testbed") -> list[str]:
+    """The prompts of "train" (2000) or "heldout" in a fixed shuffled order: 400 of scenes, whose compositions training has not
+    seen, or 262 of words."""
+    if task == "words":
+        from g2rpo.testbed.words import language
+
+        return list(language.prompts(split))
     from g2rpo.testbed import grammar
 
     return list(grammar.prompts(split))

@@ -98,7 +98,7 @@ def build_flux(ctx: Context, vae: AutoencoderKL, readers: Readers) -> FluxPipeli
         tokens = torch.where(is_wrong[:, None], wrong[rows, torch.randint(WRONG_CAPTIONS, (BATCH,))], right[rows])
         with torch.no_grad():
             texts, pooled = readers.t5(tokens)[0], readers.clip(tokens).pooler_output
-        return flow_loss(transformer, latents[rows].float(), texts, pooled, guidance)
+        return flow_loss(transformer, latents[rows].float(), texts, pooled, guidance, grid=(SIDE // 16, SIDE // 16))
 
     def snapshot(step: int) -> None:
         scores = [accuracy(pipe, prompts(split)[:100]) for split in ("train", "heldout")]
@@ -148,8 +148,16 @@ def training_data(ctx: Context, vae: AutoencoderKL) -> tuple[Tensor, Tensor, Ten
     return data["latents"], data["right"], data["wrong"]
 
 
-def flow_loss(transformer: Callable[..., Any], latents: Tensor, texts: Tensor, pooled: Tensor, guidance: Tensor) -> Tensor:
-    """The flow matching loss on packed latents [B, 16, 64]: the error of the predicted velocity."""
+def flow_loss(
+    transformer: Callable[..., Any],
+    latents: Tensor,
+    texts: Tensor,
+    pooled: Tensor,
+    guidance: Tensor | None = None,
+    *,
+    grid: tuple[int, int],
+) -> Tensor:
+    """The flow matching loss on packed latents [B, tokens of `grid`, 64]: the error of the predicted velocity."""
     noise = torch.randn_like(latents)
     odds = TIME_SHIFT * torch.randn(len(latents)).exp()
     sigma = odds / (1 + odds)
@@ -160,8 +168,8 @@ def flow_loss(transformer: Callable[..., Any], latents: Tensor, texts: Tensor, p
         guidance=guidance,
         pooled_projections=pooled,
         encoder_hidden_states=texts,
-        txt_ids=torch.zeros(MAX_TOKENS, 3),
-        img_ids=FluxPipeline._prepare_latent_image_ids(1, SIDE // 16, SIDE // 16, "cpu", torch.float32),
+        txt_ids=torch.zeros(texts.shape[1], 3),
+        img_ids=FluxPipeline._prepare_latent_image_ids(1, *grid, "cpu", torch.float32),
         return_dict=False,
     )[0]
     return (velocity.float() - (noise - latents)).pow(2).mean()

@@ -1,0 +1,107 @@
+"""Judges of a written word that need no model: is the ink's colour right, is the paper clean, is the drawing clean?
+
+All follow the `Reward` protocol: images [B, 3, 32, 96] in [0, 1] and their prompts to scores [B], float32 on the CPU, higher is
+better; NaN for prompts of another form. Spelling is judged by the reward `ocr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from g2rpo.testbed.words.drawing import HEIGHT, INKS, PAPER, WIDTH, draw, span
+from g2rpo.testbed.words.language import COLOURS, LETTERS, Colour, Word, parse
+
+TOLERANCE = 0.06  # of clean paper: 15 levels of 255, in any channel
+INK = 0.35  # least distance of ink from the paper, in any channel
+LEAST_INK = 20  # pixels; a thin letter has more
+MARGIN = 3  # pixels around the word that are not judged as paper
+
+
+class _Judge:
+    """Scores each picture for the word that its prompt asks for."""
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        words = map(parse, prompts)
+        pairs = zip(images.float().cpu(), words, strict=True)
+        return torch.tensor([float("nan") if word is None else self.score(image, word) for image, word in pairs])
+
+    def score(self, image: Tensor, word: Word) -> float:
+        """Of one picture [3, 32, 96]."""
+        raise NotImplementedError
+
+
+class WordColour(_Judge):
+    """1 where the ink is nearest to the asked colour of the six, else 0."""
+
+    right = 1.0
+
+    def score(self, image: Tensor, word: Word) -> float:
+        return float(colour_of(image) == word.colour)
+
+
+class WordPaper(_Judge):
+    """The share of the sheet, outside the place of the word, that has the colour of paper: no speckles, no letters too many."""
+
+    def score(self, image: Tensor, word: Word) -> float:
+        left, right = span(len(word.letters))
+        beside = torch.cat([image[..., : max(left - MARGIN, 0)], image[..., right + MARGIN :]], dim=-1)
+        return float(((beside - colour(PAPER)).abs().amax(0) <= TOLERANCE).float().mean())
+
+
+class WordDrawing(_Judge):
+    """How cleanly letters are drawn, right or wrong ones: PSNR in dB to the clean drawing of the nearest ones, at most 60."""
+
+    def score(self, image: Tensor, word: Word) -> float:
+        shown = Word(letters_of(image, word), word.colour)
+        return float(-10 * torch.log10((image - picture(shown)).pow(2).mean().clamp(min=1e-6)))
+
+
+class WordLetters(_Judge):
+    """The share of letters whose nearest clean letter is the asked one."""
+
+    def score(self, image: Tensor, word: Word) -> float:
+        return sum(a == b for a, b in zip(letters_of(image, word), word.letters, strict=True)) / len(word.letters)
+
+
+def colour(rgb: tuple[int, int, int]) -> Tensor:
+    """[3, 1, 1] in [0, 1]."""
+    return torch.tensor(rgb).view(3, 1, 1) / 255
+
+
+def picture(word: Word) -> Tensor:
+    """The clean drawing [3, 32, 96] in [0, 1]."""
+    return torch.from_numpy(np.array(draw(word))).permute(2, 0, 1).float() / 255
+
+
+def colour_of(image: Tensor) -> Colour | None:
+    """The nearest ink to the median of what is not paper; None on an empty sheet."""
+    far = (image - colour(PAPER)).abs().amax(0)
+    if int((far > INK).sum()) < LEAST_INK:
+        return None
+    core = image[:, far >= far[far > INK].median()].median(dim=1).values
+    distances = [float((core - colour(INKS[name]).flatten()).norm()) for name in COLOURS]
+    return COLOURS[int(np.argmin(distances))]
+
+
+def letters_of(image: Tensor, word: Word) -> str:
+    """The letter nearest to each place of `word` in the picture, by mean absolute difference."""
+    cells = _alphabet(len(word.letters), word.colour)
+    left, right = span(len(word.letters))
+    error = (cells - image[..., left:right]).abs().mean((1, 2))
+    edges = np.linspace(0, right - left, len(word.letters) + 1).round().astype(int)
+    return "".join(LETTERS[int(error[:, a:b].mean(1).argmin())] for a, b in pairwise(edges))
+
+
+@cache
+def _alphabet(length: int, ink: Colour) -> Tensor:
+    """Words of `length` times one letter, for all letters: [26, 3, 32, width of the word]."""
+    left, right = span(length)
+    pictures = torch.stack([picture(Word(letter * length, ink)) for letter in LETTERS])
+    assert pictures.shape[-2:] == (HEIGHT, WIDTH)
+    return pictures[..., left:right]

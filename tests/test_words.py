@@ -1,0 +1,131 @@
+"""The task words: prompts, drawings, judges, the shipped weights and their builder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from g2rpo import testbed
+from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, picture
+from g2rpo.testbed.words.language import COLOURS, LETTERS, Word, heldout_words, misspelt, parse, prompts, random_word
+
+ASSETS = testbed.assets_dir() / "words"
+TIGER = Word("tiger", "red")
+DIGESTS = {
+    "text_encoder": "327c4ce4a5ce1b89",
+    "text_encoder_2": "7bd161ab1aa19e01",
+    "transformer": "f9fa1fe521341fb4",
+    "vae": "8287db165f0172e1",
+}
+"""The first 16 digits of the SHA-256 of the weights that the card's figures were measured on."""
+
+
+def test_prompts_are_words_and_held_out_ones_are_in_no_other_list() -> None:
+    train, heldout = ([parse(prompt) for prompt in prompts(split)] for split in ("train", "heldout"))
+    assert (len(train), len(heldout)) == (2000, 262)
+    assert [str(word) for word in (*train, *heldout)] == [*prompts("train"), *prompts("heldout")]
+    assert {word.letters for word in heldout} == heldout_words() and "tiger" in heldout_words()
+    assert not {word.letters for word in train} & heldout_words()
+    assert set("".join(word.letters for word in train)) == set(LETTERS)
+    assert testbed.prompts("heldout", "words") == list(prompts("heldout"))
+    assert len(max(map(str, (*train, *heldout)), key=len)) <= 18  # bytes; the builder's MAX_TOKENS has room for the end as well
+
+
+@pytest.mark.parametrize(
+    "prompt", ["'tiger'", "'Tiger' in red", "'ab' in red", "'tigress' in red", "'tiger' in pink", "tiger in red"]
+)
+def test_other_prompts_have_no_word_and_no_score(prompt: str) -> None:
+    assert parse(prompt) is None
+    scores = [judge()(picture(TIGER)[None], [prompt]) for judge in (WordColour, WordPaper, WordDrawing, WordLetters)]
+    assert all(score.isnan().all() for score in scores)
+
+
+def test_neither_random_nor_misspelt_words_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from g2rpo.testbed.words import language
+
+    some = frozenset(a + b + c for a in "abcdefghijklm" for b in LETTERS for c in LETTERS)  # half of all words of three letters
+    monkeypatch.setattr(language, "heldout_words", lambda: some)
+    rng = np.random.default_rng(0)
+    assert not {random_word(rng, spoken).letters for _ in range(300) for spoken in (False, True)} & some
+    assert not {misspelt(Word("zzz", "red"), 0.9, rng).letters for _ in range(300)} & some
+
+
+def test_the_share_of_wrong_letters() -> None:
+    rng = np.random.default_rng(0)
+    words = [random_word(rng) for _ in range(2000)]
+    wrong = [a != b for word in words for a, b in zip(word.letters, misspelt(word, 0.2, rng).letters, strict=True)]
+    assert len(wrong) > 8000
+    assert np.mean(wrong) == pytest.approx(0.2, abs=4 * (0.2 * 0.8 / len(wrong)) ** 0.5)  # four standard errors
+    assert misspelt(TIGER, 0.0, rng) == TIGER
+
+
+def test_judges_of_clean_drawings() -> None:
+    words = [Word(letters, colour) for letters in ("tiger", "cat", "quilts") for colour in COLOURS]
+    images, texts = torch.stack([picture(word) for word in words]), [str(word) for word in words]
+    assert WordColour()(images, texts).eq(1).all()
+    assert WordPaper()(images, texts).eq(1).all()
+    assert WordLetters()(images, texts).eq(1).all()
+    assert WordDrawing()(images, texts).eq(60).all()
+
+
+def test_judges_see_what_is_wrong() -> None:
+    asked = str(TIGER)
+    noise = torch.randn(3, 32, 96, generator=torch.Generator().manual_seed(0))
+    clean, speckled = picture(TIGER), (picture(TIGER) + 0.15 * noise).clamp(0, 1)
+    images = torch.stack(
+        [picture(Word("tiger", "blue")), picture(Word("tigor", "red")), picture(Word("tigers", "red")), speckled]
+    )
+    assert WordColour()(images, [asked] * 4).tolist() == [0, 1, 1, 1]
+    assert WordLetters()(images[1:2], [asked]).tolist() == pytest.approx([4 / 5])
+    paper = WordPaper()(images, [asked] * 4)
+    assert paper[:2].tolist() == [1, 1] and paper[2] < 0.95 and paper[3] < 0.2
+    drawing = WordDrawing()(torch.stack([clean, images[1], speckled]), [asked] * 3)
+    assert drawing[0] == drawing[1] == 60  # a wrong letter may be drawn cleanly
+    assert 16 < drawing[2] < 19  # 20 log10(1 / .15) = 16.5, and a little more: half of the paper's noise is cut at white
+    assert WordColour()(torch.ones(1, 3, 32, 96), [asked]).tolist() == [0]
+
+
+def test_weights_are_small_and_are_those_that_were_measured() -> None:
+    files = sorted(file for file in ASSETS.rglob("*") if file.is_file())
+    assert {file.suffix for file in files} <= {".safetensors", ".json", ".md"}
+    assert sum(file.stat().st_size for file in testbed.assets_dir().rglob("*") if file.is_file()) <= 16e6
+    assert not [file for file in files if file.suffix == ".json" and "_name_or_path" in file.read_text()]
+    figures, card = json.loads((ASSETS / "figures.json").read_text()), (ASSETS / "README.md").read_text()
+    assert all(f"| {name} | {value:.4g} |" in card for name, value in figures.items())
+    digests = {f.parent.name: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files if f.suffix == ".safetensors"}
+    assert digests == DIGESTS
+    assert 0.25 <= figures["right words, base"] <= 0.6
+
+
+def test_the_pipeline_writes_words() -> None:
+    from diffusers import FluxPipeline
+
+    from g2rpo.testbed.build.words.flux import sample
+
+    pipe = FluxPipeline.from_pretrained(testbed.pipeline_dir("words"), torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    texts = prompts("heldout")[:48]
+    images = sample(pipe, texts)
+    assert images.shape == (48, 3, 32, 96) and torch.equal(sample(pipe, texts[:4]), sample(pipe, texts[:4]))
+    assert not pipe.transformer.config.guidance_embeds
+    letters = WordLetters()(images, texts).mean()
+    assert 0.6 <= letters <= 0.95  # misspelt, but not at random
+    assert WordLetters()(images, [str(Word(parse(a).letters[::-1], parse(a).colour)) for a in texts]).mean() < 0.4
+    assert WordColour()(images, texts).mean() >= 0.9 and WordPaper()(images, texts).mean() >= 0.9
+
+
+def test_a_quick_build_runs_end_to_end_and_continues(tmp_path: Path) -> None:
+    from g2rpo.testbed.build.words import build
+
+    lines: list[str] = []
+    first = build(tmp_path, quick=True, log=lines.append)
+    assert any(line.startswith("words flux 4/4 loss") for line in lines)
+    lines.clear()
+    assert build(tmp_path, quick=True, log=lines.append) == first
+    assert not any("loss" in line for line in lines), "a finished stage was trained again"
+    assert json.loads((tmp_path / "figures.json").read_text()) == first
