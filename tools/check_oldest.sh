@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Runs fast tests with the oldest versions that pyproject.toml allows. Needs uv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+uv pip compile --quiet --resolution lowest-direct --python-version 3.11 pyproject.toml --output-file "$work/oldest.txt"
+uv venv --quiet --python 3.11 "$work/venv"
+uv pip install --python "$work/venv/bin/python" --requirement "$work/oldest.txt" "pytest>=8" hypothesis
+PYTHONPATH=src OMP_NUM_THREADS=1 "$work/venv/bin/python" -m pytest -q \
+    tests/test_flow.py tests/test_objectives.py tests/test_rollout.py tests/test_config.py tests/test_flux.py tests/test_sd3.py \
+    tests/test_trainer.py tests/test_resume.py
