@@ -221,7 +221,7 @@ def test_evaluate_from_the_command_line(model, tiny_config, tmp_path, capsys):
     [
         (["--steps", "2,3"], "steps: [2] there, [2, 3] here"),
         (["--seed", "1"], "seed: 0 there, 1 here"),
-        (["policy.guidance_scale=2"], "policy.guidance_scale: 3.5 there, 2.0 here"),
+        (["policy.guidance_scale=2"], "policy.guidance_scale: None there, 2.0 here"),
         (["rewards.red.options.target=x"], "unknown"),
     ],
 )

@@ -188,7 +188,7 @@ def sample(
     strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
     shift: Annotated[float | None, typer.Option(help="Time shift of the sampler; default the run's, else the model's.")] = None,
-    guidance: Annotated[float, typer.Option(help="Guidance scale (with --model).")] = 3.5,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")] = None,
     size: Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")] = None,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
@@ -241,7 +241,7 @@ def evaluate(
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N prompts.")] = None,
     rewards: Annotated[str | None, typer.Option(help="Names with commas between them, or a YAML file.")] = None,
     steps: Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")] = None,
-    guidance: Annotated[float, typer.Option(help="Guidance scale (with --model).")] = 3.5,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")] = None,
     size: Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")] = None,
     seed: Annotated[int | None, typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pictures at a time.")] = None,
@@ -300,7 +300,7 @@ def demo(
     model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")] = None,
     weights: Annotated[Path | None, typer.Option("--weights", "--adapter", help="An adapter/ or a transformer/.")] = None,
     rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="With --model: guidance scale, default 3.5.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="With --model: guidance scale, default the model's own.")] = None,
     size: Annotated[int | None, typer.Option(help="With --model: height and width in pixels.")] = None,
     host: Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
@@ -316,7 +316,7 @@ def demo(
         if run is not None and value is not None:
             raise UserError(f"{option} is for --model; a run has its own")
     table = named_rewards(rewards) if rewards is not None else None
-    cast = command.of_run(run) if run else command.of_model(str(model), size, 3.5 if guidance is None else guidance, table)
+    cast = command.of_run(run) if run else command.of_model(str(model), size, guidance, table)
     command.demo(run, cast, weights, host=host, port=port, token_env=token_env, console=console)
 
 

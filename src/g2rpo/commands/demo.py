@@ -93,7 +93,7 @@ RECIPES = {"testbed": ("The testbed", "scenes"), "words": ("Words", "words")}
 """Title and recipe of the embedded models."""
 
 
-def of_model(model: str, size: int | None, guidance: float, rewards: dict[str, Any] | None) -> Cast:
+def of_model(model: str, size: int | None, guidance: float | None, rewards: dict[str, Any] | None) -> Cast:
     """The cast of a pipeline: an embedded one comes with its recipe, any other with the paper's algorithm."""
     policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
     table = resolve_as(_Named, {"rewards": rewards or {}}, source="--rewards").rewards

@@ -198,8 +198,8 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         return torch.cat(answers)[order]
 
     def _groups(self, sigma: Tensor, cond: Cond) -> list[list[int]]:
-        """Rows that may share a call."""
-        if self.one_row or (self.sharded and self.ragged):
+        """Rows that may share a call. Ranks that gather weights together make as many calls, whatever their prompts."""
+        if self.one_row or (self.sharded and (self.ragged or self.pictured or self.one_time)):
             return [[row] for row in range(len(sigma))]
         keys, times = self.keys(cond), sigma.tolist() if self.one_time else None
         if keys is None and times is None:
