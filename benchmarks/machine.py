@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from g2rpo.runtime.devices import accelerator
+
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Names and counts for a results file."""
@@ -21,7 +23,7 @@ def describe(device: torch.device) -> dict[str, Any]:
             (line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")), cpu
         )
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "device": module.get_device_name(device) if (module := accelerator(device)) else cpu,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -45,11 +47,11 @@ def matmul_rate(
 
 def peak_bytes(device: torch.device) -> int:
     """The most memory in use so far: of the device, or of this process where that is the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if (module := accelerator(device)) is not None:
+        return module.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if (module := accelerator(device)) is not None:
+        module.synchronize(device)

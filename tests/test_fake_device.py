@@ -187,3 +187,14 @@ def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, mod
     in_all = max(measured["evaluation in all"], measured["iteration in all"])
     light = model == "sd3" or any("quantize" in override for override in overrides)
     assert (0.8 if light else 0.9) < in_all / max(planned.moments.values()) < 1
+
+
+def test_the_benchmark_of_true_shapes_is_ready_for_a_gpu(run):
+    """Every way in one call, peaks beside the plan's, and what this device cannot have refused."""
+    (found,) = run(cases.true_size, "--ways", "bfloat16", "autocast=false", "quantize=int8", "attention=cudnn")
+    assert found["ways"].pop("attention=cudnn").keys() == {"refused"} and found["matmul_flops"] > 0
+    assert found["ways"]["bfloat16"].keys() == {"plan", "exact", "forecast=true"}
+    for way in found["ways"].values():
+        last = way["exact"][-1]
+        assert last["evaluations"] == way["plan"]["evaluations"]
+        assert 0.8 < last["peak_bytes"] / way["plan"]["bytes"] <= 1

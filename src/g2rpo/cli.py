@@ -134,9 +134,17 @@ def plan(
     probe: Annotated[
         bool | None, typer.Option("--probe/--no-probe", help="Time a few calls on this machine; default where that is quick.")
     ] = None,
+    cards: Annotated[bool, typer.Option("--cards", help="What fits on every known card, and how.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate a run's compute, memory and time before launching it."""
+    if cards:
+        from g2rpo.commands.plan_cards import plan_cards
+
+        if device is not None or probe:
+            raise UserError("--cards is about every card; leave --device and --probe out")
+        plan_cards(recipe, overrides or [], ranks=ranks, utilisation=utilisation, as_json=as_json, console=console)
+        return
     from g2rpo.commands.plan import plan as tell
 
     tell(

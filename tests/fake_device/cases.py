@@ -1,11 +1,13 @@
 """What runs on the fake device, each in a process that has registered it: functions of (world, folder, ...)."""
 
+import json
 import math
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from benchmarks.true_size import main as true_size_benchmark
 from g2rpo import api
 from g2rpo.build import components
 from g2rpo.commands.demo import of_run, open_studio
@@ -177,3 +179,9 @@ def use(world, folder, model):
         "demo": float(drawing.tuned.scores["brightness"][0]),
         "sample": float(api.sample(run, [prompt]).mean()),
     }
+
+
+def true_size(world, folder, *arguments):
+    """What the benchmark of true shapes writes, on this device at a tiny size."""
+    true_size_benchmark(["--tiny", "--device", "fakegpu", "--batch-size", "8", "--out", str(folder / "found.json"), *arguments])
+    return json.loads((folder / "found.json").read_text())

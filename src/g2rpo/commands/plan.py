@@ -50,7 +50,7 @@ def plan(
     if probe and ranks > 1:
         raise UserError(f"--probe measures one process, and --ranks {ranks} are not alone on a machine; leave one of them out")
     notes: list[str] = []
-    heldout, distinct = _prompts(config, notes)
+    heldout, distinct = listed_prompts(config, notes)
 
     def made(config: Config, cuda: bool = target.cuda) -> Estimate:
         return make_plan(config, cuda=cuda, heldout=heldout, distinct_prompts=distinct, ranks=ranks)
@@ -113,7 +113,7 @@ def _instead(
     return Instead(extra, plan.memory.needed, plan.seconds(target.card, utilisation) if target.card else None)
 
 
-def _prompts(config: Config, notes: list[str]) -> tuple[int, int]:
+def listed_prompts(config: Config, notes: list[str]) -> tuple[int, int]:
     """(held-out prompts, different prompts of the run); for a list that is missing, the numbers of the config."""
     n = config.trainer.iterations * config.trainer.prompts_per_iteration
     read: list[list[str]] = []

@@ -89,7 +89,7 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
         table.add_row(f"[italic]{title}[/]")
         for name, size in sizes.items():
             if size:
-                table.add_row(f"  {name}", _size(size))
+                table.add_row(f"  {name}", in_bytes(size))
 
     section("stays, from the first update on", memory.parts)
     section("comes and goes", memory.working)
@@ -97,14 +97,14 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
     table.add_section()
     if target.cuda:
         table.add_row(
-            f"needed: the largest, {SLACK:.0%} for gaps and {_size(RESERVE)} for CUDA (assumed)", _size(memory.needed)
+            f"needed: the largest, {SLACK:.0%} for gaps and {in_bytes(RESERVE)} for CUDA (assumed)", in_bytes(memory.needed)
         )
-    table.add_row(f"there is, on {target.name}", _size(target.capacity))
+    table.add_row(f"there is, on {target.name}", in_bytes(target.capacity))
     table.add_section()
-    table.add_row("the machine's own memory, to load the models", _size(memory.host))
-    table.add_row(f"disk: {plan.config.trainer.keep_checkpoints + 1} checkpoints at a time", _size(_disk(plan)))
+    table.add_row("the machine's own memory, to load the models", in_bytes(memory.host))
+    table.add_row(f"disk: {plan.config.trainer.keep_checkpoints + 1} checkpoints at a time", in_bytes(_disk(plan)))
     if memory.embeddings:
-        table.add_row(f"disk: embeddings of {plan.distinct_prompts:,} prompts", _size(memory.embeddings))
+        table.add_row(f"disk: embeddings of {plan.distinct_prompts:,} prompts", in_bytes(memory.embeddings))
     return table
 
 
@@ -118,12 +118,12 @@ def _time_table(seconds: Seconds, counts: Counts) -> Table:
     for column in ("", "an iteration", "the run"):
         table.add_column(column, justify="left" if not column else "right", overflow="fold")
     for name, once in seconds.iteration.items():
-        table.add_row(name, _duration(once), _duration(once * counts.iterations))
+        table.add_row(name, duration(once), duration(once * counts.iterations))
     if seconds.encoding:
-        table.add_row("encoding prompts ahead", "", _duration(seconds.encoding))
-    evaluations = f"{counts.times_evaluated} evaluations, {_duration(seconds.evaluation)} each"
-    table.add_row(evaluations, "", _duration(seconds.evaluation * counts.times_evaluated))
-    table.add_row("together", _duration(sum(seconds.iteration.values())), _duration(seconds.run), style="bold")
+        table.add_row("encoding prompts ahead", "", duration(seconds.encoding))
+    evaluations = f"{counts.times_evaluated} evaluations, {duration(seconds.evaluation)} each"
+    table.add_row(evaluations, "", duration(seconds.evaluation * counts.times_evaluated))
+    table.add_row("together", duration(sum(seconds.iteration.values())), duration(seconds.run), style="bold")
     return table
 
 
@@ -134,14 +134,14 @@ def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
         table.add_column(column, justify="right" if column.startswith(("an", "the")) else "left", overflow="fold")
     for key, (fits, seconds) in cards.items():
         style = "" if fits else "dim"
-        once = _duration(sum(seconds.iteration.values()))
-        table.add_row(key, "yes" if fits else "no", once, _duration(seconds.run), style=style)
+        once = duration(sum(seconds.iteration.values()))
+        table.add_row(key, "yes" if fits else "no", once, duration(seconds.run), style=style)
     return table
 
 
 def _verdict(answer: Answer, console: Console) -> None:
     plan, target, instead = answer.plan, answer.target, answer.instead
-    need, there = _size(plan.memory.needed), _size(target.capacity)
+    need, there = in_bytes(plan.memory.needed), in_bytes(target.capacity)
     if answer.fits:
         console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
         return
@@ -152,14 +152,14 @@ def _verdict(answer: Answer, console: Console) -> None:
     if instead is None:
         console.print("Nothing that this command knows makes it fit; a smaller model or picture might.")
         return
-    took = f" and takes {_duration(instead.seconds.run)}" if instead.seconds else ""
-    console.print(f"With this it needs {_size(instead.needed)}{took}:", highlight=False)
+    took = f" and takes {duration(instead.seconds.run)}" if instead.seconds else ""
+    console.print(f"With this it needs {in_bytes(instead.needed)}{took}:", highlight=False)
     say(console, f"  {' '.join(instead.overrides)}")
     if any(override.endswith(".options.device=cpu") for override in instead.overrides):
         say(console, "The time of rewards on the CPU is not in that number: measure it with `g2rpo evaluate`.")
 
 
-def _size(size: float) -> str:
+def in_bytes(size: float) -> str:
     """3.1 MiB, 44.3 GiB."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -172,7 +172,7 @@ def _millions(parameters: int) -> str:
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """1.2 s, 3 min, 5.1 h, 12.3 days."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:

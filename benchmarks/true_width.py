@@ -1,0 +1,165 @@
+"""Costs and errors of every way to store and compute frozen weights: on one double and one single block of FLUX.1-dev's width
+(3072, random weights), and in pictures of the embedded model.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.true_width --out benchmarks/results/true_width.json    # minutes of one core
+    python -m benchmarks.true_width --tokens 4608 --device cuda  # a GPU, at the true length
+
+Errors are relative: of a velocity, and of its mean square's gradient by the adapters (1 - cosine), against bfloat16 without
+autocast ("float32": that itself, against float32). "batch" is how far a velocity moves when another row is computed with it:
+rollout and training pass differ by so much. "adapters off" is the size of what adapters do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe
+from benchmarks.true_size import RandomText, random_pipeline
+from g2rpo.build.components import build_policy, build_prompts, build_rewards
+from g2rpo.config.schema import PolicyConfig, RewardConfig
+from g2rpo.cost.blueprint import size_of
+from g2rpo.evaluation.heldout import sample_images
+from g2rpo.flow import sigma_grid
+from g2rpo.policies.flux import FluxPolicy
+from g2rpo.seeding import generator_for
+from g2rpo.types import Cond
+
+WAYS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "autocast=false": {"autocast": False},
+    "quantize=int8": {"quantize": "int8", "autocast": False},
+    "quantize=fp8": {"quantize": "fp8", "autocast": False},
+    "quantize=nf4": {"quantize": "nf4", "autocast": False},
+    "adapters merged": {"autocast": False},
+    "adapters off": {"autocast": False},
+}
+
+
+def blocks(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Seconds and errors of every way, on the true width."""
+    device = torch.device(args.device)
+    side = 16 * round((args.tokens * 0.75) ** 0.5)  # three quarters of the tokens are the picture's, as at 1024 pixels
+    size = {"height": side, "width": side, "max_sequence_length": args.tokens // 4, "lora_rank": args.rank}
+    pipeline = random_pipeline(device, torch.bfloat16, args.tiny, num_layers=1, num_single_layers=1)
+
+    def policy(dtype: torch.dtype = torch.bfloat16, **options: Any) -> FluxPolicy:
+        made = FluxPolicy(copy.deepcopy(pipeline), dtype=dtype, device=device, keep_base=False, **size, **options)
+        for number, parameter in enumerate(made.trainable_parameters()):
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator_for(number)).to(device)
+        return made
+
+    wide, exact = answers(policy(torch.float32), 1), answers(policy(autocast=False), 1)
+    found = {"float32": {"error": relative(exact[0], wide[0]), "gradient": 1 - cosine(exact[1], wide[1])}}
+    for name, options in WAYS.items():
+        made = policy(**options)
+        if name == "adapters merged":
+            made.pipeline.transformer.fuse_lora()
+        if name == "adapters off":
+            made.pipeline.transformer.disable_adapters()
+        found[name] = compared(made, exact, args.repeats, trained=not name.startswith("adapters"))
+        print(name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def question(policy: FluxPolicy, rows: int) -> tuple[Tensor, Tensor, Cond]:
+    cond = RandomText(policy).encode([f"prompt {row}" for row in range(rows)])
+    sigma = torch.full((rows,), 0.6, device=policy.device)
+    return policy.noise([generator_for("noise", row) for row in range(rows)]), sigma, cond
+
+
+def answers(policy: FluxPolicy, rows: int) -> tuple[Tensor, Tensor]:
+    """The first row's velocity, and the gradient of its squared norm by the adapters."""
+    velocity = policy.velocity(*question(policy, rows)).float()[:1]
+    gradient = torch.autograd.grad(velocity.square().mean(), policy.trainable_parameters())
+    return velocity.detach(), torch.cat([part.flatten() for part in gradient])
+
+
+@torch.no_grad()
+def seconds(policy: FluxPolicy, repeats: int) -> float:
+    """Of one call with one row: the least of several; processor seconds on a CPU."""
+    asked, least = question(policy, 1), float("inf")
+    for _ in range(repeats):
+        began = time.process_time() if policy.device.type == "cpu" else time.perf_counter()
+        policy.velocity(*asked)
+        if policy.device.type == "cuda":
+            torch.cuda.synchronize()
+        least = min(least, (time.process_time() if policy.device.type == "cpu" else time.perf_counter()) - began)
+    return least
+
+
+def compared(policy: FluxPolicy, exact: tuple[Tensor, Tensor], repeats: int, trained: bool) -> dict[str, float]:
+    with torch.no_grad():
+        alone, among = (policy.velocity(*question(policy, rows)).float()[:1] for rows in (1, 2))
+    found = {
+        "seconds": seconds(policy, repeats),
+        "error": relative(alone, exact[0]),
+        "batch": relative(among, alone),
+        "weights_mib": size_of(policy.pipeline.transformer) / 2**20,
+    }
+    if trained:
+        found["gradient"] = 1 - cosine(answers(policy, 1)[1], exact[1])
+    return found
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=0))
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    return float((got - exact).norm() / exact.norm())
+
+
+def embedded(prompts: int, steps: int = 10) -> dict[str, dict[str, float]]:
+    """Pictures of the embedded model by every way against float32: mean absolute error of [0, 1], and rewards."""
+    names = build_prompts("testbed:heldout", "prompts")[:prompts]
+    rewards = build_rewards({name: RewardConfig(kind=name) for name in ("scene_accuracy", "scene_preference")})
+    found: dict[str, dict[str, float]] = {}
+    exact = None
+    for name, options in {"float32": {"dtype": "float32"}, **WAYS}.items():
+        if name.startswith("adapters"):
+            continue
+        config = PolicyConfig(**{"path": "testbed", "height": 64, "width": 64, "device": "cpu", "dtype": "bfloat16", **options})
+        pictures = sample_images(
+            build_policy(config, tuning="frozen"), names, sigma_grid(steps, 3.0), seed=0, batch_size=16, decode_batch_size=16
+        )
+        exact = pictures if exact is None else exact
+        scores = {reward: float(score(pictures, names).mean()) for reward, score in rewards.items()}
+        found[name] = {"picture": float((pictures - exact).abs().mean()), **scores}
+        print(name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def main() -> None:
+    args = arguments()
+    result = {
+        "machine": describe(torch.device(args.device)),
+        "arguments": {key: value for key, value in vars(args).items() if key != "out"},
+        "blocks": blocks(args),
+        "embedded": embedded(args.prompts),
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=256, help="of picture and text together")
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=64, help="of the embedded model")
+    parser.add_argument("--tiny", action="store_true", help="narrow blocks, to try the benchmark")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
