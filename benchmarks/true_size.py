@@ -157,7 +157,7 @@ def planned(args: argparse.Namespace, config: Config) -> dict[str, int]:
     with patch.dict(blueprint.PUBLISHED, random=blueprint.Blueprint("FluxPipeline", parts)):
         plan = make_plan(config, cuda=True, heldout=1, distinct_prompts=args.prompts)
     return {
-        "bytes": max(plan.memory.moments["rollout"], plan.memory.moments["update"]),
+        "bytes": max(plan.memory.moments[moment] for moment in ("rollout", "decoding", "update")),
         "evaluations": plan.counts.mean(EVALUATED),
     }
 
