@@ -8,6 +8,9 @@ import torch
 from diffusers import FluxPipeline
 from torch import nn
 
+from g2rpo.commands.train import load_config
+from g2rpo.cost.blueprint import read_blueprint
+from g2rpo.cost.flops import operations
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
@@ -223,3 +226,12 @@ def test_float8_takes_a_card_that_has_it(monkeypatch, capsys):
         check("fp8", tuning="lora", dtype="bfloat16", device="cuda")
     code, _, err = g2rpo(capsys, "plan", "flux1-dev-lora", "policy.quantize=fp8", "--device", "rtx3090")
     assert code == 2 and "RTX 3090 has no float8" in err
+
+
+def test_a_plan_counts_the_operations_of_quantised_layers(tiny_config, kind):
+    """The same matrix products, whatever their weights are stored in."""
+    plain, quantized = (
+        load_config(str(tiny_config), ["policy.dtype=bfloat16", f"policy.quantize={how}"]) for how in ("none", kind)
+    )
+    count = [operations(read_blueprint(config.policy), config) for config in (plain, quantized)]
+    assert count[0] == count[1] and count[0].linear > 0

@@ -19,6 +19,14 @@ ATTENTION = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 """Queries with keys and weights with values, where attention is computed in steps."""
 
 
+def _product(left: tuple[int, int], right: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+FLOAT8 = {torch.ops.aten._scaled_mm_v2: _product} if hasattr(torch.ops.aten, "_scaled_mm_v2") else {}
+"""Products that torch's counter has no formula for: those of `policies.quantized.Float8Linear`."""
+
+
 @dataclass(frozen=True)
 class Operations:
     """Of one evaluation, with all its network rows: products with weights, of attention, and with weights that are trained."""
@@ -44,7 +52,7 @@ class Operations:
 def operations(blueprint: Blueprint, config: Config) -> Operations:
     """Traces one evaluation of a shallow copy of the model, whose blocks represent all blocks."""
     with shallow_policy(blueprint, config) as (policy, times), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FLOAT8) as counter:
             policy.velocity(*inputs(policy, shapes_of(policy, blueprint), 1))
         transformer = policy.pipeline.transformer
         standing = dict(zip(policy.blocks(transformer), times, strict=True))
