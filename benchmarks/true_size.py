@@ -199,8 +199,8 @@ def measured(args: argparse.Namespace, way: str) -> dict[str, Any]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    args, began = parse(arguments), time.monotonic()
+def main(given: Sequence[str] | None = None) -> None:
+    args, began = arguments(given), time.monotonic()
     device = torch.device(pick_device(args.device))
     result: dict[str, Any] = {
         "machine": describe(device),
@@ -225,7 +225,7 @@ def rows(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model and small pictures")
     parser.add_argument("--size", type=int, default=720)
@@ -240,7 +240,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="no further way is begun after so many")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
-    return parser.parse_args(arguments)
+    return parser.parse_args(given)
 
 
 if __name__ == "__main__":
