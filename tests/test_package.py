@@ -41,7 +41,7 @@ def test_the_wheel_says_who_it_is(wheel):
     assert "g2rpo = g2rpo.cli:main" in wheel.read(entry).decode()
     (metadata,) = [name for name in wheel.namelist() if name.endswith("METADATA")]
     text = wheel.read(metadata).decode()
-    assert "License-Expression: Apache-2.0" in text and "Requires-Dist: torch>=2.6" in text
+    assert "License-Expression: Apache-2.0" in text and "Requires-Dist: torch>=2.7" in text
     assert "Author: g2rpo contributors" in text and "Project-URL: Homepage, https://" in text
     assert "torchvision" not in text  # its CPU wheel breaks transformers and diffusers
 
