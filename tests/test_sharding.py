@@ -28,6 +28,7 @@ from g2rpo.runtime.sharding import Sharded
 from g2rpo.training.checkpoint import checkpoints
 from tests import ranks
 from tests.runs import PLAIN, config, trainer
+from tests.tiny_pipelines import CLASSES, save_tiny
 
 PROMPTS = ["a red circle", "two blue squares", "a blue circle", "a green star"]
 SMALL = (
@@ -77,6 +78,15 @@ def learn(world, folder, model, mode, killed=False):
 def learn_sd3(world, folder, model, mode):
     t = build(world, folder, model, mode, *SD3, kind=SD3Policy, keep_base=True, gradient_checkpointing=True)
     rows = [t.iterate(), t.iterate(), t.score_heldout().means()]
+    t.export()
+    return rows
+
+
+def learn_described(world, folder, model, mode, name):
+    """A pipeline by its own code, with gradients that are checkpointed; prompts have different lengths."""
+    kind = CLASSES[name]
+    t = build(world, folder, model, mode, kind=kind, guidance_scale=4.0, max_sequence_length=64, gradient_checkpointing=True)
+    rows = [t.iterate(), t.iterate()]
     t.export()
     return rows
 
@@ -154,6 +164,19 @@ def test_sd3_in_pieces_with_a_kl_term_an_average_and_checkpointed_gradients(tmp_
     for row, other in zip(*rows, strict=True):
         agree_in(row, other)
     assert rows[1][1]["kl"] > 0
+
+
+@pytest.mark.parametrize("name", ["ZImagePipeline", "CogView4Pipeline"])
+def test_pipelines_by_their_own_code_learn_the_same_in_pieces(tmp_path, name):
+    """CogView4's prompts of different lengths are separate calls: ranks make as many, whatever their prompts."""
+    model = save_tiny(name, tmp_path / "model")
+    rows = [
+        ranks.run(size, learn_described, tmp_path / mode, str(model), mode, name, timeout_s=180)[0]
+        for size, mode in ((1, "none"), (2, "full"))
+    ]
+    agree(exported(tmp_path / "full"), exported(tmp_path / "none"))
+    for row, other in zip(*rows, strict=True):
+        agree_in(row, other)
 
 
 @pytest.mark.parametrize("mode", ["full", "training"])
