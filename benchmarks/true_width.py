@@ -25,7 +25,9 @@ from torch import Tensor
 from benchmarks.machine import describe
 from benchmarks.true_size import RandomText, random_pipeline
 from g2rpo.build.components import build_policy, build_prompts, build_rewards
-from g2rpo.config.schema import PolicyConfig, RewardConfig
+from g2rpo.config.recipes import settings
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import RewardConfig
 from g2rpo.cost.blueprint import size_of
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
@@ -127,9 +129,11 @@ def embedded(ways: list[str], prompts: int, steps: int = 10) -> dict[str, dict[s
     for name, options in {"float32": {"dtype": "float32"}, **{name: WAYS[name] for name in ways}}.items():
         if name.startswith("adapters"):
             continue
-        config = PolicyConfig(**{"path": "testbed", "height": 64, "width": 64, "device": "cpu", "dtype": "bfloat16", **options})
+        policy = resolve(settings("scenes")).policy.model_copy(
+            update={"device": "cpu", "tuning": "lora", "dtype": "bfloat16", **options}
+        )
         pictures = sample_images(
-            build_policy(config, tuning="frozen"), names, sigma_grid(steps, 3.0), seed=0, batch_size=16, decode_batch_size=16
+            build_policy(policy, tuning="frozen"), names, sigma_grid(steps, 3.0), seed=0, batch_size=16, decode_batch_size=16
         )
         exact = pictures if exact is None else exact
         scores = {reward: float(score(pictures, names).mean()) for reward, score in rewards.items()}
