@@ -62,6 +62,7 @@ def test_the_share_of_wrong_letters() -> None:
     assert len(wrong) > 8000
     assert np.mean(wrong) == pytest.approx(0.2, abs=4 * (0.2 * 0.8 / len(wrong)) ** 0.5)  # four standard errors
     assert misspelt(TIGER, 0.0, rng) == TIGER
+    assert not any(a == b for word in words for a, b in zip(word.letters, misspelt(word, 1.0, rng).letters, strict=True))
 
 
 def test_judges_of_clean_drawings() -> None:
