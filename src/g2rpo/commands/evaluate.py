@@ -60,7 +60,8 @@ def config_settings(config: Config) -> dict[str, Any]:
 def model_settings(model: str, size: int | None, guidance: float | None) -> dict[str, Any]:
     """Default settings for a pipeline without a run."""
     height, width, length = EMBEDDED_SIZES.get(model, (1024, 1024, None))
-    policy = {"path": model, "height": size or height, "width": size or width, "guidance_scale": guidance}
+    height, width = (height, width) if size is None else (size, size)
+    policy = {"path": model, "height": height, "width": width, "guidance_scale": guidance}
     return {"policy": {**policy, "max_sequence_length": length}}
 
 
