@@ -6,6 +6,7 @@ testbed, and blocks as wide as FLUX.1-dev's (3072), few of them and with few tok
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -62,6 +63,7 @@ def compared(wide: bool, rows: int, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
+    out = arguments().out
     torch.set_num_threads(1)
     results = {
         "tiny FLUX, 1 row": compared(wide=False, rows=1, repeats=200),
@@ -70,7 +72,13 @@ def main() -> None:
     }
     for name, result in results.items():
         print(name, {key: round(value, 3) for key, value in result.items()})
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the results are written")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -456,7 +456,7 @@ def test_an_endpoint_that_drips_is_left_in_time(beginning):
     ("line", "message"),
     [
         ('{"kind": "train"', "line 2: is damaged"),
-        ("[1]", "no row of a run's log"),
+        ("[1]", "not a row of a run's log"),
         ('{"kind": "train", "iteration": "../../x"}', "'iteration' is missing, or no number"),
         ('{"kind": "eval", "iteration": 1, "seconds": 1e400}', "is no number"),
         ("[" * 100_000, "nested too deeply"),
