@@ -178,12 +178,13 @@ def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, mod
     asked = ["policy.dtype=bfloat16", *overrides, *sizes]
     (measured,) = run(cases.peaks, deep[model], *asked)
     planned = make_plan(cases.config(tmp_path, deep[model], *asked), cuda=True, heldout=4, distinct_prompts=4).memory
-    if "policy.quantize=nf4" in overrides:  # bitsandbytes has no kernel for this device and makes intermediate results
+    nf4 = "policy.quantize=nf4" in overrides  # bitsandbytes has no kernel for this device and makes intermediate results
+    if nf4:
         assert measured["velocity"] == pytest.approx(planned.working["network call"], rel=0.05)
     else:
         assert measured["velocity"] == planned.working["network call"]
     assert measured["decode"] == planned.working["decoding"]
-    assert measured["training"] == pytest.approx(planned.working["training pass"], rel=0.03)
+    assert measured["training"] == pytest.approx(planned.working["training pass"], rel=0.05 if nf4 else 0.03)
     in_all = max(measured["evaluation in all"], measured["iteration in all"])
     light = model == "sd3" or any("quantize" in override for override in overrides)
     assert (0.8 if light else 0.9) < in_all / max(planned.moments.values()) < 1

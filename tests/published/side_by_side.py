@@ -215,10 +215,10 @@ def _check(what: str, value: float, limit: float) -> None:
 
 
 def check_losses(ours: Ours, restated: Restated) -> None:
-    """An iteration's loss is a mean of terms A r with |A| <= 5. A log-ratio is a difference of two log-probs, each known to a
-    rounding of itself and of its entries' mean; a KL term is smaller."""
+    """An iteration's loss is a mean of terms A r with |A| <= 5. A log-ratio is a difference of two log-probs, in ours and the
+    restated one each known to a rounding of itself and of its entries' mean: eight roundings. A KL term is smaller."""
     count = len(restated.learner.updates) // len(ours.losses)
     for iteration, loss in enumerate(ours.losses):
         largest = max(float(m["log_probs"].abs().max()) for group in ours.members(iteration) for m in group)
         terms = [update.loss for update in restated.learner.updates[iteration * count : (iteration + 1) * count]]
-        _check(f"loss of iteration {iteration}", abs(loss - sum(terms) / count), 5 * 4 * 2**-24 * (1 + largest))
+        _check(f"loss of iteration {iteration}", abs(loss - sum(terms) / count), 5 * 8 * 2**-24 * (1 + largest))

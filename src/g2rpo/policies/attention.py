@@ -41,7 +41,10 @@ def choose(transformer: Any, kind: Attention) -> None:
     """Has a diffusers transformer compute its attention so; UserError if its attention cannot be chosen."""
     if kind == "auto":
         return
-    transformer.set_attention_backend(BACKENDS[kind])
+    from diffusers.models.attention_dispatch import attention_backend
+
+    with attention_backend(BACKENDS[kind]):  # it restores the backend of all other models, which the next line would change
+        transformer.set_attention_backend(BACKENDS[kind])
     if not any(getattr(getattr(module, "processor", None), "_attention_backend", None) for module in transformer.modules()):
         raise UserError(f"policy.attention={kind}: a {type(transformer).__name__} has no choice of attention; take it out")
 

@@ -118,8 +118,11 @@ class NF4Linear(QuantizedLinear):
     absmax_values: Tensor
 
     def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
-        from bitsandbytes.functional import quantize_4bit
+        from bitsandbytes.functional import create_dynamic_map, name2qmap, quantize_4bit
 
+        if "dynamic" not in name2qmap:  # made by the first call for all later ones, and a plan's is on the meta device
+            with torch.device("cpu"):
+                name2qmap["dynamic"] = create_dynamic_map()
         codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
         scales = {"absmax": state.absmax, "absmax_scale": state.state2.absmax, "absmax_values": state.state2.code}
         return {"codes": codes, "values": state.code, "offset": state.offset, **scales}
