@@ -90,7 +90,7 @@ def test_tables_tell_the_same(capsys):
         (["flux1-dev-hp"], "unknown recipe 'flux1-dev-hp'. Did you mean 'flux1-dev-hps'"),
         (["flux1-dev-hps", "policy.height=700"], "multiples of 16"),
         (["flux1-dev-hps", "algorithm.branch_steps=[15]"], "branch_steps must lie in"),
-        (["flux1-dev-hps", "rewards.hpsv3=1"], "unknown reward 'hpsv3'. Did you mean 'hpsv2'"),
+        (["flux1-dev-hps", "rewards.hpsv4=1"], "unknown reward 'hpsv4'. Did you mean 'hpsv3'"),
         (["scenes-fast", "algorithm.name=mixgrpo_flash"], "algorithm mixgrpo_flash does not fit sampling.tails: forecast"),
         (["sd35-medium-lora", "policy.path=black-forest-labs/FLUX.1-dev"], "is a FluxPipeline, but this recipe is for a"),
         (["scenes", "policy.path=/no/such/model"], "is no directory"),
