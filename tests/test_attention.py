@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from g2rpo.errors import UserError
-from g2rpo.policies.attention import BACKENDS, available, choose
+from g2rpo.policies.attention import BACKENDS, available
 from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.pipelines import choose_attention
 from g2rpo.seeding import generator_for
 from tests.commands import g2rpo
 
@@ -48,4 +49,4 @@ def test_a_model_without_the_choice_says_so(sd3_directory):
     from diffusers import SD3Transformer2DModel
 
     with pytest.raises(UserError, match=r"SD3Transformer2DModel has no choice of attention"):
-        choose(SD3Transformer2DModel.from_pretrained(sd3_directory / "transformer"), "math")
+        choose_attention(SD3Transformer2DModel.from_pretrained(sd3_directory / "transformer"), "math")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -35,18 +35,6 @@ def check(kind: Attention, device: str) -> None:
     if kind not in (have := available(device)):
         package = f" (it needs the package {PACKAGES[kind]})" if kind in PACKAGES else ""
         raise UserError(f"policy.attention={kind} cannot be had for {device}{package}; there are: {', '.join(have)}")
-
-
-def choose(transformer: Any, kind: Attention) -> None:
-    """Has a diffusers transformer compute its attention so; UserError if its attention cannot be chosen."""
-    if kind == "auto":
-        return
-    from diffusers.models.attention_dispatch import attention_backend
-
-    with attention_backend(BACKENDS[kind]):  # it restores the backend of all other models, which the next line would change
-        transformer.set_attention_backend(BACKENDS[kind])
-    if not any(getattr(getattr(module, "processor", None), "_attention_backend", None) for module in transformer.modules()):
-        raise UserError(f"policy.attention={kind}: a {type(transformer).__name__} has no choice of attention; take it out")
 
 
 def _installed(kind: str) -> bool:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from g2rpo.errors import UserError
 from g2rpo.flow import sigma_grid
-from g2rpo.policies.attention import choose
+from g2rpo.policies.attention import BACKENDS, Attention
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.text import TextEncoders
 from g2rpo.policies.tuning import Tuning, TuningMode
@@ -86,7 +87,7 @@ class PipelinePolicy(Policy, ABC):
             vae_tiling=o.vae_tiling,
             gradient_checkpointing=o.gradient_checkpointing,
         )
-        choose(pipeline.transformer, o.attention)
+        choose_attention(pipeline.transformer, o.attention)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
@@ -192,6 +193,18 @@ def two_of(blocks: int) -> list[int]:
     """How many of `blocks` equal blocks the first and the last represent: at the peak one block is computing and the others
     have only saved activations, so the first represents all but the last."""
     return [blocks - 1, 1] if blocks > 1 else [1] * blocks
+
+
+def choose_attention(transformer: Any, kind: Attention) -> None:
+    """Has a diffusers transformer compute its attention so; UserError if its attention cannot be chosen."""
+    if kind == "auto":
+        return
+    from diffusers.models.attention_dispatch import attention_backend
+
+    with attention_backend(BACKENDS[kind]):  # it restores the backend of all other models, which the next line would change
+        transformer.set_attention_backend(BACKENDS[kind])
+    if not any(getattr(getattr(module, "processor", None), "_attention_backend", None) for module in transformer.modules()):
+        raise UserError(f"policy.attention={kind}: a {type(transformer).__name__} has no choice of attention; take it out")
 
 
 def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora") -> Any:
