@@ -2,13 +2,14 @@
 
 import io
 import re
+import shlex
 import time
 
 import pytest
 from rich.console import Console
 
 from g2rpo.commands.progress import Steady, counter, fitted, say_items
-from g2rpo.commands.watching import results_table, watch_training
+from g2rpo.commands.watching import _command, results_table, watch_training
 from g2rpo.evaluation.heldout import Comparison
 from tests.runs import brightness, trainer
 
@@ -134,3 +135,9 @@ def test_names_and_numbers_of_a_table_are_never_cut(width, name):
 
 def test_the_interval_is_that_of_the_report():
     assert Comparison(0.0, 1.0, 0.05).margin == pytest.approx(1.96 * 0.05)
+
+
+@pytest.mark.parametrize("prompt", ["'barn' in purple", "a $ and 'b'", 'a "b"', "plain", "it's `x`!"])
+def test_suggested_commands_are_read_back_by_a_shell(prompt):
+    assert shlex.split(_command("sample", prompt)) == ["g2rpo", "sample", prompt]
+    assert _command("sample", "'barn' in purple") == """g2rpo sample "'barn' in purple\""""

@@ -106,7 +106,12 @@ def show_results(trainer: Trainer, table: dict[str, Comparison], directory: Path
 
 def _command(*arguments: str | Path) -> str:
     """The command quoted for a shell."""
-    return shlex.join(["g2rpo", *map(str, arguments)])
+    return " ".join(["g2rpo", *map(_quoted, map(str, arguments))])
+
+
+def _quoted(word: str) -> str:
+    """A word as a shell reads it; in double quotes if single ones would have to be escaped."""
+    return f'"{word}"' if "'" in word and not set('"$`!\\') & set(word) else shlex.quote(word)
 
 
 def results_table(table: dict[str, Comparison], prompts: int, trained: Sequence[str], width: int) -> Table:
