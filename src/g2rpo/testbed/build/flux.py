@@ -66,8 +66,8 @@ def new_transformer() -> FluxTransformer2DModel:
     )
 
 
-def new_pipeline(vae: AutoencoderKL, readers: Readers) -> FluxPipeline:
-    """The pipeline around an autoencoder and text encoders, with an untrained transformer."""
+def pipeline_of(vae: AutoencoderKL, readers: Any, tokenizer: Callable[[], Any], transformer: Any) -> FluxPipeline:
+    """The pipeline around an autoencoder, text encoders `readers.clip` and `readers.t5`, and a transformer."""
     pipe = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
         vae=vae,
@@ -75,7 +75,7 @@ def new_pipeline(vae: AutoencoderKL, readers: Readers) -> FluxPipeline:
         tokenizer=tokenizer(),
         text_encoder_2=readers.t5,
         tokenizer_2=tokenizer(),
-        transformer=new_transformer(),
+        transformer=transformer,
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -87,7 +87,7 @@ def build_flux(ctx: Context, vae: AutoencoderKL, readers: Readers) -> FluxPipeli
         return load_pipeline(ctx.pipeline)
     latents, right, wrong = training_data(ctx, vae)
     ctx.rng("flux")
-    pipe = new_pipeline(vae, readers)
+    pipe = pipeline_of(vae, readers, tokenizer, new_transformer())
     sample(pipe, ["a red circle"])  # diffusers hooks the transformer when first used; later, that would recompile it
     transformer = compiled(ctx, pipe.transformer)
 

@@ -6,6 +6,8 @@ pooled output must tell all about both groups. From words alone neither is known
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
@@ -86,17 +88,17 @@ def build_readers(ctx: Context) -> Readers:
         of_words, of_prompts = (torch.tensor(rows) for rows in zip(*(answers(scene) for scene in scenes), strict=True))
         told = readers.word_head(readers.t5(tokens)[0])
         gist = readers.prompt_head(readers.clip(tokens).pooler_output).unflatten(-1, (2, -1))
-        return questions(told, of_words) + questions(gist, of_prompts)
+        return questions(told, of_words, CLASSES) + questions(gist, of_prompts, CLASSES)
 
     fit(ctx, "reading", readers, loss, steps=ctx.scaled(1200, 4), lr=2e-3, matrix_lr=8e-3, ema=0.99)
     save_model(readers, str(file))
     return readers
 
 
-def questions(told: Tensor, answer: Tensor) -> Tensor:
-    """Mean cross-entropy of logits [..., sum(CLASSES)] for the answers [..., 5]."""
-    parts = told.float().split(CLASSES, dim=-1)
-    losses = [F.cross_entropy(p.flatten(0, -2), answer[..., i].flatten(), ignore_index=IGNORED) for i, p in enumerate(parts)]
+def questions(told: Tensor, answers: Tensor, classes: Sequence[int]) -> Tensor:
+    """Mean cross-entropy of logits [..., sum(classes)] for answers [..., len(classes)], without those that are `IGNORED`."""
+    parts = told.float().split(list(classes), dim=-1)
+    losses = [F.cross_entropy(p.flatten(0, -2), answers[..., i].flatten(), ignore_index=IGNORED) for i, p in enumerate(parts)]
     return torch.stack(losses).mean()
 
 

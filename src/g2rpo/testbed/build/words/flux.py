@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
 from g2rpo.testbed.build.common import Context, fit
-from g2rpo.testbed.build.flux import flow_loss, load_pipeline, save_pipeline
+from g2rpo.testbed.build.flux import flow_loss, load_pipeline, pipeline_of, save_pipeline
 from g2rpo.testbed.build.words.reading import MAX_TOKENS, POOLED_WIDTH, WIDTH, Readers, tokenize, tokenizer
 from g2rpo.testbed.build.words.vae import LATENT, encode
 from g2rpo.testbed.words import drawing
@@ -57,17 +57,7 @@ def new_transformer() -> FluxTransformer2DModel:
 def new_pipeline(ctx: Context, vae: AutoencoderKL, readers: Readers) -> FluxPipeline:
     """The pipeline around an autoencoder and text encoders, with an untrained transformer."""
     ctx.rng("words transformer")
-    pipe = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
-        vae=vae,
-        text_encoder=readers.clip,
-        tokenizer=tokenizer(),
-        text_encoder_2=readers.t5,
-        tokenizer_2=tokenizer(),
-        transformer=new_transformer(),
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return pipeline_of(vae, readers, tokenizer, new_transformer())
 
 
 def build_flux(ctx: Context, vae: AutoencoderKL, readers: Readers) -> FluxPipeline:

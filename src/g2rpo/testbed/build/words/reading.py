@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import ByT5Tokenizer, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from g2rpo.testbed.build.common import Context, fit
+from g2rpo.testbed.build.reading import IGNORED, questions
 from g2rpo.testbed.words.language import COLOURS, LENGTHS, LETTERS, Word, random_word
 
 WIDTH, POOLED_WIDTH = 128, 64
@@ -20,7 +20,6 @@ MAX_TOKENS = 20  # the longest prompt has 18 bytes and an end
 BATCH = 128
 OF_WORD = (len(LENGTHS), len(COLOURS))
 OF_LETTER = (len(LETTERS), LENGTHS[-1], *OF_WORD)
-IGNORED = -100
 
 
 class Readers(nn.Module):
@@ -109,10 +108,3 @@ def of_letters(words: list[Word]) -> Tensor:
         for i, letter in enumerate(word.letters):
             row[1 + i] = torch.tensor((LETTERS.index(letter), i, *about(word)))
     return answers
-
-
-def questions(told: Tensor, answers: Tensor, classes: tuple[int, ...]) -> Tensor:
-    """Mean cross-entropy of logits [..., sum(classes)] for answers [..., len(classes)]."""
-    parts = told.split(classes, dim=-1)
-    losses = [F.cross_entropy(p.flatten(0, -2), answers[..., i].flatten(), ignore_index=IGNORED) for i, p in enumerate(parts)]
-    return torch.stack(losses).mean()
