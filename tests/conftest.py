@@ -23,14 +23,14 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="session")
 def flux_directory(tmp_path_factory):
-    from tests.tiny import save_flux
+    from tests.support.tiny import save_flux
 
     return save_flux(tmp_path_factory.mktemp("models") / "flux")
 
 
 @pytest.fixture(scope="session")
 def sd3_directory(tmp_path_factory):
-    from tests.tiny import save_sd3
+    from tests.support.tiny import save_sd3
 
     return save_sd3(tmp_path_factory.mktemp("models") / "sd3")
 
@@ -38,7 +38,7 @@ def sd3_directory(tmp_path_factory):
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory):
     """Tiny models with more blocks than a plan traces: FLUX with 3 + 4, SD3.5 with 2 dual, 2 plain and the last one."""
-    from tests.tiny import flux_pipeline, sd3_pipeline
+    from tests.support.tiny import flux_pipeline, sd3_pipeline
 
     folders = {}
     for name, pipeline, changes in (
@@ -55,6 +55,6 @@ def deep(tmp_path_factory):
 @pytest.fixture
 def tiny_config(tmp_path, flux_directory):
     """A config that trains the tiny random FLUX; its path."""
-    from tests.commands import write_tiny
+    from tests.support.commands import write_tiny
 
     return write_tiny(tmp_path, flux_directory)

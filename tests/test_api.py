@@ -16,8 +16,8 @@ from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runs.directory import read_config
-from tests.commands import g2rpo
-from tests.runs import PROMPTS, brightness, darkness
+from tests.support.commands import g2rpo
+from tests.support.runs import PROMPTS, brightness, darkness
 
 
 class Notes:
@@ -73,7 +73,7 @@ def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):
     more = made(["trainer.iterations=3"], resume=True)
     assert [row["iteration"] for row in more.train()] == [3, 3]
     kept = read_config(tmp_path / "run")
-    assert kept.rewards["bright"].kind == "object:tests.runs.brightness" and kept.prompts.train == "object"
+    assert kept.rewards["bright"].kind == "object:tests.support.runs.brightness" and kept.prompts.train == "object"
 
 
 def test_a_weight_in_the_config_is_that_of_the_object():
@@ -153,7 +153,7 @@ def test_no_command_takes_a_name_of_the_recipe_for_an_object_that_was_given(caps
     assert config.evaluation.prompts == config.prompts.train == "object"
     policy, reward = (
         "policy.path=object:g2rpo.policies.gaussian.GaussianPolicy",
-        "scene_accuracy.kind=object:tests.runs.brightness",
+        "scene_accuracy.kind=object:tests.support.runs.brightness",
     )
     for overrides, message in (([], policy), ([f"policy.path={pipeline}"], reward)):
         for words in (["train", tmp_path / "run" / "config.yaml"], ["evaluate", "--run", tmp_path / "run"]):

@@ -23,8 +23,8 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import RewardServer
 from g2rpo.runs.directory import read_config
-from tests.commands import g2rpo
-from tests.tiny import save_flux
+from tests.support.commands import g2rpo
+from tests.support.tiny import save_flux
 
 DRAW = ["sample", "a red circle", "--model", "testbed"]
 

@@ -17,7 +17,7 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.directory import read_config
-from tests.runs import config, trainer
+from tests.support.runs import config, trainer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plugin"
 KINDS = {"forward": "Forward", "substeps": "SubSteps", "baseline": "Baseline"}

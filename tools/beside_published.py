@@ -33,7 +33,7 @@ from g2rpo.errors import UserError
 from g2rpo.objectives import kernel_kl
 from g2rpo.training.trainer import Trainer
 from tests.published.second_half import Beside, Models, Objective, Seen, tiny
-from tests.tiny import save_flux
+from tests.support.tiny import save_flux
 
 GROUP, STEPS = 4, (0, 3)
 FORWARD = (f"algorithm.group_size={GROUP}", "sampling.num_steps=5")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from g2rpo.build import components
 from g2rpo.monitor.metrics import read_metrics
-from tests.test_trackers import cut_short
+from tests.monitor.test_trackers import cut_short
 
 BLOCK = 32768
 EXPECTED = [("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4), ("eval", 4)]

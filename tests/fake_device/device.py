@@ -1,6 +1,6 @@
 """A GPU in host memory, as torch's device "fakegpu": device.cpp, and the module torch.fakegpu with CUDA's functions.
 
-A process that has registered it keeps it for good, so tests do that in processes of their own (`tests.ranks`).
+A process that has registered it keeps it for good, so tests do that in processes of their own (`tests.support.ranks`).
 """
 
 import hashlib

@@ -22,7 +22,7 @@ from g2rpo.rewards.pixels import to_uint8
 from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import Trainer
 from tests.published import g2rpo as published
-from tests.tiny import save_flux
+from tests.support.tiny import save_flux
 
 PROMPTS = ["a red circle", "two blue square left of a circle"]
 SIDE, LATENT = 32, (4, 16, 16)  # a picture's pixels, and the tiny VAE's latent

@@ -21,8 +21,8 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
 from g2rpo.types import Plan
 from tests.published import neighbours, side_by_side, test_dancegrpo, test_flow_grpo, windows
-from tests.runs import trainer
-from tests.tiny import save_flux, save_sd3
+from tests.support.runs import trainer
+from tests.support.tiny import save_flux, save_sd3
 
 
 def between(ways: list[Tensor]) -> list[float]:

@@ -17,7 +17,7 @@ from g2rpo.training.trainer import Trainer
 from g2rpo.types import Cond, Example, Rollout
 from tests.published.neighbours import Flux, Learner
 from tests.published.windows import tilt
-from tests.runs import trainer
+from tests.support.runs import trainer
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square", "blue", "a blue circle", "red square"]
 TINY = (

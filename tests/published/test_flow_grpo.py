@@ -21,7 +21,7 @@ from tests.published.neighbours import (
 )
 from tests.published.side_by_side import Ours, Restated, agree
 from tests.published.windows import tilt
-from tests.runs import trainer
+from tests.support.runs import trainer
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square", "blue"]
 GROUP, STEPS = 4, 5

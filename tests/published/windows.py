@@ -12,7 +12,7 @@ from g2rpo.policies.flux import FluxPolicy
 from tests.published import side_by_side
 from tests.published.neighbours import Flux, Learner, Member, normalised, sample, window_updates
 from tests.published.side_by_side import Ours, Restated, agree
-from tests.runs import trainer
+from tests.support.runs import trainer
 
 __all__ = ["Windows", "agree", "normalised"]
 

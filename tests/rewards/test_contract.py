@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_inputs import PROMPTS
 from PIL import Image
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from g2rpo.rewards.pickscore import PickScore
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.types import Reward
 from tests.rewards.learned import TOKENIZER, openai_clip_dir, oracle, save_learned, state_of
+from tests.rewards.oracle_inputs import PROMPTS
 
 
 @pytest.fixture(scope="module")

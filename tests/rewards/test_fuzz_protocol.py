@@ -20,7 +20,7 @@ from g2rpo.rewards.server import BadRequest, Limits, RewardServer, parse_request
 from g2rpo.rewards.transport import NoAnswer, Refused, request_json
 from g2rpo.rewards.vlm import answer_text, parse_scores
 from g2rpo.rewards.yes_no import yes_probability
-from tests.fuzzing import mutated
+from tests.support.fuzzing import mutated
 
 LIMITS = Limits(body_bytes=20_000, images=4, pixels=4_000, prompt_chars=100, headers_s=1.0, read_s=1.0, wait_s=0.2)
 PNG = encode_png(to_pil(to_uint8(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))))[0])

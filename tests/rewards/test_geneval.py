@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from geneval_cases import CASES, CLASSES, case, read, see
 from PIL import Image
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from g2rpo.rewards.geneval import Colours, GenEval, cut_out
 from g2rpo.rewards.geneval_scoring import Detection, Task, relations
 from g2rpo.rewards.pixels import to_pil
 from g2rpo.types import Prompt
+from tests.rewards.geneval_cases import CASES, CLASSES, case, read, see
 from tests.rewards.learned import oracle, save_pickscore
 
 

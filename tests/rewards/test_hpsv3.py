@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_inputs import PROMPTS, fixed_image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from g2rpo.rewards import hpsv3
 from g2rpo.rewards.hpsv3 import HPSv3, target_size
 from g2rpo.rewards.pixels import to_uint8
 from tests.rewards.learned import FIXTURES, oracle, state_of
+from tests.rewards.oracle_inputs import PROMPTS, fixed_image
 
 SCORE = 1e-5
 

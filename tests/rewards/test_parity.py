@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_inputs import PROMPTS, TOKEN_PROMPTS, fixed_image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from g2rpo.rewards.image_reward import ImageReward, blip_configs, part, vision_s
 from g2rpo.rewards.pickscore import PickScore
 from g2rpo.rewards.weights import check_state
 from tests.rewards.learned import FIXTURES, TOKENIZER, openai_clip_dir, oracle, save_pickscore, state_of
+from tests.rewards.oracle_inputs import PROMPTS, TOKEN_PROMPTS, fixed_image
 
 SCORE = 1e-5
 PIXEL = 2e-6  # a normalised pixel is up to 2.6 in size; its float32 spacing is 2.4e-7

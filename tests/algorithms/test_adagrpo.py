@@ -1,0 +1,231 @@
+"""AdaGRPO: which prompt takes a place, and how a picture stands against what the policy can do."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+from g2rpo.algorithms.adagrpo import AdaGRPO, Level, balanced
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.algorithms.pave_grpo import PaveGRPO
+from g2rpo.cost.counting import count
+from g2rpo.errors import UserError
+from g2rpo.flow import ode_step
+from g2rpo.rollout.planning import count_evaluations, count_per_prompt
+from tests.support.runs import brightness, config, darkness, trainer
+
+SMALL = ("algorithm.name=adagrpo", "algorithm.candidates=3", "algorithm.branch_steps=[0,2]", "algorithm.group_size=6")
+ONE = torch.ones(1)
+
+
+def made(*overrides, run_dir=None, **more):
+    return trainer(run_dir, *SMALL, *overrides, **more)
+
+
+# --- the advantage
+
+
+def test_a_group_is_balanced_to_one_on_either_side():
+    z = torch.tensor([3.0, 1.0, -0.5, 0.0, -1.5])
+    torch.testing.assert_close(balanced(z), torch.tensor([0.75, 0.25, -0.25, 0.0, -0.75]))
+    torch.testing.assert_close(balanced(torch.stack([z, -z])), torch.stack([balanced(z), -balanced(z)]))
+
+
+def test_where_a_sign_is_missing_a_group_is_centred():
+    torch.testing.assert_close(balanced(torch.tensor([1.0, 2.0, 6.0])), torch.tensor([-2.0, -1.0, 3.0]))
+    torch.testing.assert_close(balanced(torch.tensor([-4.0, -1e-7, 1e-7])), torch.tensor([-8.0, 4.0, 4.0]) / 3)
+    assert balanced(torch.full((4,), 2.0)).tolist() == [0, 0, 0, 0]
+
+
+def test_a_member_without_a_score_neither_counts_nor_learns():
+    z = torch.tensor([3.0, math.nan, 1.0, -2.0])
+    torch.testing.assert_close(balanced(z), torch.tensor([0.75, 0.0, 0.25, -1.0]))
+    torch.testing.assert_close(balanced(torch.tensor([3.0, math.nan, 1.0])), torch.tensor([1.0, 0.0, -1.0]))
+    assert balanced(torch.full((3,), math.nan)).tolist() == [0, 0, 0]
+
+
+def test_advantages_add_the_level_to_the_group():
+    """Two rewards of weights 1 and 2 at two granularities: each z on its own, then the sum, clamped."""
+    rewards, weights = torch.randn(3, 2, 2, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, 2.0])
+    algorithm = AdaGRPO(granularities=(1, 2), group_size=5, level=((0.1, 0.5), (-0.3, 2.0)))
+    expected = torch.zeros(3, 5)
+    for r, (mean, std) in enumerate(algorithm.level):
+        for m in range(2):
+            expected += weights[r] * torch.stack([balanced((group - mean) / std) for group in rewards[:, r, m]])
+    within = GranularGRPO(granularities=(1, 2)).advantages(rewards, weights)
+    torch.testing.assert_close(algorithm.advantages(rewards, weights), within + expected.clamp(-5, 5), atol=1e-6, rtol=1e-6)
+    assert torch.equal(replace(algorithm, level=()).advantages(rewards, weights), within)
+
+
+# --- the choice
+
+
+def test_the_level_and_the_choice_are_those_of_their_formulas():
+    """Two places of four candidates, three iterations: averages move first, then the nearest is taken."""
+    algorithm = AdaGRPO(candidates=4, forget=0.8)
+    level, generator = Level(algorithm), np.random.default_rng(0)
+    mean = variance = None
+    for iteration in range(3):
+        scores = generator.normal(iteration, 1 + iteration, (2, 4))
+        new = scores.mean(), scores.var()
+        mean, variance = new if mean is None else (0.8 * mean + 0.2 * new[0], 0.8 * variance + 0.2 * new[1])
+        chosen = level.choose(iteration, torch.tensor(scores)[..., None], ONE)
+        assert chosen == np.abs(scores - mean).argmin(1).tolist()
+        assert level.at(iteration).level[0] == pytest.approx((mean, math.sqrt(variance)))
+        assert level.observe(iteration, [0], torch.zeros(1), ONE) == pytest.approx(
+            {"level/0/mean": mean, "level/0/std": math.sqrt(variance)}
+        )
+
+
+def test_several_rewards_are_measured_by_their_own_spread():
+    """The second reward is a thousand times the first: |R - mean| / std, not |R - mean|, by the size of the weights."""
+    level = Level(AdaGRPO(candidates=3))
+    scores = torch.tensor([[[0.0, 2000.0], [1.0, -1000.0], [2.0, -1000.0]]])
+    std = scores[0].std(0, correction=0)
+    away = ((scores[0] - scores[0].mean(0)).abs() / std) @ torch.tensor([1.0, 3.0])
+    assert level.choose(0, scores, torch.tensor([1.0, -3.0])) == [int(away.argmin())] == [1]
+
+
+def test_scores_that_are_missing_are_farthest_and_move_nothing():
+    level, nan = Level(AdaGRPO(candidates=3)), math.nan
+    assert level.choose(0, torch.tensor([[[nan], [9.0], [nan]]]), ONE) == [1]
+    known = dict(level.state)
+    assert level.choose(1, torch.full((1, 3, 1), nan), ONE) == [0] and level.state == known == {
+        "mean": [9.0],
+        "variance": [0.0],
+    }
+    assert level.at(1).level == ((9.0, 1e-4),)  # the published code's smallest std
+
+
+# --- in a run
+
+
+def test_the_chosen_prompt_starts_from_the_noise_that_it_was_chosen_with():
+    """The ODE from the branch point of step 0, which is the initial noise, leads to the picture that was scored."""
+    t, seen = made(), {}
+    walk, sample = t.collector.anchors, t.collector.collect
+    t.collector.anchors = lambda *given: seen.setdefault("walked", walk(*given))
+    t.collector.collect = lambda *given: seen.setdefault("sampled", (given, sample(*given)))[1]
+    t.iterate()
+    (_, _, cond, prompts, _), sampled = seen["sampled"]
+    drawn, chosen = t.order.batch(0, 6), {}
+    for rollout in sampled.rollouts:
+        if rollout.plan.branch == 0:
+            chosen[rollout.prompt] = rollout.transitions[0].x
+    fresh = made()  # with the weights before the update
+    for place, x in chosen.items():
+        row = 3 * place + drawn[3 * place : 3 * place + 3].index(prompts[place])
+        for step in range(6):
+            v = fresh.policy.velocity(x, t.sigmas[step : step + 1], cond.rows([place]))
+            x = ode_step(x, v, t.sigmas[step], t.sigmas[step + 1])
+        torch.testing.assert_close(x[0], seen["walked"].rollouts[row].finals[0, 0])
+
+
+@pytest.mark.parametrize("more", [(), ("algorithm.granularities=[1,2]", "algorithm.segments=[2]")])
+def test_the_choice_costs_a_walk_and_a_picture_a_candidate(more):
+    t = made(*more)
+    row, tails = t.iterate(), len(t.algorithm.granularities)
+    plans = t.plans(0)
+    assert row["evaluations"] == 2 * count_per_prompt(t.algorithm, plans) == 2 * (3 * 6 + count_evaluations(plans, 6))
+    assert row["images"] == 2 * (3 + 6 * 2 * tails)
+    ((iteration, _),) = count(t.config, 3).kinds
+    assert (iteration.evaluations, iteration.images) == (row["evaluations"], row["images"])
+
+
+def test_the_published_setting_costs_this_much():
+    """Ten walks of 16 steps, the anchor to step 6, and 12 members behind each of four branch steps."""
+    algorithm = AdaGRPO()
+    assert count_per_prompt(algorithm, algorithm.plans(16)) == 10 * 16 + 7 + 12 * (15 + 13 + 11 + 9) == 743
+
+
+def test_all_candidates_of_an_iteration_are_different_places_in_the_order():
+    t = made(prompts=[str(i / 10) for i in range(12)])
+    assert t.prompts_of(0) + t.prompts_of(1) == t.order.batch(0, 12) and sorted(t.order.batch(0, 12)) == sorted(t.prompts)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    ends = []
+    for name, stop in (("straight", None), ("cut", 2)):
+        (tmp_path / name).mkdir()
+        t = made("trainer.iterations=4", run_dir=tmp_path / name)
+        for row in t.train():
+            if stop and row["kind"] == "eval" and row["iteration"] == stop:
+                break
+        if stop:
+            t.save()
+            t = made("trainer.iterations=4", run_dir=tmp_path / name)
+            t.resume()
+            list(t.train())
+        ends.append((t.memory.state, t.policy.mean.detach()))
+    assert ends[0][0] == ends[1][0] != {} and torch.equal(ends[0][1], ends[1][1])
+
+
+def test_two_rewards_train():
+    two = {"bright": brightness, "dull": darkness}
+    t = trainer(None, *SMALL, "rewards={bright: 1.0, dull: 0.5}", "evaluation.rewards={}", rewards=two, judges={})
+    row = t.iterate()
+    assert len(t.memory.state["mean"]) == 2 and row["skipped_updates"] == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.candidates=1", "candidates must be at least 2"),
+        ("algorithm.forget=1", "forget must lie in [0, 1), got 1"),
+        ("algorithm.granularities=auto", "granularities=auto keeps a state of its own"),
+        ("algorithm.candidate=3", "Did you mean 'candidates'"),
+        ("algorithm.segments=[1]", "segments must be different numbers of at least 2"),
+    ],
+)
+def test_wrong_fields_are_one_message(override, message):
+    with pytest.raises(UserError) as refusal:
+        config("algorithm.name=adagrpo", override)
+    assert message in str(refusal.value)
+
+
+# --- an algorithm of one's own that chooses
+
+
+@dataclass
+class Picks:
+    wrong: object
+    algorithm: object
+    state: dict = field(default_factory=dict)
+
+    def at(self, iteration):
+        return self.algorithm
+
+    def choose(self, iteration, rewards, weights):
+        return self.wrong
+
+    def observe(self, iteration, steps, rewards, weights):
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choosy(PaveGRPO):
+    name: str = "choosy"
+    candidates: int = 3
+    wrong: object = None
+
+    def memory(self, num_steps, evaluations):
+        return None if self.wrong is None else Picks(self.wrong, self)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (None, "memory should return a types.PromptChooser, as candidates=3, but returned NoneType"),
+        ([0], "choose should return 2 numbers from 0 to 2, but returned [0]"),
+        ([0, 3], "choose should return 2 numbers from 0 to 2, but returned [0, 3]"),
+    ],
+)
+def test_a_choice_that_is_none_is_one_message(wrong, message):
+    t = trainer(None, "sampling.num_steps=9")
+    algorithm = Choosy(wrong=wrong, group_size=4, branch_steps=(0,))
+    t.algorithm, t.memory = algorithm, algorithm.memory(9, None)
+    with pytest.raises(UserError) as refusal:
+        t.iterate()
+    assert message in str(refusal.value)

@@ -1,0 +1,111 @@
+"""What an algorithm returns is what its method promises, or one message says what is wrong: nothing broadcasts in silence."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from g2rpo import api
+from g2rpo.algorithms.contracts import plans_of
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.errors import UserError
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.types import Plan
+from tests.support.runs import PROMPTS, brightness, darkness
+
+MEMBERS, STEPS = 4, 6
+
+
+@dataclass(frozen=True)
+class Mine(GranularGRPO):
+    """An algorithm of somebody's own, whose methods return `wrong` instead."""
+
+    name: str = "mine"
+    group_size: int = MEMBERS
+    branch_steps: tuple = (0, 1)
+    granularities: tuple = (1, 2)
+    method: str = ""
+    wrong: object = None
+
+    def _of(self, method, right):
+        return self.wrong(right) if self.method == method else right
+
+    def plans(self, num_steps, iteration=0, seed=0):
+        return self._of("plans", super().plans(num_steps, iteration, seed))
+
+    def advantages(self, rewards, weights):
+        return self._of("advantages", super().advantages(rewards, weights))
+
+    def loss(self, batch, network):
+        right = super().loss(batch, network)
+        return self._of("loss", replace(right, values=self._of("values", right.values)))
+
+
+def trained(algorithm):
+    """Rows of a short run on the policy of three numbers."""
+    trainer = api.trainer(
+        "scenes",
+        ["trainer.iterations=1", f"sampling.num_steps={STEPS}", "trainer.prompts_per_iteration=2", "evaluation.rewards={}"],
+        algorithm=algorithm,
+        policy=GaussianPolicy(),
+        rewards={"bright": brightness},
+        judges={"dark": darkness},
+        prompts=PROMPTS,
+        heldout=PROMPTS[:3],
+    )
+    return list(trainer.train())
+
+
+def test_an_algorithm_that_keeps_its_promises_trains():
+    assert [row["kind"] for row in trained(Mine())] == ["eval", "train", "eval"]
+
+
+def short(plan):
+    """`plan` whose tails end a step before the image."""
+    return replace(plan, tails=tuple((*tail[:-1], STEPS - 1) if tail[-2] < STEPS - 1 else tail[:-1] for tail in plan.tails))
+
+
+def overflowing(loss):
+    return torch.where(loss == loss, torch.inf, loss)
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "message"),
+    [
+        ("plans", lambda plans: [], "at least one Plan, but returned none in iteration 0"),
+        (
+            "plans",
+            lambda plans: [replace(plans[0], tails=plans[0].tails[:1], granularities=()), plans[1]],
+            r"equally many tails in every Plan, but returned numbers of tails \[1, 2\]",
+        ),
+        (
+            "plans",
+            lambda plans: [short(plan) for plan in plans],
+            "tails that end at step 6, the image, but returned tails that end at 5",
+        ),
+        ("advantages", lambda a: a[:, 0], r"shape \[4, 4\] \(one for each group and member\), but returned shape \[4\]"),
+        ("advantages", lambda a: a.mean(), r"shape \[4, 4\] .* but returned shape \[\]"),
+        ("advantages", lambda a: a[:1], r"but returned shape \[1, 4\]"),
+        ("advantages", lambda a: a.tolist(), r"a tensor of shape \[4, 4\] .* but returned a list"),
+        ("advantages", lambda a: a / 0, "finite numbers .* but returned 16 that are NaN or infinite"),
+        ("values", lambda loss: loss.mean(), r"shape \[\d+\] .* before any mean\), but returned shape \[\]"),
+        ("values", lambda loss: loss[:, None], r"but returned shape \[\d+, 1\]"),
+        ("values", lambda loss: loss.detach(), "a loss that depends on network.velocity, but returned one without a gradient"),
+        ("loss", lambda loss: None, "but returned a NoneType"),
+        ("values", overflowing, r"finite numbers, but returned NaN or infinity for \d+ members"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_algorithms_name(method, wrong, message):
+    with pytest.raises(UserError, match=f"^algorithm mine: {method.replace('values', 'loss')} should return .*{message}"):
+        trained(Mine(method=method, wrong=wrong))
+
+
+def test_update_every_is_no_other_word():
+    with pytest.raises(UserError, match="algorithm mine: update_every is 'step'; use 'rollout', 'branch' or a number"):
+        trained(Mine(update_every="step"))
+
+
+def test_plans_that_do_not_fit_the_steps_are_refused():
+    with pytest.raises(UserError, match=r"^algorithm: branch_steps must lie in 0\.\.4 for num_steps=6"):
+        plans_of(GranularGRPO(branch_steps=(5,)), 6)
+    assert plans_of(GranularGRPO(branch_steps=(4,), granularities=(1,)), 6) == [Plan(4, 5, ((5, 6),))]

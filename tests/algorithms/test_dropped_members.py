@@ -1,0 +1,81 @@
+"""Members without any advantage: Flow-GRPO and its kin filter them out before an update, others count them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from g2rpo.algorithms.policy_gradient import PolicyGradient
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.training.updater import without_zero_advantages
+from tests.algorithms.test_neighbours import ONCE
+from tests.support.runs import brightness, trainer
+
+DROPPING = {"flow_dppo", "flow_grpo", "flow_grpo_fast", "flow_cps", "grpo_guard", "tempflow_grpo"}
+
+
+PLAIN = [kind for kind in ALGORITHMS.values() if issubclass(kind, PolicyGradient) and kind().candidates == 1]
+"""Those in which a member without an advantage has no gradient but the KL term's."""
+
+
+def experienced(name, *overrides):
+    """(a trainer whose weights are not the base's, one iteration's experience, its conditioning); two prompts of four are
+    silent."""
+
+    def half_blind(images, prompts):
+        return torch.where(torch.tensor([prompt in ("0.2", "-0.2") for prompt in prompts]), 1.0, brightness(images, prompts))
+
+    options = (f"algorithm.name={name}", "algorithm.kl_weight=0.3", "trainer.prompts_per_iteration=4", *ONCE, *overrides)
+    t = trainer(None, *options, rewards={"bright": half_blind}, prompts=["0", "0.1", "0.2", "-0.2"])
+    t.policy.mean.data += 0.1  # away from the base, or the KL has no gradient
+    seen = []
+    update = t.updater.update
+    t.updater.update = lambda experience, cond: seen.extend((list(experience), cond)) or update(experience, cond)
+    t.iterate()
+    t.updater.update = update
+    return t, *seen
+
+
+def gradient(t, experience, cond):
+    t.learner.optimizer.step = lambda: None
+    t.updater.update(experience, cond)
+    return t.policy.mean.grad.clone()
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ALGORITHMS.items() if kind in PLAIN])
+def test_an_update_is_the_one_without_them_where_they_are_dropped(name):
+    """Half of the prompts say nothing: an update is the same as from the other half. Where members are counted, the policy's
+    part is half as large and the KL term is not."""
+    t, experience, cond = experienced(name)
+    silent = {item.prompt for item in experience if not item.advantages.any()}
+    assert len(silent) == 2 and t.algorithm.drop_zero_advantages == (name in DROPPING)
+    speaking = [item for item in experience if item.prompt not in silent]
+    whole, part = gradient(t, experience, cond), gradient(t, speaking, cond)
+    if name in DROPPING:
+        torch.testing.assert_close(whole, part, rtol=1e-5, atol=1e-8)
+    else:
+        assert float((whole - part).norm()) > 0.01 * float(part.norm())
+        t.updater.algorithm = replace(t.algorithm, kl_weight=0.0)
+        no_kl = [gradient(t, some, cond) for some in (experience, speaking)]
+        torch.testing.assert_close(2 * no_kl[0], no_kl[1], rtol=1e-5, atol=1e-8)
+
+
+def test_a_member_counts_at_every_step_if_any_of_its_steps_has_an_advantage():
+    """The published code sums |advantage| over the steps. TempFlow's groups at different steps have advantages of their own."""
+    _, experience, _ = experienced("tempflow_grpo")
+    mine = [item for item in experience if item.prompt == experience[0].prompt]
+    mine[-1].advantages.zero_()
+    mine[1].advantages[2] = 0
+    assert all(item.mask.all() for item in without_zero_advantages(mine))
+    for item in mine:
+        item.advantages[2] = 0
+    for item in without_zero_advantages(mine):
+        assert item.mask.tolist() == [place != 2 for place in range(6)] == item.members(0, 6).mask.tolist()
+
+
+def test_nothing_but_silence_moves_nothing():
+    """No member counts, so there is no mean to take: the gradient is 0, not NaN."""
+    t, experience, cond = experienced("flow_grpo")
+    for item in experience:
+        item.advantages.zero_()
+    assert torch.equal(gradient(t, experience, cond), torch.zeros_like(t.policy.mean))

@@ -1,0 +1,68 @@
+"""Flow-DPPO: which members an update leaves out, member by member and in a run."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from g2rpo.algorithms.flow_dppo import FlowDPPO
+from g2rpo.algorithms.policy_gradient import Steps
+from g2rpo.errors import UserError
+from tests.support.runs import config, trainer
+
+LIMIT = 1e-5
+NAME = ("algorithm.name=flow_dppo", "algorithm.group_size=6", "sampling.num_steps=8")
+
+
+def steps(log_ratio, kl, advantages):
+    nothing = torch.zeros_like(advantages)
+    return Steps(
+        log_prob=log_ratio,
+        old_log_prob=nothing,
+        old_kl=kl,
+        advantages=advantages,
+        std=nothing + 1,
+        dsigma=nothing + 1,
+        step=nothing.long(),
+    )
+
+
+def test_a_member_counts_unless_it_would_go_further_away():
+    """Every sign of the advantage, side of the ratio and side of the limit."""
+    cases = list(product((-2.0, 0.0, 1.5), (-0.1, 0.0, 0.1), (0.5 * LIMIT, LIMIT, 3 * LIMIT)))
+    advantages, log_ratio, kl = (torch.tensor(column) for column in zip(*cases, strict=True))
+    log_ratio.requires_grad_()
+    loss = FlowDPPO(divergence_limit=LIMIT).policy_loss(steps(log_ratio, kl, advantages))
+    (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
+    for (a, side, divergence), value, slope in zip(cases, loss, gradient, strict=True):
+        left_out = divergence >= LIMIT and a * side > 0
+        expected = 0.0 if left_out else -a * torch.tensor(side).exp()
+        assert float(value.detach()) == pytest.approx(float(expected)) and float(slope) == pytest.approx(float(expected))
+
+
+def moved(*overrides):
+    t = trainer(None, *NAME, "algorithm.update_every=2", "optim.learning_rate=0.3", *overrides)
+    for _ in range(3):
+        t.iterate()
+    return t.policy.mean.detach()
+
+
+def test_in_a_run_the_limit_acts_after_the_first_update_of_a_rollout():
+    """A limit that nothing reaches changes nothing; one that all reach leaves other weights."""
+    never, published = moved("algorithm.divergence_limit=1e6"), moved()
+    assert not torch.allclose(never, published, atol=1e-3)
+    once = ["algorithm.update_every=rollout"]  # the only update of a rollout is the first
+    assert torch.equal(moved(*once, "algorithm.divergence_limit=1e6"), moved(*once, "algorithm.divergence_limit=1e-15"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.divergence_limit=0", "divergence_limit must be positive, got 0"),
+        ("algorithm.divergence=1", "Did you mean 'divergence_limit'"),
+    ],
+)
+def test_wrong_fields_are_one_message(override, message):
+    with pytest.raises(UserError) as refusal:
+        config(NAME[0], override)
+    assert message in str(refusal.value)

@@ -1,0 +1,326 @@
+"""Losses on finished latents: DiffusionNFT and AWM, the times they learn from, the old weights, counts and fields."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from g2rpo.algorithms.awm import AWM
+from g2rpo.algorithms.diffusion_nft import DiffusionNFT
+from g2rpo.algorithms.forward_process import Noised
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.cost.counting import count
+from g2rpo.errors import UserError
+from g2rpo.objectives import group_normalize
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.planning import count_evaluations, count_trained, dry_rollout
+from g2rpo.seeding import generator_for
+from tests.support.runs import config, trainer
+
+NAMES = ["diffusion_nft", "awm"]
+SMALL = ("algorithm.group_size=6", "sampling.num_steps=8")
+
+
+def made(name, *overrides, run_dir=None, **more):
+    return trainer(run_dir, f"algorithm.name={name}", *SMALL, *overrides, **more)
+
+
+def noised(velocity, old=None, advantages=None, size=3):
+    """`size` latents of two numbers, with the velocities given."""
+    generator = torch.Generator().manual_seed(1)
+    image, noise = torch.randn(2, size, 2, generator=generator)
+    sigma = torch.linspace(0.2, 0.9, size)
+    x = (1 - sigma[:, None]) * image + sigma[:, None] * noise
+    advantages = torch.linspace(-2, 3, size) if advantages is None else advantages
+    return Noised(image=image, noise=noise, x=x, sigma=sigma, advantages=advantages, velocity=velocity, old=old)
+
+
+# --- the losses, member by member
+
+
+def test_nfts_loss_is_its_formula():
+    algorithm = DiffusionNFT(mixing=0.4)
+    v, v_old = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(2))
+    given = noised(v, v_old)
+    expected = []
+    for i, advantage in enumerate((-2.0, 0.5, 3.0)):
+        r = min(max(advantage / 10 + 0.5, 0), 1)
+        errors = []
+        for mixed in (0.4 * v[i] + 0.6 * v_old[i], 1.4 * v_old[i] - 0.4 * v[i]):
+            off = given.x[i] - given.sigma[i] * mixed - given.image[i]
+            errors.append(float((off**2).mean() / off.abs().mean()))
+        expected.append(5 * (r * errors[0] + (1 - r) * errors[1]) / 0.4)
+    torch.testing.assert_close(algorithm.member_loss(given), torch.tensor(expected))
+
+
+def test_at_the_old_velocity_only_the_advantage_moves_nft():
+    """There v+ = v- = v_old, and d loss / dv = -A sigma error / (weight * entries) * 2: zero for A = 0, opposite for -A."""
+    v_old = torch.randn(4, 2, generator=torch.Generator().manual_seed(3))
+    gradients = []
+    for sign in (1, -1):
+        v = v_old.clone().requires_grad_()
+        given = noised(v, v_old, advantages=sign * torch.tensor([0.0, 1.0, -2.0, 7.0]), size=4)
+        DiffusionNFT().member_loss(given).sum().backward()
+        gradients.append(v.grad)
+    off = given.x - given.sigma[:, None] * v_old - given.image
+    clamped = torch.tensor([0.0, 1.0, -2.0, 5.0])[:, None]
+    expected = -clamped * given.sigma[:, None] * off / off.abs().mean(1, keepdim=True)
+    torch.testing.assert_close(gradients[0], expected)
+    torch.testing.assert_close(gradients[1], -expected)
+
+
+@pytest.mark.parametrize("power", [0.25, 1.0])
+def test_awms_gradient_is_the_advantage_times_that_of_its_log_prob(power):
+    v = torch.randn(3, 2, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    given = noised(v)
+    loss = AWM(power=power).member_loss(given)
+    torch.testing.assert_close(loss.detach(), -given.advantages / 5)
+    loss.sum().backward()
+    error = ((v - (given.noise - given.image)) ** 2).mean(1, keepdim=True)
+    by_hand = given.advantages[:, None] / 5 * given.sigma[:, None] * error ** (power - 1) * (v - given.noise + given.image)
+    torch.testing.assert_close(v.grad, by_hand.detach())  # d error / dv = 2 (v - target) / 2 entries
+
+
+def test_awm_is_held_near_its_old_weights():
+    v, v_old = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(5))
+    held = AWM(old_weight=0.5).member_loss(noised(v, v_old))
+    torch.testing.assert_close(held - AWM().member_loss(noised(v)), 0.5 * ((v - v_old) ** 2).mean(1))
+
+
+def test_advantages_are_flow_grpos():
+    """The group's mean, the whole batch's population std + 1e-4, clamped to 5."""
+    rewards = torch.randn(3, 1, 1, 4, generator=torch.Generator().manual_seed(0))
+    rewards[0, 0, 0, 0] = 40
+    expected = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(correction=0) + 1e-4)
+    got = DiffusionNFT().advantages(rewards, torch.ones(1))
+    torch.testing.assert_close(got, expected[:, 0, 0].clamp(-5, 5))
+    by_group = DiffusionNFT(batch_std=False).advantages(rewards, torch.ones(1))
+    torch.testing.assert_close(by_group, group_normalize(rewards[:, 0, 0], 1e-4, population_std=True))
+
+
+# --- fresh times and noise
+
+
+def drawn(algorithm, num_steps, key=0):
+    return algorithm.draw_steps(num_steps, generator_for(key))
+
+
+def test_nft_draws_different_times_for_each_member_all_alike_often():
+    steps = torch.stack([drawn(DiffusionNFT(group_size=4), 10, key) for key in range(400)])  # [400, 9, 4]
+    assert steps.shape == (400, 9, 4)
+    assert all(len(set(own.tolist())) == 9 for sample in steps[:20] for own in sample.T)
+    assert not torch.equal(steps[0, :, 0], steps[0, :, 1])
+    counts = steps.flatten().bincount(minlength=10) / (400 * 4)  # each of ten is taken nine times in ten: std .0075
+    assert float((counts - 0.9).abs().max()) < 0.04
+
+
+def test_awm_draws_one_from_each_part_of_the_grid():
+    """14 steps: parts [1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]; the same for all members."""
+    steps = torch.stack([drawn(AWM(group_size=3), 14, key) for key in range(200)])
+    assert steps.shape == (200, 6, 3) and torch.equal(steps[..., 0], steps[..., 2])
+    for part, expected in enumerate(({1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11})):
+        assert set(steps[:, part].flatten().tolist()) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_latents_are_noised_at_the_times_drawn(name):
+    """What the network sees is (1 - sigma) image + sigma noise, with noise from the run's seed alone."""
+    seen = []
+
+    class Watching(GaussianPolicy):
+        def velocity(self, x, sigma, cond):
+            if torch.is_grad_enabled():
+                seen.append((x, sigma))
+            return super().velocity(x, sigma, cond)
+
+    t = made(name, "trainer.prompts_per_iteration=1", policy=Watching())
+    examples, update = [], t.updater.update
+    t.updater.update = lambda given, cond: update(examples.extend(given) or given, cond)
+    t.iterate()
+    x, sigma = torch.cat([x for x, _ in seen]), torch.cat([sigma for _, sigma in seen])
+    expected = torch.cat([t.sigmas[example.data["step"]] for example in examples])
+    assert torch.equal(sigma, expected)
+    image, noise = (torch.cat([get(e) for e in examples]) for get in (lambda e: e.x, lambda e: e.data["noise"]))
+    torch.testing.assert_close(x, image + sigma[:, None, None, None] * (noise - image))
+    assert float(noise.mean().abs()) < 0.1 and 0.9 < float(noise.std()) < 1.1
+    again = made(name, "trainer.prompts_per_iteration=1")
+    torch.rand(3)
+    again.iterate()
+    assert torch.equal(again.policy.mean, t.policy.mean)
+
+
+# --- counts
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_steps", "evaluations", "rows", "without_gradient"),
+    [
+        (DiffusionNFT(), 10, 24 * 10, 24 * 9, 2 * 24 * 9),  # old weights and the untrained model
+        (DiffusionNFT(kl_weight=0), 10, 24 * 10, 24 * 9, 24 * 9),
+        (DiffusionNFT(share=0.5), 25, 24 * 25, 24 * 12, 2 * 24 * 12),
+        (AWM(), 14, 24 * 14, 24 * 6, 2 * 24 * 6),
+        (AWM(kl_weight=0, old_weight=0), 14, 24 * 14, 24 * 6, 0),
+    ],
+    ids=str,
+)
+def test_rollouts_and_updates_cost_this_much(algorithm, num_steps, evaluations, rows, without_gradient):
+    plans = algorithm.plans(num_steps)
+    assert count_evaluations(plans, algorithm.group_size) == evaluations
+    assert count_trained(algorithm, plans, num_steps) == (rows, without_gradient)
+    assert len(algorithm.examples(dry_rollout(plans[0], algorithm.group_size), torch.zeros(24), generator_for)) * 24 == rows
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_counts_what_a_run_does(name):
+    t = made(name)
+    ((iteration, _),) = count(t.config, 3).kinds
+    assert iteration.evaluations == t.iterate()["evaluations"] == 2 * 6 * 8
+    rows, without = (2 * number for number in count_trained(t.algorithm, t.plans(), 8))
+    assert (iteration.training_rows, iteration.reference_rows) == (rows, without)
+
+
+@pytest.mark.parametrize("tails", [("solver=dpmpp2m",), ("solver=ab2", "stride=2"), ("forecast=true",)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_rollouts_take_whatever_tails_may(name, tails):
+    t = made(name, *(f"sampling.tails.{each}" for each in tails))
+    row = t.iterate()
+    assert row["evaluations"] == 2 * count_evaluations(t.plans(), 6, t.config.sampling.tails) <= 2 * 6 * 8
+    assert row["skipped_updates"] == 0 and math.isfinite(row["loss"])
+
+
+# --- old weights
+
+
+def published(flat, rise, most, updates):
+    return 0.0 if updates < flat else min((updates - flat) * rise, most)
+
+
+@pytest.mark.parametrize("schedule", [(0, 0.001, 0.5), (75, 0.0075, 0.999), (0, 0.0, 0.0)])
+def test_old_weights_follow_by_the_published_schedules(schedule):
+    flat, rise, most = schedule
+    algorithm = DiffusionNFT(old_flat=flat, old_rise=rise, old_most=most)
+    for updates in (0, 1, 74, 75, 76, 208, 209, 500, 501, 5000):
+        assert algorithm.old_decay(updates) == pytest.approx(published(flat, rise, most, updates))
+
+
+OLD = ("algorithm.old_rise=0.2", "algorithm.old_most=0.5", "optim.learning_rate=0.2")
+
+
+def test_old_weights_sample_and_trail_the_trained_ones():
+    """After t updates: old <- d old + (1 - d) trained, d = min(.2 t, .5); the next rollout is made with old."""
+    sampled = []
+
+    class Watching(GaussianPolicy):
+        def velocity(self, x, sigma, cond):
+            if not torch.is_grad_enabled() and not self._in_base:
+                sampled.append(self.mean.detach().clone())
+            return super().velocity(x, sigma, cond)
+
+    t = made("diffusion_nft", *OLD, policy=Watching())
+    old = t.policy.mean.detach().clone()
+    for updates in range(1, 5):
+        sampled.clear()
+        t.iterate()
+        assert all(torch.equal(each, old) for each in sampled)  # in the rollout, and for v_old
+        d = min(0.2 * updates, 0.5)
+        trained = t.policy.mean.detach().clone()
+        old = d * old + (1 - d) * trained
+        torch.testing.assert_close(t.learner.old[0], old, atol=1e-7, rtol=1e-6)
+        old = t.learner.old[0].clone()
+    assert float((old - trained).norm()) > 1e-3
+
+
+def test_awm_samples_with_the_trained_weights():
+    t, sampled = made("awm", *OLD), []
+    for _ in range(3):
+        t.iterate()
+    walk = t.collector.collect
+    t.collector.collect = lambda *given: sampled.append(t.policy.mean.detach().clone()) or walk(*given)
+    trained = t.policy.mean.detach().clone()
+    assert not torch.equal(t.learner.old[0], trained)
+    t.iterate()
+    assert torch.equal(sampled[0], trained)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, name):
+    ends = []
+    for folder, stop in (("straight", None), ("cut", 2)):
+        (tmp_path / folder).mkdir()
+        t = made(name, *OLD, "trainer.iterations=4", "optim.ema_decay=0.9", run_dir=tmp_path / folder)
+        for row in t.train():
+            if stop and row["kind"] == "eval" and row["iteration"] == stop:
+                break
+        if stop:
+            t.save()
+            t = made(name, *OLD, "trainer.iterations=4", "optim.ema_decay=0.9", run_dir=tmp_path / folder)
+            assert t.resume() == []
+            assert not torch.equal(t.learner.old[0], t.policy.mean)
+            list(t.train())
+        ends.append((t.policy.mean.detach(), t.learner.old[0]))
+    assert torch.equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
+
+
+def test_without_an_algorithm_that_uses_them_no_old_weights_are_kept():
+    t = trainer(None)
+    assert t.learner.old == [] and "old" not in t.learner.whole()[0]
+    kept = [name for name, kind in ALGORITHMS.items() if kind().uses_old]
+    assert kept == NAMES and set(made("awm").learner.whole()[0]) == {"weights", "old"}
+
+
+def test_going_back_takes_the_old_weights_along():
+    t = made("diffusion_nft", *OLD)
+    before = [t.policy.mean.detach().clone()]
+    t.iterate()
+    t.learner.take_weights(before)
+    assert torch.equal(t.policy.mean, before[0]) and torch.equal(t.learner.old[0], before[0])
+
+
+def test_entering_and_leaving_the_old_weights_changes_no_bit():
+    t = made("diffusion_nft", *OLD)
+    t.iterate()
+    t.iterate()
+    trained, old = t.policy.mean.detach().clone(), t.learner.old[0].clone()
+    assert not torch.equal(trained, old)
+    with t.learner.as_old():
+        assert torch.equal(t.policy.mean, old)
+    assert torch.equal(t.policy.mean, trained) and torch.equal(t.learner.old[0], old)
+
+
+# --- fields
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("diffusion_nft", "algorithm.mixing=0", "mixing must be positive"),
+        ("diffusion_nft", "algorithm.share=0", "share must lie in (0, 1], got 0"),
+        ("diffusion_nft", "algorithm.update_every=0", "update_every must be 'rollout' or a number of members, got 0"),
+        ("diffusion_nft", "algorithm.update_every=branch", "update_every"),
+        ("diffusion_nft", "algorithm.old_most=1", "old_most must lie in [0, 1)"),
+        ("diffusion_nft", "algorithm.old_flat=-1", "old_flat must not be negative"),
+        ("diffusion_nft", "algorithm.old_rise=-1", "old_rise must not be negative"),
+        ("diffusion_nft", "algorithm.kl_weight=-1", "kl_weight must not be negative"),
+        ("diffusion_nft", "algorithm.group_size=1", "group_size must be at least 2"),
+        ("diffusion_nft", "algorithm.advantage_clip=0", "advantage_clip must be positive"),
+        ("diffusion_nft", "algorithm.mixin=1", "Did you mean 'mixing'"),
+        ("diffusion_nft", "algorithm.eta=0.7", "unknown key 'algorithm.eta'"),
+        ("awm", "algorithm.power=2", "power must lie in (0, 1], got 2"),
+        ("awm", "algorithm.times=0", "times must be at least 1"),
+        ("awm", "algorithm.old_weight=-1", "old_weight must not be negative"),
+        ("awm", "algorithm.update_every=4", "update_every"),
+    ],
+)
+def test_wrong_fields_are_one_message(name, override, message):
+    with pytest.raises(UserError) as refusal:
+        config(f"algorithm.name={name}", override)
+    assert message in str(refusal.value)
+
+
+def test_times_that_a_grid_does_not_have_are_one_message():
+    with pytest.raises(ValueError, match=r"times must be at most 3 for num_steps=5, got 6"):
+        AWM().plans(5)
+    assert AWM(times=3).plans(5)
+    with pytest.raises(ValueError, match=r"share=0.3 of num_steps=3 is no time at all"):
+        replace(DiffusionNFT(), share=0.3).plans(3)

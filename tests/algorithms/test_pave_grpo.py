@@ -1,0 +1,132 @@
+"""Pave-GRPO: sub-steps with gradient; its gradient by finite differences, its counts, its fields."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.algorithms.pave_grpo import PaveGRPO
+from g2rpo.errors import UserError
+from g2rpo.flow import flow_sde, ode_step, sde_step, sigma_grid
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.planning import count_evaluations, count_trained
+from g2rpo.training.updater import Trained
+from g2rpo.types import Batch, Example
+from tests.support.runs import config, trainer
+
+SIGMAS = sigma_grid(6, 3.0)
+NAME = "algorithm.name=pave_grpo"
+
+
+def example(step, members=3):
+    """A group that branched at `step`, from noise."""
+    generator = torch.Generator().manual_seed(step)
+    x, landed = torch.randn(1, 3, 2, 2, generator=generator), torch.randn(members, 3, 2, 2, generator=generator)
+    advantages = torch.tensor([1.0, -0.5, -2.0])[:members]
+    return Example(0, step, x, advantages, {"x_next": landed, "old_mean": 0 * x, "old_log_prob": torch.zeros(members)})
+
+
+def loss(algorithm, policy, step):
+    network = Trained(policy, policy.encode(["0.1"]))
+    return algorithm.loss(Batch.of([example(step)], SIGMAS, first=True), network).values
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("segments", [(2,), (3,), (2, 4)])
+def test_the_gradient_is_that_of_the_densities_through_the_sub_steps(step, segments):
+    """At ratio 1 it is -sum of w_n A d log p_n; log p_n is walked here in float64 and differentiated by differences."""
+    policy, algorithm = GaussianPolicy(mean=0.3, size=2), PaveGRPO(segments=segments)
+    loss(algorithm, policy, step).mean().backward()
+
+    def objective(mean):
+        moved = GaussianPolicy(size=2, dtype=torch.float64)
+        moved.mean = torch.nn.Parameter(mean)
+        g, cond, item = flow_sde(SIGMAS.double(), algorithm.eta), moved.encode(["0.1"]), example(step)
+        total = torch.zeros(3, dtype=torch.float64)
+        for n in (1, *segments):
+            x, here, after = item.x.double(), SIGMAS[step].double(), SIGMAS[step + 1].double()
+            for _ in range(n - 1):
+                there = here + (after - SIGMAS[step].double()) / n
+                x, here = ode_step(x, moved.velocity(x, here, cond), here, there), there
+            landing = sde_step(x, moved.velocity(x, here, cond), here, after, g(here))
+            weight = 1.0 if n == 1 else 1 / len(segments)
+            total += -weight * item.advantages * landing.log_prob(item.data["x_next"].double())
+        return total.mean()
+
+    mean, numeric = policy.mean.detach().double(), torch.zeros(12, dtype=torch.float64)
+    with torch.no_grad():
+        for entry in range(12):
+            nudge = torch.zeros(12, dtype=torch.float64)
+            nudge[entry] = 1e-5
+            ends = [objective(mean + sign * nudge.view_as(mean)) for sign in (1, -1)]
+            numeric[entry] = (ends[0] - ends[1]) / 2e-5
+    torch.testing.assert_close(policy.mean.grad.double().flatten(), numeric, rtol=1e-4, atol=1e-5 * float(numeric.norm()))
+
+
+def test_without_segments_it_is_g2rpo():
+    policy = GaussianPolicy(size=2)
+    ours, plain = (loss(kind(eta=0.8, **more), policy, 1) for kind, more in ((PaveGRPO, {"segments": ()}), (GranularGRPO, {})))
+    assert torch.equal(ours, plain)
+    assert not torch.allclose(loss(PaveGRPO(eta=0.8), policy, 1), plain)  # the value is -2 A instead of -A
+
+
+@pytest.mark.parametrize(
+    ("more", "evaluations", "rows"),
+    [
+        ({}, 7 + 12 * (15 + 13 + 11 + 9), 4 * (1 + 1 + 2)),
+        ({"granularities": (1, 2)}, 7 + 12 * (48 + (8 + 7 + 6 + 5) - 4 * 2), 4 * (1 + 1 + 2)),  # the first two are shared
+        ({"segments": (4,)}, 7 + 12 * 48, 4 * (1 + 3)),
+        ({"segments": ()}, 7 + 12 * 48, 4),
+    ],
+)
+def test_rollouts_cost_what_g2rpos_do_and_an_update_so_many_sub_steps_more(more, evaluations, rows):
+    """Rows of the training pass: 1 + sum of (n - 1) for each branch step, whatever the group's size."""
+    algorithm = PaveGRPO(**more)
+    plans = algorithm.plans(16)
+    assert count_evaluations(plans, 12) == evaluations
+    assert count_trained(algorithm, plans, 16) == (rows, 0)
+    assert plans == GranularGRPO(**{"branch_steps": (0, 2, 4, 6), "granularities": (1,), **_plain(more)}).plans(16)
+
+
+def _plain(more):
+    return {name: value for name, value in more.items() if name != "segments"}
+
+
+def test_a_run_asks_for_as_many_rows_as_are_counted():
+    class Counting(GaussianPolicy):
+        rows = 0
+
+        def velocity(self, x, sigma, cond):
+            self.rows += len(x) * torch.is_grad_enabled()
+            return super().velocity(x, sigma, cond)
+
+    policy = Counting()
+    t = trainer(None, NAME, "algorithm.branch_steps=[0,2]", "algorithm.segments=[2,3]", policy=policy)
+    t.iterate()
+    assert policy.rows == 2 * 2 * 4 == 2 * count_trained(t.algorithm, t.plans(), 6)[0]
+
+
+def test_the_kl_term_is_that_of_the_whole_step_alone():
+    policy = GaussianPolicy(mean=0.2, size=2)
+    policy._base_mean = torch.zeros_like(policy.mean)
+    plain, held = (loss(replace(PaveGRPO(), kl_weight=weight), policy, 1) for weight in (0.0, 0.5))
+    alone, also = (loss(replace(GranularGRPO(eta=0.8), kl_weight=weight), policy, 1) for weight in (0.0, 0.5))
+    torch.testing.assert_close(held - plain, also - alone)
+    assert float((held - plain).detach().min()) > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("algorithm.segments=[1,2]", "segments must be different numbers of at least 2, got (1, 2)"),
+        ("algorithm.segments=[2,2]", "segments must be different numbers of at least 2, got (2, 2)"),
+        ("algorithm.update_every=branch", "segments need update_every=rollout"),
+        ("algorithm.segmnts=[2]", "Did you mean 'segments'"),
+        ("algorithm.eta=0", "eta must be positive"),
+    ],
+)
+def test_wrong_fields_are_one_message(field, message):
+    with pytest.raises(UserError) as refusal:
+        config(NAME, field)
+    assert message in str(refusal.value)

@@ -1,0 +1,189 @@
+"""The neighbours' published numbers: where they come from, and that a rule of the published code is kept."""
+
+import math
+
+import pytest
+import torch
+
+from g2rpo.algorithms.dancegrpo import DanceGRPO
+from g2rpo.algorithms.flow_cps import FlowCPS
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
+from g2rpo.algorithms.grpo_guard import GRPOGuard
+from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
+from g2rpo.algorithms.policy_gradient import Steps
+from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
+from g2rpo.flow import cps_kernel, scheduler_grid, sigma_grid
+from g2rpo.objectives import group_normalize, kernel_kl
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.tails import Tails
+from g2rpo.seeding import generator_for
+from g2rpo.types import Normal
+from tests.algorithms.test_neighbours import collected
+from tests.support.runs import trainer
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "eta", "weight"),
+    [
+        (scheduler_grid(10, 3.0), 0.7, TempFlowGRPO().noise_weight),
+        (sigma_grid(10, math.exp(1.15)), 0.9, 1.73),  # FLUX.1-dev's shift at 1024x1024
+    ],
+    ids=["SD3.5", "FLUX"],
+)
+def test_tempflows_weights_average_to_one_over_the_trained_steps(sigmas, eta, weight):
+    """The published constants are 1 / (mean noise of steps 0 .. T-2), given with three digits."""
+    std = TempFlowGRPO(eta=eta).kernel(sigmas)(*torch.zeros(2, 9, 1), sigmas[:-2], sigmas[1:-1]).std
+    assert 1 / float(std.mean()) == pytest.approx(weight, abs=0.005)
+
+
+@pytest.mark.parametrize("algorithm", [MixGRPO(), MixGRPOFlash(), MixGRPO(reward_mix="gdpo")], ids=["mix", "flash", "gdpo"])
+def test_mixgrpos_reward_weights_are_shares(algorithm):
+    rewards = torch.randn(3, 4, 1, 12, generator=torch.Generator().manual_seed(0))
+    shares = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    torch.testing.assert_close(algorithm.advantages(rewards, 10 * shares), algorithm.advantages(rewards, shares))
+
+
+def test_four_rewards_of_weight_one_give_mixgrpo_the_mean_of_their_advantages():
+    rewards = torch.randn(3, 4, 1, 12, generator=torch.Generator().manual_seed(1))
+    each = group_normalize(rewards)[:, :, 0]
+    torch.testing.assert_close(MixGRPO().advantages(rewards, torch.ones(4)), each.mean(1))
+    torch.testing.assert_close(DanceGRPO(advantage_clip=99).advantages(rewards, torch.ones(4)), each.sum(1))
+    nothing = MixGRPO().advantages(rewards, torch.zeros(4))
+    assert torch.equal(nothing, torch.zeros(3, 12))
+
+
+def test_flow_cps_has_its_own_repositorys_values():
+    """IamCreateAI/FlowCPS, `general_ocr_sd3` and `geneval_sd3`."""
+    cps = FlowCPS()
+    assert (cps.eta, cps.clip_range, cps.kl_weight, cps.group_size, cps.batch_std) == (0.7, 1e-4, 0.04, 24, True)
+
+
+def test_the_kl_of_a_squared_distance_is_one_too():
+    """Its log-prob -(x - mean)^2 is that of a normal of variance 1/2, whose KL is |mean - mean'|^2: the published one."""
+    x, v, w = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
+    now, base = (cps_kernel(0.7)(x, velocity, torch.tensor(0.7), torch.tensor(0.6)) for velocity in (v, w))
+    torch.testing.assert_close(kernel_kl(now, base), (now.mean - base.mean).square().mean(1))
+    variance_half = [torch.distributions.Normal(kernel.mean, math.sqrt(0.5)) for kernel in (now, base)]
+    torch.testing.assert_close(kernel_kl(now, base), torch.distributions.kl_divergence(*variance_half).mean(1))
+
+
+def last_steps(algorithm, num_steps=6, solver="euler", stride=1):
+    """(the group's rollout, its velocity at the last step, the sigmas) with the Gaussian policy."""
+    policy, sigmas = GaussianPolicy(mean=0.3), sigma_grid(num_steps, 3.0)
+    tails = Tails(solver=solver, stride=stride)
+    engine = Engine(policy=policy, cond=policy.encode(["0"]), sigmas=sigmas, tails=tails)
+    (rollout,) = engine.rollout(algorithm.plans(num_steps), 5, algorithm.kernel(sigmas), generator_for)
+    x = rollout.transitions[-1].x_next
+    with torch.no_grad():
+        return rollout, engine.velocity(x, [num_steps - 1] * 5, [0] * 5), sigmas, engine.evaluations
+
+
+@pytest.mark.parametrize(("solver", "stride"), [("euler", 1), ("ab2", 2)])
+@pytest.mark.parametrize("kind", [FlowGRPO, GRPOGuard])
+def test_the_last_step_is_stochastic_as_published_and_not_trained(kind, solver, stride):
+    """The published pipelines take one stochastic step after another down to sigma = 0, and train 99 % of them: 9 of 10."""
+    noisy, v, sigmas, evaluations = last_steps(kind(), solver=solver, stride=stride)
+    still, *_, as_many = last_steps(kind(noisy_last_step=False), solver=solver, stride=stride)
+    assert [t.step for t in noisy.transitions] == [t.step for t in still.transitions] == [0, 1, 2, 3, 4]
+    for a, b in zip(noisy.transitions, still.transitions, strict=True):
+        assert torch.equal(a.x_next, b.x_next) and torch.equal(a.old_log_prob, b.old_log_prob)
+    x, noise = noisy.transitions[-1].x_next, torch.randn(noisy.finals[0].shape, generator=generator_for(0, "branch", 0, 5))
+    sigma, g = sigmas[5], 0.7 * math.sqrt(float(sigmas[5] / (1 - sigmas[5])))
+    mean = x * (1 - g**2 / 2) - v * (sigma + g**2 * (1 - sigma) / 2)  # the published step with sigma' = 0
+    torch.testing.assert_close(noisy.finals[0], mean + g * sigma.sqrt() * noise)
+    torch.testing.assert_close(still.finals[0], x - sigma * v)
+    assert evaluations == as_many == 5 * 6 + 5  # every member at every step, and the five asked for above
+
+
+def test_a_noisy_last_step_is_next_to_nothing_on_sd3s_grid_only():
+    """Noise that is left in the latents, whose own spread is 1."""
+    for sigmas, left in ((scheduler_grid(10, 3.0), 0.006), (sigma_grid(10, 3.0), 0.202)):
+        std = FlowGRPO().kernel(sigmas)(*torch.zeros(2, 1, 1), sigmas[-2], sigmas[-1]).std
+        assert float(std) == pytest.approx(left, abs=5e-4)
+
+
+def published_guard(new, old, x_next, advantages, std, dsigma, clip=2e-6):
+    """The loss of GRPO-Guard's code for one step of a batch: the correction is averaged over everything, the batch too."""
+    log_ratio = ((x_next - old) ** 2 - (x_next - new) ** 2).mean(1) / (2 * std**2)
+    ratio = ((log_ratio + ((new - old) ** 2).mean() / (2 * std**2)) * std).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)) / dsigma
+
+
+def test_guards_batch_correction_is_the_published_one():
+    """Two steps in one pass, each a batch of its own; values and gradients, the correction's own gradient among them."""
+    generator = torch.Generator().manual_seed(0)
+    new = torch.randn(2, 5, 8, generator=generator, requires_grad=True)
+    old, x_next = new.detach() + 0.1 * torch.randn(2, 2, 5, 8, generator=generator)
+    advantages, stds, dsigmas = torch.randn(2, 5, generator=generator), (0.3, 0.5), (0.08, 0.11)
+    expected = torch.cat([published_guard(*of) for of in zip(new, old, x_next, advantages, stds, dsigmas, strict=True)])
+
+    std, dsigma, step = (torch.tensor(pair).repeat_interleave(5) for pair in (stds, dsigmas, (3, 7)))
+    now, before = Normal(new.flatten(0, 1), std), Normal(old.flatten(0, 1), std)
+    taken = x_next.flatten(0, 1)
+    steps = Steps(
+        log_prob=now.log_prob(taken),
+        old_log_prob=before.log_prob(taken),
+        old_kl=kernel_kl(now, before),
+        advantages=advantages.flatten(),
+        std=std,
+        dsigma=dsigma,
+        step=step,
+    )
+    losses = [GRPOGuard(correction=kind).policy_loss(steps) for kind in ("batch", "member")]
+    torch.testing.assert_close(losses[0], expected, rtol=1e-5, atol=1e-6)
+    theirs, batch, member = (torch.autograd.grad(loss.sum(), new, retain_graph=True)[0] for loss in (expected, *losses))
+    torch.testing.assert_close(batch, theirs, rtol=1e-4, atol=1e-6)
+    assert float((member - theirs).norm()) > 0.01 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("kind", [GRPOGuard, TempFlowGRPO])
+def test_a_loss_knows_which_step_each_of_its_rows_is(monkeypatch, kind):
+    """With latents of their own or a shared one; passes are cut anywhere."""
+    seen = collected(monkeypatch, kind)
+    t = trainer(None, f"algorithm.name={kind.name}", "algorithm.group_size=6", "trainer.micro_batch_size=4")
+    t.iterate()
+    assert sum(len(steps.step) for steps in seen) == 2 * 6 * 5
+    for steps in seen:
+        torch.testing.assert_close(steps.dsigma, t.sigmas[steps.step] - t.sigmas[steps.step + 1])
+    assert len(torch.cat([steps.step for steps in seen]).unique()) == 5
+
+
+def tracked(rewards, whole_batch):
+    """Flow-GRPO's per-prompt statistics from their description: the group's mean, numpy's std of the group or of the whole
+    batch, and 1e-4 more."""
+    groups = rewards.double().numpy()
+    spread = groups.std() if whole_batch else groups.std(1, keepdims=True)
+    return torch.from_numpy((groups - groups.mean(1, keepdims=True)) / (spread + 1e-4)).float()
+
+
+@pytest.mark.parametrize("kind", [FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, TempFlowGRPO])
+def test_flow_grpo_and_its_kin_normalise_as_published(kind):
+    """Scores as small as PickScore / 26 in one group of SD3.5's: the 1e-4 is seen. Guard's and TempFlow's configs have
+    global_std off."""
+    algorithm = kind()
+    rewards = 0.8 + 0.01 * torch.randn(6, algorithm.group_size, generator=torch.Generator().manual_seed(2))
+    rewards[3] = rewards[3, 0]
+    advantages = algorithm.advantages(rewards[:, None, None], torch.ones(1))
+    assert algorithm.batch_std == (kind not in (GRPOGuard, TempFlowGRPO))
+    torch.testing.assert_close(advantages, tracked(rewards, algorithm.batch_std), rtol=1e-5, atol=1e-7)
+    assert torch.equal(advantages[3], torch.zeros(algorithm.group_size))
+
+
+def test_flow_grpos_kl_is_the_codes_or_the_papers():
+    """|mean - mean_base|^2 over 2 g^2 with 0.04, or over 2 g^2 |dsigma| with 0.004."""
+    zeros, kl, dsigma = torch.zeros(2), torch.tensor([0.3, 0.5]), torch.tensor([0.04, 0.27])
+    steps = Steps(
+        log_prob=zeros,
+        old_log_prob=zeros,
+        old_kl=zeros,
+        advantages=zeros,
+        std=torch.ones(2),
+        dsigma=dsigma,
+        step=torch.tensor([0, 8]),
+    )
+    code, paper = FlowGRPO(), FlowGRPO(kl_denominator="std", kl_weight=0.004)
+    torch.testing.assert_close(code.kl_weight * code.kl_penalty(kl, steps), 0.04 * kl * dsigma)
+    torch.testing.assert_close(paper.kl_weight * paper.kl_penalty(kl, steps), 0.004 * kl)
+    assert torch.equal(TempFlowGRPO().kl_penalty(kl, steps), kl) and TempFlowGRPO().kl_weight == 0.004

@@ -1,0 +1,103 @@
+"""`g2rpo plan` as a person meets it."""
+
+import json
+from typing import get_args, get_type_hints
+
+import pytest
+
+from g2rpo.config.algorithms import ALGORITHMS
+from tests.support.commands import g2rpo
+
+
+def told(capsys, *arguments):
+    code, out, err = g2rpo(capsys, "plan", *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
+    plan = told(capsys, "flux1-dev-hps", "--device", "h200")
+    assert (
+        plan["device"] == "NVIDIA H200"
+        and plan["counts"]["evaluations_per_prompt"] == 1700
+        and plan["counts"]["the_run"]["evaluations"] == 8160000
+    )
+    assert plan["parameters"] == 11901408320 == plan["trained_parameters"]
+    memory = plan["memory"]
+    assert not memory["fits"] and sum(memory["parts"][part] for part in ("trained weights", "gradients", "moments")) > 190e9
+    assert "policy.tuning=lora" in plan["instead"]["overrides"] and plan["instead"]["needed"] <= memory["capacity"]
+    assert "40%" in plan["seconds"]["basis"] and plan["seconds"]["run"] > 86400
+    for missing in ("prompts.train=prompts/hpdv2_train.txt", "evaluation.prompts=prompts/hpdv2_test.txt"):
+        assert any(note.startswith(f"{missing}: prompt file") for note in plan["notes"])
+    changed = told(capsys, "flux1-dev-hps", *plan["instead"]["overrides"], "--device", "h200")
+    assert changed["memory"]["fits"] and changed["memory"]["needed"] == plan["instead"]["needed"]
+
+
+def test_eight_cards_hold_in_pieces_what_none_holds_whole(capsys):
+    code, out, err = g2rpo(capsys, "plan", "flux1-dev-hps", "--device", "h200", "--ranks", "8")
+    assert code == 0, err
+    assert "black-forest-labs/FLUX.1-dev: FLUX.1 [dev] Non-Commercial License" in out
+    text = " ".join(out.split())
+    assert "8 x NVIDIA H200, each" in text and "one of 8 ranks, with 2 of 16 prompts" in text
+    assert "no card here would hold a rank" in text and "trainer.sharding=training" in text and "policy.tuning=lora" not in text
+    plan = told(capsys, "flux1-dev-hps", "trainer.sharding=full", "--device", "h200", "--ranks", "8")
+    assert plan["ranks"] == 8 and plan["memory"]["fits"] and plan["counts"]["evaluations_per_prompt"] == 1700
+    state = sum(plan["memory"]["parts"][part] for part in ("trained weights", "gradients", "moments"))
+    assert state == pytest.approx(11901408320 * 16 / 8, rel=1e-3)
+    assert any("gathers of 22.2 GiB" in note for note in plan["notes"])
+
+
+def test_a_small_model_on_disk_is_probed(capsys, tiny_config):
+    plan = told(capsys, tiny_config, "policy.device=cpu")
+    assert plan["memory"]["fits"] and plan["seconds"]["basis"].startswith("probe of this machine")
+    assert plan["cards"] == {}
+    table = g2rpo(capsys, "plan", tiny_config, "policy.device=cpu", "--no-probe", "algorithm.granularities=auto")[1]
+    assert "rtx4090" in table and "It fits" in table and "granularities=auto is planned as" in table
+
+
+def schedules():
+    """Every algorithm, with each value of the field that says which steps an iteration takes, where it has one."""
+    for name, kind in ALGORITHMS.items():
+        fields = {field: hint for field, hint in get_type_hints(kind).items() if field.endswith("schedule")}
+        choices = [[f"algorithm.{field}={value}"] for field, hint in fields.items() for value in get_args(hint)]
+        yield from ([f"algorithm.name={name}", *choice] for choice in choices or [[]])
+
+
+@pytest.mark.parametrize("words", list(schedules()), ids=" ".join)
+def test_every_schedule_of_every_algorithm_can_be_planned(capsys, tiny_config, words):
+    """What is drawn anew in every iteration is drawn from real numbers, though memory is traced with fake tensors."""
+    words = [*words, "algorithm.group_size=3", "sampling.num_steps=8"]
+    plan = told(capsys, tiny_config, *words, "--device", "h200")
+    assert plan["counts"]["an_iteration"]["training_rows"] > 0 and plan["memory"]["working"]["training pass"] > 0
+
+
+def test_tables_tell_the_same(capsys):
+    code, out, err = g2rpo(capsys, "plan", "sd35-medium-lora", "--device", "a100", "--utilisation", "0.25")
+    assert code == 0, err
+    text = " ".join(out.split())
+    assert "guidance takes two" in text and "25% are assumed" in text and "It fits" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["flux1-dev-hps", "--device", "h20"], "unknown device. Did you mean 'h200'"),
+        (["flux1-dev-hps", "--device", "toaster"], "unknown device. Known: a100, a100-40"),
+        (["flux1-dev-hps", "--device", "h200", "--probe"], "leave one of them out"),
+        (["flux1-dev-hps", "--ranks", "3"], "cannot be divided evenly over 3 ranks"),
+        (["flux1-dev-hps", "trainer.sharding=full"], "plan for them with --ranks"),
+        (["scenes", "--ranks", "2", "--probe"], "leave one of them out"),
+        (["flux1-dev-hp"], "unknown recipe 'flux1-dev-hp'. Did you mean 'flux1-dev-hps'"),
+        (["flux1-dev-hps", "policy.height=700"], "multiples of 16"),
+        (["flux1-dev-hps", "algorithm.branch_steps=[15]"], "branch_steps must lie in"),
+        (["flux1-dev-hps", "rewards.hpsv4=1"], "unknown reward 'hpsv4'. Did you mean 'hpsv3'"),
+        (["scenes-fast", "algorithm.name=mixgrpo_flash"], "algorithm mixgrpo_flash does not fit sampling.tails: forecast"),
+        (["sd35-medium-lora", "policy.path=black-forest-labs/FLUX.1-dev"], "is a FluxPipeline, but this recipe is for a"),
+        (["scenes", "policy.path=/no/such/model"], "is no directory"),
+        (["scenes", "--utilisation", "2"], ""),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_2(capsys, arguments, message):
+    code, _, err = g2rpo(capsys, "plan", *arguments)
+    assert code == 2 and "Traceback" not in err
+    assert message in " ".join(err.split())

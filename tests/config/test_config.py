@@ -1,0 +1,175 @@
+"""What people get wrong, and what they are told."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.recipes import names, text
+from g2rpo.config.resolve import differences, read_yaml, resolve
+from g2rpo.errors import UserError
+from g2rpo.runs.directory import claim, entered
+from tests.support.runs import PLAIN, config
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_recipe_is_a_valid_config_and_survives_its_own_file(name):
+    built = resolve({"recipe": name, **yaml.safe_load(text(name))})
+    assert resolve(yaml.safe_load(built.to_yaml())) == built
+
+
+def test_overrides_reach_their_keys():
+    built = config(
+        "algorithm.group_size=4",
+        "algorithm.granularities=[1,3]",
+        "optim.learning_rate=2e-6",
+        "rewards.bright=0.5",
+        "rewards.extra.kind=scene_clip",
+        "algorithm.tail=closed",
+    )
+    assert built.algorithm.group_size == 4 and built.algorithm.granularities == (1, 3)
+    assert built.optim.learning_rate == 2e-6 and built.algorithm.tail == "closed"
+    assert built.rewards["bright"].weight == 0.5 and built.rewards["bright"].kind == "bright"
+    assert built.rewards["extra"].kind == "scene_clip"
+
+
+def test_an_override_can_take_a_reward_out():
+    assert set(config("rewards.other=1", "rewards.bright=").rewards) == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.gruop_size=4", "unknown key 'algorithm.gruop_size'. Did you mean 'group_size'?"),
+        ("optimizer.learning_rate=1", "unknown key 'optimizer'. Did you mean 'optim'?"),
+        ("learning_rate=1", "unknown key 'learning_rate'. Did you mean 'optim.learning_rate'?"),
+        ("rewards.bright.wieght=1", "unknown key 'rewards.bright.wieght'. Did you mean 'weight'?"),
+        ("algorithm.group_size=1", "group_size must be at least 2"),
+        ("algorithm.group_size=many", "algorithm.group_size: input should be a valid integer"),
+        ("trainer.iterations=0", "trainer.iterations: input should be greater than 0, got 0"),
+        ("policy.dtype=float8", "policy.dtype: input should be 'float32' or 'bfloat16', got 'float8'"),
+        ("algorithm.name=mixgpro", "algorithm.name: unknown algorithm 'mixgpro'. Did you mean 'mixgrpo' or 'mixgrpo_flash'?"),
+        ("algorithm.window_size=2", "unknown key 'algorithm.window_size'. Known: "),
+        ("window_size=2", "unknown key 'window_size'. Did you mean 'algorithm.window_size'?"),
+        ("algorithm.update_every=3", "algorithm.update_every: input should be 'rollout' or 'branch', got 3"),
+        ("algorithm.tail=open", "algorithm.tail: input should be 'reference' or 'closed', got 'open'"),
+        ("optim.ema_decay=1", "optim.ema_decay: input should be less than 1"),
+        ("nonsense", "'nonsense' is no override; write key=value"),
+        ("trainer.iterations=[1", "'[1' is no value"),
+        ("sampling.num_steps=nan", "sampling.num_steps"),
+    ],
+)
+def test_wrong_overrides_are_refused_with_a_hint(override, message):
+    with pytest.raises(UserError) as refusal:
+        config(override)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_another_algorithm_comes_with_its_own_defaults(name):
+    """What a recipe says about one algorithm says nothing about another; what the command line says, counts, in any order."""
+    heard = []
+    overrides = ["algorithm.advantage_clip=3", f"algorithm.name={name}", "algorithm.group_size=8"]
+    built = resolve(PLAIN, overrides, "here", heard.append)
+    if name == "g2rpo":
+        expected = dataclasses.replace(config().algorithm, advantage_clip=3, group_size=8)
+        assert heard == []
+    else:
+        expected = ALGORITHMS[name](advantage_clip=3, group_size=8)
+        (note,) = heard
+        assert note.startswith(f"algorithm.name={name}: its published defaults; here's ") and note.endswith(" are left out")
+        assert "branch_steps=[0, 1, 2]" in note and ("group_size=6" in note) == (ALGORITHMS[name].group_size != 6)
+    assert built.algorithm == expected and type(built.algorithm) is type(expected)
+    assert resolve(yaml.safe_load(built.to_yaml())) == built
+
+
+def test_naming_the_algorithm_that_it_is_changes_nothing():
+    assert config("algorithm.name=g2rpo") == config()
+    mix = resolve({**PLAIN, "algorithm": {"name": "mixgrpo", "window_size": 2}})
+    assert resolve(yaml.safe_load(mix.to_yaml()), ["algorithm.name=mixgrpo"]) == mix and mix.algorithm.window_size == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.granularities=[1]"], "unknown key 'algorithm.granularities'. Known: advantage_clip"),
+        (["algorithm.window_sise=2"], "unknown key 'algorithm.window_sise'. Did you mean 'window_size'"),
+        (["algorithm.window_size=0"], "algorithm: window_size must be at least 1, got 0"),
+        (["algorithm.window_size=two"], "algorithm.window_size: input should be a valid integer"),
+        (["algorithm.schedule=slow"], "algorithm.schedule: input should be 'progressive', 'random', 'decay'"),
+        (["algorithm.update_every=often"], "algorithm.update_every: input should be 'rollout' or 'branch', got 'often'"),
+    ],
+)
+def test_keys_and_values_are_the_named_algorithms(overrides, message):
+    with pytest.raises(UserError) as refusal:
+        config("algorithm.name=mixgrpo", *overrides)
+    assert message in str(refusal.value) and "literal" not in str(refusal.value)
+
+
+def test_a_missing_value_is_named():
+    with pytest.raises(UserError, match=r"'optim\.learning_rate' is missing"):
+        resolve({**PLAIN, "optim": {}})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1", "is no YAML"),
+        (b"- 1", "holds list"),
+        (b"\xff\xfe\x00", "is not UTF-8"),
+        (b"!!python/object:os.system {}", "has a tag"),
+    ],
+)
+def test_unreadable_configs_are_refused(tmp_path, content, message):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_yaml(path)
+
+
+def test_a_missing_config_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.yaml: cannot be read"):
+        read_yaml(tmp_path / "nowhere.yaml")
+
+
+def open_run(config, run_dir, resume):
+    with entered(config, run_dir, resume) as directory:
+        claim(directory, config)
+    return directory
+
+
+def test_a_run_directory_is_never_taken_over(tmp_path):
+    directory = open_run(config(), tmp_path / "run", resume=False)
+    written = (directory / "config.yaml").read_text()
+    with pytest.raises(UserError, match="already holds a run"):
+        open_run(config(), directory, resume=False)
+    with pytest.raises(UserError, match=r"algorithm\.group_size: 6 there, 8 here"):
+        open_run(config("algorithm.group_size=8"), directory, resume=True)
+    assert (directory / "config.yaml").read_text() == written
+    open_run(config("trainer.iterations=9"), directory, resume=True)
+
+
+def test_a_folder_with_other_things_is_no_run(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match="is not empty"):
+        open_run(config(), tmp_path, resume=False)
+    with pytest.raises(UserError, match="no run to resume"):
+        open_run(config(), tmp_path / "new", resume=True)
+    with pytest.raises(UserError, match="--run-dir"):
+        open_run(config(), None, resume=True)
+
+
+def test_fresh_runs_number_themselves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [open_run(config(), None, False).name for _ in range(3)] == ["gaussian", "gaussian-2", "gaussian-3"]
+
+
+def test_differences_are_dotted():
+    assert differences(config(), config("optim.learning_rate=1", "rewards.x=1")).keys() == {
+        "optim.learning_rate",
+        "rewards.x.kind",
+        "rewards.x.weight",
+        "rewards.x.options",
+        "rewards.x.tf32",
+    }

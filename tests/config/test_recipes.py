@@ -1,0 +1,167 @@
+"""Recipes for real models: complete, explained, and clear about what is missing where they are run."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.build import components
+from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.config import recipes
+from g2rpo.cost.counting import count
+from g2rpo.cost.rewards import cost_of_reward
+from g2rpo.errors import UserError
+from g2rpo.rollout.planning import count_evaluations, count_images
+from tests.support.commands import g2rpo
+
+ROOT = Path(__file__).parents[2]
+REAL = [name for name in recipes.names() if not re.search(r"path: (testbed|words)\b", recipes.text(name))]
+
+
+def test_the_recipes_for_real_models_are_there():
+    published = {"flux1-dev-hps", "flux1-dev-hps-clip", "reference", "reference-hps-clip"}
+    adapters = {
+        f"{model}-lora" for model in ("flux1-dev", "sd35-medium", "flux2-klein", "qwen-image", "z-image", "kontext", "wan")
+    }
+    assert published | adapters | {"sd35-medium-flow-grpo"} <= set(REAL)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_says_in_its_first_line_what_it_is(name):
+    assert recipes.text(name).startswith("# ") and 20 < len(recipes.summary(name)) <= 110
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_value_has_its_reason(name):
+    values = re.findall(r"^  \w+: (?!\{).+$", recipes.text(name), flags=re.MULTILINE)
+    assert [line for line in values if "#" not in line and "name:" not in line] == []
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_rewards_options_and_plans_of_a_recipe_exist(name):
+    config = load_config(name, [])
+    components.check_rewards({**config.rewards, **config.evaluation.rewards})
+    assert not set(config.rewards) & set(config.evaluation.rewards)
+    assert config.algorithm.plans(config.sampling.num_steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "evaluations", "images"),
+    [
+        ("flux1-dev-hps", 16, 1700, 288),
+        ("flux1-dev-hps-clip", 16, 1700, 288),
+        ("reference", 16, 1496, 192),
+        ("reference-hps-clip", 16, 1700, 288),
+        ("flux1-dev-lora", 4, 727, 96),
+        ("sd35-medium-lora", 8, 557, 120),
+        ("sd35-medium-flow-grpo", 48, 240, 24),
+        ("sd35-medium-nft", 48, 240, 24),
+        ("flux1-dev-pave", 8, 7 + 12 * (15 + 13 + 11 + 9), 48),
+        ("flux2-klein-lora", 8, 484, 96),
+        ("qwen-image-lora", 4, 484, 96),
+        ("z-image-lora", 8, 484, 96),
+        ("kontext-lora", 4, 484, 96),
+        ("wan-lora", 8, 484, 96),
+    ],
+)
+def test_a_prompt_costs_what_the_comments_say(name, prompts, evaluations, images):
+    config = load_config(name, [])
+    plans, size = config.algorithm.plans(config.sampling.num_steps), config.algorithm.group_size
+    assert config.trainer.prompts_per_iteration == prompts
+    assert (count_evaluations(plans, size), count_images(plans, size)) == (evaluations, images)
+
+
+def test_a_plan_of_clips_counts_the_frames_that_are_scored():
+    """Frames 0, 4, 8 and 12 of 13."""
+    entry = load_config("wan-lora", []).rewards["pickscore"]
+    clip, picture = (cost_of_reward(entry, "cuda", length) for length in (13, 1))
+    assert clip.flops == 4 * picture.flops > 0 and clip.bytes == picture.bytes
+
+
+PUBLISHED = {"flux1-dev-hps": "reference", "flux1-dev-hps-clip": "reference-hps-clip"}
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED.values()])
+def test_who_follows_the_paper_or_its_code_makes_eight_optimizer_steps_a_rollout(name):
+    """The published scripts step after every branch step; their rate and their 300 iterations are for that."""
+    config = load_config(name, [])
+    ((iteration, times),) = count(config, 400).kinds
+    assert (iteration.optimizer_steps, times) == (8, config.trainer.iterations)
+    assert config.optim.learning_rate == 2e-6 and 300 <= times <= 301
+
+
+@pytest.mark.parametrize("paper", PUBLISHED)
+def test_the_reference_differs_from_the_paper_in_the_codes_quirks_only(paper):
+    ours, theirs = load_config(paper, []).model_dump(), load_config(PUBLISHED[paper], []).model_dump()
+    changed = {
+        f"{group}.{key}"
+        for group in ("policy", "algorithm", "sampling", "optim", "trainer", "evaluation")
+        for key in theirs[group]
+        if theirs[group][key] != ours[group][key]
+    }
+    assert changed - {"algorithm.granularities"} == {
+        "policy.truncate_timesteps",
+        "policy.published_pictures",
+        "policy.vae_tiling",
+        "sampling.anchor_dtype",
+        "sampling.step_dtype",
+        "trainer.iterations",
+    }
+    assert [reward["options"]["dtype"] for reward in theirs["rewards"].values()] == ["float16"] * len(ours["rewards"])
+    assert list(theirs["rewards"]) == list(ours["rewards"])
+
+
+def test_the_command_for_the_published_prompts_takes_the_first_without_chinese(tmp_path):
+    """The published preprocessing leaves out lines with a character from U+4E00 to U+9FFF, and then cuts."""
+    command = re.search(
+        r"^LC_ALL=C.UTF-8 grep .*hpdv2_train_50000\.txt$", (ROOT / "docs/recipes.md").read_text(), flags=re.MULTILINE
+    )[0]
+    lines = ["a red circle", "一个红圈", "naïve café", "a 红 circle", "two “squares”", "last"]
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts/hpdv2_train.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    subprocess.run(command.replace("-n 50000", "-n 3"), shell=True, cwd=tmp_path, check=True)
+    kept = (tmp_path / "prompts/hpdv2_train_50000.txt").read_text(encoding="utf-8").splitlines()
+    assert kept == [line for line in lines if not re.search("[\u4e00-\u9fff]", line)][:3]
+
+
+def test_flow_grpos_recipe_is_its_pickscore_config():
+    """The algorithm's defaults are those of its OCR and GenEval configs, which differ in the weight of the KL term alone."""
+    config = load_config("sd35-medium-flow-grpo", [])
+    assert config.algorithm == FlowGRPO(kl_weight=0.01)
+    assert config.sampling.shift == "scheduler" and config.sampling.num_steps == 10
+    assert (config.optim.ema_decay, config.optim.ema_every, config.optim.ema_warmup) == (0.9, 8, True)
+    assert config.rewards["pickscore"].weight == pytest.approx(1 / 26, abs=5e-7)  # six digits
+
+
+def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, flux_directory):
+    path = f"policy.path={flux_directory}"
+    code, _, err = g2rpo(capsys, "train", "flux1-dev-hps", path, "--run-dir", "never-made")
+    assert code == 2 and "Traceback" not in err
+    for key, file, own in (("prompts.train", "train", "train"), ("evaluation.prompts", "test", "heldout")):
+        assert f"{key}=prompts/hpdv2_{file}.txt" in err and f"or name your own with {key}=FILE, or {key}=starter:{own}" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"), [("flux1-dev-hps", "hpsv2"), ("flux1-dev-hps-clip", "hpsv2"), ("sd35-medium-lora", "pickscore")]
+)
+def test_missing_weights_are_a_user_error_that_says_what_to_fetch(tmp_path, flux_directory, sd3_directory, name, reward):
+    """The hub is offline here (tests/conftest.py), so nothing can be downloaded."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n")
+    model = sd3_directory if name.startswith("sd3") else flux_directory
+    given = [f"prompts.train={prompts}", f"evaluation.prompts={prompts}", f"policy.path={model}"]
+    config = load_config(name, given)
+    repository = config.rewards[reward].options["path"]
+    with pytest.raises(UserError) as refusal:
+        build_trainer(config, None, print)
+    wanted = (
+        f"rewards.{reward}.options.path={repository}: is not in the local hub cache, and HF_HUB_OFFLINE forbids to download it"
+    )
+    assert f"{wanted}; `hf download {repository}` fetches it" in str(refusal.value)
+
+
+def test_a_model_that_is_not_there_is_named():
+    with pytest.raises(UserError, match=r"policy\.path=black-forest-labs/FLUX\.1-dev.*\n  .hf download black-forest-labs/FLUX"):
+        build_trainer(load_config("flux1-dev-lora", []), None, print)

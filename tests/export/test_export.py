@@ -1,0 +1,298 @@
+"""`g2rpo export`: plain diffusers draws with what it writes what the run's model draws; what cannot be written is said."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from diffusers import FluxPipeline, FluxTransformer2DModel, SD3Transformer2DModel, StableDiffusion3Pipeline
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from g2rpo import __version__, api
+from g2rpo.build import components
+from g2rpo.errors import UserError
+from g2rpo.export.adapter import read_adapter
+from g2rpo.export.comfyui import KEYS
+from g2rpo.export.merging import merge
+from g2rpo.export.weights import final
+from g2rpo.runs.directory import read_config
+from g2rpo.training.checkpoint import save_checkpoint
+from g2rpo.training.header import header_of
+from tests.support.commands import g2rpo, write_tiny
+from tests.support.tiny import save_flux
+from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
+
+ADAPTER = "pytorch_lora_weights.safetensors"
+PROMPTS = ["a red circle", "two blue square"]
+KINDS = {"flux": (FluxPipeline, FluxTransformer2DModel), "sd3": (StableDiffusion3Pipeline, SD3Transformer2DModel)}
+
+
+@pytest.fixture
+def folders(flux_directory, sd3_directory):
+    return {"flux": flux_directory, "sd3": sd3_directory}
+
+
+def tuned(config, size):
+    """The policy that a run of `config` trains, moved away from its base by random numbers."""
+    policy = components.build_policy(config.policy)
+    with torch.no_grad():
+        for number, parameter in enumerate(policy.trainable_parameters()):
+            parameter.add_(size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    return policy
+
+
+def begun(folder, pipeline, *overrides):
+    """A run directory with a config, as training begins one."""
+    folder.mkdir()
+    data = yaml.safe_load(write_tiny(folder, pipeline).read_text())
+    run = folder / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(data))
+    config = read_config(run, overrides)
+    (run / "config.yaml").write_text(config.to_yaml())
+    return run, config
+
+
+def finished(folder, pipeline, *overrides, size=0.3):
+    """A run that has finished, with checkpoints of the same weights and of older ones; the run, and its policy."""
+    run, config = begun(folder, pipeline, *overrides)
+    policy = tuned(config, size)
+    policy.save(run / ("adapter" if config.policy.tuning == "lora" else "transformer"))
+    weights = [parameter.detach() for parameter in policy.trainable_parameters()]
+    save_checkpoint(run / "checkpoints", 1, {"weights": [0 * value for value in weights]}, {}, keep=3)
+    save_checkpoint(run / "checkpoints", 2, {"weights": weights}, {}, keep=3)
+    return run, policy
+
+
+LORA = ("policy.tuning=lora", "policy.lora_rank=4", "policy.lora_alpha=6")  # a scale that rounds
+
+
+def draw(pipeline):
+    pipeline.set_progress_bar_config(disable=True)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
+    options = {"height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 12, "output_type": "pt"}
+    return pipeline(PROMPTS, generator=generators, **options).images
+
+
+def of_policy(policy):
+    """Diffusers' pictures with the network that was trained."""
+    return draw(policy.pipeline)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_format_of_an_adapter_draws_the_same_in_plain_diffusers(folders, tmp_path, name):
+    run, policy = finished(tmp_path / "a", folders[name], *LORA)
+    pipeline_class, transformer_class = KINDS[name]
+    expected, base = of_policy(policy), draw(pipeline_class.from_pretrained(folders[name]))
+    assert float((expected - base).abs().max()) > 1e-3
+
+    out = api.export(run, "diffusers")
+    pipeline = pipeline_class.from_pretrained(folders[name])
+    pipeline.load_lora_weights(out, weight_name=ADAPTER)
+    torch.testing.assert_close(draw(pipeline), expected, atol=1e-5, rtol=0)
+
+    file = api.export(run, "comfyui")  # ComfyUI has diffusers' names for these two, so diffusers reads the file as well
+    assert file == run / "export" / "run.safetensors"
+    pipeline = pipeline_class.from_pretrained(folders[name])
+    pipeline.load_lora_weights(load_file(file))
+    torch.testing.assert_close(draw(pipeline), expected, atol=1e-5, rtol=0)
+
+    out = api.export(run, "merged")
+    transformer = transformer_class.from_pretrained(out)
+    pipeline = pipeline_class.from_pretrained(folders[name], transformer=transformer)
+    torch.testing.assert_close(draw(pipeline), expected, atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def rounded(tmp_path):
+    """A tiny FLUX that is stored in bfloat16, in several files."""
+    folder = save_flux(tmp_path / "bf16")
+    pipeline = FluxPipeline.from_pretrained(folder)
+    pipeline.transformer.to(torch.bfloat16).save_pretrained(folder / "transformer", max_shard_size="100KB")
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    return folder
+
+
+def test_every_format_of_full_tuning(rounded, tmp_path):
+    run, policy = finished(tmp_path / "a", rounded, "policy.tuning=full", "policy.lora_targets=null", size=0.01)
+    trained = policy.pipeline.transformer.state_dict()
+    stored = {name: value.to(torch.bfloat16) for name, value in trained.items()}
+    for checkpoint in (None, 2):  # the weights as they were trained, and in the dtype of the base
+        for format, expected in (("diffusers", trained), ("merged", stored)):
+            transformer = FluxTransformer2DModel.from_pretrained(api.export(run, format, checkpoint=checkpoint))
+            assert all(torch.equal(value, expected[key].float()) for key, value in transformer.state_dict().items())
+        file = load_file(api.export(run, "comfyui", checkpoint=checkpoint))
+        assert file.keys() == stored.keys() and all(torch.equal(file[key], stored[key]) for key in file)
+
+
+def test_merged_weights_have_the_dtype_of_the_base_and_what_rounding_costs_is_said(rounded, tmp_path, capsys):
+    run, _ = finished(tmp_path / "a", rounded, *LORA, size=0.1)
+    code, out, _ = g2rpo(capsys, "export", run, "--format", "merged")
+    assert code == 0
+    base, stored = (
+        FluxTransformer2DModel.from_pretrained(f, torch_dtype=torch.bfloat16).state_dict()
+        for f in (rounded / "transformer", run / "export" / "merged")
+    )
+    adapter = read_adapter(run / "adapter" / ADAPTER)
+    lost = trained = 0.0
+    for name, before in base.items():
+        module = name.removesuffix(".weight")
+        change = adapter.delta(module).double() if module in adapter.layers and name != module else 0
+        exact = before.double() + change
+        assert torch.equal(stored[name], exact.float().to(torch.bfloat16)), name
+        lost += float((stored[name].double() - exact).square().sum())
+        trained += float((exact - before.double()).square().sum())
+    assert f"stored in bfloat16: rounding moves weights by {(lost / trained) ** 0.5:.2%} of what training did" in out
+    headers = [safe_open(path, "pt") for path in (run / "export" / "merged").glob("*.safetensors")]
+    assert len(headers) > 1 and all(h.get_tensor(next(iter(h.keys()))).dtype == torch.bfloat16 for h in headers)
+
+
+@pytest.mark.parametrize("format", ["diffusers", "comfyui", "merged"])
+def test_a_checkpoint_of_the_same_weights_is_the_same_export(folders, tmp_path, format):
+    run, _ = finished(tmp_path / "a", folders["sd3"], *LORA)
+    outs = [api.export(run, format, checkpoint=which) for which in (None, 2, "last")]
+    files = [out if out.is_file() else next(out.glob("*.safetensors")) for out in outs]
+    one, *others = (load_file(file) for file in files)
+    for other in others:
+        assert other.keys() == one.keys() and all(torch.equal(other[key], one[key]) for key in one)
+    untrained = load_file(api.export(run, "comfyui", checkpoint=1, out=tmp_path / "one.safetensors"))
+    assert not any(value.any() for value in untrained.values())
+
+
+def test_the_average_of_a_checkpoint_is_what_is_exported_and_best_is_the_best_evaluations(folders, tmp_path):
+    run, policy = finished(tmp_path / "a", folders["flux"], *LORA)
+    weights = [parameter.detach() for parameter in policy.trainable_parameters()]
+    save_checkpoint(run / "checkpoints", 3, {"weights": [0 * v for v in weights], "average": weights}, {}, keep=3)
+    save_checkpoint(run / "checkpoints" / "best", 1, {"weights": weights}, {}, keep=1)
+    expected = load_file(api.export(run, "comfyui"))
+    for which in (3, "best"):
+        file = load_file(api.export(run, "comfyui", checkpoint=which))
+        assert file.keys() == expected.keys() and all(torch.equal(file[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_class_of_pipeline_is_exported_as_diffusers_itself_fuses_its_adapter(kind, tmp_path):
+    """diffusers adds float32 products in another order, so the last bits may differ."""
+    pipeline = tiny_pipeline(kind)
+    pipeline.save_pretrained(tmp_path / "model")
+    run, policy = finished(tmp_path / "a", tmp_path / "model", *LORA, "policy.max_sequence_length=24")
+    pipeline.load_lora_weights(api.export(run, "diffusers", checkpoint="last"), weight_name=ADAPTER)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    expected = pipeline.transformer.state_dict()
+    merged = load_file(api.export(run, "merged") / "diffusion_pytorch_model.safetensors")
+    base = tiny_pipeline(kind).transformer.state_dict()
+    assert merged.keys() == expected.keys()
+    for name in merged:
+        torch.testing.assert_close(merged[name], expected[name], atol=1e-5, rtol=1e-5, msg=name)
+    changed = {name for name in merged if not torch.equal(merged[name], base[name])}
+    assert len(changed) == len(policy.tuning.named()) / 2
+    known = KEYS.get(type(pipeline.transformer).__name__)
+    if known is None:
+        with pytest.raises(UserError, match="--format comfyui"):
+            api.export(run, "comfyui")
+    else:  # that these are ComfyUI's is for test_comfyui.py to say
+        keys = {name.rpartition(".lora_")[0] for name in load_file(api.export(run, "comfyui"))}
+        assert keys == {known.of(name.removesuffix(".weight")) for name in changed}
+
+
+def metadata(file):
+    with safe_open(file, "pt") as opened:
+        return opened.metadata()
+
+
+def test_a_trained_adapter_says_what_it_is_and_equal_runs_write_equal_bytes(tiny_config, tmp_path, capsys):
+    runs = [tmp_path / "one", tmp_path / "two"]
+    overrides = ("trainer.iterations=1", "policy.lora_alpha=8")
+    for run in runs:
+        code, _, err = g2rpo(capsys, "train", tiny_config, *overrides, "--run-dir", run)
+        assert code == 0, err
+    files = [run / "adapter" / ADAPTER for run in runs] + [api.export(run, "comfyui") for run in runs]
+    assert files[0].read_bytes() == files[1].read_bytes() and files[2].read_bytes() == files[3].read_bytes()
+    for file in files:
+        said = metadata(file)
+        assert said["ss_network_dim"] == said["ss_network_alpha"] == "2"  # alpha / rank = 4 is in the weights
+        assert said["g2rpo.lora_alpha"] == "8" and said["g2rpo.version"] == __version__
+        assert said["g2rpo.transformer"] == "FluxTransformer2DModel" and said["g2rpo.base_model"] == "flux"
+        assert said["g2rpo.algorithm"] == "G²RPO" and json.loads(said["g2rpo.rewards"]) == {"scene_accuracy": 1.0}
+        assert not any("tmp" in text or "trigger" in key for key, text in said.items())
+    code, _, _ = g2rpo(capsys, "export", runs[0], "--format", "diffusers")
+    assert code == 0 and (runs[0] / "export" / "diffusers" / "README.md").is_file()
+
+
+def test_modelspec_is_there_for_architectures_that_have_a_name(tmp_path, flux_directory):
+    _, config = begun(tmp_path / "a", flux_directory)
+    assert not any(key.startswith("modelspec") for key in header_of(config, 1))
+    known = config.model_copy(update={"policy": config.policy.model_copy(update={"path": "black-forest-labs/FLUX.1-dev"})})
+    said = header_of(known, 1)
+    must = {key: said[f"modelspec.{key}"] for key in ("sai_model_spec", "architecture", "implementation", "title")}
+    assert must == {
+        "sai_model_spec": "1.0.1",
+        "architecture": "flux-1-dev/lora",
+        "implementation": "diffusers",
+        "title": "black-forest-labs/FLUX.1-dev tuned with G²RPO",
+    }
+
+
+def test_the_scale_that_a_file_names_is_part_of_its_weights(folders, tmp_path):
+    """As diffusers' own scripts save adapters, and g2rpo before: alpha in the header, rank and weights as they were trained."""
+    run, policy = finished(tmp_path / "a", folders["flux"], *LORA)
+    file = run / "adapter" / ADAPTER
+    folded, header = load_file(file), metadata(file)
+    config = {**json.loads(header["lora_adapter_metadata"]), "transformer.lora_alpha": 6}
+    raw = {name: value / 1.5 if "lora_B" in name else value for name, value in folded.items()}
+    save_file(raw, file, {"lora_adapter_metadata": json.dumps(config)})
+    expected = of_policy(policy)
+    for format in ("diffusers", "comfyui"):  # and the class of the transformer is the base's
+        out = api.export(run, format)
+        pipeline = FluxPipeline.from_pretrained(folders["flux"])
+        source = {"pretrained_model_name_or_path_or_dict": out.parent if out.is_file() else out}
+        pipeline.load_lora_weights(**source, weight_name=out.name if out.is_file() else ADAPTER)
+        torch.testing.assert_close(draw(pipeline), expected, atol=1e-5, rtol=0)
+
+
+def refusal(capsys, *arguments):
+    code, _, err = g2rpo(capsys, "export", *arguments)
+    assert code == 2 and "Traceback" not in err
+    return err
+
+
+def test_what_cannot_be_exported_is_said_in_one_message(folders, tmp_path, capsys):
+    run, config = begun(tmp_path / "a", folders["flux"], *LORA)
+    assert "Did you mean 'comfyui'?" in refusal(capsys, run, "--format", "confyui")
+    assert "is no run directory" in refusal(capsys, tmp_path, "--format", "merged")
+    assert "has no weights yet" in refusal(capsys, run, "--format", "diffusers")
+    assert "keeps none; or say last or best" in refusal(capsys, run, "--format", "diffusers", "--checkpoint", "3")
+    weights = [parameter.detach() for parameter in tuned(config, 0.1).trainable_parameters()]
+    save_checkpoint(run / "checkpoints", 1, {"weights": weights}, {}, keep=3)
+    unfinished = refusal(capsys, run, "--format", "diffusers")
+    assert f"`g2rpo resume {run}` goes on, --checkpoint last exports what it has (kept: 1)" in unfinished
+    assert "keeps 1; or say last or best" in refusal(capsys, run, "--format", "diffusers", "--checkpoint", "3")
+    assert "alarms.action=rollback keeps it" in refusal(capsys, run, "--format", "diffusers", "--checkpoint", "best")
+    save_checkpoint(run / "checkpoints", 2, {"weights": weights[1:]}, {}, keep=3)
+    assert "does not fit" in refusal(capsys, run, "--format", "diffusers", "--checkpoint", "2")
+    assert "ComfyUI reads one file" in refusal(capsys, run, "--format", "comfyui", "--checkpoint", "1", "--out", tmp_path / "x")
+    assert not (run / "export").exists()
+    for format, out in (("comfyui", tmp_path / "x.safetensors"), ("merged", tmp_path / "x")):
+        assert g2rpo(capsys, "export", run, "--format", format, "--checkpoint", "1", "--out", out)[0] == 0
+        assert "exists; name another --out" in refusal(capsys, run, "--format", format, "--checkpoint", "1", "--out", out)
+
+
+def test_damaged_and_foreign_weights_are_refused(folders, tmp_path, capsys):
+    run, _ = finished(tmp_path / "a", folders["flux"], *LORA)
+    file = run / "adapter" / ADAPTER
+    save_file({"transformer.x.lora_A.weight": torch.zeros(2, 2)}, file)
+    assert "holds other tensors than a LoRA's" in refusal(capsys, run, "--format", "comfyui")
+    file.write_bytes(file.read_bytes()[:40])
+    assert "cannot be read" in refusal(capsys, run, "--format", "comfyui")
+    file.unlink()
+    assert "has a format of its own" in refusal(capsys, run, "--format", "comfyui")
+
+
+def test_another_base_than_the_trained_one_is_refused(folders, tmp_path):
+    run, _ = finished(tmp_path / "a", folders["flux"], *LORA)
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(UserError, match="is another model than the one that was trained; it has no"):
+        merge(final(run, read_config(run)), folders["sd3"] / "transformer", out)

@@ -1,0 +1,380 @@
+"""`DiffusersPolicy` for every class of the catalogue, on tiny random pipelines, against diffusers' own pipelines."""
+
+import copy
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from PIL import Image
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.data import Cond, Prompt
+from g2rpo.evaluation.heldout import sample_images
+from g2rpo.policies.conditioning import SIZES
+from g2rpo.policies.fast import FastNetwork
+from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.rollout.engine import Engine
+from g2rpo.seeding import generator_for
+from tests.support.by_hand import by_hand
+from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
+
+PROMPTS = ["a red circle", "two blue square left of a circle"]
+SIZE = {"height": 32, "width": 48, "max_sequence_length": 24}
+FRAMES = 3
+STEPS = 5
+BOTH = [(kind, guided) for kind in CLASSES for guided in ("on", "off")]
+
+
+@functools.cache
+def original(kind):
+    return tiny_pipeline(kind)
+
+
+def pipeline_of(kind):
+    return copy.deepcopy(original(kind))
+
+
+def scale_of(kind, guided):
+    """The class's own guidance scale, or none; where the scale is an input of the network, another one."""
+    described = CLASSES[kind]
+    return described.guidance if guided == "on" else described.unguided if described.unguided is not None else 1.5
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pictures_to_edit(tmp_path_factory):
+    """Input pictures of two shapes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for name, size in (("tall", (40, 60)), ("wide", (64, 32))):
+        values = torch.rand(*size[::-1], 3, generator=generator_for(name))
+        Image.fromarray((255 * values).byte().numpy()).save(folder / f"{name}.png")
+    return folder
+
+
+@contextmanager
+def small():
+    """Pipelines that edit bring input pictures to a megapixel; while entered, to a thousandth."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(32, 32), (24, 40), (40, 24)])
+        for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+            patch.setattr(module, "calculate_dimensions", functools.partial(smaller, module.calculate_dimensions))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_pictures():
+    with small():
+        yield
+
+
+def smaller(dimensions, area, ratio):
+    width, height, *rest = dimensions(area, ratio)
+    return (width // 32, height // 32, *rest)
+
+
+@pytest.fixture
+def prompts(kind, pictures_to_edit):
+    """Two prompts of different lengths; for models that edit, with pictures."""
+    most = CLASSES[kind].most_pictures if CLASSES[kind].pictured else 0
+    images = [[pictures_to_edit / "tall.png"], [pictures_to_edit / "wide.png", pictures_to_edit / "tall.png"][:most]]
+    return [Prompt(text, list(map(str, paths)) if most else []) for text, paths in zip(PROMPTS, images, strict=True)]
+
+
+def size_of(kind):
+    """LTX-Video and Sana want multiples of 32, whatever their tiny VAEs could do."""
+    size = {**SIZE, "width": 64} if kind in ("LTXPipeline", "SanaPipeline") else SIZE
+    return {**size, "num_frames": FRAMES} if CLASSES[kind].video else size
+
+
+def load(kind, guided="on", **options):
+    options = {**size_of(kind), "tuning": "frozen", "guidance_scale": scale_of(kind, guided), **options}
+    return CLASSES[kind](pipeline_of(kind), **options)
+
+
+def pictures(policy, prompts):
+    return sample_images(policy, prompts, policy.grid(STEPS), seed=5, batch_size=3, decode_batch_size=2)
+
+
+def theirs(pipeline, kind, prompts, guided="on"):
+    """The pipeline's own pictures, or clips: prompt by prompt where there are input pictures, or prompts change each other
+    when they are encoded together (CogView4 pads them without a mask)."""
+    described = CLASSES[kind]
+    pipeline.set_progress_bar_config(disable=True)
+    options = {described.scale: scale_of(kind, guided), **described.fixed, **size_of(kind)}
+    if guided == "on" and "negative_prompt" not in described.unsupported:
+        options["negative_prompt"] = ""
+    if described is CLASSES["FluxKontextPipeline"]:
+        options["max_area"] = SIZE["height"] * SIZE["width"]
+    if described.ragged:
+        batches = [{"prompt": str(prompt)} for prompt in prompts]
+    elif not described.pictured:
+        options = {**options, "negative_prompt": [""] * 2} if "negative_prompt" in options else options
+        batches = [{"prompt": [str(prompt) for prompt in prompts]}]
+    else:
+        opened = [[Image.open(path) for path in prompt.images] for prompt in prompts]
+        one = described.most_pictures == 1
+        batches = [{"prompt": str(p), "image": o[0] if one else o} for p, o in zip(prompts, opened, strict=True)]
+    generators = [generator_for(5, "picture", i) for i in range(2)]
+    made = []
+    for number, batch in enumerate(batches):
+        own = generators if len(batches) == 1 else generators[number]
+        made.append(pipeline(num_inference_steps=STEPS, generator=own, output_type="pt", **options, **batch)[0])
+    return torch.cat(made)
+
+
+def difference(a, b):
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize(("kind", "guided"), BOTH)
+def test_pictures_equal_the_pipelines_own_at_the_same_seed(kind, guided, prompts):
+    """The same network, noise, grid and Euler steps; sums in another order differ by a few 1e-7 of [0, 1], which guidance
+    multiplies by up to 5."""
+    pipeline = pipeline_of(kind)
+    expected = theirs(pipeline, kind, prompts, guided)
+    policy = load(kind, guided)
+    torch.testing.assert_close(pictures(policy, prompts), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(policy.grid(STEPS), pipeline.scheduler.sigmas, atol=1e-7, rtol=0)
+    assert difference(*expected) > 0.05  # the prompts, and the noise, are seen
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_guidance_is_seen_in_the_pictures(kind, prompts):
+    """Otherwise parity above would compare the same pictures twice."""
+    assert difference(pictures(load(kind, "on"), prompts), pictures(load(kind, "off"), prompts)) > 1e-3
+
+
+def inputs(policy, prompts):
+    x = policy.noise([generator_for(i) for i in range(2)])
+    return x, torch.tensor([0.8, 0.3]), policy.encode(prompts)
+
+
+@pytest.mark.parametrize(("kind", "guided"), BOTH)
+@torch.no_grad()
+def test_velocity_equals_a_call_of_the_transformer_by_hand(kind, guided, prompts):
+    """Two rows with a sigma each, prompts of two lengths."""
+    policy = load(kind, guided)
+    x, sigma, cond = inputs(policy, prompts)
+    expected = by_hand(pipeline_of(kind), x, sigma, prompts, scale_of(kind, guided), size_of(kind))
+    torch.testing.assert_close(policy.velocity(x, sigma, cond), expected, atol=2e-5, rtol=1e-5)
+    assert float(expected.std()) > 0.01
+
+
+@pytest.mark.parametrize(("kind", "hand"), [("FluxPipeline", FluxPolicy), ("StableDiffusion3Pipeline", SD3Policy)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_the_policies_written_by_hand_have_the_same_velocity(kind, prompts, hand, dtype):
+    """Bit for bit: the same operations in the same order and dtypes."""
+    described = load(kind, dtype=dtype)
+    written = hand(pipeline_of(kind), **SIZE, tuning="frozen", dtype=dtype, guidance_scale=scale_of(kind, "on"))
+    x, sigma, cond = inputs(described, prompts)
+    assert torch.equal(x, written.noise([generator_for(i) for i in range(2)]))
+    own = Cond.join([written.encode([prompt]) for prompt in prompts])
+    mine, its = described.velocity(x, sigma, cond), written.velocity(x, sigma, own)
+    assert torch.equal(mine, its.float())
+    assert torch.equal(described.decode(x), written.decode(x))
+
+
+@pytest.mark.parametrize(("kind", "guided"), BOTH)
+@torch.no_grad()
+def test_rows_are_independent_and_counted(kind, guided, prompts):
+    policy = load(kind, guided)
+    seen = []
+    policy.tuning.active.register_forward_hook(lambda module, args, out: seen.append(len(out[0])))
+    x, sigma, cond = inputs(policy, prompts)
+    together = policy.velocity(x, sigma, cond)
+    assert sum(seen) == 2 * policy.shapes(12).rows
+    alone = torch.cat([policy.velocity(x[i : i + 1], sigma[i : i + 1], cond.rows([i])) for i in range(2)])
+    torch.testing.assert_close(together, alone, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@torch.no_grad()
+def test_shapes_are_those_of_what_there_is(kind, prompts):
+    policy = load(kind)
+    x, _, cond = inputs(policy, prompts)
+    shapes = policy.shapes(12)
+    assert tuple(x.shape[1:]) == shapes.latent
+    assert {*cond.tensors, *cond.ragged} == {*shapes.cond}
+    assert all(tuple(value.shape[1:]) == shapes.cond[name] for name, value in cond.tensors.items())
+    for name, values in cond.ragged.items():
+        assert all(value.shape[1:] == shapes.cond[name][1:] for value in values)
+        assert name == SIZES or max(len(value) for value in values) <= shapes.cond[name][0]
+    blank = policy.blank(1, 24)
+    assert {name: value.dtype for name, value in blank.tensors.items()} == {n: v.dtype for n, v in cond.tensors.items()}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_gradient_is_the_slope_of_the_velocity(kind, prompts):
+    """Along the gradient of one matrix, central differences give its squared norm; float32 leaves about three digits."""
+    slope, expected = slopes(kind, prompts)
+    assert expected > 1e-6
+    assert slope == pytest.approx(expected, rel=0.01)
+
+
+def slopes(kind, prompts):
+    """The slope of a sum of velocities along the gradient of one matrix: by differences, and the gradient's norm."""
+    policy = load(kind, tuning="full")
+    x, sigma, cond = inputs(policy, prompts)
+    weights = torch.randn(x.shape, generator=generator_for("weights"))
+
+    def loss():
+        return (policy.velocity(x, sigma, cond) * weights).double().mean()
+
+    loss().backward()
+    matrix = next(p for n, p in policy.tuning.named().items() if n.endswith("to_q.weight"))
+    norm = float(matrix.grad.double().norm())
+    step = 3e-4 / norm * matrix.grad * float(matrix.detach().norm())
+    with torch.no_grad():
+        matrix.add_(step)
+        above = loss()
+        matrix.sub_(2 * step)
+        below = loss()
+    return float(above - below) / float(step.norm() * 2), norm
+
+
+def perturb(policy, size):
+    with torch.no_grad():
+        for p in policy.trainable_parameters():
+            p.add_(size * torch.randn(p.shape, generator=generator_for("perturb")))
+    return policy
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_saved_lora_loads_in_plain_diffusers_and_draws_the_same(kind, prompts, tmp_path):
+    plain = pictures(load(kind), prompts)
+    policy = load(kind, tuning="lora", lora_rank=4, lora_alpha=8)
+    torch.testing.assert_close(pictures(policy, prompts), plain, atol=1e-6, rtol=0)
+    perturb(policy, 0.1).save(tmp_path)
+    tuned = pictures(policy, prompts)
+    assert difference(tuned, plain) > 1e-3
+    with policy.base():
+        torch.testing.assert_close(pictures(policy, prompts), plain, atol=1e-6, rtol=0)
+    pipeline = pipeline_of(kind)
+    pipeline.load_lora_weights(tmp_path, weight_name="pytorch_lora_weights.safetensors")
+    torch.testing.assert_close(tuned, theirs(pipeline, kind, prompts), atol=1e-5, rtol=0)
+    sampling = load(kind)
+    sampling.load(tmp_path)
+    torch.testing.assert_close(pictures(sampling, prompts), tuned, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_fully_tuned_weights_load_with_from_pretrained(kind, prompts, tmp_path):
+    policy = perturb(load(kind, tuning="full", keep_base=True), 0.01)
+    policy.save(tmp_path)
+    pipeline = pipeline_of(kind)
+    pipeline.transformer = type(pipeline.transformer).from_pretrained(tmp_path)
+    tuned = pictures(policy, prompts)
+    torch.testing.assert_close(tuned, theirs(pipeline, kind, prompts), atol=1e-5, rtol=0)
+    with policy.base():
+        assert difference(pictures(policy, prompts), tuned) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_ratio_is_exactly_one_before_the_first_update(kind, prompts, tuning, dtype):
+    """The rollout's log-prob against the training pass, bit for bit, with blocks that are computed anew in backward."""
+    anew = "gradient_checkpointing" not in CLASSES[kind].unsupported
+    policy = load(kind, tuning=tuning, dtype=dtype, gradient_checkpointing=anew)
+    algorithm = GranularGRPO(group_size=2, branch_steps=(1,), granularities=(1,))
+    sigmas = policy.grid(3)
+    kernel = algorithm.kernel(sigmas)
+    engine = Engine(policy=policy, cond=policy.encode(prompts[:1]), sigmas=sigmas, anchor_dtype=dtype, sample_dtype=dtype)
+    (rollout,) = engine.rollout(algorithm.plans(3), 2, kernel, generator_for)
+    (t,) = rollout.transitions
+    sigma = sigmas[t.step]
+    velocity = policy.velocity(t.x, sigma[None], engine.cond)
+    log_prob = kernel(t.x, velocity.float(), sigma, sigmas[t.step + 1]).log_prob(t.x_next)
+    assert torch.equal((log_prob - t.old_log_prob).exp(), torch.ones(2))
+    log_prob[0].backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in policy.trainable_parameters())
+    assert sum(p.grad is not None and bool(p.grad.any()) for p in policy.trainable_parameters()) > 0
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@torch.no_grad()
+def test_calls_in_several_threads_do_not_meet(kind, prompts):
+    """Decoding and scoring run beside the rollout; pipelines keep the state of a call on themselves."""
+    policy = load(kind)
+    x, sigma, cond = inputs(policy, prompts)
+    calls = [
+        lambda: policy.velocity(x, sigma, cond),
+        lambda: policy.velocity(x[:1], sigma[1:], cond.rows([1])),
+        lambda: policy.decode(x),
+    ]
+    expected = [call() for call in calls]
+    with ThreadPoolExecutor(3) as pool:
+        results = [pool.submit(call) for _ in range(4) for call in calls]
+    assert all(torch.equal(result.result(), expected[i % 3]) for i, result in enumerate(results))
+
+
+FLOW_SOLVERS = {
+    "WanPipeline": (UniPCMultistepScheduler, {"prediction_type": "flow_prediction", "flow_shift": 3.0}),
+    "SanaPipeline": (DPMSolverMultistepScheduler, {"prediction_type": "flow_prediction", "flow_shift": 3.0}),
+}
+
+
+@pytest.mark.parametrize("kind", FLOW_SOLVERS)
+def test_the_grid_of_another_solver_of_flows_is_walked_from_exactly_one(kind):
+    """UniPC and DPM++ begin just below 1, where the diffusion of a stochastic step would be many times as large."""
+    solver, options = FLOW_SOLVERS[kind]
+    policy = load(kind)
+    policy.pipeline.scheduler = solver(use_flow_sigmas=True, **options)
+    policy.pipeline.scheduler.set_timesteps(STEPS)
+    sigmas = policy.pipeline.scheduler.sigmas
+    grid = policy.grid(STEPS)
+    assert grid[0] == 1 and 0.99 < sigmas[0] <= 1 and grid[-1] == 0
+    torch.testing.assert_close(grid[1:], sigmas[1:].float(), atol=1e-7, rtol=0)
+
+
+@torch.no_grad()
+def test_wan_that_times_every_token_takes_rows_of_one_sigma_at_a_time():
+    """Wan2.2-TI2V-5B: the network has a time for every token, here the same for all."""
+    pipeline = pipeline_of("WanPipeline")
+    pipeline.register_to_config(expand_timesteps=True)
+    policy = CLASSES["WanPipeline"](pipeline, **size_of("WanPipeline"), tuning="frozen")
+    x, sigma, cond = inputs(policy, PROMPTS)
+    tokens = x[0, 0, :, ::2, ::2].numel()
+
+    def network(name):
+        times = 1000 * sigma[:, None].expand(-1, tokens)
+        return pipeline.transformer(x, times, cond.tensors[name], return_dict=False)[0]
+
+    without, toward = network("negative_prompt_embeds"), network("prompt_embeds")
+    torch.testing.assert_close(policy.velocity(x, sigma, cond), without + 5 * (toward - without), atol=2e-5, rtol=1e-5)
+
+
+def test_distilled_klein_ignores_the_scale_as_its_pipeline_does():
+    pipeline = pipeline_of("Flux2KleinPipeline")
+    pipeline.register_to_config(is_distilled=True)
+    policy = CLASSES["Flux2KleinPipeline"](pipeline, **SIZE, tuning="frozen", guidance_scale=4.0)
+    assert not policy.guided and policy.shapes(12).rows == 1
+    assert set(policy.encode(PROMPTS).tensors) == {"prompt_embeds", "text_ids"}
+
+
+@pytest.mark.parametrize("kind", ["QwenImagePipeline", "ZImagePipeline"])
+@torch.no_grad()
+def test_a_tails_own_network_is_called_through_the_pipeline(kind, prompts):
+    """Compiled it gives the same; in bfloat16 nearly the same, and not exactly."""
+    policy = load(kind, tuning="lora", lora_rank=2)
+    x, sigma, cond = inputs(policy, prompts)
+    expected = policy.velocity(x, sigma, cond)
+    compiled, narrow = FastNetwork(policy, compile=True, backend="eager"), FastNetwork(policy, dtype="bfloat16")
+    torch.testing.assert_close(compiled.velocity(x, sigma, cond), expected, atol=2e-5, rtol=1e-5)
+    narrow.refresh()
+    assert 0 < difference(narrow.velocity(x, sigma, cond), expected) < 0.1 * float(expected.abs().max())
+
+
+def test_what_a_model_card_calls_is_what_was_sampled():
+    """Qwen-Image is guided by true_cfg_scale, and only if there is a negative prompt."""
+    assert load("QwenImagePipeline").deployed == {"true_cfg_scale": 4.0, "negative_prompt": ""}
+    assert load("QwenImagePipeline", "off").deployed == {"true_cfg_scale": 1.0}
+    assert load("WanPipeline").deployed == {"guidance_scale": 5.0, "num_frames": FRAMES, "negative_prompt": ""}
+    assert load("Flux2KleinPipeline").deployed == {"guidance_scale": 4.0}
+    assert load("FluxKontextPipeline").deployed == {"guidance_scale": 3.5, "max_area": 32 * 48}

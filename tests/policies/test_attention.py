@@ -1,0 +1,52 @@
+"""`policy.attention`: the same numbers from another kernel, and an answer where it cannot be had."""
+
+import pytest
+import torch
+
+from g2rpo.errors import UserError
+from g2rpo.policies.attention import BACKENDS, available
+from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.pipelines import choose_attention
+from g2rpo.seeding import generator_for
+from tests.support.commands import g2rpo
+
+SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "frozen"}
+
+
+def velocity(directory, **options):
+    policy = FluxPolicy.from_pretrained(directory, **SIZE, **options)
+    x, cond = policy.noise([generator_for(i) for i in range(2)]), policy.encode(["a red circle", "a square"])
+    with torch.no_grad():
+        return policy.velocity(x, torch.tensor([0.9, 0.5]), cond)
+
+
+def test_every_kernel_of_this_machine_gives_the_same_velocity(flux_directory, monkeypatch):
+    """float32 sums in another order; and the kernel that was asked for is the one that runs."""
+    from diffusers.models import attention_dispatch
+
+    exact, ran = velocity(flux_directory), []
+    inner = attention_dispatch._AttentionBackendRegistry._backends
+    for kind in set(available("cpu")) - {"auto"}:
+        name = attention_dispatch.AttentionBackendName(BACKENDS[kind])
+        monkeypatch.setitem(inner, name, lambda *a, _run=inner[name], _kind=kind, **k: ran.append(_kind) or _run(*a, **k))
+        torch.testing.assert_close(velocity(flux_directory, attention=kind), exact, atol=1e-5, rtol=1e-5)
+        assert ran and set(ran) == {kind}
+        ran.clear()
+
+
+def test_diffusers_has_every_kernel_that_can_be_named():
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    assert set(BACKENDS.values()) <= {name.value for name in AttentionBackendName}
+
+
+def test_what_is_missing_is_refused_before_anything_is_loaded(tmp_path, capsys, tiny_config):
+    code, _, err = g2rpo(capsys, "train", tiny_config, "policy.attention=flash3", "--run-dir", tmp_path / "run")
+    assert code == 2 and "flash_attn_interface" in err and "auto, flash, math" in err and "Traceback" not in err
+
+
+def test_a_model_without_the_choice_says_so(sd3_directory):
+    from diffusers import SD3Transformer2DModel
+
+    with pytest.raises(UserError, match=r"SD3Transformer2DModel has no choice of attention"):
+        choose_attention(SD3Transformer2DModel.from_pretrained(sd3_directory / "transformer"), "math")

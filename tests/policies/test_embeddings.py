@@ -1,0 +1,332 @@
+"""The embedding cache: what is found is what was made, and nothing else is ever found."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from rich.console import Console
+
+from g2rpo.build import components
+from g2rpo.commands.ahead import encode_ahead, prompts_to_come
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.errors import UserError
+from g2rpo.files import FileDigests, write_whole
+from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore, cache_root
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.types import Cond, Policy
+from tests.support.commands import g2rpo, small_files
+from tests.support.runs import PROMPTS, brightness, trainer
+from tests.support.tiny import save_flux
+
+TEXTS = ["a red circle", "two blue square left of a circle", "a square"]
+SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}
+ROW = Cond({"a": torch.arange(6.0).reshape(1, 6), "b": torch.ones(1, 2, 3, dtype=torch.bfloat16)})
+
+
+def complain(message):
+    raise AssertionError(message)
+
+
+def cached(path, cache="auto", notify=complain, **options):
+    """The text encoders of the tiny FLUX in `path` behind the cache."""
+    config = PolicyConfig(path=str(path), **{**SIZE, **options})
+    return components.cache_embeddings(components.load_pipeline(config, tuning="frozen").text, config, str(cache), notify)
+
+
+class Parked(GaussianPolicy):
+    """The Gaussian policy as its own text encoder, with a note of every time it was to leave its device."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def park(self):
+        self.times += 1
+
+
+def gaussian(store, notify=complain):
+    return CachedPolicy(GaussianPolicy(), CachedEncoder(Parked(), store, notify=notify))
+
+
+def equal(a, b):
+    return a.tensors.keys() == b.tensors.keys() and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return EmbeddingStore(tmp_path, {"model": "x"}, reserve=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_found_is_what_was_made_bit_for_bit(flux_directory, dtype):
+    cold, warm, off = (cached(flux_directory, cache, dtype=dtype) for cache in ("auto", "auto", "off"))
+    made, found, without = cold.encode(TEXTS), warm.encode(TEXTS), off.encode(TEXTS)
+    assert (cold.encoded, warm.encoded, off.encoded) == (3, 0, 3)
+    assert equal(made, found) and equal(made, without)
+    assert made.tensors["sequence"].dtype == getattr(torch, dtype)
+    torch.testing.assert_close(
+        made.tensors, cold.encoder.encode(TEXTS).tensors, atol=1e-2 if dtype == "bfloat16" else 1e-5, rtol=0
+    )
+
+
+def test_a_row_depends_on_nothing_but_its_prompt(flux_directory):
+    together, alone = cached(flux_directory, "off").encode([*TEXTS, TEXTS[0]]), cached(flux_directory, "off").encode(TEXTS[1:2])
+    assert len(together) == 4 and equal(together.rows([1]), alone) and equal(together.rows([0]), together.rows([3]))
+
+
+def test_negative_prompts_are_kept_with_the_prompt(sd3_directory):
+    """Stable Diffusion 3 with guidance is conditioned on two prompts, without on one; each finds its own."""
+    for scale, names in ((4.5, 4), (1.0, 2)):
+        cold, warm = (cached(sd3_directory, guidance_scale=scale) for _ in range(2))
+        made, found = cold.encode(TEXTS), warm.encode(TEXTS)
+        assert (cold.encoded, warm.encoded, len(made.tensors)) == (3, 0, names) and equal(made, found)
+    assert cached(sd3_directory, negative_prompt="blue").missing(TEXTS) == TEXTS
+
+
+@pytest.mark.parametrize("change", [{"max_sequence_length": 8}, {"dtype": "bfloat16"}])
+def test_other_settings_miss(flux_directory, change):
+    cached(flux_directory).encode(TEXTS)
+    assert cached(flux_directory, **change).missing(TEXTS) == TEXTS
+
+
+@pytest.mark.parametrize("change", [{"guidance_scale": 1.0}, {"tuning": "full"}, {"height": 48}, {"vae_tiling": True}])
+def test_settings_that_embeddings_do_not_depend_on_find_them(flux_directory, change):
+    cached(flux_directory).encode(TEXTS)
+    assert cached(flux_directory, **change).missing(TEXTS) == []
+
+
+def test_another_text_encoder_misses_and_another_transformer_finds(flux_directory, tmp_path):
+    cached(flux_directory).encode(TEXTS)
+    assert cached(flux_directory).missing([*TEXTS, "two"]) == ["two"]
+    assert cached(save_flux(tmp_path / "other", seed=1)).missing(TEXTS) == TEXTS
+    moved = shutil.copytree(flux_directory, tmp_path / "moved")
+    shutil.copytree(tmp_path / "other" / "transformer", moved / "transformer", dirs_exist_ok=True)
+    assert cached(moved).missing(TEXTS) == []
+    encoder = tmp_path / "other" / "text_encoder_2" / "model.safetensors"
+    shutil.copy(encoder, moved / "text_encoder_2" / "model.safetensors")  # the same size: only its content tells
+    assert cached(moved).missing(TEXTS) == TEXTS
+
+
+def test_a_changed_tokenizer_misses(flux_directory, tmp_path):
+    cached(flux_directory).encode(TEXTS)
+    copy = shutil.copytree(flux_directory, tmp_path / "copy")
+    words = copy / "tokenizer_2" / "tokenizer.json"
+    words.write_text(words.read_text().replace('"red"', '"rot"'))
+    assert cached(copy).missing(TEXTS) == TEXTS
+
+
+def test_rows_survive_storing(store):
+    assert store.read("p") is None and "p" not in store
+    store.write("p", ROW)
+    assert "p" in store and equal(store.read("p"), ROW) and store.read("q") is None
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_a_truncated_file_is_never_used(store, keep):
+    store.write("p", ROW)
+    path = store._path("p")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DamagedEmbedding, match="truncated"):
+        store.read("p")
+
+
+def test_a_changed_file_is_never_used(store):
+    store.write("p", ROW)
+    path = store._path("p")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DamagedEmbedding, match="changed"):
+        store.read("p")
+    store.write("q", ROW)
+    path.write_bytes(store._path("q").read_bytes())
+    with pytest.raises(DamagedEmbedding, match="changed"):
+        store.read("p")
+
+
+def test_a_damaged_file_is_named_and_made_again(flux_directory):
+    whole = cached(flux_directory)
+    made = whole.encode(TEXTS)
+    path = whole.store._path(TEXTS[1])
+    path.write_bytes(path.read_bytes()[:-8])
+    warnings = []
+    again = cached(flux_directory, notify=warnings.append)
+    again.park()
+    assert equal(again.encode(TEXTS), made) and again.encoded == 1
+    assert len(warnings) == 1 and str(path) in warnings[0]
+    assert equal(cached(flux_directory).encode(TEXTS), made)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
+def test_an_interrupted_write_leaves_nothing_in_use(store, monkeypatch, stop):
+    def interrupted(*paths):
+        raise stop("stopped before the rename")
+
+    store.write("old", ROW)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", interrupted)
+        with pytest.raises(stop):
+            store.write("p", ROW)
+        with pytest.raises(stop):
+            store.write("old", Cond({"a": torch.zeros(1)}))
+    assert store.read("p") is None and equal(store.read("old"), ROW)
+    assert not list(store.folder.rglob(".unfinished*"))
+
+
+def test_a_file_that_the_disk_cuts_short_is_not_in_use(tmp_path):
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    with small_files(1000), pytest.raises(OSError):
+        write_whole(path, b"x" * 2000)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_path):
+    def trained(policy):
+        t = trainer(None, policy=policy)
+        rows = [t.iterate()["reward/bright"] for _ in range(4)]
+        return rows, t.learner.parameters[0].detach().clone()
+
+    plain = trained(GaussianPolicy())
+    warnings = []
+    full = gaussian(EmbeddingStore(tmp_path, {}, reserve=0), warnings.append)
+    with small_files(100):
+        rows, weights = trained(full)
+    assert rows == plain[0] and torch.equal(weights, plain[1])
+    (warning,) = warnings
+    assert "File too large" in warning and "prompts.cache" in warning
+    assert full.encoder.missing(PROMPTS) == PROMPTS and not full.encoder.fill(PROMPTS)
+
+
+def test_some_of_the_disk_is_left_to_others(tmp_path):
+    store = EmbeddingStore(tmp_path, {}, reserve=2**62)
+    with pytest.raises(OSError, match="No space left"):
+        store.write("p", ROW)
+    assert "p" not in store
+
+
+def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):
+    warnings = []
+    encoder = CachedEncoder(Parked(), EmbeddingStore(tmp_path, {}, reserve=0), notify=warnings.append)
+    monkeypatch.setattr(EmbeddingStore, "fits", lambda store, prompts, like: prompts < 4)
+    assert not encode_ahead(encoder, PROMPTS, Console(quiet=True))
+    assert encoder.encoded == 1 and not encoder.encoder.times and "5 prompts need" in warnings[0]
+    assert encode_ahead(encoder, PROMPTS[:4], Console(quiet=True))
+    assert encoder.encoded == 4 and encoder.encoder.times == 1
+
+
+def test_a_cached_policy_is_a_policy_and_trains_like_its_own(tmp_path):
+    plain, behind = GaussianPolicy(), gaussian(EmbeddingStore(tmp_path, {}, reserve=0))
+    assert isinstance(behind, Policy)
+    one, two = trainer(None, policy=plain), trainer(None, policy=behind, rewards={"bright": brightness})
+    assert [one.iterate()["loss"] for _ in range(2)] == [two.iterate()["loss"] for _ in range(2)]
+    assert torch.equal(plain.mean, behind.policy.mean)
+
+
+def test_a_run_asks_for_the_prompts_it_was_said_to_ask_for():
+    asked = set()
+
+    class Listening(GaussianPolicy):
+        def encode(self, prompts):
+            asked.update(prompts)
+            return super().encode(prompts)
+
+    prompts = [str(number) for number in range(20)]
+    t = trainer(None, "trainer.iterations=2", policy=Listening(), prompts=prompts)
+    announced = prompts_to_come(t.config, prompts, t.heldout)
+    for _ in range(2):
+        t.iterate()
+    t.evaluate()
+    assert asked == set(announced) and len(announced) < 4 + 3 + 1
+
+
+def test_parked_encoders_come_back_for_a_new_prompt_only(flux_directory, tmp_path):
+    """On "cpu:0", which is the CPU by another name, so that moves can be told apart."""
+    text = components.load_pipeline(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen").text
+    text.device, moves = torch.device("cpu:0"), []
+    for module in text.modules:
+        module.to = lambda device, *more: moves.append(str(device))
+    encoder = CachedEncoder(text, EmbeddingStore(tmp_path, {}), notify=complain)
+    assert moves == []  # a run whose prompts are all stored never moves them
+    encoder.encode(["red"])
+    assert moves == ["cpu:0"] * 2
+    encoder.park()
+    encoder.encode(["red"])
+    assert moves[2:] == ["cpu"] * 2
+    encoder.encode(["red", "blue"])
+    assert moves[4:] == ["cpu:0"] * 2 + ["cpu"] * 2
+
+
+@pytest.mark.parametrize("kind", ["flux", "sd3"])
+def test_text_encoders_and_nothing_else_leave_the_device(kind, request):
+    config = PolicyConfig(path=str(request.getfixturevalue(f"{kind}_directory")), **SIZE)
+    loaded = components.load_pipeline(config, tuning="frozen")
+    policy = loaded.policy()
+    loaded.text._move(torch.device("meta"))
+    parts = {name for name, part in policy.pipeline.components.items() if getattr(part, "device", None) == torch.device("meta")}
+    assert parts == {name for name in policy.pipeline.components if name.startswith("text_encoder")}
+
+
+def test_digests_are_remembered_until_a_file_changes(tmp_path):
+    file, memo = tmp_path / "weights", tmp_path / "memo.json"
+    file.write_bytes(b"one")
+    first = FileDigests(memo).of(file)
+    known = memo.read_text()
+    assert first in known
+    memo.write_text(known.replace(first, "remembered"))
+    assert FileDigests(memo).of(file) == "remembered"
+    file.write_bytes(b"two")
+    os.utime(file, ns=(1, 1))  # a clock that ticks too slowly for this test must not decide it
+    assert FileDigests(memo).of(file) not in (first, "remembered")
+    memo.write_text(known[:10])
+    assert FileDigests(memo).of(file) != first
+
+
+def test_the_cache_lies_where_it_is_told(monkeypatch, own_cache, flux_directory, tmp_path):
+    assert cached(flux_directory).store.folder.parent == own_cache / "embeddings"
+    assert cached(flux_directory, tmp_path / "here").store.folder.parent == tmp_path / "here"
+    monkeypatch.delenv("G2RPO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_root() == tmp_path / "g2rpo"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(flux_directory, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written \(.*set prompts\.cache"):
+        cached(flux_directory, tmp_path / "file")
+
+
+def test_encode_fills_the_cache_and_training_then_encodes_nothing(tiny_config, capsys, monkeypatch, tmp_path):
+    code, out, _ = g2rpo(capsys, "encode", tiny_config)
+    assert code == 0 and "2 prompts are stored, 2 of them new" in out
+    code, out, _ = g2rpo(capsys, "encode", tiny_config)
+    assert code == 0 and "0 of them new" in out
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the text encoders were asked")
+
+    monkeypatch.setattr("diffusers.FluxPipeline.encode_prompt", refuse)
+    code, out, err = g2rpo(capsys, "train", tiny_config, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+
+
+def test_encode_refuses_what_it_cannot_do(tiny_config, capsys, tmp_path):
+    code, _, err = g2rpo(capsys, "encode", tiny_config, "prompts.cache=off")
+    assert code == 2 and "there is no cache to fill" in err
+    code, _, err = g2rpo(capsys, "encode", tiny_config, "prompts.train=missing.txt")
+    assert code == 2 and "missing.txt: cannot be read" in err
+
+
+def test_text_of_any_length_is_kept_row_by_row(tmp_path):
+    """Ragged conditioning: stored, joined, picked, padded."""
+    rows = [Cond({"pooled": torch.full((1, 2), float(n))}, {"sequence": (torch.full((n, 3), float(n)),)}) for n in (2, 4)]
+    store = EmbeddingStore(tmp_path, {"of": "test"}, reserve=0)
+    for prompt, row in zip("ab", rows, strict=True):
+        store.write(prompt, row)
+    both = Cond.join([store.read(prompt) for prompt in "ab"])
+    assert len(both) == 2 and [tuple(value.shape) for value in both.ragged["sequence"]] == [(2, 3), (4, 3)]
+    picked = both.rows([1, 0, 1])
+    assert [len(value) for value in picked.ragged["sequence"]] == [4, 2, 4] and len(picked.tensors["pooled"]) == 3
+    padded, mask = picked.padded("sequence")
+    assert padded.shape == (3, 4, 3) and mask.sum(1).tolist() == [4, 2, 4]
+    assert torch.equal(padded[1], torch.tensor([2.0, 2.0, 0.0, 0.0])[:, None].expand(4, 3))

@@ -1,0 +1,77 @@
+"""`policy.autocast=false`: calls as diffusers' pipelines make them, with adapters rounded as autocast rounds them."""
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.seeding import generator_for
+from tests.support.commands import g2rpo
+
+SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2, "dtype": torch.bfloat16}
+
+
+def load(directory, family=FluxPolicy, **options):
+    policy = family.from_pretrained(directory, **SIZE, **options)
+    for number, parameter in enumerate(policy.trainable_parameters()):
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator_for(number))
+    return policy
+
+
+def question(policy):
+    x, sigma = policy.noise([generator_for(i) for i in range(2)]), torch.tensor([0.9, 0.5])
+    return x, sigma, policy.encode(["a red circle", "a square"])
+
+
+def test_the_untrained_model_computes_what_diffusers_own_does(flux_directory):
+    policy = load(flux_directory, autocast=False)
+    network = FluxTransformer2DModel.from_pretrained(flux_directory / "transformer", dtype=torch.bfloat16)
+    x, sigma, cond = question(policy)
+    with torch.no_grad(), policy.base():
+        mine = policy.velocity(x, sigma, cond)
+        theirs = network(
+            hidden_states=x.bfloat16(),
+            timestep=(sigma * 1000).bfloat16() / 1000,
+            guidance=torch.full((2,), 3.5),
+            pooled_projections=cond.tensors["pooled"],
+            encoder_hidden_states=cond.tensors["sequence"],
+            txt_ids=torch.zeros(cond.tensors["sequence"].shape[1], 3).bfloat16(),
+            img_ids=policy._image_ids,
+            return_dict=False,
+        )[0]
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("family", [FluxPolicy, SD3Policy])
+def test_adapters_compute_in_bfloat16_and_learn_in_float32(request, family):
+    """Both ways are off from float32 by what bfloat16 rounds, and by about as much; gradients reach the float32 factors."""
+    directory = request.getfixturevalue("flux_directory" if family is FluxPolicy else "sd3_directory")
+    plain, cast = load(directory, family, autocast=False), load(directory, family)
+    products = []
+    for name, module in plain.pipeline.transformer.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_hook(lambda module, given, answer: products.append(answer.dtype))
+    exact = load(directory, family, **{"autocast": True})
+    exact.pipeline.transformer.float()
+    exact.dtype = torch.float32
+    with torch.no_grad():
+        x, sigma, cond = question(plain)
+        wide = type(cond)({name: value.float() for name, value in cond.tensors.items()})
+        reference = exact.velocity(x, sigma, wide)
+        errors = [float((p.velocity(x, sigma, cond).float() - reference).norm() / reference.norm()) for p in (plain, cast)]
+    assert products and set(products) == {torch.bfloat16}
+    assert 0 < errors[0] < 3 * errors[1]
+    plain.velocity(x, sigma, cond).float().square().sum().backward()
+    grads = [p.grad for p in plain.trainable_parameters() if p.grad is not None]  # the last block of SD3 gives up the text
+    assert len(grads) > 0.8 * len(plain.trainable_parameters())
+    assert (
+        all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
+        and sum(map(torch.any, grads)) > len(grads) / 2
+    )
+
+
+def test_full_tuning_needs_autocast(tmp_path, capsys, tiny_config):
+    options = ["policy.autocast=false", "policy.tuning=full"]
+    code, _, err = g2rpo(capsys, "train", tiny_config, *options, "--run-dir", tmp_path / "run")
+    assert code == 2 and "weights that are trained are float32" in err

@@ -1,0 +1,189 @@
+"""Prompts from every kind of source, and their order."""
+
+import json
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+from PIL import Image
+
+from g2rpo.errors import UserError
+from g2rpo.prompts.order import PromptOrder
+from g2rpo.prompts.sources import read_prompts
+from g2rpo.rewards.remote import RemoteReward
+from g2rpo.rewards.server import RewardServer
+from g2rpo.types import Prompt
+from tests.support.runs import trainer
+
+TEXTS = [" a red circle", "two blue squares ", "Zürich"]
+
+
+def texts(prompts):
+    """The texts alone: other columns are metadata, and a prompt with metadata is not its text."""
+    return [str(prompt) for prompt in prompts]
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"caption": TEXTS, "score": [1, 2, 3], "holes": ["a", None, "b"]})
+    parquet.write_table(table, tmp_path / "train.parquet")
+    return tmp_path / "train.parquet"
+
+
+def test_prompts_from_text_and_jsonl(tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffa red circle\n\n  two  \n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "other": 1}\n')
+    assert texts(read_prompts(tmp_path / "a.txt")) == ["a red circle", "two"]
+    assert texts(read_prompts(tmp_path / "b.jsonl")) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\n \n", "is empty"),
+        ("a.txt", "Zürich".encode("latin-1"), "is not UTF-8"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}', "line 2"),
+        ("a.jsonl", b"[]", "line 1"),
+        ("missing.txt", None, "cannot be read"),
+    ],
+)
+def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_prompts(tmp_path / name)
+
+
+def test_a_column_of_jsonl_can_be_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"caption": " a "}\n')
+    assert texts(read_prompts(f"{tmp_path}/a.jsonl:caption")) == ["a"]
+    with pytest.raises(UserError, match=r'line 1: should be an object like {"text": "a red circle"}'):
+        read_prompts(f"{tmp_path}/a.jsonl:text")
+
+
+def test_prompts_from_parquet(parquet):
+    assert texts(read_prompts(f"{parquet}:caption")) == [text.strip() for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("", "no column 'prompt'; name one after a colon: caption, score, holes"),
+        (":score", "row 1: should be a prompt, is 1"),
+        (":holes", "row 2: should be a prompt, is None"),
+    ],
+)
+def test_unusable_parquet_columns_are_refused(parquet, column, message):
+    with pytest.raises(UserError, match=message):
+        read_prompts(f"{parquet}{column}")
+
+
+@pytest.mark.parametrize("content", [b"no parquet at all", None])
+def test_unusable_parquet_files_are_refused(tmp_path, content):
+    if content:
+        (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read as parquet"):
+        read_prompts(tmp_path / "a.parquet")
+
+
+def test_prompts_from_a_dataset(parquet, monkeypatch, tmp_path_factory):
+    """A folder of parquet files is a dataset too, read by the library that reads the hub's."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    assert texts(read_prompts(f"hf:{parquet.parent}:train:caption")) == [text.strip() for text in TEXTS]
+    with pytest.raises(UserError, match="no column 'prompt'; name one after a colon: caption"):
+        read_prompts(f"hf:{parquet.parent}")
+    with pytest.raises(UserError, match="cannot be loaded: Unknown split"):
+        read_prompts(f"hf:{parquet.parent}:test:caption")
+
+
+def test_a_dataset_that_is_not_there_is_named():
+    with pytest.raises(UserError, match="hf:nobody/nothing: cannot be loaded"):
+        read_prompts("hf:nobody/nothing")
+
+
+@pytest.mark.parametrize(("source", "library"), [("a.parquet", "pyarrow"), ("hf:owner/name", "datasets")])
+def test_a_missing_extra_is_named(monkeypatch, source, library):
+    for name in [name for name in sys.modules if name.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)  # import then fails as if it were not installed
+    with pytest.raises(UserError, match=f"pip install {library}"):
+        read_prompts(source)
+
+
+def test_prompt_order_covers_every_epoch_and_depends_on_nothing_but_the_iteration():
+    prompts = [str(i) for i in range(10)]
+    order = PromptOrder(prompts, seed=1)
+    drawn = [p for i in range(5) for p in order.batch(i, 4)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(prompts) and drawn[:10] != drawn[10:]
+    assert PromptOrder(prompts, seed=1).batch(3, 4) == drawn[12:16]
+    assert PromptOrder(prompts, seed=2).batch(0, 10) != drawn[:10]
+
+
+def test_a_prompt_is_its_text_and_what_belongs_to_it():
+    bare, target = Prompt("a sign"), Prompt("a sign", metadata={"target": "STOP"})
+    assert bare == "a sign" and isinstance(bare, str) and json.dumps(bare) == '"a sign"'
+    assert target != bare and target != "a sign" and target == Prompt("a sign", metadata={"target": "STOP"})
+    assert Prompt("a sign", images=["x.png"]) != bare and len({bare, target, "a sign"}) == 2
+    again = pickle.loads(pickle.dumps(target))  # noqa: S301 (our own; processes pass prompts on)
+    assert again == target and again.metadata == {"target": "STOP"}
+    assert (bare.plain(), target.plain()["metadata"]) == ("a sign", {"target": "STOP"})
+
+
+def test_metadata_and_pictures_come_with_a_prompt(tmp_path):
+    rows = [
+        {"prompt": "a sign", "target": "STOP", "metadata": {"count": 2}, "images": ["in.png", str(tmp_path / "abs.png")]},
+        {"prompt": "a dog", "image": "dog.png"},
+    ]
+    for name in ("in.png", "abs.png", "dog.png"):
+        Image.new("RGB", (2, 2)).save(tmp_path / name)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = read_prompts(file)
+    assert first.metadata == {"target": "STOP", "count": 2}
+    assert first.images == (str(tmp_path / "in.png"), str(tmp_path / "abs.png"))
+    assert (second, second.images, second.metadata) == (Prompt("a dog", second.images), (str(tmp_path / "dog.png"),), {})
+    table = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"prompt": ["a sign"], "target": ["STOP"], "picture": [b"\x89PNG"]}
+    parquet.write_table(table.table(columns), tmp_path / "prompts.parquet")
+    (row,) = read_prompts(tmp_path / "prompts.parquet")
+    assert (str(row), row.metadata) == ("a sign", {"target": "STOP"})  # bytes stay behind
+
+
+@pytest.mark.parametrize(("key", "value"), [("images", [3]), ("images", {"a": 1}), ("metadata", [1])])
+def test_what_belongs_to_a_prompt_is_checked(tmp_path, key, value):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "a sign", key: value}) + "\n")
+    with pytest.raises(UserError, match=f"line 1: {key} should be"):
+        read_prompts(file)
+
+
+def test_rewards_see_metadata_and_a_run_is_held_to_it():
+    seen = []
+
+    def reward(images, prompts):
+        seen.extend(prompt.metadata["target"] for prompt in prompts)
+        return images.flatten(1).mean(1)
+
+    prompts = [Prompt(text, metadata={"target": float(text) * 2}) for text in ("0", "0.1", "0.2")]
+    t = trainer(None, "trainer.iterations=1", prompts=prompts, rewards={"bright": reward})
+    list(t.train())
+    assert set(seen) <= {0.0, 0.2, 0.4} and len(set(seen)) == 3
+
+
+def test_metadata_goes_over_the_wire():
+    def reward(images, prompts):
+        return torch.tensor([float(prompt.metadata["target"]) for prompt in prompts])
+
+    with RewardServer(reward, port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        prompts = [Prompt("a", metadata={"target": 1}), Prompt("b", metadata={"target": 2})]
+        assert RemoteReward(server.address)(torch.rand(2, 3, 8, 8), prompts).tolist() == [1.0, 2.0]
+        server.shutdown()
+        thread.join()

@@ -1,0 +1,230 @@
+"""README.md and docs/*.md: their commands work, their code runs, their links lead somewhere."""
+
+import importlib
+import pkgutil
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from g2rpo import plugins
+from g2rpo.build import components
+from g2rpo.cli import main
+from g2rpo.config import recipes
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.resolve import _fields, resolve
+from g2rpo.config.schema import Config
+from tests.support.pages import BEGINS, PAGES, ROOT, blocks, calls, check, environment_of_make, inline, inline_commands, prose
+from tests.support.runs import brightness, trainer
+
+QUICK = ("recipes", "train", "sample", "evaluate", "report")
+SMALLEST = [
+    "algorithm.group_size=2",
+    "sampling.num_steps=6",
+    "trainer.iterations=1",
+    "trainer.prompts_per_iteration=1",
+    "evaluation.num_prompts=2",
+    "evaluation.pictures=2",
+]
+page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def save_named(text: str) -> None:
+    """Writes the Python blocks that begin with a file's name into the current folder; commands beside them name it."""
+    for block in blocks(text):
+        if named := re.match(r"# (\w+\.py)\n", block.code):
+            Path(named[1]).write_text(block.code)
+
+
+@page
+def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
+    text = page.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    save_named(text)
+    scripts = [block.code for block in blocks(text) if block.language == "bash"]
+    for script in [*scripts, *inline_commands(text)]:
+        found = calls(script, tmp_path)
+        assert found or script.startswith("source "), f"starts nothing: {script}"
+        for call in found:
+            check(call, monkeypatch)
+
+
+def test_the_readme_from_top_to_bottom_in_a_clean_shell(tmp_path):
+    """A reader has what the system has, and what `make` or pip put into .venv: no g2rpo until that is activated."""
+    system, clone = tmp_path / "system", tmp_path / "clone"
+    for folder in (system, clone):
+        folder.mkdir()
+    calls("g2rpo", system)  # makes the stand-ins
+    (system / "bin" / "g2rpo").rename(system / "g2rpo")
+    environment_of_make(clone, system / "bin")
+    (clone / ".venv" / "bin" / "g2rpo").unlink()
+    (clone / ".venv" / "bin" / "g2rpo").symlink_to(system / "g2rpo")
+    for program in ("pip", "torchrun"):
+        (clone / ".venv" / "bin" / program).unlink()
+        (system / "bin" / program).rename(clone / ".venv" / "bin" / program)
+    scripts = [block.code for block in blocks((ROOT / "README.md").read_text(encoding="utf-8")) if block.language == "bash"]
+    environment = {"PATH": str(system / "bin"), "CALLS": str(tmp_path / "calls"), "TIMEFORMAT": ""}
+    command = ["/bin/bash", "-c", "\n".join(scripts)]
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+    assert "g2rpo" in (tmp_path / "calls").read_text() and not done.stderr, done.stderr
+
+
+def test_nowhere_is_a_package_of_this_name_installed_from_an_index():
+    for path in [*PAGES, *(ROOT / "src" / "g2rpo").rglob("*.py")]:
+        assert not re.search(r"pip install ['\"]?g2rpo", path.read_text(encoding="utf-8")), path
+
+
+@page
+def test_commands_and_code_are_marked_as_what_they_are(page):
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "":
+            lost = [
+                line
+                for line in block.code.splitlines()
+                if BEGINS.match(line) or re.match(r"import \w|from [\w.]+ import", line)
+            ]
+            assert not lost, f"in a block without a language: {lost}"
+
+
+@page
+def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
+    """Python blocks in order, in one namespace and folder; commands of marked blocks in between, at the smallest size."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": page.stem}
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python":
+            if (file := re.match("run by (.*)", block.mark)) is not None:
+                assert page.name in (ROOT / file[1]).read_text()
+                continue
+            code = compile(block.code, str(page), "exec")
+            saved_as = re.match(r"# (\w+\.py)\n", block.code)
+            if saved_as:
+                Path(saved_as[1]).write_text(block.code)
+            if not block.mark.startswith("compile only: "):
+                exec(code, names)
+        elif block.mark == "run":
+            assert block.language == "bash"
+            for call in calls(block.code, tmp_path):
+                if call[0] == "g2rpo" and call[1] in QUICK:
+                    run(call[1:])
+
+
+def run(arguments: list[str]) -> None:
+    small = SMALLEST if arguments[0] == "train" else []
+    steps = ["--steps", "2,3"] if "--steps" in arguments else []
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, *small, *steps])
+    assert ended.value.code == 0, arguments
+
+
+@page
+def test_settings_in_yaml_are_a_config(page):
+    """What a page shows of a config, in the place of the testbed recipe's own."""
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "yaml":
+            config = resolve({**recipes.settings("scenes"), **yaml.safe_load(block.code)}, source=page.name)
+            for entry in config.rewards.values():
+                if plugins.is_code(str(entry.options.get("target"))):
+                    plugins.allow(entry.options["target"])  # as --plugin does
+            components.check_rewards(config.rewards)
+
+
+@page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
+        path, _, anchor = target.partition("#")
+        if not path.startswith("http"):
+            there = (page.parent / path) if path else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@page
+def test_files_keys_and_functions_that_are_named_exist(page):
+    """Code spans such as `tests/support/tiny.py`, `policy.lora_rank` (or with =value), `flow.sde_step`."""
+    groups = {name: set(_fields(field.annotation) or {}) for name, field in Config.model_fields.items()}
+    groups["algorithm"] = {key for kind in ALGORITHMS.values() for key in _fields(kind) or {}} | {"name"}
+    for span in inline(page.read_text(encoding="utf-8")):
+        if re.match(r"(src|tests|docs|benchmarks|tools|examples)/[\w./-]+\w$", span):
+            assert (ROOT / span).exists(), span
+        elif found := re.match(r"(\w+)\.(\w+)(=.*)?$", span):
+            group, key = found[1], found[2]
+            if group in groups and groups[group] and key != "py" and key not in groups[group]:
+                assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), f"{span} is neither a key nor a function"
+
+
+def test_the_tree_in_the_readme_is_the_repository():
+    """One line for every file and folder of the package, and for the folders beside it; none for what is not there."""
+    tree = next(
+        block.code for block in blocks((ROOT / "README.md").read_text(encoding="utf-8")) if block.code.startswith("src/g2rpo/")
+    )
+    package, beside = re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE), re.findall(r"^(\w+)/ ", tree, re.MULTILINE)
+    there = [p.name for p in (ROOT / "src" / "g2rpo").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    assert sorted(package) == sorted(name for name in there if not name.startswith("__"))
+    folders = {p.parent.name for p in ROOT.glob("[!._]*/*.*") if p.suffix in (".py", ".md")}
+    assert set(beside) == folders - {"runs", "build", "dist"}
+    lines = [line for line in tree.splitlines() if not line.endswith("/")]
+    assert all(re.match(r" {0,2}[\w./]+ +\S.{5,}", line) for line in lines)
+
+
+def test_the_page_of_recipes_has_every_one_and_no_other():
+    table = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == recipes.names()
+
+
+def glossary() -> dict[str, dict[str, list[str]]]:
+    """Per kind of row, the names that docs/report.md explains, each with the functions that compute it."""
+    kinds = {}
+    for section in (ROOT / "docs" / "report.md").read_text(encoding="utf-8").split('Rows with `"kind": "')[1:]:
+        entries = {}
+        for names, by in re.findall(r"^\| (`[^|]+`) \|.*\| (`[^|]+`) \|$", section.replace("\\|", "/"), re.MULTILINE):
+            entries |= dict.fromkeys(re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", by))
+        kinds[section.partition('"')[0]] = entries
+    return kinds
+
+
+class Bright:
+    """A reward that says what is right."""
+
+    right = 0.5
+
+    def __call__(self, images, prompts):
+        return brightness(images, prompts)
+
+
+def test_the_glossary_has_every_name_that_runs_log_and_no_other():
+    """Runs that log all there is: overlapped scoring, a KL term, what is chosen, losses on finished latents."""
+    explained = glossary()
+    assert explained.keys() == {"train", "eval"}
+    logged = {"train": set(), "eval": set()}
+    for overrides in (
+        ["sampling.prompts_at_once=1"],
+        ["algorithm.kl_weight=0.1"],
+        ["algorithm.granularities=auto"],
+        ["algorithm.name=adagrpo", "algorithm.branch_steps=[0]", "algorithm.candidates=2"],
+        ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],
+    ):
+        for row in trainer(None, *overrides, "trainer.iterations=1", rewards={"bright": Bright()}).train():
+            logged[row["kind"]] |= row.keys() - {"kind", "iteration", "alarms"}
+    places = {"NAME": r"[a-z]+", "PHASE": r"\w+", "K": r"\d+", "M": r"\d+", "R": r"\d+"}
+    for kind, entries in explained.items():
+        patterns = [re.compile(re.sub(r"\b(NAME|PHASE|K|M|R)\b", lambda place: places[place[0]], name)) for name in entries]
+        unexplained = {name for name in logged[kind] if not any(pattern.fullmatch(name) for pattern in patterns)}
+        assert not unexplained, f"not in docs/report.md: {sorted(unexplained)}"
+        gone = [pattern.pattern for pattern in patterns if not any(pattern.fullmatch(name) for name in logged[kind])]
+        assert not gone, f"in docs/report.md, but not logged: {gone}"
+
+
+def test_what_the_glossary_says_computes_a_name_exists():
+    for entries in glossary().values():
+        for function in {name for functions in entries.values() for name in functions}:
+            assert callable(pkgutil.resolve_name(f"g2rpo.{function}")), function

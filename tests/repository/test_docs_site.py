@@ -1,0 +1,64 @@
+"""The documentation site: it builds without a warning, and its generated pages have what the code has."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.resolve import _fields
+from g2rpo.config.schema import Config
+from tools import docs_site
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("mkdocs", reason="the extra `docs`")
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Links, anchors and the navigation are checked by mkdocs."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {page.parent.relative_to(tmp_path / "site").as_posix() for page in (tmp_path / "site").rglob("index.html")}
+    assert {"tutorial", "reference/config", "reference/api-types", "results/study"} <= pages
+    assert "GranularGRPO" not in (tmp_path / "site/reference/config/index.html").read_text()
+    assert "sde_step" in (tmp_path / "site/reference/api-flow/index.html").read_text()
+
+
+def keys(page, heading):
+    """The keys in the table below a heading."""
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
+    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+
+
+def test_the_reference_has_every_config_key():
+    page = docs_site.config_page()
+    assert keys(page, "Top level") == list(Config.model_fields)
+    for name, field in Config.model_fields.items():
+        if name not in ("recipe", "algorithm", "rewards", "trackers"):
+            assert keys(page, f"`{name}`") == list(_fields(field.annotation)), name
+    assert keys(page, "`sampling.tails`") == ["solver", "stride", "forecast", "compile", "dtype", "quantize"]
+    assert "| `num_steps` | integer >= 2, <= 250 | required |  |" in page
+    assert re.search(r"^\| `shift` \| number > 0 or `model`, `scheduler` \| `3.0` \| ", page, re.MULTILINE)
+    assert re.search(r"^\| `ema_warmup` \|.*\| The average begins at the untrained weights", page, re.MULTILINE)
+
+
+def test_the_reference_has_every_algorithm_and_field():
+    page = docs_site.algorithms_page()
+    for name, kind in ALGORITHMS.items():
+        assert set(keys(page, f"`{name}`")) == {"name", *_fields(kind)}, name
+
+
+def test_links_lead_to_the_sites_pages_or_to_the_repository():
+    text = "[a](models.md#x) [b](../src/g2rpo/flow.py) [c](../README.md#train) [d](../benchmarks/results/study.md) [e](#y) [f](https://a.b)"
+    blob = f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/flow.py"
+    assert docs_site.moved_links(text, "docs/rewards.md", "rewards.md") == (
+        f"[a](models.md#x) [b]({blob}) [c](index.md#train) [d](results/study.md) [e](#y) [f](https://a.b)"
+    )
+    assert docs_site.moved_links("[a](docs/models.md)", "README.md", "index.md") == "[a](models.md)"
+    assert (
+        docs_site.moved_links("[a](../../docs/models.md)", "benchmarks/results/study.md", "results/study.md")
+        == "[a](../models.md)"
+    )

@@ -1,0 +1,129 @@
+"""The wheel holds everything that a user needs, and nothing of ours."""
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from g2rpo import __version__
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_is_complete(wheel):
+    names = set(wheel.namelist())
+    shipped = [p for p in (ROOT / "src" / "g2rpo").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    missing = [p for p in shipped if str(p.relative_to(ROOT / "src")) not in names]
+    assert not missing
+    assert not [name for name in names if name.startswith(("tests", "docs", "tools", "benchmarks"))]
+
+
+def test_the_wheel_says_who_it_is(wheel):
+    (entry,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    assert "g2rpo = g2rpo.cli:main" in wheel.read(entry).decode()
+    (metadata,) = [name for name in wheel.namelist() if name.endswith("METADATA")]
+    text = wheel.read(metadata).decode()
+    assert "License-Expression: Apache-2.0" in text and "Requires-Dist: torch>=2.7" in text
+    assert "Author: g2rpo contributors" in text and "Project-URL: Homepage, https://" in text
+    assert "torchvision" not in text  # its CPU wheel breaks transformers and diffusers
+
+
+def test_how_to_cite_is_said_the_same_everywhere():
+    """CITATION.cff and the README's bibtex: the same paper, the same authors in the same order, this version."""
+    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    readme = (ROOT / "README.md").read_text()
+    paper = cff["preferred-citation"]
+    authors = " and ".join(f"{one['family-names']}, {one['given-names']}" for one in paper["authors"])
+    assert len(paper["authors"]) == 8 and f"author    = {{{authors}}}" in readme
+    assert paper["title"] in readme.replace("{GRPO}", "GRPO") and f"pages     = {{{paper['start']}--{paper['end']}}}" in readme
+    assert cff["version"] == __version__ and cff["license"] == "Apache-2.0" and cff["cff-version"] == "1.2.0"
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Homepage"] == cff["repository-code"] and urls["Paper"] == paper["url"]
+
+
+def test_what_issues_ask_for_is_well_formed():
+    forms = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    assert forms.pop("config.yml")["blank_issues_enabled"] and len(forms) == 3
+    for form in forms.values():
+        assert form["name"] and form["description"]
+        assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in form["body"])
+
+
+def test_workflows_are_well_formed_and_start_what_exists():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+        scripts = [command for command in commands if command.startswith(("tools/", ".ci/"))]
+        assert all((ROOT / script).stat().st_mode & 0o100 for script in scripts), path
+        publishing = [job for job in jobs.values() if "id-token" in job.get("permissions", {})]
+        assert all("if" in job and "environment" in job for job in publishing), path  # off until a maintainer enables it
+    assert not re.search(r"^\w+_(TOKEN|PASSWORD)|secrets\.", "".join(p.read_text() for p in ROOT.glob(".github/workflows/*")))
+
+
+def test_the_changelog_has_this_version():
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert __version__ in headings
+
+
+def test_python_m_g2rpo_is_g2rpo():
+    told = subprocess.run([sys.executable, "-m", "g2rpo", "recipes"], capture_output=True, text=True, check=False)
+    assert told.returncode == 0 and "scenes" in told.stdout
+
+
+def pins(file):
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines}
+
+
+def needed(wanted, installed):
+    """Names of all distributions that requirements lead to, by what is installed."""
+    seen, left = set(), [Requirement(each) for each in wanted]
+    while left:
+        requirement = left.pop()
+        key = (canonicalize_name(requirement.name), *sorted(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        for inner in map(Requirement, installed[key[0]].requires or ()):
+            extras = [{"extra": extra} for extra in requirement.extras or {""}]
+            if inner.marker is None or any(map(inner.marker.evaluate, extras)):
+                left.append(inner)
+    return {name for name, *_ in seen}
+
+
+def test_constraints_pin_what_tests_need_and_nothing_else():
+    """Trackers that no test installs have pins of their own, beside these."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [
+        *project["dependencies"],
+        *extras["data"],
+        *extras["demo"],
+        *extras["docs"],
+        *extras["ocr"],
+        *extras["quantized"],
+        *extras["video"],
+        *(each for each in extras["dev"] if "g2rpo" not in each),
+    ]
+    installed = {canonicalize_name(each.metadata["Name"]): each for each in distributions()}
+    assert needed(wanted, installed) - {"setuptools"} == pins("constraints.txt").keys()
+    assert not pins("constraints.txt").keys() & pins("constraints-trackers.txt").keys()
+    assert "wandb" in pins("constraints-trackers.txt")

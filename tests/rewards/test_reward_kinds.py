@@ -1,0 +1,200 @@
+"""Rewards of latents, for which nothing is decoded, and rewards with state, in checkpoints and the same on all ranks."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from g2rpo.build.components import build_rewards
+from g2rpo.config.schema import RewardConfig
+from g2rpo.errors import RewardFailed, UserError
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rewards.function import FunctionReward
+from g2rpo.rollout.frames import Frames
+from g2rpo.rollout.scoring import score
+from tests.support.ranks import finish, start
+from tests.support.runs import brightness, darkness, trainer
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plugin" / "g2rpo_example"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Undecodable(GaussianPolicy):
+    decoded = 0
+
+    def decode(self, x):
+        self.decoded += len(x)
+        return super().decode(x)
+
+
+def energy(latents, prompts):
+    return latents.flatten(1).square().mean(1)
+
+
+energy.latent = True
+
+
+def weights(t):
+    return t.learner.parameters[0].detach().clone()
+
+
+def test_nothing_is_decoded_where_all_rewards_take_latents():
+    policy = Undecodable()
+    t = trainer(None, policy=policy, rewards={"bright": energy})
+    (rollout, *_), scored = record(t)
+    assert policy.decoded == 0
+    assert torch.equal(scored[0, 0, 0], energy(rollout.finals[0], []))  # [N, R, M, G]
+    t.evaluate()
+    assert policy.decoded == 3  # held-out pictures are kept
+
+
+def record(t):
+    """The rollouts of an iteration and their rewards."""
+    kept = []
+    collect = t.collector.collect
+
+    def keeping(*arguments):
+        kept.append(collect(*arguments))
+        return kept[0]
+
+    t.collector.collect = keeping
+    t.iterate()
+    return kept[0].rollouts, kept[0].rewards
+
+
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_latents_and_pictures_are_scored_beside_each_other(batch):
+    both = ["rewards.low=1.0", f"sampling.decode_batch_size={batch}"]
+    t = trainer(None, *both, rewards={"bright": brightness, "low": energy}, judges={"dark": darkness, "far": energy})
+    rollouts, rewards = record(t)
+    for rollout, scores in zip(rollouts, rewards, strict=True):
+        for tail, latents in enumerate(rollout.finals):
+            torch.testing.assert_close(scores[0, tail], brightness(t.policy.decode(latents), []))
+            torch.testing.assert_close(scores[1, tail], energy(latents, []))
+    evaluation = t.score_heldout()
+    assert torch.equal(evaluation.scores["low"], evaluation.scores["far"]) and not evaluation.scores["low"].isnan().any()
+
+
+def test_a_reward_without_what_it_scores_is_named():
+    with pytest.raises(UserError, match="reward 'low' scores latents, and there are none here"):
+        score({"low": energy}, torch.zeros(2, 3, 4, 4), ["a", "b"])
+    entry = RewardConfig(kind=f"{EXAMPLES}/texture.py:texture", frames=Frames())
+    from g2rpo import plugins
+
+    plugins.allow(f"{EXAMPLES}/texture.py")
+    with pytest.raises(UserError, match="rewards.low.frames: this reward takes latents"):
+        build_rewards({"low": entry})
+
+
+def test_the_example_of_latents_is_smaller_for_smoother_ones():
+    texture = FunctionReward(example("texture").texture)
+    ramp = torch.linspace(0, 1, 8).expand(2, 4, 8, 8) * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)
+    torch.testing.assert_close(texture(ramp, ["a", "b"]), torch.tensor([1 / 49, 4 / 49]))
+    assert texture.latent and not hasattr(texture, "state") and not hasattr(texture, "observe")
+
+
+class Bar:
+    """Pictures above a bar that follows the mean of their brightness."""
+
+    def __init__(self):
+        self.state = {"bar": 0.0, "seen": torch.zeros(2, dtype=torch.int64)}
+
+    def __call__(self, images, prompts):
+        return torch.sigmoid(20 * (brightness(images, prompts) - self.state["bar"]))
+
+    def observe(self, iteration, scores):
+        self.state["bar"] += 0.02 * float(scores.mean() - 0.5)
+        self.state["seen"] = self.state["seen"] + torch.tensor([1, scores.numel()])
+
+
+def states_of(t):
+    return {name: value if isinstance(value, float) else value.tolist() for name, value in t.rewards["bright"].state.items()}
+
+
+def test_a_run_with_a_stateful_reward_resumes_bit_for_bit(tmp_path):
+    whole = trainer(tmp_path / "whole", rewards={"bright": Bar()})
+    list(whole.train())
+    assert whole.rewards["bright"].state["bar"] != 0
+    assert states_of(whole)["seen"] == [4, 4 * 2 * 3 * 2 * 6]  # iterations; prompts, branch steps, tails, members
+
+    begun = trainer(tmp_path / "parts", "trainer.iterations=2", rewards={"bright": FunctionReward(Bar)})
+    list(begun.train())
+    resumed = trainer(tmp_path / "parts", rewards={"bright": Bar()})
+    assert resumed.resume() == [] and states_of(resumed) == states_of(begun)
+    list(resumed.train())
+    assert torch.equal(weights(resumed), weights(whole)) and states_of(resumed) == states_of(whole)
+
+
+def test_without_the_state_a_resumed_run_would_differ(tmp_path):
+    whole, parts = (trainer(tmp_path / name, "trainer.iterations=2", rewards={"bright": Bar()}) for name in ("a", "b"))
+    for t in (whole, parts):
+        list(t.train())
+    parts.rewards["bright"].state = Bar().state
+    for t in (whole, parts):
+        t.iterate()
+    assert not torch.equal(weights(parts), weights(whole))
+
+
+class Careless(Bar):
+    """Changes its state as it scores, so that it differs on ranks with different pictures."""
+
+    def __call__(self, images, prompts):
+        self.state["bar"] += float(images.mean())
+        return super().__call__(images, prompts)
+
+
+def train_on(world, folder, kind):
+    t = trainer(folder / "run", "trainer.iterations=2", rewards={"bright": kind()}, world=world)
+    list(t.train())
+    return [states_of(t), weights(t).tolist()]
+
+
+def test_ranks_have_the_state_of_one_process(tmp_path):
+    alone = trainer(tmp_path / "alone", "trainer.iterations=2", rewards={"bright": Bar()})
+    list(alone.train())
+    one, two = (left["answer"] for left in finish(start(2, train_on, tmp_path, Bar), tmp_path))
+    assert one == two
+    assert one[0]["seen"] == states_of(alone)["seen"]
+    assert one[0]["bar"] == pytest.approx(states_of(alone)["bar"], abs=1e-9)
+
+
+def test_ranks_whose_states_differ_save_nothing(tmp_path):
+    left = finish(start(2, train_on, tmp_path, Careless), tmp_path)
+    assert all("reward 'bright': the state of ranks [1] is not rank 0's" in each["error"] for each in left)
+    assert not list((tmp_path / "run" / "checkpoints").glob("iteration_*"))
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start():
+    reward = Bar()
+    reward.state = {"net": torch.nn.Linear(1, 1)}
+    with pytest.raises(UserError, match="reward 'bright': its state may hold numbers, .* not Linear"):
+        trainer(None, rewards={"bright": reward})
+
+
+def test_a_reward_that_fails_to_observe_is_named():
+    class Broken(Bar):
+        def observe(self, iteration, scores):
+            raise ValueError("no")
+
+    with pytest.raises(RewardFailed, match="after iteration 0: reward 'bright' failed to observe its scores: ValueError: no"):
+        trainer(None, rewards={"bright": Broken()}).iterate()
+
+
+def test_the_example_of_state_raises_its_bar(tmp_path):
+    rising = example("rising").Rising()
+    red = torch.zeros(4, 3, 8, 8)
+    red[:, 0] = torch.tensor([0.0, 0.05, 0.1, 0.5]).view(4, 1, 1)
+    before = rising(red, [""] * 4)
+    assert before.tolist() == pytest.approx([0.5, 0.731, 0.881, 1.0], abs=1e-3)
+    rising.observe(0, before.view(1, 1, 4))
+    assert rising.state["bar"] == pytest.approx(0.05 * (0.778 - 0.5), abs=1e-4)
+    assert (rising(red, [""] * 4) < before).all()
+    rising.observe(1, torch.full((1, 1, 4), torch.nan))
+    assert rising.state["bar"] == pytest.approx(0.0139, abs=1e-3)

@@ -1,0 +1,143 @@
+"""`sampling.prompts_at_once`: some prompts' pictures are scored while the next are rolled out; nothing else changes."""
+
+import threading
+
+import pytest
+import torch
+
+from g2rpo.build import components
+from g2rpo.commands.preflight import check
+from g2rpo.commands.train import load_config
+from g2rpo.config.schema import RewardConfig
+from g2rpo.errors import RewardFailed, UserError
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rewards.function import FunctionReward
+from g2rpo.rewards.remote import RemoteReward
+from g2rpo.rewards.vlm import VLMJudge
+from g2rpo.rollout.frames import OnFrames
+from tests.runtime.test_memory import Small
+from tests.support.runs import trainer
+
+THREE = "trainer.prompts_per_iteration=3"
+
+
+def run(*options, iterations=2, **parts):
+    t = trainer(None, THREE, *options, **parts)
+    rows = [t.iterate() for _ in range(iterations)]
+    return t.learner.parameters[0].detach().clone(), rows
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 9])
+def test_parts_do_not_change_a_run(at_once):
+    """Bit for bit on the closed-form policy, whose rows do not depend on their batch."""
+    whole, rows = run()
+    parts, theirs = run(f"sampling.prompts_at_once={at_once}")
+    assert torch.equal(parts, whole)
+    for mine, other in zip(rows, theirs, strict=True):
+        assert {k: v for k, v in mine.items() if "seconds" not in k} == {k: v for k, v in other.items() if "seconds" not in k}
+
+
+def test_scoring_and_the_next_rollout_overlap():
+    """The reward of the first pictures and the network's call for the next prompt each wait for the other to have begun."""
+    scoring, called = threading.Event(), threading.Event()
+    first = []
+
+    class Watching(GaussianPolicy):
+        def velocity(self, x, sigma, cond):
+            prompt = float(cond.tensors["shift"][0])
+            first.append(prompt)
+            if prompt != first[0] and not called.is_set():
+                assert scoring.wait(timeout=60), "nothing is scored meanwhile"
+                called.set()
+            return super().velocity(x, sigma, cond)
+
+    def patient(images, prompts):
+        scoring.set()
+        assert called.wait(timeout=60), "nothing is rolled out meanwhile"
+        return images.flatten(1).mean(1)
+
+    _, (row,) = run("sampling.prompts_at_once=1", iterations=1, policy=Watching(), rewards={"bright": patient})
+    assert called.is_set() and row["seconds_overlapped"] > 0
+    phases = sum(value for key, value in row.items() if key.startswith("seconds/"))
+    assert row["seconds"] == pytest.approx(phases)  # what was done meanwhile is not counted twice
+
+
+@pytest.mark.parametrize(("at_once", "elsewhere"), [("1", 2), ("null", 0)])
+def test_no_two_threads_ask_a_reward_at_once(at_once, elsewhere):
+    busy, threads = threading.Lock(), []
+
+    def alone(images, prompts):
+        assert busy.acquire(blocking=False), "asked twice at a time"
+        threads.append(threading.current_thread() is threading.main_thread())
+        busy.release()
+        return images.flatten(1).mean(1)
+
+    run(f"sampling.prompts_at_once={at_once}", "sampling.decode_batch_size=64", iterations=1, rewards={"bright": alone})
+    assert threads.count(False) == elsewhere and threads[-1]
+
+
+def test_a_reward_that_fails_aside_ends_the_iteration():
+    def broken(images, prompts):
+        raise ValueError("no")
+
+    with pytest.raises(RewardFailed, match="after iteration 0: reward 'bright' failed"):
+        run("sampling.prompts_at_once=1", rewards={"bright": broken})
+
+
+def test_memory_that_runs_out_aside_halves_the_batch():
+    whole, _ = run()
+    parts, rows = run("sampling.prompts_at_once=1", "sampling.decode_batch_size=8", policy=Small(decode=5))
+    assert rows[-1]["out_of_memory"] == 1 and rows[-1]["decode_batch_size"] == 4
+    assert torch.equal(parts, whole)
+
+
+def test_memory_that_runs_out_in_the_optimizer_is_the_users_problem(monkeypatch):
+    t = trainer(None, THREE)
+
+    def hungry():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(t.learner.optimizer, "step", hungry)
+    with pytest.raises(UserError, match="optimizer step: set policy.tuning=lora"):
+        t.iterate()
+
+
+def waiting(images, prompts):
+    return images.flatten(1).mean(1)
+
+
+waiting.waits = True
+
+
+def test_a_reward_that_waits_is_scored_aside_by_default():
+    """Bit for bit the same, and the part that is not the last is scored by another thread."""
+    whole, rows = run("sampling.batch_size=20", rewards={"bright": lambda images, prompts: waiting(images, prompts)})
+    parts, theirs = run("sampling.batch_size=20", rewards={"bright": waiting})
+    assert torch.equal(parts, whole)
+    assert rows[0]["seconds_overlapped"] == 0 < theirs[0]["seconds_overlapped"]
+    assert run("sampling.prompts_at_once=3", rewards={"bright": waiting})[1][0]["seconds_overlapped"] == 0
+    assert all(kind.waits for kind in (RemoteReward, VLMJudge)) and FunctionReward(waiting).waits and OnFrames(waiting).waits
+
+
+def test_tf32_is_on_for_its_reward_alone_and_never_beside_a_rollout():
+    before = torch.backends.cuda.matmul.allow_tf32
+    seen = {}
+
+    def told(name):
+        def reward(images, prompts):
+            seen.setdefault(name, []).append(torch.backends.cuda.matmul.allow_tf32)
+            return waiting(images, prompts)
+
+        return reward
+
+    fast, exact = told("fast"), told("exact")
+    fast.tf32 = fast.waits = True
+    _, rows = run("rewards.exact=1.0", iterations=1, rewards={"bright": fast, "exact": exact})
+    assert set(seen["fast"]) == {True} and set(seen["exact"]) == {before} and before is False
+    assert torch.backends.cuda.matmul.allow_tf32 is before and rows[0]["seconds_overlapped"] == 0
+    with pytest.raises(UserError, match="rewards.bright.tf32: TF32 holds for the whole process"):
+        run("sampling.prompts_at_once=1", rewards={"bright": fast})
+    with pytest.raises(UserError, match="rewards.scene_accuracy.tf32: TF32 holds"):
+        check(load_config("scenes", ["rewards.scene_accuracy.tf32=true", "sampling.prompts_at_once=1"]))
+    (built,) = components.build_rewards({"red": RewardConfig(kind="brightness", tf32=True)}).values()
+    assert built.tf32 and not hasattr(components.build_rewards({"red": RewardConfig(kind="brightness")})["red"], "tf32")

@@ -1,0 +1,288 @@
+"""Fast tails: the right number of evaluations, solvers of the right order, and transitions that know nothing of them."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.errors import UserError
+from g2rpo.flow import sde_kernel, sigma_grid
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import count_evaluations
+from g2rpo.rollout.tails import EXACT, Tails
+from g2rpo.types import Plan
+from tests.rollout.test_engine import SIGMAS, Network, make_engine, noise
+from tests.support.runs import config, trainer
+
+FAST = {
+    "ab2": Tails(solver="ab2"),
+    "dpmpp2m": Tails(solver="dpmpp2m"),
+    "ab2, every second step": Tails(solver="ab2", stride=2),
+    "dpmpp2m, every third step": Tails(solver="dpmpp2m", stride=3),
+    "forecast": Tails(forecast=True),
+}
+
+
+def evaluations_of_a_tail(jumps, tails):
+    """Velocities of one tail of `jumps` unit jumps, counted one by one."""
+    visited = [place for place in range(jumps) if place == 0 or (place - 1) % tails.stride == 0]
+    return sum(not (tails.forecast and place >= 2 and place % 2 == 0) for place in range(len(visited)))
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_evaluations_of_every_option(name):
+    """One granularity, T=16, G=12, steps 0..7: 8 of the anchor, and each member's tail of 15 - k jumps."""
+    tails, algorithm, engine = FAST[name], GranularGRPO(granularities=(1,)), make_engine(tails=FAST[name])
+    plans = algorithm.plans(16)
+    engine.rollout(plans, 12, algorithm.kernel(SIGMAS), noise)
+    expected = 8 + 12 * sum(evaluations_of_a_tail(15 - k, tails) for k in range(8))
+    assert engine.policy.rows == engine.evaluations == count_evaluations(plans, 12, tails) == expected
+
+
+@pytest.mark.parametrize(("tails", "expected"), [(Tails(), 1112), (Tails("ab2", 2), 632), (Tails(forecast=True), 632)])
+def test_evaluations_at_the_papers_settings(tails, expected):
+    """Tails of 15, 14, ..., 8 jumps: both options leave 8 + 8 + 7 + 7 + 6 + 6 + 5 + 5 = 52 evaluations of 92."""
+    lengths = {"euler": sum(range(8, 16)), "ab2": sum(1 + math.ceil((n - 1) / 2) for n in range(8, 16))}
+    halved = sum(n - (n - 1) // 2 for n in range(8, 16))
+    by_hand = 8 + 12 * (halved if tails.forecast else lengths[tails.solver])
+    assert count_evaluations(GranularGRPO(granularities=(1,)).plans(16), 12, tails) == by_hand == expected
+
+
+@pytest.mark.parametrize("name", [*FAST, "other network"])
+@pytest.mark.parametrize("granularities", [(1,), (1, 2, 3)])
+def test_transitions_know_nothing_of_tails(name, granularities):
+    """What enters a ratio is the same bit for bit; what is only scored is not, or the option would do nothing."""
+    options = {"tails": FAST.get(name, EXACT)}
+    if name == "other network":
+        options["tail_velocity"] = lambda x, sigma, cond: -x
+    algorithm = GranularGRPO(branch_steps=(0, 3), granularities=granularities)
+    plans = [*algorithm.plans(16), Plan(2, 6, ((6, 7, 10, 13, 16),)), Plan(3, 5, ((5, 6, 8, 16),), shared_noise=False)]
+    exact, fast = (
+        make_engine(prompts=2, **given).rollout(plans, 3, algorithm.kernel(SIGMAS), noise) for given in ({}, options)
+    )
+    for ours, theirs in zip(fast, exact, strict=True):
+        assert not torch.equal(ours.finals, theirs.finals)
+        for mine, other in zip(ours.transitions, theirs.transitions, strict=True):
+            assert mine.step == other.step
+            for field in ("x", "x_next", "old_log_prob"):
+                assert torch.equal(getattr(mine, field), getattr(other, field))
+
+
+def test_the_plain_sampler_knows_nothing_of_tails():
+    fast, exact = make_engine(tails=Tails(forecast=True), tail_velocity=lambda x, sigma, cond: -x), make_engine()
+    assert torch.equal(fast.sample(fast.initial(noise)), exact.sample(exact.initial(noise)))
+    assert fast.evaluations == 16
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_fast_tails_do_not_depend_on_batch_size_or_row_order(name, batch_size):
+    """Bit for bit on the Gaussian policy: its arithmetic is elementwise, so a row does not know its neighbours."""
+    plans = GranularGRPO(branch_steps=(0, 3, 6), granularities=(1, 2, 3)).plans(16)
+    diffusion = GranularGRPO().kernel(SIGMAS)
+
+    def finals(plans, batch_size):
+        engine = make_engine(prompts=2, policy=GaussianPolicy(), tails=FAST[name], batch_size=batch_size)
+        return {(r.prompt, r.plan): r.finals for r in engine.rollout(plans, 3, diffusion, noise)}
+
+    one, other = finals(plans, 64), finals(plans[::-1], batch_size)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_dpmpp2m_is_diffusers_multistep_scheduler():
+    from diffusers import DPMSolverMultistepScheduler
+
+    scheduler = DPMSolverMultistepScheduler(
+        solver_order=2, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, final_sigmas_type="zero"
+    )
+    scheduler.set_timesteps(8)
+    ours = theirs = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    tails, past = Tails(solver="dpmpp2m"), [(), (), ()]
+
+    def velocity(x, sigma):
+        return torch.sin(2 * x + sigma)
+
+    for i, t in enumerate(scheduler.timesteps):
+        sigma, sigma_next = (scheduler.sigmas[j].expand(3) for j in (i, i + 1))
+        v = velocity(ours, scheduler.sigmas[i])
+        remembered = [tails.remember(past[row], ours[row], v[row], float(sigma[row])) for row in range(3)]
+        ours, past = tails.step(ours, v, sigma, sigma_next, past), remembered
+        theirs = scheduler.step(velocity(theirs, scheduler.sigmas[i]), t, theirs).prev_sample
+    torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)
+
+
+def test_plans_may_ask_for_a_solver():
+    """MixGRPO-Flash's plans bring theirs along; the plans of one rollout agree."""
+    plan = Plan(0, 1, ((1, 4, 8, 16),), solver="dpmpp2m")
+    walked = make_engine().rollout([plan], 3, GranularGRPO().kernel(SIGMAS), noise)[0]
+    as_option = make_engine(tails=Tails(solver="dpmpp2m")).rollout(
+        [replace(plan, solver="euler")], 3, GranularGRPO().kernel(SIGMAS), noise
+    )[0]
+    assert torch.equal(walked.finals, as_option.finals)
+    with pytest.raises(ValueError, match="must agree on a solver, got dpmpp2m, euler"):
+        make_engine().rollout([plan, replace(plan, solver="euler")], 3, GranularGRPO().kernel(SIGMAS), noise)
+
+
+def plain_walk(policy, cond, x, tail, tails, sigmas):
+    """A fast tail by the book: one row, the options written out step by step."""
+    steps = [step for place, step in enumerate(tail[:-1]) if place == 0 or (place - 1) % tails.stride == 0] + [tail[-1]]
+    known = []  # (sigma, velocity, image) as evaluated
+    for place, (here, there) in enumerate(itertools.pairwise(steps)):
+        s, t = float(sigmas[here]), float(sigmas[there])
+        if tails.forecast and place >= 2 and place % 2 == 0:
+            (s1, v1, _), (s2, v2, _) = known[-1], known[-2]
+            x = x + (t - s) * (v1 + (s - s1) * (v1 - v2) / (s1 - s2))
+            continue
+        v = policy.velocity(x, sigmas[[here]], cond)
+        step = (t - s) * v
+        if known and tails.solver == "ab2":
+            s1, v1, _ = known[-1]
+            w = (t - s) / (s - s1)
+            step = (t - s) * ((1 + w / 2) * v - w / 2 * v1)  # the textbook's weights; 3/2 and -1/2 on a uniform grid
+        if known and tails.solver == "dpmpp2m" and t > 0 and known[-1][0] < 1:
+            s1 = known[-1][0]
+            lam = [math.log((1 - u) / u) for u in (s1, s, t)]
+            r = (lam[1] - lam[0]) / (lam[2] - lam[1])
+            image = (1 + 1 / (2 * r)) * (x - s * v) - 1 / (2 * r) * known[-1][2]
+            step = t / s * x - (1 - t) * math.expm1(-(lam[2] - lam[1])) * image - x  # Algorithm 2, line 8
+        known.append((s, v, x - s * v))
+        x = x + step
+    return x
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_engine_walks_fast_tails_as_the_book_says(name):
+    """Rows of all places in their tails share batches; float32 sums in another order: 1e-5 of |x| ~ 3, as in `test_engine`."""
+    algorithm, tails = GranularGRPO(branch_steps=(0, 3, 6), granularities=(1, 2, 3)), FAST[name]
+    engine = make_engine(prompts=2, tails=tails, batch_size=10)
+    for rollout in engine.rollout(algorithm.plans(16), 2, algorithm.kernel(SIGMAS), noise):
+        cond = engine.cond.rows([rollout.prompt])
+        with torch.no_grad():
+            for tail, finals in zip(rollout.plan.tails, rollout.finals, strict=True):
+                for y, final in zip(rollout.transitions[0].x_next, finals, strict=True):
+                    by_hand = plain_walk(engine.policy, cond, y[None], tail, tails, SIGMAS)[0]
+                    torch.testing.assert_close(final, by_hand, atol=1e-5, rtol=0)
+
+
+def error_at(num_steps, tails, sigmas):
+    """Error of finished members per unit of the latent they begin with, against the ODE's exact flow map.
+
+    The policy's velocity is proportional to x (mean 0), so both maps multiply it by a number: the error does not depend on the
+    noise, and |x| / std(sigma) is constant along the exact flow. Members begin after a quarter of the steps.
+    """
+    policy, start = GaussianPolicy(), num_steps // 4
+    engine = Engine(policy=policy, cond=policy.encode(["0"]), sigmas=sigmas, tails=tails)
+    plan = Plan(start - 1, start, (tuple(range(start, num_steps + 1)),))
+    (rollout,) = engine.rollout([plan], 8, sde_kernel(torch.ones_like), noise)
+    x = rollout.transitions[0].x_next.double()
+    std = [math.sqrt((1 - s) ** 2 * policy.std**2 + s**2) for s in (float(sigmas[start]), float(sigmas[-1]))]
+    return float((rollout.finals[0].double() - x * std[1] / std[0]).abs().max() / x.abs().max())
+
+
+def observed_orders(tails, grid):
+    """log2 of what the error is divided by when all steps are halved, twice."""
+    errors = [error_at(n, tails, grid(n)) for n in (64, 128, 256)]
+    assert errors[-1] > 1e-5  # float32 rounding is below 1e-6
+    return [math.log2(a / b) for a, b in itertools.pairwise(errors)]
+
+
+SECOND_ORDER = [Tails("ab2"), Tails("ab2", stride=2), Tails("dpmpp2m"), Tails("dpmpp2m", stride=2)]
+
+
+@pytest.mark.parametrize(("tails", "order"), [(Tails(), 1), *((tails, 2) for tails in SECOND_ORDER)])
+def test_observed_order_of_convergence_between_noise_and_image(tails, order):
+    """From sigma 0.9 to 0.1, where log-SNR is smooth. The next term of the error is of relative size 10 / 64 or less."""
+    assert observed_orders(tails, lambda n: torch.linspace(0.9, 0.1, n + 1)) == pytest.approx([order] * 2, abs=0.25)
+
+
+@pytest.mark.parametrize(
+    ("tails", "order"), [(Tails(), 1), (Tails("ab2"), 2), (Tails("ab2", stride=2), 2), (Tails("dpmpp2m"), 1.75)]
+)
+def test_observed_order_of_convergence_to_the_image(tails, order):
+    """On the whole uniform grid. DPM-Solver's time is infinite at sigma 0, and steps near it are long on every grid: its error
+    is of size h^2 log(1 / h), whose observed order at these steps is 2 - 1 / log(n) = 1.8."""
+    assert observed_orders(tails, sigma_grid) == pytest.approx([order] * 2, abs=0.25)
+
+
+def test_a_second_order_tail_of_half_the_evaluations_beats_the_exact_one():
+    errors = [error_at(16, tails, SIGMAS) for tails in (EXACT, Tails("ab2", stride=2), Tails("dpmpp2m", stride=2))]
+    assert max(errors[1:]) < errors[0]
+
+
+class Straight(GaussianPolicy):
+    """A velocity that changes linearly with sigma and does not depend on x."""
+
+    def velocity(self, x, sigma, cond):
+        return 0.7 - 1.3 * sigma.reshape(-1, 1, 1, 1) * torch.ones_like(x)
+
+
+def test_a_forecast_of_a_linear_velocity_is_the_exact_tail():
+    """Euler's own velocities are recovered where they lie on a line; 15 float32 steps of size 1."""
+    algorithm = GranularGRPO(branch_steps=(0, 4), granularities=(1, 2))
+    fast, exact = (
+        make_engine(policy=Straight(), tails=tails).rollout(algorithm.plans(16), 3, algorithm.kernel(SIGMAS), noise)
+        for tails in (Tails(forecast=True), EXACT)
+    )
+    for mine, theirs in zip(fast, exact, strict=True):
+        torch.testing.assert_close(mine.finals, theirs.finals, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["stride=2"], "stride needs a second-order solver"),
+        (["stride=0"], "stride must be at least 1"),
+        (["forecast=true", "solver=ab2"], "forecast replaces velocities of Euler steps"),
+        (["forecast=true", "solver=dpmpp2m", "stride=2"], "forecast replaces"),
+        (["solver=heun"], "solver"),
+        (["dtype=float16"], "dtype"),
+        (["quantize=int4"], "quantize"),
+        (["sover=ab2"], "unknown key 'sampling.tails.sover'. Did you mean 'solver'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        config(*(f"sampling.tails.{option}" for option in options))
+
+
+def test_a_run_with_fast_tails_learns_from_exact_transitions():
+    """Evaluations fall, and the log-probs of rollout and training pass agree to the last bit as they do without."""
+    fast, exact = (trainer(None, *options) for options in (["sampling.tails.forecast=true"], []))
+    ours, theirs = fast.iterate(), exact.iterate()
+    expected = [2 * count_evaluations(t.plans(), 6, t.config.sampling.tails) for t in (fast, exact)]
+    assert [ours["evaluations"], theirs["evaluations"]] == expected and expected[0] < expected[1]
+    assert ours["log_prob_drift"] == theirs["log_prob_drift"] == 0
+    assert ours["reward/bright"] != theirs["reward/bright"]
+
+
+def test_a_trainer_without_the_network_that_tails_ask_for_is_refused():
+    with pytest.raises(ValueError, match="pass a tail_network"):
+        trainer(None, "sampling.tails.compile=true")
+
+
+class Counting:
+    """A tail network: the policy's own, twice as fast in no way, but it counts."""
+
+    def __init__(self, policy):
+        self.policy, self.fresh, self.rows = policy, 0, 0
+
+    def refresh(self):
+        self.fresh += 1
+
+    def velocity(self, x, sigma, cond):
+        self.rows += len(x)
+        with torch.no_grad():
+            return self.policy.velocity(x, sigma, cond)
+
+
+def test_a_tail_network_is_refreshed_each_iteration_and_asked_for_tails_only():
+    policy = Network()
+    t = trainer(None, "sampling.tails.compile=true", policy=policy, tail_network=(network := Counting(policy)))
+    rows = [t.iterate() for _ in range(2)]
+    anchors = 2 * 3  # two prompts, branch steps 0, 1, 2
+    assert network.fresh == 2 and network.rows == sum(row["evaluations"] - anchors for row in rows)

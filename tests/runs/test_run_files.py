@@ -1,0 +1,143 @@
+"""What a run leaves in its directory, also where the disk is full or the process killed."""
+
+import os
+import signal
+import sys
+
+import pytest
+from rich.console import Console
+
+from g2rpo import api
+from g2rpo.commands.push import push
+from g2rpo.errors import Stopped, UserError
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.runs.directory import claim, record_start
+from tests.support import ranks
+from tests.support.commands import g2rpo, small_files
+from tests.support.runs import brightness, trainer
+from tests.test_cli import Hub
+
+
+def test_a_run_from_python_leaves_weights_and_a_card(tmp_path, tiny_config):
+    t = api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"bright": brightness})
+    list(t.train())
+    t.finish()
+    card = tmp_path / "run" / "adapter" / "README.md"
+    assert api.sample(tmp_path / "run", ["a red circle"]).shape[0] == 1 and "bright" in card.read_text()
+    push(tmp_path / "run", "me/mine", private=True, console=Console(quiet=True), api=Hub())
+    t.export()
+    assert card.is_file()  # it is about these weights
+    more = api.trainer(
+        str(tiny_config), ["trainer.iterations=3"], tmp_path / "run", rewards={"bright": brightness}, resume=True
+    )
+    list(more.train())
+    more.export()
+    assert not card.exists()
+    more.finish()
+    assert card.is_file() and not list((tmp_path / "run").rglob(".unfinished*"))
+
+
+def test_the_repr_of_a_trainer_is_one_line(tmp_path):
+    t = trainer(tmp_path)
+    next(t.train())
+    assert repr(t) == f"Trainer('gaussian', iteration 0 of 4, run_dir={tmp_path})"
+    assert len(repr(api.trainer("scenes"))) < 100
+
+
+class Killed(GaussianPolicy):
+    """Dies while its weights are written, as safetensors leaves them then."""
+
+    def save(self, directory):
+        (directory / ".tmpAb12Cd").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exports(world, folder):
+    t = trainer(folder, policy=Killed(), world=world)
+    list(t.train())
+    t.finish()
+
+
+def test_a_kill_while_weights_are_written_leaves_no_half_of_them(tmp_path):
+    (victim,) = ranks.start(1, exports, tmp_path)
+    victim.join()
+    assert victim.exitcode == -signal.SIGKILL and not (tmp_path / "adapter").exists()
+    t = trainer(tmp_path)
+    t.resume()
+    list(t.train())
+    t.finish()
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "README.md", "before_after.png", "curves.png", "gaussian.safetensors",
+    ]  # fmt: skip
+    assert not [path for path in tmp_path.rglob(".*") if path.name != ".lock"]
+
+
+# --- full disks
+
+
+def begin(folder):
+    """A whole run as `g2rpo train` makes it, after the policy is there."""
+    t = trainer(folder, "alarms.decline=rollback", "evaluation.every=1", trackers=[])
+    claim(folder, t.config)
+    record_start(folder, 0, t.policy.device)
+    list(t.train())
+    t.finish()
+
+
+class Full:
+    """An audit hook by which the disk is full from the n-th touch of a folder on, while entered: nothing can be opened for
+    writing, made or renamed there. Python cannot remove it, so it is made once."""
+
+    def __init__(self):
+        self.folder, self.left, self.touches = None, 0, 0
+        sys.addaudithook(self.touched)
+
+    def touched(self, event, arguments):
+        if self.folder is None or not str(arguments[0] if arguments else "").startswith(str(self.folder)):
+            return
+        writes = event in ("os.rename", "os.mkdir") or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        if writes:
+            self.touches += 1
+            if self.touches > self.left:
+                raise OSError(28, "No space left on device", str(arguments[0]))
+
+    def at(self, folder, left):
+        self.folder, self.left, self.touches = folder, left, 0
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.folder = None
+
+
+@pytest.fixture(scope="module")
+def full():
+    return Full()
+
+
+def test_a_disk_that_is_full_from_any_moment_on_is_a_message_and_the_run_can_go_on(tmp_path, full):
+    with full.at(tmp_path / "straight", 10**6):
+        begin(tmp_path / "straight")
+    touches = full.touches
+    assert touches > 50
+    for moment in [*range(6), *range(6, touches, 7), *range(touches - 6, touches)]:
+        folder = tmp_path / str(moment)
+        with full.at(folder, moment), pytest.raises((Stopped, UserError), match=r"cannot be written.*No space left"):
+            begin(folder)
+        assert not list(folder.rglob(".unfinished*")), moment
+
+
+@pytest.mark.parametrize("size", [0, 100, 1000, 5000, 20000])
+def test_files_that_may_not_grow_are_a_message_too(tmp_path, size):
+    """As libraries that write without Python meet it: safetensors, torch."""
+    with small_files(size), pytest.raises((Stopped, UserError), match=r"cannot be written"):
+        begin(tmp_path / "run")
+
+
+@pytest.mark.parametrize("size", [0, 300, 3000])
+def test_commands_on_a_full_disk_end_with_a_message(capsys, tmp_path, tiny_config, size):
+    with small_files(size):
+        code, _, err = g2rpo(capsys, "train", tiny_config, "prompts.cache=off", "trackers=[]", "--run-dir", tmp_path / "run")
+    assert code in (1, 2) and "cannot be written" in err and "Traceback" not in err

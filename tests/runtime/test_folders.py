@@ -1,0 +1,227 @@
+"""One process at a time in a folder, folders that are whole or absent, and a message where a disk refuses."""
+
+import errno
+import fcntl
+import os
+import platform
+import signal
+
+import pytest
+
+from g2rpo.errors import Stopped, UserError
+from g2rpo.files import whole_file, write_whole
+from g2rpo.runs.directory import claim, entered
+from g2rpo.runtime.folders import LOCK, InUse, held, is_empty, remove_unfinished, whole, writing
+from tests.support.commands import g2rpo, small_files
+from tests.support.ranks import CONTEXT
+from tests.support.runs import config, trainer
+
+
+def holds(folder, pipe):
+    with held(folder):
+        pipe.send("ready")
+        pipe.recv()
+
+
+class Holder:
+    """Another process that holds a folder while entered."""
+
+    def __init__(self, folder):
+        self.pipe, other = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=holds, args=(folder, other))
+        self.process.start()
+        assert self.pipe.poll(60) and self.pipe.recv() == "ready"
+
+    def __enter__(self):
+        return self.process
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.join()
+
+
+def test_a_folder_is_one_processs_and_the_message_says_whose(tmp_path):
+    with Holder(tmp_path) as other:
+        with pytest.raises(InUse, match=f"in use by process {other.pid} on {platform.node()}, .* since 20"), held(tmp_path):
+            pass
+        os.kill(other.pid, signal.SIGKILL)  # a crash leaves no lock behind
+        other.join()
+        with held(tmp_path):
+            pass
+
+
+def test_a_process_may_enter_again(tmp_path):
+    with held(tmp_path), held(tmp_path / ".." / tmp_path.name):
+        pass
+    with Holder(tmp_path):
+        pass
+
+
+def test_a_folder_in_which_nothing_was_written_goes_again_with_those_made_for_it(tmp_path):
+    with held(tmp_path / "a" / "b"):
+        write_whole(tmp_path / "a" / "b" / ".unfinished_x", b"")  # as a killed process leaves it
+    assert list(tmp_path.iterdir()) == []
+    with held(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / "x").touch()
+    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [LOCK, "x"]
+    (tmp_path / "mine").mkdir()
+    with held(tmp_path / "mine"):
+        pass
+    assert is_empty(tmp_path / "mine") and (tmp_path / "mine").is_dir()
+
+
+def comes_and_goes(folder, times, meetings):
+    for _ in range(times):
+        try:
+            with held(folder):
+                os.close(os.open(folder.with_name("alone"), os.O_CREAT | os.O_EXCL))
+                folder.with_name("alone").unlink()
+                meetings.value += 1
+        except InUse:
+            pass
+
+
+def test_processes_that_make_and_remove_one_folder_never_meet_in_it(tmp_path):
+    """A lock on a file that its last holder has removed is no lock."""
+    meetings = CONTEXT.Value("i", 0, lock=False)  # written by the holder alone
+    processes = [CONTEXT.Process(target=comes_and_goes, args=(tmp_path / "it", 1000, meetings)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0] and meetings.value > 30
+
+
+def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch):
+    def none(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    said = []
+    with held(tmp_path, said.append):
+        pass
+    assert "has no locks (No locks available)" in said[0]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file: cannot be written \(File exists\)"), held(tmp_path / "file"):
+        pass
+
+
+def interrupted_at(path):
+    (path / "half" if path.is_dir() else path).write_text("half")
+    raise KeyboardInterrupt
+
+
+def test_a_folder_is_whole_or_as_it_was(tmp_path):
+    for content in ("one", "two"):
+        with whole(tmp_path / "it") as folder:
+            (folder / content).touch()
+        assert [path.name for path in (tmp_path / "it").iterdir()] == [content]
+    for writer in (whole(tmp_path / "it"), whole_file(tmp_path / "it" / "two")):
+        with pytest.raises(KeyboardInterrupt), writer as unfinished:
+            interrupted_at(unfinished)
+    assert [path.name for path in tmp_path.rglob("*")] == ["it", "two"] and (tmp_path / "it" / "two").read_text() == ""
+
+
+def test_what_was_left_unfinished_is_removed(tmp_path):
+    (tmp_path / ".unfinished_a").mkdir()
+    (tmp_path / ".unfinished_b").touch()
+    (tmp_path / "c").touch()
+    remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_full_disk_is_a_message(tmp_path):
+    with small_files(3), pytest.raises(Stopped, match=r"x: cannot be written \(File too large\)"), writing(tmp_path / "x"):
+        write_whole(tmp_path / "x", b"four")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- run directories
+
+
+def test_commands_leave_a_folder_alone_that_another_process_holds(capsys, tmp_path, tiny_config):
+    (tmp_path / "run").mkdir()
+    claim(tmp_path / "run", config())
+    evaluation = [
+        "evaluate",
+        "--model",
+        "testbed",
+        "--rewards",
+        "scene_accuracy",
+        "--prompts",
+        "testbed:heldout",
+        "--steps",
+        "2",
+    ]
+    with Holder(tmp_path / "run") as other, Holder(tmp_path / "new") as second:
+        for arguments, holder in (
+            (["train", tmp_path / "run" / "config.yaml", "--run-dir", tmp_path / "run", "--resume"], other),
+            (["train", tiny_config, "--run-dir", tmp_path / "new"], second),
+            ([*evaluation, "--out", tmp_path / "new"], second),
+            (["compare", tiny_config, "--cell", "a:", "--out", tmp_path / "new"], second),
+        ):
+            code, _, err = g2rpo(capsys, *arguments)
+            assert code == 2 and f"in use by process {holder.pid} on" in err and "Traceback" not in err, err
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK, "config.yaml"]
+    assert is_empty(tmp_path / "new")
+
+
+def test_a_trainer_holds_its_run_directory_while_it_writes(tmp_path):
+    t = trainer(tmp_path)
+    rows = t.train()
+    next(rows)
+    other = CONTEXT.Process(target=holds, args=(tmp_path, CONTEXT.Pipe()[0]))
+    other.start()
+    other.join()
+    assert other.exitcode == 1
+    rows.close()
+    with Holder(tmp_path):
+        for write in (t.save, t.export, lambda: next(t.train())):
+            with pytest.raises(InUse):
+                write()
+    t.save()
+
+
+def enters(cwd, barrier, names):
+    os.chdir(cwd)
+    barrier.wait(60)
+    with entered(config(), None, resume=False) as directory:
+        claim(directory, config())
+        names.put(directory.name)
+
+
+def test_runs_that_begin_at_one_time_get_a_folder_each(tmp_path):
+    barrier, names = CONTEXT.Barrier(4), CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=enters, args=(tmp_path, barrier, names)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert sorted(names.get(timeout=60) for _ in processes) == ["gaussian", "gaussian-2", "gaussian-3", "gaussian-4"]
+    for process in processes:
+        process.join()
+
+
+def test_a_directory_in_which_a_run_was_killed_before_it_began_can_be_used(tmp_path):
+    (tmp_path / LOCK).touch()
+    (tmp_path / ".unfinished_0123").write_text("recipe:")
+    with entered(config(), tmp_path, resume=False) as directory:
+        claim(directory, config())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "config.yaml"]
+
+
+@pytest.mark.parametrize("name", ["..", ".", "..."])
+def test_a_recipe_whose_name_is_no_folder_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("mine")
+    with pytest.raises(UserError, match="cannot name a folder"), entered(config(f"recipe='{name}'"), None, resume=False):
+        pass
+    assert (tmp_path / "config.yaml").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_run_that_is_entered_while_it_lasts_is_seen_when_it_is_over(tmp_path):
+    """The directory is looked at again once it is held."""
+    claim(tmp_path / "run", config())
+    with pytest.raises(UserError, match="already holds a run"), entered(config(), tmp_path / "run", resume=False):
+        pass

@@ -1,0 +1,452 @@
+"""Weights in pieces learn what whole weights learn, no rank waits for a call that never comes, and any number resumes."""
+
+import os
+import shutil
+import signal
+from collections import Counter
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+from rich.console import Console
+from safetensors.torch import load_file
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from g2rpo.build import components
+from g2rpo.commands.train import _run
+from g2rpo.config.resolve import resolve
+from g2rpo.cost.plan import make_plan
+from g2rpo.errors import Stopped, UserError
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.runtime.distributed import ALONE, World
+from g2rpo.runtime.sharding import Sharded
+from g2rpo.training.checkpoint import checkpoints
+from tests.support import ranks
+from tests.support.runs import PLAIN, config, trainer
+from tests.support.tiny_pipelines import CLASSES, save_tiny
+
+PROMPTS = ["a red circle", "two blue squares", "a blue circle", "a green star"]
+SMALL = (
+    "algorithm.group_size=2",
+    "algorithm.branch_steps=[0,1]",
+    "sampling.num_steps=3",
+    "sampling.batch_size=1",
+    "sampling.decode_batch_size=1",
+    "trainer.micro_batch_size=1",
+    "trainer.prompts_per_iteration=4",
+    "trainer.iterations=2",
+    "trainer.checkpoint_every=1",
+    "optim.eps=1",
+    "optim.learning_rate=0.5",
+    "policy.tuning=full",
+)
+RUNS = ((1, "none"), (2, "full"), (2, "training"), (4, "full"))
+SD3 = ("algorithm.update_every=branch", "optim.ema_decay=0.5", "algorithm.kl_weight=0.5", "sampling.prompts_at_once=1")
+OPTIONS = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "full", "keep_base": False}
+
+
+def build(world, folder, model, mode, *overrides, kind=FluxPolicy, **options):
+    """A trainer of a tiny model, all weights; `mode` as trainer.sharding."""
+    sharding = Sharded(world, "cpu", whole_samples=mode == "training") if mode != "none" else None
+    policy = kind.from_pretrained(model, sharding=sharding, **(OPTIONS | options))
+    return trainer(folder, *SMALL, *overrides, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
+
+
+def learn(world, folder, model, mode, killed=False):
+    """`g2rpo train` on one rank; `killed` ends rank 1 amidst a network call of the second iteration."""
+    policy = {"path": model, "height": 32, "width": 32, "max_sequence_length": 12, "tuning": "full"}
+    prompts = {"train": str(Path(model) / "prompts.txt"), "cache": "off"}
+    evaluation = {"prompts": prompts["train"], "num_prompts": 3, "every": 1, "pictures": 1}
+    groups = {"policy": policy, "prompts": prompts, "evaluation": evaluation, "rewards": {"brightness": 1.0}}
+    chosen = resolve(PLAIN | groups, [*SMALL, f"trainer.sharding={mode}"])
+    if killed and world.rank == 1:
+        passes = count(1)
+
+        def die(module, _):
+            if isinstance(module, FluxSingleTransformerBlock) and torch.is_grad_enabled() and next(passes) == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        register_module_forward_pre_hook(die)  # an iteration has four passes of two prompts' two branch points
+    _run(chosen, folder, (folder / "config.yaml").exists(), world, Console(quiet=True))
+
+
+def learn_sd3(world, folder, model, mode):
+    t = build(world, folder, model, mode, *SD3, kind=SD3Policy, keep_base=True, gradient_checkpointing=True)
+    rows = [t.iterate(), t.iterate(), t.score_heldout().means()]
+    t.export()
+    return rows
+
+
+def learn_described(world, folder, model, mode, name):
+    """A pipeline by its own code, with gradients that are checkpointed; prompts have different lengths."""
+    kind = CLASSES[name]
+    t = build(world, folder, model, mode, kind=kind, guidance_scale=4.0, max_sequence_length=64, gradient_checkpointing=True)
+    rows = [t.iterate(), t.iterate()]
+    t.export()
+    return rows
+
+
+def learn_nft(world, folder, model, mode):
+    """Two iterations with old weights, which sample, and the untrained model; a checkpoint, and another trainer's from it."""
+    small = [option for option in SMALL if "branch_steps" not in option]
+    options = (*small, "algorithm.name=diffusion_nft", "algorithm.old_rise=0.3", "algorithm.kl_weight=0.1")
+
+    def made():
+        sharding = Sharded(world, "cpu", whole_samples=mode == "training") if mode != "none" else None
+        policy = FluxPolicy.from_pretrained(model, sharding=sharding, **{**OPTIONS, "keep_base": True})
+        return trainer(folder, *options, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
+
+    t = made()
+    rows = [t.iterate(), t.iterate()]
+    t.save()
+    t.export()
+    again = made()
+    again.resume()
+    assert again.iteration == 2
+    rows.append(again.iterate())
+    return rows
+
+
+def exported(folder):
+    return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def log(folder):
+    return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in read_metrics(folder)]
+
+
+def agree(weights, others):
+    """Within rounding. Calls have one row each, so only the order of sums differs, of 8 branch points: by at most 8 x 2^-24 of
+    gradients that are clipped at 1. With eps = 1 Adam's step is lr m / (sqrt(v) + 1): it changes by at most lr = 0.5 times as
+    much, 2.4e-7, and adding it to a weight of up to 2 rounds by 1.2e-7 on either side. Twice that after two steps."""
+    for name, value in weights.items():
+        torch.testing.assert_close(value, others[name], atol=1e-6, rtol=0)
+
+
+def agree_in(row, other):
+    names = {name for name in row if not name.startswith("seconds") and name not in ("kind", "ranks")}
+    assert {name: row[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-3, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, flux_directory):
+    """Finished runs by (ranks, trainer.sharding)."""
+    (flux_directory / "prompts.txt").write_text("\n".join(PROMPTS))
+    folders = {}
+    for size, mode in RUNS:
+        folder = folders[size, mode] = tmp_path_factory.mktemp(f"{size}{mode}")
+        ranks.run(size, learn, folder, str(flux_directory), mode)
+    return folders
+
+
+@pytest.mark.parametrize("run", RUNS[1:])
+def test_pieces_learn_what_whole_weights_learn(runs, flux_directory, run):
+    """1 x 4 prompts with whole weights = 2 x 2 = 4 x 1 with pieces; of two ranks, one has two of the three held-out prompts."""
+    alone, ours = runs[RUNS[0]], runs[run]
+    agree(exported(ours), exported(alone))
+    for row, other in zip(log(ours), log(alone), strict=True):
+        agree_in(row, other)
+    before = load_file(flux_directory / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert max(float((value - before[name]).abs().max()) for name, value in exported(ours).items()) > 1e-3
+    assert (ours / "transformer" / "config.json").read_text() == (alone / "transformer" / "config.json").read_text()
+
+
+def test_sd3_in_pieces_with_a_kl_term_an_average_and_checkpointed_gradients(tmp_path, sd3_directory):
+    rows = [
+        ranks.run(size, learn_sd3, tmp_path / mode, str(sd3_directory), mode)[0] for size, mode in ((1, "none"), (2, "full"))
+    ]
+    agree(exported(tmp_path / "full"), exported(tmp_path / "none"))
+    for row, other in zip(*rows, strict=True):
+        agree_in(row, other)
+    assert rows[1][1]["kl"] > 0
+
+
+@pytest.mark.parametrize("name", ["ZImagePipeline", "CogView4Pipeline"])
+def test_pipelines_by_their_own_code_learn_the_same_in_pieces(tmp_path, name):
+    """CogView4's prompts of different lengths are separate calls: ranks make as many, whatever their prompts."""
+    model = save_tiny(name, tmp_path / "model")
+    rows = [
+        ranks.run(size, learn_described, tmp_path / mode, str(model), mode, name, timeout_s=180)[0]
+        for size, mode in ((1, "none"), (2, "full"))
+    ]
+    agree(exported(tmp_path / "full"), exported(tmp_path / "none"))
+    for row, other in zip(*rows, strict=True):
+        agree_in(row, other)
+
+
+@pytest.mark.parametrize("mode", ["full", "training"])
+def test_old_weights_in_pieces_are_those_of_whole_ones(tmp_path, flux_directory, mode):
+    logs, kept = {}, {}
+    for size, own in ((1, "none"), (2, mode)):
+        folder = tmp_path / own
+        folder.mkdir()
+        logs[own] = ranks.run(size, learn_nft, folder, flux_directory, own)[0]
+        (checkpoint,) = [path for path in checkpoints(folder / "checkpoints") if path.name.endswith("2")]
+        kept[own] = {name: load_file(checkpoint / f"{name}.safetensors") for name in ("weights", "old")}
+    agree(kept[mode]["weights"], kept["none"]["weights"])
+    agree(kept[mode]["old"], kept["none"]["old"])
+    apart = [float((kept[mode]["old"][name] - value).abs().max()) for name, value in kept[mode]["weights"].items()]
+    assert max(apart) > 1e-3
+    for row, other in zip(logs[mode], logs["none"], strict=True):
+        agree_in(row, other)
+
+
+def held(world, folder, model, mode):
+    """Bytes of this rank's weights, gradients and moments after an update."""
+    t = build(world, folder, model, mode)
+    t.iterate()
+
+    def local(tensor):
+        return getattr(tensor, "to_local", lambda: tensor)().nbytes
+
+    parameters = list(t.learner.parameters)
+    moments = [value for p in parameters for value in t.learner.optimizer.state[p].values()]
+    return [sum(map(local, part)) for part in (parameters, [p.grad for p in parameters], moments)]
+
+
+def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory):
+    """Rows of odd matrices fall to one of two ranks, so the larger share is above half, by a twentieth at most here."""
+    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12}
+    asked = resolve(PLAIN | {"policy": policy}, [*SMALL, "trainer.sharding=full"])
+    plan = make_plan(asked, cuda=False, heldout=2, distinct_prompts=4, ranks=2).memory
+    whole = held(ALONE, None, str(flux_directory), "none")
+    pieces = ranks.run(2, held, tmp_path, str(flux_directory), "full")
+    for name, alone, *own in zip(("trained weights", "gradients", "moments"), whole, *pieces, strict=True):
+        slack = 4 * 2 * 1000 if name == "moments" else 0  # each rank has every tensor's step counter
+        assert alone <= sum(own) <= alone + slack
+        assert plan.parts[name] <= max(own) <= 1.05 * plan.parts[name]
+
+
+# --- resuming
+
+
+def test_a_killed_run_resumes_bit_for_bit_and_on_one_rank_within_rounding(tmp_path, runs, flux_directory):
+    model, cut = str(flux_directory), tmp_path / "cut"
+    cut.mkdir()
+    left = ranks.finish(ranks.start(2, learn, cut, model, "full", True), cut)
+    assert left[0]["error"].startswith("RankLost: rank 0 stops: another rank died, or did not answer") and left[1] == {}
+    assert [path.name for path in checkpoints(cut / "checkpoints")] == ["iteration_000001"]
+    (cut / "0.json").unlink()
+    shutil.copytree(cut, tmp_path / "alone")
+    ranks.run(2, learn, cut, model, "full")
+    straight = exported(runs[2, "full"])
+    assert all(torch.equal(value, straight[name]) for name, value in exported(cut).items())
+    assert log(cut) == log(runs[2, "full"])
+    ranks.run(1, learn, tmp_path / "alone", model, "none")
+    agree(exported(tmp_path / "alone"), exported(runs[1, "none"]))
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, "none"), "training"), ((4, "full"), "full")])
+def test_a_run_resumes_on_two_ranks_in_pieces(tmp_path, runs, flux_directory, before, after):
+    again = shutil.copytree(runs[before], tmp_path / "again")
+    shutil.rmtree(again / "checkpoints" / "iteration_000002")
+    shutil.rmtree(again / "transformer")
+    ranks.run(2, learn, again, str(flux_directory), after)
+    agree(exported(again), exported(runs[1, "none"]))
+
+
+# --- meetings
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the gathers and scatters of weights and gradients; meetings through `World` are other operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.seen[str(function)] += 1
+        return function(*arguments, **(options or {}))
+
+    def counts(self):
+        return [self.seen["c10d._allgather_base_.default"], self.seen["c10d._reduce_scatter_base_.default"]]
+
+
+def counted(world, model, mode):
+    """[calls without gradients, calls with, gathers, scatters] of one iteration in which ranks have as many rows a call."""
+    t = build(world, None, model, mode, "sampling.batch_size=8", "trainer.micro_batch_size=2")
+    calls = Counter()
+    t.policy.tuning.transformer.register_forward_pre_hook(lambda *_: calls.update([torch.is_grad_enabled()]))
+    with Gathers() as gathers:
+        t.iterate()
+    return [calls[False], calls[True], *gathers.counts()]
+
+
+def call(t, seed):
+    g = torch.Generator().manual_seed(seed)
+    return t.policy.velocity(torch.randn(1, 64, 16, generator=g), torch.tensor([0.4]), t.cond)
+
+
+def apart(a, b):
+    """The largest difference, by the size of the larger."""
+    return float((a - b).abs().max() / torch.maximum(a.abs(), b.abs()).max())
+
+
+def facts(world, folder, model):
+    """What ranks of two find in one process: starting them is what takes time."""
+    found = {mode: counted(world, model, mode) for mode in ("full", "training")}
+    t = build(world, None, model, "full")
+    t.cond = t.policy.encode(PROMPTS[:1])
+    alone = build(ALONE, None, model, "none")
+    alone.cond = t.cond
+    numbers = [sum(p.to_local().numel() for p in t.learner.parameters), sum(p.numel() for p in alone.learner.parameters)]
+    found["share"] = numbers[0] / numbers[1]
+    with torch.no_grad():
+        with t.shards.sampling():
+            own = [call(t, seed) for seed in range(1 + 2 * world.rank)]
+        found["uneven"] = [apart(v, call(alone, seed)) for seed, v in enumerate(own)]
+        found["others"] = apart(call(alone, 1), call(alone, 2))
+
+    found["errors"] = errors = []
+    for action in (lambda: call(t, 0), lambda: one_more_pass(t, world.rank)):
+        try:
+            action()
+        except (RuntimeError, Stopped) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    rounded = {
+        name: build(w, None, model, m, dtype=torch.bfloat16) for name, w, m in (("s", world, "full"), ("a", ALONE, "none"))
+    }
+    velocities, gradients, positions = {}, {}, set()
+
+    def see(module, arguments, named):
+        positions.add(str(named["image_rotary_emb"][0].dtype))
+
+    rounded["s"].policy.tuning.transformer.transformer_blocks[0].register_forward_pre_hook(see, with_kwargs=True)
+    for name, b in rounded.items():
+        b.cond = b.policy.encode(PROMPTS[:1])
+        with torch.no_grad():
+            for p in b.learner.parameters:
+                p.mul_(1.003)  # fresh scales of norms are 1, which bfloat16 has
+        with b.shards.training():
+            velocities[name] = call(b, world.rank if name == "s" else 0)
+            velocities[name].float().square().mean().backward()
+        if name == "a":
+            call(b, 1).float().square().mean().backward()
+        gradients[name] = [p.grad.full_tensor() if name == "s" else p.grad for p in b.learner.parameters]
+    flat = {name: torch.cat([g.flatten() for g in gs]) for name, gs in gradients.items()}
+    found["bfloat16"] = [
+        float((velocities["s"] - velocities["a"]).abs().max() / velocities["a"].abs().max()) if world.is_main else 0.0,
+        float((flat["s"] - flat["a"]).norm() / flat["a"].norm()),
+    ]
+    found["positions"] = list(positions)
+    found["decode"] = short_of_memory_when_decoding(world, model)
+    found["halved"] = short_of_memory(world, folder, model, "training")
+    return found
+
+
+def one_more_pass(t, more):
+    with t.shards.training():
+        for seed in range(1 + more):
+            call(t, seed).sum().backward()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, flux_directory):
+    return ranks.run(2, facts, tmp_path_factory.mktemp("facts"), str(flux_directory))
+
+
+LAYERS = 3
+"""Two blocks and the rest."""
+
+
+def test_each_layer_is_gathered_once_a_call_or_once_a_rollout(found):
+    """And once more on the way back of a training pass, which scatters each layer's gradients once."""
+    for rank in found:
+        for mode in ("full", "training"):
+            calls, passes, gathers, scatters = rank[mode]
+            assert calls > 1 and passes > 1
+            assert gathers == LAYERS * ((calls if mode == "full" else 1) + 2 * passes)
+            assert scatters == LAYERS * passes
+
+
+def test_each_rank_has_its_share(found):
+    assert [rank["share"] for rank in found] == pytest.approx([0.5, 0.5], abs=0.02)
+
+
+def test_ranks_may_sample_as_often_as_they_like(found):
+    """One, and three times. A gathered weight may lie elsewhere in memory, and a processor add up in another order: sums of
+    some hundred products agree within 1e-5, where velocities of other latents are far apart."""
+    assert [len(rank["uneven"]) for rank in found] == [1, 3]
+    assert all(value < 1e-5 < 0.1 < rank["others"] for rank in found for value in rank["uneven"])
+
+
+def test_a_rank_out_of_step_is_an_error_on_all(found):
+    for rank in found:
+        outside, more = rank["errors"]
+        assert outside.startswith("RuntimeError: a divided model is called inside sampling() or training()")
+        assert more == "Stopped: the ranks have fallen out of step: some make another training pass, others do not"
+
+
+def test_bfloat16_differs_by_its_rounding(found):
+    """Scales of norms are rounded as matrices are; one process rounds matrices alone. What a scale multiplies moves by up to
+    2^-8, and so does the velocity, itself in bfloat16: one or two units in its last place, 2^-7 each near a power of two.
+    Positions stay in float32: bfloat16 cannot tell the 257th from the 258th."""
+    for rank in found:
+        velocity, gradient = rank["bfloat16"]
+        assert velocity <= 2**-6 and gradient < 2**-7
+        assert rank["positions"] == ["torch.float32"]
+
+
+def short_of_memory(world, folder, model, mode):
+    t = build(world, None, model, mode, "sampling.batch_size=8")
+    velocity = t.policy.velocity
+
+    def small_velocity(x, sigma, cond):
+        if world.rank == 1 and len(x) > 3 and not torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("pretended")
+        return velocity(x, sigma, cond)
+
+    t.policy.velocity = small_velocity
+    return [t.iterate()["out_of_memory"], t.sizes.rollout]
+
+
+def short_of_memory_when_decoding(world, model):
+    t = build(world, None, model, "full", "sampling.batch_size=2", "sampling.decode_batch_size=2")
+    decode = t.policy.decode
+
+    def small_decode(x):
+        if len(x) > 1:
+            raise torch.OutOfMemoryError("pretended")
+        return decode(x)
+
+    t.policy.decode = small_decode
+    t.score_heldout()
+    return t.sizes.decode
+
+
+def test_a_rank_that_samples_its_heldout_prompts_again_is_waited_for(found):
+    """Rank 1 has two of the three, and its decoder's memory runs out."""
+    assert [rank["decode"] for rank in found] == [2, 1]
+
+
+def test_memory_that_runs_out_on_one_rank_halves_its_batch_where_samples_meet_nobody(found):
+    assert [rank["halved"] for rank in found] == [[2, 8], [2, 2]]
+
+
+def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_to_set(tmp_path, flux_directory):
+    launched = ranks.start(2, short_of_memory, tmp_path, str(flux_directory), "full")
+    first, second = ranks.finish(launched, tmp_path)
+    words = "out of memory with sampling.batch_size=8: ranks that gather weights together cannot halve it alone"
+    assert second["error"].startswith(f"UserError: {words}; `g2rpo resume RUN sampling.")
+    assert first["error"].startswith(f"RankLost: rank 0 stops: rank 1 stopped with UserError: {words}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "message"),
+    [
+        ((), 1, "=full divides weights over several processes: start them with torchrun"),
+        (("policy.tuning=lora",), 2, "divides what policy.tuning=full trains"),
+        (("sampling.tails.dtype=bfloat16",), 2, "sampling.tails.compile, dtype and quantize copy weights"),
+        (("sampling.batch_size=auto",), 2, "sampling.batch_size=auto is each rank's own"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(overrides, size, message):
+    with pytest.raises(UserError, match=message):
+        components.build_sharding(config("policy.tuning=full", "trainer.sharding=full", *overrides), World(0, size))

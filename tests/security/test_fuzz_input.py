@@ -1,0 +1,225 @@
+"""Whatever a config, an override or a prompt file holds: a value that is used as it stands, or one message."""
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from g2rpo.cli import main
+from g2rpo.commands.sample import SampleOptions
+from g2rpo.commands.train import load_config
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve, resolve_as
+from g2rpo.errors import Stopped, UserError
+from g2rpo.files import digest_of
+from g2rpo.flow import sigma_grid
+from g2rpo.plain import is_text, parse_yaml
+from g2rpo.prompts.sources import read_prompts
+from tests.support import runs
+from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts, values
+
+encoded = st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "latin-1"])
+
+
+@contextlib.contextmanager
+def file_of(content, suffix):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"file{suffix}")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+        yield path
+
+
+def is_sound(config):
+    """It survives its own file, can be told from others, and its plans are refused with words or made."""
+    text = config.to_yaml()
+    with file_of(text, ".yaml") as path:
+        assert resolve(read_yaml(path)) == config
+    digest_of(config.model_dump(mode="json")), text.encode()
+    with contextlib.suppress(ValueError):
+        config.algorithm.plans(config.sampling.num_steps)
+
+
+def said(error):
+    """A message that says something, and can be shown."""
+    assert str(error).strip() and len(str(error)) < 100_000
+
+
+@given(st.sampled_from(CONFIGS), overrides)
+@example(CONFIGS[0], ["trainer.seed=2024-13-45"])
+@example(CONFIGS[0], ["trainer.seed=0b_"])
+@example(CONFIGS[0], ["trainer.seed=" + "9" * 5000])
+@example(CONFIGS[0], ["trainer.seed=0x" + "f" * 5000])
+@example(CONFIGS[0], ["rewards.a.options.x=&a [*a]"])
+@example(CONFIGS[0], ["rewards.a.options.x=!!binary /w=="])
+@example(CONFIGS[0], ["rewards.a.options." + "a." * 5000 + "b=1"])
+@example(CONFIGS[0], ["trainer.seed=" + "[" * 20_000])
+@example(CONFIGS[0], ["optim.betas=[1,2]"])
+@example(CONFIGS[0], ['policy.negative_prompt="\\ud800"'])
+def test_overrides_are_used_or_refused(config, words):
+    try:
+        built = resolve(config.model_dump(mode="json"), words)
+    except UserError as error:
+        said(error)
+    else:
+        is_sound(built)
+
+
+@given(recipe_texts, overrides)
+@example("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", [])
+def test_a_config_file_is_used_or_refused(text, words):
+    with file_of(text, ".yaml") as path:
+        try:
+            built = load_config(str(path), words)
+        except UserError as error:
+            said(error)
+        else:
+            is_sound(built)
+
+
+@given(st.binary(max_size=60) | st.text().flatmap(lambda t: encoded.map(lambda e: t.encode(e, "replace"))))
+def test_any_bytes_are_a_config_or_refused(content):
+    with file_of(content, ".yaml") as path, pytest.raises(UserError, match=".") as refusal:
+        load_config(str(path), [])
+    said(refusal.value)
+
+
+FINITE = st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | FINITE | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5).filter(is_text), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(PLAIN)
+@example({"\x85": ["\x85", "\u2028"]})
+def test_options_come_back_from_a_file_as_they_were(options):
+    words = {"rewards": {"r": {"kind": "http", "options": {"x": options}}}}
+    config = resolve({**CONFIGS[0].model_dump(mode="json"), **words})
+    if all(map(is_text, _strings(options))):
+        is_sound(config)
+
+
+def _strings(data):
+    if isinstance(data, str):
+        yield data
+    for inner in data if isinstance(data, list) else data.values() if isinstance(data, dict) else ():
+        yield from _strings(inner)
+
+
+@given(values | st.text())
+def test_yaml_is_plain_data_or_a_value_error(text):
+    with contextlib.suppress(ValueError):
+        json.dumps(parse_yaml(text), allow_nan=False).encode()
+
+
+@given(recipe_texts, overrides)
+def test_the_command_line_says_one_thing_and_ends_with_2(text, words):
+    """`encode` with the cache turned off reads everything, and then has nothing to do, which is wrong input too."""
+    words = [word for word in words if not word.startswith("-")]
+    with file_of(text, ".yaml") as path, contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as end:
+        main(["encode", str(path), *words, "prompts.cache=off"])
+    assert end.value.code == 2
+    assert "g2rpo:" in err.getvalue() and "Traceback" not in err.getvalue() and "\x1b" not in err.getvalue()
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(("steps", "shift", "strength", "batch_size"), values)))
+@example({"steps": "600", "shift": "-1", "strength": ".nan", "batch_size": "9" * 20})
+def test_what_a_drawing_is_asked_for_can_be_drawn_or_is_refused(words):
+    """Also what typer reads as numbers before: every kind of value may come."""
+    try:
+        drawing = resolve_as(SampleOptions, {name: _as_number(word) for name, word in words.items()}, source="sample")
+    except UserError as error:
+        said(error)
+    else:
+        assert drawing.batch_size < 10**7 and (drawing.steps or 1) <= 250
+        if isinstance(drawing.shift, float):
+            grid = sigma_grid(drawing.steps or 28, drawing.shift)
+            assert grid.isfinite().all() and grid[0] == 1 and grid[-1] == 0 and (grid.diff() <= 0).all()
+
+
+def _as_number(word):
+    try:
+        return float(word) if "." in word else int(word)
+    except ValueError:
+        return word
+
+
+LINES = '{"prompt": "a red circle"}\n{"prompt": "two\u2028lines"}\n'
+
+
+@given(
+    mutated(LINES) | mutated("a red circle\r\ntwo blue squares\n") | st.binary(max_size=60),
+    st.sampled_from([".txt", ".jsonl", ".parquet"]),
+)
+@example('{"prompt": "\\ud800"}', ".jsonl")
+@example('{"prompt": ' + "9" * 5000 + "}", ".jsonl")
+@example("[" * 100_000, ".jsonl")
+@example("\0", ".txt")
+@example("x" * 10**6, ".txt")
+def test_a_prompt_file_gives_prompts_or_one_message(content, suffix):
+    with file_of(content, suffix) as path:
+        try:
+            prompts = read_prompts(path)
+        except UserError as error:
+            said(error)
+        else:
+            assert prompts and all(prompt == prompt.strip() and prompt and is_text(prompt) for prompt in prompts)
+
+
+def _float_keys(config):
+    """The dotted keys of `config` that hold floats."""
+    for key, leaf in _leaves(config.model_dump(mode="json")):
+        if any(isinstance(value, float) for value in (leaf if isinstance(leaf, list) else [leaf])):
+            yield key, leaf
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_numbers_that_are_allowed_train_or_stop_with_a_message(algorithm):
+    """The largest and the smallest of every setting, one at a time, through every line of the trainer."""
+    words = [f"algorithm.name={algorithm}", "algorithm.group_size=3", "trainer.iterations=2", "trainer.max_skipped=2"]
+    tried = 0
+    for key, now in _float_keys(runs.config(*words)):
+        if algorithm != "g2rpo" and not key.startswith("algorithm."):
+            continue  # once is enough
+        for extreme in (1 / SMALLEST, SMALLEST, 0.0, -1.0):
+            value = [extreme] * len(now) if isinstance(now, list) else extreme
+            with contextlib.suppress(UserError, Stopped):
+                list(runs.trainer(None, *words, f"{key}={value}", notify=lambda message: None).train())
+            tried += 1
+    assert tried >= 12
+
+
+def test_a_line_separator_of_unicode_is_a_part_of_a_prompt():
+    for content, suffix in ((LINES, ".jsonl"), ("a red circle\ntwo\u2028lines", ".txt")):
+        with file_of(content, suffix) as path:
+            assert read_prompts(path) == ["a red circle", "two\u2028lines"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".yaml"])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make, suffix):
+    path = tmp_path / f"thing{suffix}"
+    make(path)
+    with pytest.raises(UserError, match="no regular file"):
+        load_config(str(path), []) if suffix == ".yaml" else read_prompts(path)
+
+
+def test_a_config_of_half_a_megabyte_is_refused_unread(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: b\n" * 100_000)
+    with pytest.raises(UserError, match="500000 bytes large; at most 262144"):
+        read_yaml(tmp_path / "config.yaml")
+
+
+def test_snippets_are_all_tried_alone():
+    """The ones that once broke something, in the place of a value and in that of a whole file."""
+    for snippet in SNIPPETS:
+        for source in (f"recipe: {snippet}\n", snippet):
+            with file_of(source, ".yaml") as path, pytest.raises(UserError):
+                load_config(str(path), [])

@@ -1,0 +1,528 @@
+"""Files, servers and clients that mean harm: nothing runs, nothing leaks, nobody waits for long."""
+
+import ast
+import contextlib
+import json
+import re
+import shutil
+import socket
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+from transformers import CLIPConfig, CLIPModel
+
+import g2rpo
+from g2rpo.build.components import build_policy, build_rewards
+from g2rpo.config.schema import PolicyConfig, RewardConfig
+from g2rpo.cost.blueprint import on_meta, read_blueprint
+from g2rpo.errors import UserError
+from g2rpo.monitor.grids import read_grid
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.prompts.sources import read_prompts
+from g2rpo.report.history import read_runs
+from g2rpo.rewards.remote import RemoteReward
+from g2rpo.rewards.server import Limits, RewardServer
+from g2rpo.rewards.transport import NoAnswer, Refused, endpoint, request_json, token_from
+from g2rpo.rewards.weights import read_state_dict
+from g2rpo.runs.directory import claim, record_start
+from g2rpo.training.checkpoint import _digest, checkpoints, save_checkpoint
+from g2rpo.training.model_card import _block
+from tests.support.commands import g2rpo as command
+from tests.support.fuzzing import mutated
+from tests.support.runs import trainer
+from tests.support.tiny import save_flux
+
+SECRET = "hunter2-hunter2"
+
+
+class Payload:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+def test_a_payload_runs_where_it_is_let(tmp_path):
+    """What the tests below say is avoided does happen without care."""
+    torch.save(Payload(tmp_path / "mark"), tmp_path / "state.pt")
+    torch.load(tmp_path / "state.pt", weights_only=False)
+    assert (tmp_path / "mark").exists()
+
+
+def forged(path, **files):
+    """Replaces files of a checkpoint, and its manifest so that every digest is right."""
+    for name, write in files.items():
+        write(next(path.glob(f"{name}.*")))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"] = {name: _digest(path / name) for name in manifest["files"]}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(tmp_path):
+    list(trainer(tmp_path).train())
+    forged(checkpoints(tmp_path / "checkpoints")[-1], state=lambda file: torch.save(Payload(tmp_path / "mark"), file))
+    again = trainer(tmp_path)
+    (complaint,) = again.resume()
+    assert "iteration_000004: is no checkpoint (UnpicklingError" in complaint
+    assert again.iteration == 2 and not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "is missing or damaged"),
+        ('{"iteration": 7, "files": {}}', "another checkpoint's"),
+    ],
+)
+def test_a_manifest_that_is_none_is_named(tmp_path, content, message):
+    list(trainer(tmp_path).train())
+    (checkpoints(tmp_path / "checkpoints")[-1] / "manifest.json").write_text(content)
+    again = trainer(tmp_path)
+    assert message in again.resume()[0] and again.iteration == 2
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path):
+    save_checkpoint(tmp_path / "checkpoints", 1, {"weights": [torch.zeros(3)]}, {"optimizer": {}, "averaged": 0}, 1)
+    with pytest.raises(UserError, match="iteration_000001: does not fit this model"):
+        trainer(tmp_path).resume()
+
+
+def rewritten(change):
+    """A `forged` state.pt in which `change` was made to what it held."""
+
+    def write(file):
+        state = torch.load(file, weights_only=True)
+        change(state)
+        torch.save(state, file)
+
+    return write
+
+
+@pytest.mark.parametrize("betas", ["x", (2.0,), (2.0, -1.0), None, [[]]])
+def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(tmp_path, betas):
+    list(trainer(tmp_path).train())
+    shutil.copytree(tmp_path, tmp_path / "forged")
+    change = rewritten(lambda state: state["optimizer"]["param_groups"][0].update(betas=betas, weight_decay=betas))
+    forged(checkpoints(tmp_path / "forged" / "checkpoints")[-1], state=change)
+    means = []
+    for folder in (tmp_path, tmp_path / "forged"):
+        again = trainer(folder, "trainer.iterations=6")
+        assert again.resume() == []
+        list(again.train())
+        means.append(again.policy.mean.detach().clone())
+    assert torch.equal(*means)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["optimizer"]["state"][0].pop("exp_avg_sq"),
+        lambda state: state["optimizer"]["state"][0].update(exp_avg="x"),
+        lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(1, 1, 1)),
+        lambda state: state["optimizer"]["state"][0].update(step=None),
+        lambda state: state["optimizer"]["state"].update({99: {}}),
+        lambda state: state.update(optimizer=[]),
+        lambda state: state.update(averaged="x"),
+        lambda state: state.clear(),
+    ],
+    ids=["lost", "word", "shape", "step", "place", "list", "average", "empty"],
+)
+def test_moments_that_are_none_are_named_and_the_checkpoint_before_is_used(tmp_path, change):
+    list(trainer(tmp_path).train())
+    forged(checkpoints(tmp_path / "checkpoints")[-1], state=rewritten(change))
+    again = trainer(tmp_path)
+    (complaint,) = again.resume()
+    assert "iteration_000004: does not fit this model" in complaint and again.iteration == 2
+    list(again.train())
+
+
+def test_weights_that_would_run_code_are_refused(tmp_path):
+    torch.save({"state_dict": Payload(tmp_path / "mark")}, tmp_path / "HPS.pt")
+    with pytest.raises(UserError, match="unpickling it could run any code"):
+        build_rewards({"it": RewardConfig(kind="image_reward", options={"path": str(tmp_path / "HPS.pt")})})
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_clip_that_would_run_code_is_refused(tmp_path):
+    """In transformers' own format, which transformers reads itself."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = CLIPConfig(text_config={**small, "vocab_size": 50}, vision_config={**small, "image_size": 32, "patch_size": 16})
+    CLIPModel(config).save_pretrained(tmp_path / "clip")
+    (tmp_path / "clip" / "model.safetensors").unlink()
+    torch.save(Payload(tmp_path / "mark"), tmp_path / "clip" / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"rewards\.it: cannot be loaded: a file holds more than tensors"):
+        build_rewards({"it": RewardConfig(kind="clip_score", options={"path": str(tmp_path / "clip")})})
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_dataset_that_would_run_code_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "data.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    with pytest.raises(UserError, match="cannot be loaded: RuntimeError: Dataset scripts are no longer supported"):
+        read_prompts(f"hf:{tmp_path / 'data'}")
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.fixture(scope="module")
+def weight_files(tmp_path_factory):
+    """The bytes of one state dict in both formats, and where to put changed ones."""
+    folder = tmp_path_factory.mktemp("weights")
+    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.float16)}
+    torch.save(state, folder / "w.pt")
+    return folder, {".pt": (folder / "w.pt").read_bytes(), ".safetensors": save(state)}
+
+
+PIECES = st.binary(max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"F16", b"9" * 20, b"[" * 2000, b"\x80\x05c"])
+
+
+@given(st.data(), st.sampled_from([".pt", ".safetensors"]))
+def test_a_file_of_weights_holds_tensors_or_is_refused(weight_files, data, suffix):
+    folder, contents = weight_files
+    file = folder / f"changed{suffix}"
+    file.unlink(missing_ok=True)  # a new file: the old one may still be mapped
+    file.write_bytes(data.draw(mutated(contents[suffix], PIECES)))
+    try:
+        state = read_state_dict(file)
+    except ValueError as error:
+        assert str(file) in str(error)
+    else:
+        assert all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pipeline_that_names_a_module_of_its_own_runs_nothing(tmp_path, monkeypatch, inside):
+    pipe = save_flux(tmp_path / "pipe")
+    place = pipe / "transformer" if inside else tmp_path
+    (place / "evil_part.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Part: pass\n")
+    index = json.loads((pipe / "model_index.json").read_text())
+    (pipe / "model_index.json").write_text(json.dumps({**index, "transformer": ["evil_part", "Part"]}))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    policy = PolicyConfig(path=str(pipe), height=32, width=32)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        build_policy(policy)
+    with pytest.raises(UserError, match="names a part of 'evil_part'; only diffusers and transformers"):
+        on_meta(read_blueprint(policy).parts["transformer"])
+    with pytest.raises(UserError, match="is no model"):
+        on_meta(("diffusers:logging", {}))
+    assert not (tmp_path / "mark").exists()
+
+
+def calls(tree):
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def test_no_source_unpickles_evaluates_or_trusts():
+    """`module.eval()` and `model.load` are other things; these are the names that run what a file says."""
+    root = Path(g2rpo.__file__).parent
+    for file in root.rglob("*.py"):
+        for name, call in calls(ast.parse(file.read_text())):
+            options = {option.arg: ast.unparse(option.value) for option in call.keywords}
+            assert name not in {"eval", "exec", "pickle.load", "pickle.loads", "yaml.unsafe_load", "os.system"}, file
+            assert name != "torch.load" or options.get("weights_only") == "True", file
+            assert name != "yaml.load" or file.name == "plain.py", file
+            assert not {"trust_remote_code", "allow_pickle", "shell"} & options.keys(), file
+
+
+# --- secrets
+
+
+def test_an_address_with_a_password_is_refused_unrepeated(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for url in (
+        f"http://me:{SECRET}@host:80/v1",
+        f"http://{SECRET}@host",
+        f"http://host/?key={SECRET}",
+        f"ftp://a:{SECRET}@host",
+        f"http:/me:{SECRET}@host",
+        f"http:me:{SECRET}@host",
+        f"//me:{SECRET}@host",
+        f"http://host:80;{SECRET}",
+        f"http://host:{SECRET}",
+        f"http://[{SECRET}/v1",
+        f"http://me:{SECRET}@/v1",
+        f"{SECRET}",
+        f"http://host/#{SECRET}",
+        f"http://host/ {SECRET}",
+    ):
+        with pytest.raises(ValueError, match="an address") as refusal:
+            endpoint(url, "/score")
+        assert SECRET not in str(refusal.value)
+        words = ["train", "scenes", "rewards.scene_accuracy=", f"rewards.r={{kind: http, options: {{url: '{url}'}}}}"]
+        code, out, err = command(capsys, *words)
+        assert code == 2 and SECRET not in out + err and not list(tmp_path.iterdir())
+
+
+@given(mutated(f"http://me:{SECRET}@host:80/v1", st.sampled_from([*"/@:;#?[] \t", "//", "ftp", "é"]), most=4))
+def test_no_address_that_is_refused_is_repeated(url):
+    try:
+        endpoint(url, "/score")
+    except ValueError as error:
+        assert "hunter2" not in str(error) and len(str(error)) < 300
+
+
+def test_a_password_in_the_wrong_place_is_not_repeated(capsys):
+    for words in (["policy.path=", ""], ["rewards.r={kind: http, options: '", "'}"], ["trainer.seed=", ""]):
+        code, out, err = command(capsys, "train", "scenes", f"{words[0]}http://me:{SECRET}@host{words[1]}")
+        assert code == 2 and SECRET not in out + err
+
+
+def test_a_token_that_cannot_stand_in_a_header_is_refused_unrepeated(monkeypatch):
+    monkeypatch.setenv("TOKEN", f" {SECRET}\r\n")
+    assert token_from("TOKEN") == SECRET  # as `$(cat file)` and editors leave it
+    for bad in (f"{SECRET}\r\nX-Evil: 1", f"{SECRET}é"):
+        monkeypatch.setenv("TOKEN", bad)
+        with pytest.raises(ValueError, match="printable ASCII") as refusal:
+            token_from("TOKEN")
+        assert SECRET not in str(refusal.value)
+
+
+@contextlib.contextmanager
+def answering(make):
+    """The address of a server that answers one request with `make(token)`, and what it heard."""
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                heard.append(connection.recv(65536))
+                token = re.search(rb"Bearer ([^\r]*)", heard[0])[1]
+                with contextlib.suppress(OSError):
+                    connection.sendall(make(token))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", heard
+        thread.join()
+
+
+def test_a_token_is_nowhere_but_in_the_request(monkeypatch, caplog):
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("TOKEN", SECRET)
+    with (
+        answering(lambda token: b"HTTP/1.0 403 \x1b[31mno\r\n\r\nnot \x1b[2Jyou") as (url, heard),
+        pytest.raises(OSError, match="answered 403: not .*you") as refusal,
+    ):
+        RemoteReward(url, token_env="TOKEN", timeout_s=5)
+    assert f"Bearer {SECRET}".encode() in heard[0]
+    assert SECRET not in str(refusal.value) + caplog.text and "\x1b" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"401 no", b"403 no", b"429 slow", b"500 broken", b"302 there"])
+@pytest.mark.parametrize(
+    "echo",
+    [
+        lambda token: b"\r\n\r\nyou said Authorization: Bearer " + token,
+        lambda token: b" " + token + b"\r\n\r\n",  # as the reason
+        lambda token: b'\r\n\r\n{"said": "Bearer ' + token.replace(b"/", b"\\/") + b'"}',
+        lambda token: b"\r\n\r\n" + b"x" * 285 + token,  # cut off in its middle
+        lambda token: b"\r\n\r\n" + json.dumps({"scores": ["", token.decode()]}).encode(),
+        lambda token: b"\r\n" + token + b"\x00\r\n\r\n",  # as a header that is none
+    ],
+    ids=["body", "reason", "escaped", "cut", "scores", "header"],
+)
+def test_a_server_that_sends_the_token_back_is_not_quoted(monkeypatch, caplog, status, echo):
+    """What remains of a token in any text is seven letters or digits at most."""
+    caplog.set_level("DEBUG")
+    token = "sk-4f9a/Qm27xT+bWc/81Lp=="
+    monkeypatch.setenv("TOKEN", token)
+    with answering(lambda token: b"HTTP/1.0 " + status + echo(token)) as (url, _):
+        reward = RemoteReward(url, token_env="TOKEN", timeout_s=5, retries=0, check=False)
+        try:
+            assert reward(torch.zeros(1, 3, 8, 8), ["a"]).isnan().all()
+            said = ""
+        except Refused as error:
+            said = "".join(traceback.format_exception(error))
+    letters = "".join(filter(str.isalnum, token))
+    text = "".join(filter(str.isalnum, said + caplog.text))
+    assert not any(letters[i : i + 8] in text for i in range(len(letters) - 7)), said + caplog.text
+
+
+# --- who takes his time
+
+
+class Zero:
+    def __call__(self, images, prompts):
+        return torch.zeros(len(images))
+
+
+def test_a_client_that_drips_its_headers_is_cut_off():
+    with RewardServer(Zero(), port=0, limits=Limits(headers_s=0.5)) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        with socket.create_connection(server.server_address, timeout=10) as slow:
+            slow.sendall(b"GET /health HTTP/1.1\r\n")
+            try:
+                while True:  # for ever, if the server let it
+                    slow.sendall(b"X")
+                    time.sleep(0.02)
+            except OSError:
+                pass
+        server.shutdown()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nX: "], ids=["silent", "half a header"])
+def test_connections_that_say_nothing_keep_nobody_out(said):
+    """A hundred of them, where 64 may wait: each newcomer takes the oldest one's place, and is answered at once."""
+    with RewardServer(Zero(), port=0, token=SECRET) as server, contextlib.ExitStack() as idle:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        before = threading.active_count()
+        for _ in range(100):
+            idle.enter_context(socket.create_connection(server.server_address, timeout=10)).sendall(said)
+        began = time.monotonic()
+        assert request_json(f"{server.address}/health", token=SECRET, timeout_s=5)["status"] == "ok"
+        assert time.monotonic() - began < 5 and len(server.strangers) <= server.limits.connections
+        until = time.monotonic() + 5
+        while threading.active_count() - before > server.limits.connections and time.monotonic() < until:
+            time.sleep(0.01)  # threads of closed connections end
+        assert threading.active_count() - before <= server.limits.connections
+        server.shutdown()
+
+
+def test_who_may_ask_is_not_closed_for_others_and_there_are_only_so_many():
+    """One client in the middle of its body, strangers around it, and a second client that finds no place."""
+    with RewardServer(Zero(), port=0, token=SECRET, limits=Limits(connections=2, clients=1)) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        head = f"POST /score HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(server.server_address, timeout=10) as first, contextlib.ExitStack() as idle:
+            first.sendall(f"{head}Content-Length: 2\r\n\r\n".encode())
+            while not server.clients:
+                time.sleep(0.01)
+            for _ in range(5):
+                idle.enter_context(socket.create_connection(server.server_address, timeout=10))
+            with pytest.raises(NoAnswer, match="answered 503: .*busy"):
+                request_json(f"{server.address}/health", token=SECRET, timeout_s=5)
+            first.sendall(b"[]")
+            assert b"400" in first.recv(100)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("length", "status"), [("9" * 5000, 413), ("²", 411), ("-1", 411), ("", 411), ("0" * 5000, 413)])
+def test_a_content_length_is_a_number_that_can_be_read(length, status):
+    with RewardServer(Zero(), port=0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        with socket.create_connection(server.server_address, timeout=10) as client:
+            head = f"POST /score HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+            client.sendall(head.encode("latin-1"))
+            assert int(client.recv(100).split()[1]) == status
+        server.shutdown()
+
+
+def test_a_blank_token_is_none():
+    with pytest.raises(ValueError, match="without a token"):
+        RewardServer(Zero(), "0.0.0.0", 0, token=" ")
+    with RewardServer(Zero(), port=0, token=" \n") as server:
+        assert server.token is None
+
+
+@pytest.mark.parametrize("beginning", [b"", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.0 500 x\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_an_endpoint_that_drips_is_left_in_time(beginning):
+    """Each byte comes well within the socket's own time limit."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stop = threading.Event()
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(beginning)
+                while not stop.wait(0.02):
+                    try:
+                        connection.sendall(b"x")
+                    except OSError:
+                        return
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(NoAnswer):  # if it were not left, this would never end
+            request_json(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
+        stop.set()
+        thread.join()
+
+
+# --- what a run directory says
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"kind": "train"', "line 2: is damaged"),
+        ("[1]", "not a row of a run's log"),
+        ('{"kind": "train", "iteration": "../../x"}', "'iteration' is missing, or no number"),
+        ('{"kind": "eval", "iteration": 1, "seconds": 1e400}', "is no number"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_damaged_log_is_named_and_a_torn_last_line_is_not_missed(tmp_path, line, message):
+    good = '{"kind": "eval", "iteration": 0, "seconds": 1.0, "reward/x": null}'
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(UserError, match=message.replace("'", "."), check=lambda error: "metrics.jsonl" in str(error)):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{good[:20]}")
+    assert len(read_metrics(tmp_path)) == 1
+
+
+def test_a_log_cut_within_a_letter_is_gone_on_with(tmp_path):
+    t = trainer(tmp_path)
+    list(t.train())
+    log = tmp_path / "metrics.jsonl"
+    whole = log.read_bytes()
+    log.write_bytes(whole + '{"kind": "eval", "alarms": {"x": "é'.encode()[:-1])
+    again = trainer(tmp_path, "trainer.iterations=5")
+    assert again.resume() == [] and len(list(again.train())) == 2
+    assert log.read_bytes().startswith(whole) and len(read_metrics(tmp_path)) == len(whole.splitlines()) + 2
+
+
+def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(tmp_path):
+    list(trainer(tmp_path).train())
+    claim(tmp_path, trainer(None).config)
+    record_start(tmp_path, 0, torch.device("cpu"))
+    with (tmp_path / "starts.jsonl").open("ab") as file:
+        file.write(b'{"time": "2026-')
+    assert len(read_runs([tmp_path])[0].starts) == 1
+    record_start(tmp_path, 3, torch.device("cpu"))
+    assert [start["iteration"] for start in read_runs([tmp_path])[0].starts] == [0, 3]
+    (tmp_path / "starts.jsonl").write_text("{}\n{\n{}\n")
+    with pytest.raises(UserError, match=r"starts\.jsonl: line 2: is damaged"):
+        read_runs([tmp_path])
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_a_damaged_base_evaluation_is_named(tmp_path, damage):
+    list(trainer(tmp_path).train())
+    base = tmp_path / "baseline.safetensors"
+    if damage == "cut":
+        base.write_bytes(base.read_bytes()[:50])
+    elif damage == "gone":
+        base.unlink()
+    else:
+        shutil.copy(checkpoints(tmp_path / "checkpoints")[-1] / "weights.safetensors", base)
+    again = trainer(tmp_path)
+    again.resume()
+    with pytest.raises(UserError, match=r"baseline\.safetensors: (cannot be read|does not hold 3 pictures)"):
+        again.finish()
+
+
+def test_a_grid_that_names_places_outside_of_itself_is_refused(tmp_path):
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    for note in ({"size": [10**9, 10**9], "prompts": ["a"], "boxes": [[[0, 0]]]}, {"size": 1}, []):
+        info = PngInfo()
+        info.add_itxt("g2rpo-grid", json.dumps(note))
+        Image.new("RGB", (8, 8)).save(tmp_path / "grid.png", pnginfo=info)
+        with pytest.raises(ValueError, match=r"grid\.png"):
+            read_grid(tmp_path / "grid.png")
+
+
+def test_nothing_in_a_card_ends_its_code_block():
+    assert _block("yaml", "a: '```'\n````").splitlines() == ["`````yaml", "a: '```'", "````", "`````"]

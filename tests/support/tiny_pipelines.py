@@ -1,0 +1,550 @@
+"""Tiny random pipelines of every class that `policies.catalogue` describes, with real tiny text encoders and tokenizers."""
+
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
+    CogView4Pipeline,
+    CogView4Transformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+    FluxKontextPipeline,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    SanaPipeline,
+    SanaTransformer2DModel,
+    WanPipeline,
+    WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
+from tokenizers import processors
+from transformers import (
+    Gemma2Config,
+    Gemma2Model,
+    GlmConfig,
+    GlmModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+from g2rpo.policies import catalogue
+from tests.support.tiny import WORDS, flux_pipeline, sd3_pipeline, tiny_t5, tokenizer
+
+CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}</s>"
+
+
+def chat_tokenizer(length: int = 512):
+    made = tokenizer(length)
+    made.chat_template = CHAT
+    return made
+
+
+def qwen3(width: int, layers: int, causal: bool = True):
+    config = Qwen3Config(
+        vocab_size=len(WORDS),
+        hidden_size=width,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=width // 2,
+        max_position_embeddings=512,
+    )
+    return (Qwen3ForCausalLM if causal else Qwen3Model)(config)
+
+
+def qwen_vl(width: int, words: int = len(WORDS), image: int = 3, vision_start: int = 3):
+    text = {
+        "vocab_size": words,
+        "hidden_size": width,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"mrope_section": [1, 1, width // 4 - 2], "rope_type": "default", "rope_theta": 1e6},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": width,
+        "patch_size": 14,
+    }
+    special = {"image_token_id": image, "vision_start_token_id": vision_start}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special))
+
+
+def kl_vae(**changes):
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        layers_per_block=1,
+        latent_channels=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=0.7,
+        shift_factor=0.1,
+        **changes,
+    )
+
+
+def qwen_vae(mean: float = 0.1, std: float = 0.8):
+    return AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[mean] * 4,
+        latents_std=[std] * 4,
+    )
+
+
+def dynamic(**changes):
+    """A scheduler whose shift depends on the picture's size."""
+    options = {"use_dynamic_shifting": True, "base_image_seq_len": 16, "max_image_seq_len": 256, **changes}
+    return FlowMatchEulerDiscreteScheduler(**options)
+
+
+def louder(module: torch.nn.Module, std: float) -> None:
+    torch.nn.init.normal_(module.weight, std=std)
+
+
+def flux2_vae():
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8, 8),
+        latent_channels=4,
+        norm_num_groups=2,
+        layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    vae.bn.running_mean.normal_(std=0.2)
+    vae.bn.running_var.uniform_(0.5, 1.5)
+    return vae
+
+
+def klein(distilled: bool = False):
+    transformer = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+    louder(transformer.proj_out, 0.3)
+    return Flux2KleinPipeline(
+        scheduler=dynamic(),
+        vae=flux2_vae(),
+        text_encoder=qwen3(8, 27),
+        tokenizer=chat_tokenizer(),
+        transformer=transformer,
+        is_distilled=distilled,
+    )
+
+
+def qwen_image():
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+    louder(transformer.txt_in, 0.5)
+    scheduler = dynamic(base_shift=0.5, max_shift=0.9, max_image_seq_len=512, shift_terminal=0.02)
+    return QwenImagePipeline(
+        scheduler=scheduler, vae=qwen_vae(), text_encoder=qwen_vl(16), tokenizer=tokenizer(512), transformer=transformer
+    )
+
+
+def z_image():
+    transformer = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=3,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=16,
+        axes_dims=[8, 4, 4],
+        axes_lens=[128, 32, 32],
+    )
+    return ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=kl_vae(),
+        text_encoder=qwen3(16, 3, causal=False),
+        tokenizer=chat_tokenizer(),
+        transformer=transformer,
+    )
+
+
+def kontext():
+    flux = flux_pipeline()
+    parts = {**flux.components, "vae": kl_vae()}
+    return FluxKontextPipeline(**{**parts, "scheduler": dynamic()})
+
+
+class TinyProcessor:
+    """Texts with pictures for Qwen2.5-VL, a token a picture; transformers' own processor needs torchvision."""
+
+    def __init__(self):
+        self.tokenizer = tokenizer(4096)
+        words = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+        self.tokenizer.add_special_tokens({"additional_special_tokens": words})
+
+    def __call__(self, text, images, padding, return_tensors):
+        tokens = self.tokenizer(text, padding=padding, return_tensors=return_tensors)
+        pictures = images if isinstance(images, list) else [images]
+        values = [torch.from_numpy(np.array(picture.resize((28, 28)))).float() / 255 - 0.5 for picture in pictures]
+        tokens["pixel_values"] = torch.cat([value.reshape(4, 588).repeat(1, 2) for value in values])
+        tokens["image_grid_thw"] = torch.tensor([[1, 2, 2]] * len(pictures))
+        return tokens
+
+
+def qwen_edit(kind=QwenImageEditPipeline):
+    plain, processor = qwen_image(), TinyProcessor()
+    ids = processor.tokenizer.convert_tokens_to_ids
+    encoder = qwen_vl(16, len(processor.tokenizer), ids("<|image_pad|>"), ids("<|vision_start|>"))
+    parts = {**plain.components, "text_encoder": encoder, "processor": processor, "tokenizer": processor.tokenizer}
+    return kind(**parts)
+
+
+def wan_vae(**changes):
+    return AutoencoderKLWan(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.1] * 4,
+        latents_std=[0.5] * 4,
+        scale_factor_spatial=4,
+        scale_factor_temporal=2,
+        **changes,
+    )
+
+
+def umt5(width: int):
+    return UMT5EncoderModel(UMT5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+
+
+def wan(scheduler=None, **changes):
+    transformer = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=16,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    return WanPipeline(
+        tokenizer=tokenizer(512),
+        text_encoder=umt5(16),
+        vae=wan_vae(),
+        scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=5.0),
+        transformer=transformer,
+        **changes,
+    )
+
+
+def ltx():
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=16,
+    )
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        spatio_temporal_scaling=(True, False),
+        decoder_spatio_temporal_scaling=(True, False),
+        decoder_inject_noise=(False, False, False),
+        upsample_residual=(False, False),
+        upsample_factor=(1, 1),
+        timestep_conditioning=False,
+        patch_size=2,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    scheduler = dynamic(base_shift=0.95, max_shift=2.05, shift_terminal=0.1)
+    return LTXPipeline(
+        scheduler=scheduler, vae=vae, text_encoder=tiny_t5(16), tokenizer=tokenizer(512), transformer=transformer
+    )
+
+
+def gemma2(width: int):
+    return Gemma2Model(
+        Gemma2Config(
+            vocab_size=len(WORDS),
+            hidden_size=width,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=1024,
+        )
+    )
+
+
+def lumina2():
+    transformer = Lumina2Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        hidden_size=24,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=3,
+        num_kv_heads=1,
+        multiple_of=2,
+        axes_dim_rope=(4, 2, 2),
+        axes_lens=(64, 32, 32),
+        cap_feat_dim=16,
+    )
+    return Lumina2Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=kl_vae(),
+        text_encoder=gemma2(16),
+        tokenizer=tokenizer(512),
+    )
+
+
+def chroma():
+    transformer = ChromaTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        axes_dims_rope=(4, 6, 6),
+        approximator_num_channels=8,
+        approximator_hidden_dim=16,
+        approximator_layers=1,
+    )
+    louder(transformer.proj_out, 0.3)
+    return ChromaPipeline(
+        scheduler=dynamic(), vae=kl_vae(), text_encoder=tiny_t5(24), tokenizer=tokenizer(512), transformer=transformer
+    )
+
+
+def cogview4():
+    transformer = CogView4Transformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        out_channels=4,
+        text_embed_dim=16,
+        time_embed_dim=16,
+        condition_dim=4,
+        rope_axes_dim=(32, 32),
+    )
+    config = GlmConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=16, time_shift_type="linear"
+    )
+    return CogView4Pipeline(
+        tokenizer=tokenizer(512), text_encoder=GlmModel(config), vae=kl_vae(), transformer=transformer, scheduler=scheduler
+    )
+
+
+def sana(scheduler=None):
+    transformer = SanaTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=4,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=4,
+        cross_attention_dim=8,
+        caption_channels=16,
+        sample_size=8,
+    )
+    vae = AutoencoderDC(
+        in_channels=3,
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"),
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        decoder_norm_types="rms_norm",
+        decoder_act_fns="silu",
+        scaling_factor=0.4,
+    )
+    return SanaPipeline(
+        tokenizer=tokenizer(1024),
+        text_encoder=gemma2(16),
+        vae=vae,
+        transformer=transformer,
+        scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def krea2_tokenizer():
+    """The suffix that Krea 2 appends to a prompt is five tokens, as it counts on."""
+    made = tokenizer(512)
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "\n"]})
+    return made
+
+
+def krea2():
+    transformer = Krea2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        timestep_embed_dim=16,
+        text_hidden_dim=16,
+        num_text_layers=2,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=16,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(8, 4, 4),
+    )
+    words = krea2_tokenizer()
+    text = {
+        "vocab_size": len(words),
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 1e6},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    return Krea2Pipeline(
+        scheduler=dynamic(),
+        vae=qwen_vae(),
+        text_encoder=Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision)),
+        tokenizer=words,
+        transformer=transformer,
+        text_encoder_select_layers=(0, 1),
+    )
+
+
+MAKERS = {
+    "FluxPipeline": flux_pipeline,
+    "StableDiffusion3Pipeline": sd3_pipeline,
+    "Flux2KleinPipeline": klein,
+    "QwenImagePipeline": qwen_image,
+    "ZImagePipeline": z_image,
+    "FluxKontextPipeline": kontext,
+    "QwenImageEditPipeline": qwen_edit,
+    "QwenImageEditPlusPipeline": lambda: qwen_edit(QwenImageEditPlusPipeline),
+    "WanPipeline": wan,
+    "LTXPipeline": ltx,
+    "Lumina2Pipeline": lumina2,
+    "ChromaPipeline": chroma,
+    "CogView4Pipeline": cogview4,
+    "SanaPipeline": sana,
+    "Krea2Pipeline": krea2,
+}
+
+
+CLASSES = {kind: described for kind, described in catalogue.classes().items() if kind in MAKERS}
+"""The descriptions, by pipeline class."""
+
+
+def tiny_pipeline(kind: str, seed: int = 0):
+    """A random pipeline of a class; seeded, and with biases and norms that are not at their first values."""
+    torch.manual_seed(seed)
+    pipeline = MAKERS[kind]()
+    for name, value in pipeline.transformer.named_parameters():
+        if value.ndim == 1:
+            torch.nn.init.normal_(value, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.1)
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    return pipeline
+
+
+def save_tiny(kind: str, directory):
+    tiny_pipeline(kind).save_pretrained(directory, safe_serialization=True)
+    return directory

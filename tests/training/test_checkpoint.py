@@ -1,0 +1,114 @@
+"""Checkpoints: the newest that can be used is used, and the last intact one is never removed."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from g2rpo.errors import Stopped, UserError
+from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from tests.security.test_security import forged
+from tests.support.runs import trainer
+
+
+def save(root, iteration, keep=2):
+    return save_checkpoint(root, iteration, {"weights": [torch.full((2,), float(iteration))]}, {}, keep)
+
+
+def damage(path):
+    (path / "weights.safetensors").write_bytes(b"cut")
+
+
+def names(root):
+    return [int(path.name.split("_")[1]) for path in checkpoints(root)]
+
+
+def test_rotation_keeps_the_newest(tmp_path):
+    for iteration in range(1, 6):
+        save(tmp_path, iteration, keep=3)
+    assert names(tmp_path) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_newer_checkpoint_neither_counts_nor_outlives_the_intact_one(tmp_path, keep):
+    """As after a resume that fell back from 5 to 3 and was stopped after 4."""
+    for iteration in (3, 5):
+        save(tmp_path, iteration, keep=9)
+    damage(tmp_path / "iteration_000005")
+    save(tmp_path, 4, keep)
+    assert names(tmp_path) == ([4, 5] if keep == 1 else [3, 4, 5])
+    (iteration, tensors, _), complaints = latest_checkpoint(tmp_path)
+    assert iteration == 4 and tensors["weights"][0].tolist() == [4, 4] and "iteration_000005" in complaints[0]
+    save(tmp_path, 5, keep)
+    assert names(tmp_path) == ([5] if keep == 1 else [4, 5]) and load_checkpoint(tmp_path / "iteration_000005")[0] == 5
+
+
+def test_a_damaged_older_checkpoint_does_not_count_either(tmp_path):
+    for iteration in (1, 2, 3):
+        save(tmp_path, iteration, keep=9)
+    damage(tmp_path / "iteration_000003")
+    save(tmp_path, 4)
+    assert names(tmp_path) == [2, 4]
+
+
+def test_a_run_that_is_stopped_after_falling_back_can_go_on(tmp_path):
+    overrides = ["trainer.keep_checkpoints=1", "trainer.checkpoint_every=1"]
+    list(trainer(tmp_path, *overrides).train())
+    newest = tmp_path / "checkpoints" / "iteration_000004"
+    save(tmp_path / "checkpoints", 9, keep=9)  # of another model: intact, and no use
+    damage(newest)
+    with pytest.raises(UserError, match="No usable checkpoint"):
+        trainer(tmp_path, *overrides).resume()
+    t = trainer(tmp_path, *overrides)
+    t.iterate()
+    t.save()
+    again = trainer(tmp_path, *overrides)
+    complaints = again.resume()
+    assert again.iteration == 1 and len(complaints) == 2
+    assert "iteration_000009: does not fit this model (it has a tensor of shape [2] instead of [3, 4, 4])" in complaints[0]
+
+
+@pytest.mark.parametrize("part", ["weights", "average", "state"])
+def test_a_checkpoint_of_another_models_tensors_is_named_and_the_one_before_is_used(tmp_path, part):
+    """Tensors that copying would broadcast, behind digests that are right."""
+    overrides = ["optim.ema_decay=0.9", "optim.weight_decay=0"]
+    t = trainer(tmp_path, *overrides)
+    list(t.train())
+
+    def other(file):
+        if part == "state":
+            state = torch.load(file, weights_only=True)
+            state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(1)
+            torch.save(state, file)
+        else:
+            save_file({name: torch.ones(1) for name in load_file(file)}, file)
+
+    forged(tmp_path / "checkpoints" / "iteration_000004", **{part: other})
+    again = trainer(tmp_path, *overrides)
+    (complaint,) = again.resume()
+    assert "iteration_000004: does not fit this model" in complaint and again.iteration == 2
+    list(again.train())
+    assert torch.equal(again.policy.mean, t.policy.mean)
+
+
+def test_an_entry_that_is_a_file_is_named_and_replaced(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "iteration_000002").write_text("")
+    (iteration, _, _), complaints = latest_checkpoint(tmp_path)
+    assert iteration == 1 and "iteration_000002" in complaints[0]
+    save(tmp_path, 2, keep=1)
+    assert names(tmp_path) == [2] and load_checkpoint(tmp_path / "iteration_000002")[0] == 2
+    (tmp_path / "iteration_000001").write_text("")
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == [3]
+
+
+def test_the_millionth_is_listed_after_the_one_before(tmp_path):
+    save(tmp_path, 999_999)
+    save(tmp_path, 10**6)
+    assert names(tmp_path) == [999_999, 10**6] and latest_checkpoint(tmp_path)[0][0] == 10**6
+
+
+def test_a_folder_of_checkpoints_that_is_a_file_ends_with_a_message(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(Stopped, match="cannot be written"):
+        save(tmp_path / "checkpoints", 1)

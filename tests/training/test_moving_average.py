@@ -1,0 +1,85 @@
+"""The moving average of the weights: once an iteration, or by optimizer steps as Flow-GRPO's code does it."""
+
+import pytest
+import torch
+
+from tests.support.runs import trainer
+
+FLOW_GRPO = ("optim.ema_decay=0.9", "optim.ema_every=8", "optim.ema_warmup=true")
+STEPS = ("algorithm.update_every=branch", "optim.learning_rate=0.02")  # three optimizer steps an iteration
+
+
+def watched(t):
+    """Every weight that an optimizer step left, as the run goes."""
+    history = []
+    t.learner.optimizer.register_step_post_hook(lambda *_: history.append(t.policy.mean.detach().double().clone()))
+    return history
+
+
+def published(start, history, decay=0.9, every=8):
+    """From its formula: after step t, where 8 divides t + 1, a = d a + (1 - d) w with d = min((1 + t) / (10 + t), 0.9)."""
+    average = start.clone()
+    for step, weights in enumerate(history, 1):
+        d = min((1 + step) / (10 + step), decay)
+        if (step + 1) % every == 0:
+            average = d * average + (1 - d) * weights
+    return average
+
+
+def average(t):
+    return next(iter(t.learner.average.module.parameters())).detach().double()
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.5])
+def test_the_average_is_flow_grpos(decay):
+    """33 optimizer steps: four updates of the average, whose decay is still rising (0.47, 0.64, 0.73, 0.78)."""
+    t = trainer(None, *FLOW_GRPO, f"optim.ema_decay={decay}", *STEPS, "trainer.iterations=11")
+    start, history = t.policy.mean.detach().double().clone(), watched(t)
+    for _ in range(11):
+        t.iterate()
+    assert len(history) == t.learner.steps == 33
+    torch.testing.assert_close(average(t), published(start, history, decay), rtol=1e-6, atol=1e-7)
+    assert float((average(t) - history[-1]).norm()) > 0.05 * float(history[-1].norm())
+    assert t.learner.ema_decay == min(34 / 43, decay)
+
+
+def test_between_two_updates_the_average_stands_still():
+    t = trainer(None, *FLOW_GRPO, *STEPS)
+    start = average(t).clone()
+    for _ in range(2):
+        t.iterate()
+    assert t.learner.steps == 6 and torch.equal(average(t), start)  # the untrained weights
+    t.iterate()
+    assert not torch.equal(average(t), start)
+
+
+def test_a_resumed_run_averages_at_the_same_steps(tmp_path):
+    """Six steps, a stop and nine more are fifteen: averaged after steps 7 and 15, with the decays of these."""
+    options = (*FLOW_GRPO, *STEPS, "trainer.iterations=5")
+    ends = []
+    for folder, stop in (("straight", 9), ("cut", 2)):
+        (tmp_path / folder).mkdir()
+        t = trainer(tmp_path / folder, *options)
+        for row in t.train():
+            if row["kind"] == "eval" and row["iteration"] == stop:
+                break
+        if t.iteration < 5:
+            t.save()
+            t = trainer(tmp_path / folder, *options)
+            assert t.resume() == [] and t.learner.steps == 6
+            list(t.train())
+        ends.append(average(t))
+    assert torch.equal(*ends)
+
+
+def test_the_warm_up_alone_averages_once_an_iteration():
+    t = trainer(None, "optim.ema_decay=0.9", "optim.ema_warmup=true", *STEPS)
+    start, ends = t.policy.mean.detach().double().clone(), []
+    for _ in range(3):
+        t.iterate()
+        ends.append(t.policy.mean.detach().double().clone())
+    expected = start
+    for step, weights in zip((3, 6, 9), ends, strict=True):
+        d = (1 + step) / (10 + step)
+        expected = d * expected + (1 - d) * weights
+    torch.testing.assert_close(average(t), expected, rtol=1e-6, atol=1e-7)
