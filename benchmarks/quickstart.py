@@ -15,19 +15,21 @@ import argparse
 import json
 import os
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from rich.console import Console
 
+from benchmarks.drawing import Word, before_and_after
 from benchmarks.second_reader import available, read_words
 from g2rpo.commands.evaluate import evaluate, run_settings
 from g2rpo.commands.train import train
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.testbed.words.language import parse
 
-SHOWN, COLUMNS, ENLARGED = 20, 5, 2  # words in the picture, and how large
+SHOWN, COLUMNS = 24, 4  # words in the picture
 
 
 def main() -> None:
@@ -102,26 +104,29 @@ def base_means(judged: list[dict[str, Any]], steps: int) -> dict[str, float]:
 
 
 def save_picture(judged: list[dict[str, Any]], folder: Path, steps: int, path: Path) -> None:
-    """The first held-out words, base above tuned, from the same noise."""
-    sides = {
-        side: [row for row in judged if row["side"] == side and int(row["steps"]) == steps][:SHOWN]
-        for side in ("base", "tuned")
-    }
-    width, height, line = (ENLARGED * n for n in (96, 32, 9))
-    left, gap, block = 64, 12, 2 * height + line + 14
-    canvas = Image.new("RGB", (left + COLUMNS * (width + gap), SHOWN // COLUMNS * block + 4), "white")
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(14)
-    for i in range(SHOWN):
-        x, y = left + i % COLUMNS * (width + gap), i // COLUMNS * block
-        draw.text((x, y), sides["base"][i]["prompt"], fill="black", font=font)
-        for j, side in enumerate(("base", "tuned")):
-            top = y + line + j * (height + 2)
-            canvas.paste(
-                Image.open(folder / sides[side][i]["picture"]).resize((width, height), Image.Resampling.NEAREST), (x, top)
-            )
-            if i % COLUMNS == 0:
-                draw.text((8, top + height // 2 - 8), side, fill="black", font=font)
-    canvas.save(path)
+    """Some held-out words before and after, from the same noise, and the share of right ones among all."""
+    sides = [[row for row in judged if row["side"] == side and int(row["steps"]) == steps] for side in ("base", "tuned")]
+    right = [[row["scores"]["ocr_exact"] == 1 for row in rows] for rows in sides]
+    chosen = in_proportion(list(zip(*right, strict=True)), SHOWN)
+    panels = []
+    for heading, rows, marks in zip(("Before", "After two minutes"), sides, right, strict=True):
+        words = [
+            Word(Image.open(folder / rows[i]["picture"]), word.letters, marks[i])
+            for i in chosen
+            if (word := parse(rows[i]["prompt"]))
+        ]
+        panels.append((f"{heading}: {100 * statistics.mean(marks):.0f} % right", f"of {len(rows)} unseen words", words))
+    before_and_after(panels, COLUMNS).quantize(192).save(path, optimize=True)
+
+
+def in_proportion(outcomes: Sequence[tuple[bool, bool]], count: int) -> list[int]:
+    """The indices of `count` words, in their order: of each outcome (right before, right after) as large a share as among all
+    (rounded by the largest remainders), and of that outcome the first ones."""
+    exact = {outcome: count * outcomes.count(outcome) / len(outcomes) for outcome in dict.fromkeys(outcomes)}
+    taken = {outcome: int(share) for outcome, share in exact.items()}
+    for outcome in sorted(exact, key=lambda each: taken[each] - exact[each])[: count - sum(taken.values())]:
+        taken[outcome] += 1
+    return sorted(i for each, n in taken.items() for i in [i for i, outcome in enumerate(outcomes) if outcome == each][:n])
 
 
 def print_row(name: str, values: list[dict[str, float]]) -> None:

@@ -162,11 +162,10 @@ def test_files_keys_and_functions_that_are_named_exist(page):
                 assert hasattr(importlib.import_module(f"g2rpo.{group}"), key), f"{span} is neither a key nor a function"
 
 
-def test_the_tree_in_the_readme_is_the_repository():
+def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
     """One line for every file and folder of the package, and for the folders beside it; none for what is not there."""
-    tree = next(
-        block.code for block in blocks((ROOT / "README.md").read_text(encoding="utf-8")) if block.code.startswith("src/g2rpo/")
-    )
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = next(block.code for block in blocks(page) if block.code.startswith("src/g2rpo/"))
     package, beside = re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE), re.findall(r"^(\w+)/ ", tree, re.MULTILINE)
     there = [p.name for p in (ROOT / "src" / "g2rpo").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
     assert sorted(package) == sorted(name for name in there if not name.startswith("__"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,7 +17,7 @@ from g2rpo.monitor.clips import frames_of
 from g2rpo.monitor.diagnostics import group_std
 from g2rpo.monitor.pictures import to_pil
 from g2rpo.report.history import Run
-from g2rpo.report.page import clip_uri, data_uri, render
+from g2rpo.report.page import clip_uri, compare_style, data_uri, render
 from g2rpo.report.words import fixed, signed
 
 LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page
@@ -37,8 +38,8 @@ environment = Environment(
 
 
 def style() -> str:
-    """The style sheet of everything here."""
-    return environment.loader.get_source(environment, "style.css")[0]  # type: ignore[union-attr]
+    """The style sheet of everything here, and the report's of compared pictures."""
+    return files("g2rpo.demo").joinpath("templates/style.css").read_text() + compare_style()
 
 
 def drawing_html(drawing: Drawing, note: str = "") -> str:
@@ -51,6 +52,7 @@ def drawing_html(drawing: Drawing, note: str = "") -> str:
             (name, _uri(evaluation.images[0], LARGE, drawing.seconds), _scores(drawing, name), _right(evaluation))
             for name, evaluation in sides
         ],
+        shape=tuple(reversed(drawing.base.images.shape[-2:])),
         note=note,
         missing=[name for name, values in drawing.base.scores.items() if values.isnan().any()],
         why=drawing.why,

@@ -6,6 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -30,6 +31,11 @@ from g2rpo.statistics import Z
 FRAMES, PICTURES, PICTURE_BYTES = 9, 8, 3_000_000
 """Largest numbers of evaluations and prompts shown of a run, and approximate bytes of pictures on a page."""
 ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
+
+
+def compare_style() -> str:
+    """The style sheet of pairs of pictures that lie beside each other or one over the other."""
+    return files("g2rpo.report").joinpath("templates/compare.css").read_text()
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -261,6 +267,7 @@ def _cards(grids: Sequence[Grid], size: int) -> list[dict[str, Any]]:
             "prompt": prompt,
             "input": data_uri(given, size) if (given := inputs[i]) else "",
             "frames": [_frame(grid, i, size) for grid in grids],
+            "shape": grids[0].rows[0][i].size,
         }
         for i, prompt in enumerate(prompts)
     ]

@@ -1,8 +1,8 @@
 "use strict";
-// Pictures: the slider chooses which iteration stands beside the base.
+// Pictures: controls that need this script; a slider chooses which iteration stands beside the base.
+for (const tools of document.querySelectorAll(".tools")) tools.hidden = false;
 for (const slider of document.querySelectorAll(".scrub input")) {
   const frames = slider.closest(".frames"), iterations = slider.dataset.iterations.split(",");
-  slider.closest(".scrub").hidden = false;
   const show = () => {
     frames.querySelector("output").value = iterations[slider.value];
     slider.setAttribute("aria-valuetext", "iteration " + iterations[slider.value]);
