@@ -174,8 +174,11 @@ def test_pictures_are_shown_before_and_after(html):
     frames = [a for a in page.all("figure") if a.get("class") != "card"]
     assert ["hidden" in a for a in frames] == [False, True, False] * 2
     assert [a.get("data-frame") for a in frames] == [None, "1", "2"] * 2
-    (slider,) = page.all("input")
+    (slider,) = [a for a in page.all("input") if "data-iterations" in a]
     assert slider["data-iterations"] == "0,2,4" and slider["max"] == "2"
+    dividers = [a for a in page.all("input", type="range") if a is not slider]
+    assert [a["aria-label"].rpartition(": ")[2] for a in dividers] == [a["alt"].rpartition(": ")[2] for a in images[::3]]
+    assert len(page.all("input", type="checkbox")) == 1
 
 
 def test_the_verdict_comes_first_then_pictures_and_what_ran_comes_last(html):
@@ -392,7 +395,7 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
         save_grid(tmp_path / "samples" / f"iteration_{i:06d}.png", [Strip(noise)], [str(n) for n in range(8)])
     html = render(read_runs([tmp_path]))
     assert len(html) < 5e6
-    (slider,) = Page(html).all("input")
+    (slider,) = [a for a in Page(html).all("input") if "data-iterations" in a]
     shown = [int(i) for i in slider["data-iterations"].split(",")]
     assert len(shown) == FRAMES and shown[0] == 0 and shown[-1] == 19
 
