@@ -111,6 +111,8 @@ def check_sharding(config: Config, ranks: int) -> None:
     if ranks == 1:
         how = "start them with torchrun (plan for them with --ranks)"
         raise UserError(f"{asked} divides weights over several processes: {how}, or take it out")
+    if config.policy.compile:
+        raise UserError(f"{asked}: policy.compile is not for weights that come and go in each block; take it out")
     if config.sampling.tails.own_network:
         raise UserError(
             f"{asked}: sampling.tails.compile, dtype and quantize copy weights that no rank has whole; take them out"
@@ -302,7 +304,7 @@ def _hub_class(name: str) -> str:
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
     "lora_targets", "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling", "quantize",
-    "attention", "autocast",
+    "attention", "autocast", "compile",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 

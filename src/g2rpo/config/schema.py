@@ -79,6 +79,8 @@ class PolicyConfig(Section):
     autocast: bool = True
     """Calls in bfloat16 run under torch.autocast, with norms in float32, as in published code. false: as diffusers' pipelines
     compute, in bfloat16 but for what a model itself keeps in float32; for LoRA, and a GPU's memory and time."""
+    compile: bool = False
+    """Blocks run through torch.compile, in rollouts and in training alike; seconds to minutes before the first calls."""
     attention: Attention = "auto"
     """Of attention: torch's choice, one of torch's (cudnn, flash, efficient, math) or a package's (flash2, flash3)."""
     device: str = "auto"

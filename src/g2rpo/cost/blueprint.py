@@ -92,10 +92,11 @@ def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> PipelinePolicy:
     return _built(blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()})
 
 
-def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[PipelinePolicy, list[int]]:
-    """The same without text encoders and with two blocks of every kind, and how many blocks each of these stands for."""
+def build_shallow(blueprint: Blueprint, config: PolicyConfig, whole: bool = False) -> tuple[PipelinePolicy, list[int]]:
+    """The same without text encoders and with two blocks of every kind (`whole`: all), and how many blocks each of these stands
+    for."""
     modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
-    times = thin(modules["transformer"])
+    times = [] if whole else thin(modules["transformer"])
     return _built(blueprint, config, modules), times
 
 
@@ -107,7 +108,7 @@ def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.
     absent = {each.name: None for each in parameters if each.default is inspect.Parameter.empty}  # tokenizers, and the like
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipeline = pipeline_class(**{**absent, **blueprint.options, **modules, "scheduler": scheduler})
-    config = config.model_copy(update={"attention": "auto"})  # no kernel runs here
+    config = config.model_copy(update={"attention": "auto", "compile": False})  # no kernel runs here
     policy, options = components.policy_options(config, blueprint.kind, device="meta")
     try:
         return policy(pipeline, **options)

@@ -20,6 +20,7 @@ class PolicyOptions:
     truncate_timesteps: the network sees floor(1000 sigma), as in the published code of G2RPO; diffusers' pipelines do not.
     published_pictures: see `pipelines.decode_latents`.
     quantize: how frozen weights are stored (`policies.quantized`).
+    compile: see `pipelines.PipelinePolicy.compile`.
     seed: of the adapters' first values. keep_base: keep a copy of weights that training or `load` changes.
     """
 
@@ -38,6 +39,7 @@ class PolicyOptions:
     quantize: Quantize = "none"
     attention: Attention = "auto"
     autocast: bool = True
+    compile: bool = False
     gradient_checkpointing: bool = False
     truncate_timesteps: bool = False
     published_pictures: bool = False

@@ -88,6 +88,8 @@ class PipelinePolicy(Policy, ABC):
             gradient_checkpointing=o.gradient_checkpointing,
         )
         choose_attention(pipeline.transformer, o.attention)
+        if o.compile:
+            self.compile()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
@@ -127,6 +129,15 @@ class PipelinePolicy(Policy, ABC):
     def blocks(transformer: Any) -> list[nn.Module]:
         """A transformer's blocks: the modules of its module lists."""
         return [block for blocks in _lists(transformer) for block in blocks]
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compiles the transformer's blocks with torch.compile, each where it stands, for sampling and training alike.
+
+        All blocks of a kind share their graphs: one for sampling, one for training and one for the base model under adapters,
+        whatever the number of rows and tokens, and another of each for calls of a single row.
+        """
+        for block in self.blocks(self.pipeline.transformer):
+            block.compile(backend=backend, dynamic=True)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,98 @@
+"""What a network call of a recipe takes on a card by its roofline: products, attention, and reading and writing between them.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.roofline --out benchmarks/results/roofline.json    # ten minutes of one core
+
+A derivation, not a measurement: the call of the whole model is traced on tensors without data (`g2rpo.cost.roofline`). Its
+assumptions are the shares of a card's rates that kernels reach (`roofline.USUAL`), and that a compiler makes one kernel of all that
+lies between two products. "at peak" has every kernel at the datasheet's rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from g2rpo.commands.train import load_config
+from g2rpo.cost.blueprint import read_blueprint
+from g2rpo.cost.cards import find_card
+from g2rpo.cost.counting import plans_in
+from g2rpo.cost.roofline import ATTENTION, PEAK, PRODUCTS, USUAL, Reached, Roofline, rollout_call, training_call
+
+WAYS: dict[str, list[str]] = {
+    "autocast": [],
+    "autocast=false": ["policy.autocast=false"],
+    "quantize=int8": ["policy.autocast=false", "policy.quantize=int8"],
+    "quantize=fp8": ["policy.autocast=false", "policy.quantize=fp8"],
+}
+
+
+def calls(recipe: str, overrides: Sequence[str], training: bool) -> Iterator[tuple[str, Roofline]]:
+    """The calls of a recipe, by name: a rollout's at its batch size, and the training pass at its own."""
+    config = load_config(recipe, overrides)
+    blueprint = read_blueprint(config.policy)
+    yield "rollout", rollout_call(blueprint, config, int(config.sampling.batch_size))
+    if training:
+        yield "training", training_call(blueprint, config, config.trainer.micro_batch_size, set(plans_in(config, 0)))
+
+
+def rows(recipe: str, device: str, training: bool, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """One row for every way of one recipe's calls, as it is and compiled."""
+    card, first = find_card(device), {}
+    for way in ways:
+        for call, roofline in calls(recipe, WAYS[way], training and way != "quantize=fp8"):
+            for compiled, made in (("", roofline), (", compiled", roofline.fused())):
+                row = {"recipe": recipe, "card": card.name, "call": call, "way": way + compiled, **figures(made, card)}
+                row["faster"] = first.setdefault(call, row["seconds"]) / row["seconds"]
+                yield row
+
+
+def figures(roofline: Roofline, card: Any) -> dict[str, Any]:
+    def summed(reached: Reached) -> tuple[float, float, float]:
+        seconds = roofline.seconds(card, reached)
+        return seconds[PRODUCTS], seconds[ATTENTION], sum(seconds.values()) - seconds[PRODUCTS] - seconds[ATTENTION]
+
+    products, attention, moving = summed(USUAL)
+    seconds = products + attention + moving
+    return {
+        "flops": roofline.flops,
+        "kernels": len(roofline.kernels),
+        "products": products,
+        "attention": attention,
+        "between": moving,
+        "seconds": seconds,
+        "arithmetic": (products + attention) / seconds,
+        "at_peak": sum(summed(PEAK)),
+    }
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """In Markdown."""
+    lines = ["| | products | attention | between them | together | arithmetic | at peak | faster |", "|---|---|---|---|---|---|---|---|"]
+    for row in found:
+        parts = " | ".join(f"{row[key]:.2f}" for key in ("products", "attention", "between", "seconds"))
+        lines.append(
+            f"| {row['recipe']}, {row['call']}, {row['way']} | {parts} | {row['arithmetic']:.0%} | {row['at_peak']:.2f} | {row['faster']:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=["flux1-dev-lora", "flux2-klein-lora"], metavar="RECIPE")
+    parser.add_argument("--card", default="h200")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--no-training", action="store_true", help="rollouts only")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(given)
+    found = [row for recipe in args.recipes for row in rows(recipe, args.card, not args.no_training, args.ways)]
+    print(table(found))
+    if args.out is not None:
+        args.out.write_text(json.dumps({"assumed": asdict(USUAL), "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
