@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.roofline --out benchmarks/results/roofline.json    # ten minutes of one core
 
-A derivation, not a measurement: the call of the whole model is traced on tensors without data (`g2rpo.cost.roofline`). Its
-assumptions are the shares of a card's rates that kernels reach (`roofline.USUAL`), and that a compiler makes one kernel of all that
-lies between two products. "at peak" has every kernel at the datasheet's rates.
+A derivation, not a measurement: the call of the whole model is traced on tensors without data (`g2rpo.cost.roofline`). Assumed
+are the shares of a card's rates that kernels reach (`roofline.USUAL`), and that a compiler makes one kernel of all that lies
+between two products. "at peak" has every kernel at the datasheet's rates.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rows(recipe: str, device: str, training: bool, ways: Sequence[str]) -> Itera
     """One row for every way of one recipe's calls, as it is and compiled."""
     card, first = find_card(device), {}
     for way in ways:
-        for call, roofline in calls(recipe, WAYS[way], training and way != "quantize=fp8"):
+        for call, roofline in calls(recipe, WAYS[way], training and way != "quantize=fp8"):  # most of training is in bfloat16
             for compiled, made in (("", roofline), (", compiled", roofline.fused())):
                 row = {"recipe": recipe, "card": card.name, "call": call, "way": way + compiled, **figures(made, card)}
                 row["faster"] = first.setdefault(call, row["seconds"]) / row["seconds"]
@@ -71,12 +71,12 @@ def figures(roofline: Roofline, card: Any) -> dict[str, Any]:
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """In Markdown."""
-    lines = ["| | products | attention | between them | together | arithmetic | at peak | faster |", "|---|---|---|---|---|---|---|---|"]
+    names = ("products", "attention", "between", "seconds", "at_peak")
+    lines = [f"| | {' | '.join(names)} | arithmetic | faster |", "|---" * 8 + "|"]
     for row in found:
-        parts = " | ".join(f"{row[key]:.2f}" for key in ("products", "attention", "between", "seconds"))
-        lines.append(
-            f"| {row['recipe']}, {row['call']}, {row['way']} | {parts} | {row['arithmetic']:.0%} | {row['at_peak']:.2f} | {row['faster']:.2f}x |"
-        )
+        name = f"{row['recipe']}, {row['call']}, {row['way']}"
+        figures = " | ".join(f"{row[key]:.2f}" for key in names)
+        lines.append(f"| {name} | {figures} | {row['arithmetic']:.0%} | {row['faster']:.2f}x |")
     return "\n".join(lines)
 
 

@@ -236,9 +236,9 @@ class Algorithm(Protocol):
         """The logged numbers of an iteration from `Loss.log`: by name, one tensor of all members of all ranks."""
         return {name: float(values.double().mean()) for name, values in log.items()}
 
-    def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, dtype: torch.dtype) -> float:
-        """The largest `log_prob_drift` that rounding in `dtype` explains, for the stochastic `steps` of latents of `entries`
-        numbers; infinite for algorithms without log-probs."""
+    def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float) -> float:
+        """The largest `log_prob_drift` that velocities explain which differ by `rounding`, relative to their size, for the
+        stochastic `steps` of latents of `entries` numbers; infinite for algorithms without log-probs."""
         return math.inf
 
     def memory(self, num_steps: int, evaluations: Callable[[Sequence[Plan], int], int]) -> AlgorithmState | None:

@@ -25,6 +25,7 @@ from g2rpo.monitor.alarms import (
     fallen_rewards,
     judged_gain,
     picture_alarms,
+    rounding_of,
     training_alarms,
 )
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
@@ -71,10 +72,14 @@ def test_a_drift_that_is_not_a_number_is_one_and_an_older_log_has_none():
 # The drift's limit
 
 
+def two_eps(dtype):
+    return 2 * torch.finfo(dtype).eps
+
+
 def limit_of(*overrides, entries=48, dtype=torch.float32):
     c = config(*overrides)
     sigmas = sigma_grid(c.sampling.num_steps, 3.0)
-    return c.algorithm.drift_limit(sigmas, range(5), entries, dtype)
+    return c.algorithm.drift_limit(sigmas, range(5), entries, two_eps(dtype))
 
 
 def test_half_the_clip_range_is_what_a_later_update_can_bear():
@@ -90,7 +95,7 @@ def test_half_the_clip_range_is_what_a_later_update_can_bear():
     kernel = c.algorithm.kernel(sigmas)
     stds = [float(kernel(torch.ones(1, 1), torch.ones(1, 1), a, b).std) for a, b in pairwise(sigmas[:-1])]
     expected = c.algorithm.clip_range / 2 / max(stds)
-    assert c.algorithm.drift_limit(sigmas, range(5), 48, torch.float32) == pytest.approx(expected, rel=1e-5)
+    assert c.algorithm.drift_limit(sigmas, range(5), 48, two_eps(torch.float32)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("sde", ["flow", "dance", "cps"])
@@ -109,8 +114,16 @@ def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(sde, entries)
         sampled, trained = (kernel(x, velocity, sigmas[step], sigmas[step + 1]) for velocity in (v, v + error))
         x_next = sampled.sample(random(300, entries, seed=4 + step))
         worst = max(worst, float((trained.log_prob(x_next) - sampled.log_prob(x_next)).abs().max()))
-    limit = c.algorithm.drift_limit(sigmas, range(5), entries, torch.bfloat16)
+    limit = c.algorithm.drift_limit(sigmas, range(5), entries, two_eps(torch.bfloat16))
     assert limit / 3 < worst <= limit
+
+
+def test_rounding_is_of_the_coarsest_dtype_and_float8_inputs_count():
+    narrow = ("policy.dtype=bfloat16", "policy.tuning=lora")
+    assert rounding_of(config()) == 2**-22
+    assert rounding_of(config("sampling.anchor_dtype=bfloat16")) == rounding_of(config(*narrow)) == 2**-6
+    assert rounding_of(config(*narrow, "policy.quantize=int8")) == 2**-6  # weights alone are rounded, once for all calls
+    assert rounding_of(config(*narrow, "policy.quantize=fp8")) == pytest.approx(math.sqrt(2 * 0.125**2 / 12))
 
 
 class Apart(GaussianPolicy):

@@ -152,6 +152,17 @@ def test_velocities_are_as_near_as_the_roundings_of_weights_are(flux_directory, 
     assert most / 20 < error < most
 
 
+def test_nearly_equal_inputs_are_rounded_apart_to_float8():
+    """Inputs one bfloat16 eps apart come out further apart than two eps, and no further than two independent roundings to
+    numbers at most eps of themselves apart do: sqrt(2 / 12) eps."""
+    fp8 = KINDS["fp8"](layer(torch.bfloat16), torch.device("cpu"))
+    x = torch.randn(256, 128, generator=generator_for("inputs"))
+    near = x + 2**-7 * x.abs() * torch.randn(256, 128, generator=generator_for("signs")).sign()
+    with torch.no_grad():
+        apart = relative_error(fp8(x.bfloat16()), fp8(near.bfloat16()))
+    assert 2 * torch.finfo(torch.bfloat16).eps < apart <= torch.finfo(torch.float8_e4m3fn).eps / 6**0.5
+
+
 def test_tails_share_the_base(flux_directory, kind):
     policy = load(flux_directory, quantize=kind)
     network = FastNetwork(policy, compile=True, backend="eager")

@@ -120,12 +120,12 @@ class PolicyGradient(Algorithm):
             "log_prob_drift": float(log["drift"].max()),
         }
 
-    def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, dtype: torch.dtype) -> float:
+    def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float) -> float:
         """The largest acceptable difference of a log-prob between rollout and training pass.
 
         Later updates of a rollout take its record for the old log-prob, and half the clip range is all that may be lost to a
         difference that nothing was learnt from. Where a rollout has one update, ratios do not see the drift, and what rounding
-        explains is in order as well: a velocity (of size sqrt 2) off by two eps of `dtype` moves a step's mean by
+        explains is in order as well: a velocity (of size sqrt 2) off by a share of `rounding` moves a step's mean by
         e of its standard deviations; the noise that was drawn is independent of it, so the log-prob moves by
         N(0, e^2 / entries) - e^2 / 2, which for a thousand members stays within 4 e / sqrt(entries) + e^2 / 2. The largest
         step counts, in the units of the kernel's log-prob.
@@ -137,7 +137,7 @@ class PolicyGradient(Algorithm):
             sigma, sigma_next = sigmas[step], sigmas[step + 1]
             still, moved = (kernel(0 * one, velocity * one, sigma, sigma_next) for velocity in (0, 1))
             std = still.std.reshape(1)
-            e = 2 * torch.finfo(dtype).eps * math.sqrt(2) * float((moved.mean - still.mean).abs()) / float(std)
+            e = rounding * math.sqrt(2) * float((moved.mean - still.mean).abs()) / float(std)
             # the scale of log-probs: 1, or 2 std^2 without the density's constants
             scale = 2 * float(still.log_prob(still.mean) - still.log_prob(still.mean + std))
             allowed = max(allowed, scale * (4 * e / math.sqrt(entries) + e**2 / 2))

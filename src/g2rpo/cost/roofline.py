@@ -1,8 +1,8 @@
 """The roofline of network calls (Williams et al., 2009): operations over the rate at which a card computes, bytes over the rate
 at which it reads and writes, kernel by kernel.
 
-A call of the whole model is traced on tensors without data, so casts of autocast, adapters and dequantised weights count as they
-are. It is a lower bound: every kernel at the given rates, none waiting for its launch.
+A call of the whole model is traced on tensors without data, so casts of autocast, adapters and dequantised weights count as
+they are. It is a lower bound: every kernel at the given rates, none waiting for its launch.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Roofline:
         return found
 
     def fused(self) -> Roofline:
-        """What a compiler could leave at best: between two products, one kernel reads what comes from outside it once, and writes
-        once what is used outside it."""
+        """What a compiler could leave at best: between two products, one kernel reads what comes from outside it once, and
+        writes once what is used outside it."""
         products = [kernel for kernel in self.kernels if kernel.kind in (PRODUCTS, ATTENTION)]
         stages: dict[int, list[Kernel]] = defaultdict(list)
         for stage, kernel in zip(_stages(self.kernels), self.kernels, strict=True):

@@ -129,9 +129,7 @@ def inputs(policy: PipelinePolicy, shapes: Shapes, rows: int) -> tuple[Tensor, T
 
 
 @contextmanager
-def shallow_policy(
-    blueprint: Blueprint, config: Config, whole: bool = False
-) -> Iterator[tuple[PipelinePolicy, list[int]]]:
+def shallow_policy(blueprint: Blueprint, config: Config, whole: bool = False) -> Iterator[tuple[PipelinePolicy, list[int]]]:
     """A policy of fake tensors with two blocks of every kind (`whole`: all), and how many blocks each of these stands for."""
     policy, times = build_shallow(blueprint, config.policy, whole)
     if config.trainer.sharding != "none":

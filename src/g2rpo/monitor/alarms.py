@@ -188,15 +188,24 @@ def crowd(count: int) -> float:
 
 def alarms_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int) -> Alarms:
     """The alarms of a run of `config`."""
-    dtypes = (config.policy.dtype, config.sampling.anchor_dtype, config.sampling.sample_dtype)
-    coarsest = max((getattr(torch, dtype) for dtype in dtypes), key=lambda dtype: torch.finfo(dtype).eps)
     off = frozenset(name for name in ADVICE if config.alarms.of(name) == "off")
     plans = (
         plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )
     steps = {step for plan in plans for step in range(plan.branch, plan.merge) if plan.trains(step)}
-    limit = algorithm.drift_limit(sigmas, sorted(steps), entries, coarsest)
+    limit = algorithm.drift_limit(sigmas, sorted(steps), entries, rounding_of(config))
     return Alarms(list(config.rewards), list(config.evaluation.rewards), limit, off)
+
+
+def rounding_of(config: Config) -> float:
+    """How far apart two velocities of one latent may lie, relative to their size, in the batches of rollout and training pass.
+
+    Two eps of the coarsest dtype of network and latents. With policy.quantize=fp8 a difference that small can round an input of
+    a layer to another float8 number; at worst both calls round independently, each with a variance of eps^2 / 12.
+    """
+    dtypes = (config.policy.dtype, config.sampling.anchor_dtype, config.sampling.sample_dtype)
+    rounding = max(2 * torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes)
+    return max(rounding, torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(6)) if config.policy.quantize == "fp8" else rounding
 
 
 def _number(row: Row, key: str) -> float:
