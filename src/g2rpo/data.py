@@ -107,7 +107,8 @@ class Plan:
     Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and each tail is an ODE trajectory from
     `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
     branch = merge has no stochastic steps.
-    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`.
+    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`. With `antithetic`
+    members 2j and 2j + 1 are a pair, whose noise at every stochastic step is e and -e; the group's size is then even.
     `trained` are the stochastic steps to learn from (None: all of them); `solver` integrates the tails. `granularities` name
     the tails in the log, one number each (empty: 1, 2, ...); the smallest is the finest.
     """
@@ -117,6 +118,7 @@ class Plan:
     tails: tuple[tuple[int, ...], ...]
     _: KW_ONLY
     shared_noise: bool = True
+    antithetic: bool = False
     trained: tuple[int, ...] | None = None
     solver: Solver = "euler"
     granularities: tuple[int, ...] = field(default=(), compare=False)
@@ -126,6 +128,8 @@ class Plan:
             raise ValueError(f"a plan needs 0 <= branch <= merge, got branch={self.branch}, merge={self.merge}")
         if self.branch == self.merge and self.shared_noise:
             raise ValueError("a plan without stochastic steps needs shared_noise=False: all members would be alike")
+        if self.antithetic and not self.shared_noise:
+            raise ValueError("an antithetic plan needs shared_noise=True: a pair differs by the sign of its noise alone")
         if not self.tails:
             raise ValueError("a plan needs at least one tail")
         for tail in self.tails:

@@ -91,6 +91,7 @@ class Allocator:
             size = int(
                 budget / self._price_of_a_member(chosen, iteration) + 1e-6
             )  # tolerance for quotients that should be integers
+            size -= asked.antithetic * (size % 2)
             if size < 2:
                 raise UserError(
                     f"algorithm.group_size={asked.group_size} is too small: calibration would leave groups of {size}"

@@ -44,4 +44,4 @@ class DanceGRPO(GRPO):
         noisy = num_steps - 1
         shuffled = torch.randperm(noisy, generator=generator_for(seed, "trained steps", iteration)).tolist()
         trained = sorted(shuffled[: max(1, int(noisy * self.trained_fraction))])
-        return [window(0, noisy, num_steps, self.shared_noise, tuple(trained))]
+        return [window(0, noisy, num_steps, self.shared_noise, tuple(trained), self.antithetic)]

@@ -32,4 +32,4 @@ class FlowCPS(GRPO):
     update_every: UpdateEvery = 12
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [window(0, num_steps - 1, num_steps, self.shared_noise)]
+        return [window(0, num_steps - 1, num_steps, self.shared_noise, antithetic=self.antithetic)]

@@ -38,7 +38,7 @@ class FlowGRPO(GRPO):
     noisy_last_step: bool = True
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
+        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step, self.antithetic)]
 
     def kl_penalty(self, kl: Tensor, steps: Steps) -> Tensor:
         return kl * steps.dsigma if self.kl_denominator == "g" else kl

@@ -40,4 +40,4 @@ class FlowGRPOFast(GRPO):
             raise ValueError(f"window_size={self.window_size} does not fit into steps {first}..{last - 1} of {num_steps}")
         choices = last - first - self.window_size + 1
         start = first + draw_below(choices, seed, "window", iteration)
-        return [window(start, start + self.window_size, num_steps, self.shared_noise)]
+        return [window(start, start + self.window_size, num_steps, self.shared_noise, antithetic=self.antithetic)]

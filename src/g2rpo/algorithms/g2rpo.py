@@ -24,6 +24,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from g2rpo.algorithms.allocation import Allocator, Auto
+from g2rpo.algorithms.grpo import unpaired
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
 from g2rpo.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
@@ -46,7 +47,7 @@ class GranularGRPO(PolicyGradient):
     as the run goes (`allocation`), within the evaluations of the finest candidate with `group_size` members, which are the
     plans of `plans`. `granularity_weights` weight the granularities' advantages. `step_weight` weights the branch steps
     (`weight_of`). `branch_schedule` spreads the branch steps over iterations: "turns" takes one per iteration, in cyclic order,
-    "random" draws it.
+    "random" draws it. `antithetic` draws members in pairs, with noise e and -e (docs/algorithm.md says when it helps).
     """
 
     name: Literal["g2rpo"] = "g2rpo"
@@ -66,6 +67,7 @@ class GranularGRPO(PolicyGradient):
     update_every: Literal["rollout", "branch"] = "rollout"
     step_weight: StepWeight = "none"
     branch_schedule: BranchSchedule = "all"
+    antithetic: bool = False
 
     def __post_init__(self) -> None:
         grains = self.auto.candidates if self.granularities == "auto" else self.granularities
@@ -75,6 +77,7 @@ class GranularGRPO(PolicyGradient):
                 self.group_size < 2,
                 f"group_size must be at least 2 (a group of one has no advantage), got {self.group_size}",
             ),
+            *unpaired(self.antithetic, self.group_size),
             (not self.branch_steps, "branch_steps is empty: noise must enter somewhere"),
             (len(set(self.branch_steps)) < len(self.branch_steps), f"branch_steps repeats a step: {self.branch_steps}"),
             (any(step < 0 for step in self.branch_steps), f"branch_steps must be >= 0, got {self.branch_steps}"),
@@ -117,7 +120,7 @@ class GranularGRPO(PolicyGradient):
         """Noise at `step` alone, and a tail of every granularity behind it."""
         grains = self.granularities_at(step)
         tails = tuple(tail(step + 1, num_steps, grain, self.tail) for grain in grains)
-        return Plan(step, step + 1, tails, granularities=grains)
+        return Plan(step, step + 1, tails, granularities=grains, antithetic=self.antithetic)
 
     def steps_of(self, iteration: int, seed: int) -> tuple[int, ...]:
         """The branch steps that an iteration takes."""

@@ -21,18 +21,40 @@ from g2rpo.types import Kernel, Plan, UpdateEvery
 SDE = Literal["flow", "dance", "cps"]
 
 
-def window(start: int, stop: int, num_steps: int, shared_noise: bool, trained: tuple[int, ...] | None = None) -> Plan:
+def window(
+    start: int,
+    stop: int,
+    num_steps: int,
+    shared_noise: bool,
+    trained: tuple[int, ...] | None = None,
+    antithetic: bool = False,
+) -> Plan:
     """Stochastic steps start .. stop - 1, and the ODE before and after."""
-    return Plan(start, stop, (tuple(range(stop, num_steps + 1)),), shared_noise=shared_noise, trained=trained)
+    tails = (tuple(range(stop, num_steps + 1)),)
+    return Plan(start, stop, tails, shared_noise=shared_noise, trained=trained, antithetic=antithetic)
 
 
-def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool) -> Plan:
+def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool, antithetic: bool = False) -> Plan:
     """Every step but the last is stochastic and trained. With `noisy_last_step` the last is stochastic as well, else the ODE's;
     its noise stays in the image, and its density is too narrow to train on."""
     last = num_steps - 1
     if noisy_last_step:
-        return window(0, num_steps, num_steps, shared_noise, tuple(range(last)))
-    return window(0, last, num_steps, shared_noise)
+        return window(0, num_steps, num_steps, shared_noise, tuple(range(last)), antithetic)
+    return window(0, last, num_steps, shared_noise, antithetic=antithetic)
+
+
+def unpaired(antithetic: bool, group_size: int, shared_noise: bool = True) -> tuple[tuple[bool, str], ...]:
+    """What keeps the members of a group from being antithetic pairs: (is it so, message)."""
+    return (
+        (
+            antithetic and group_size % 2 > 0,
+            f"antithetic=true takes members in pairs: group_size must be even, got {group_size}",
+        ),
+        (
+            antithetic and not shared_noise,
+            "antithetic=true needs shared_noise=true: a pair differs by the sign of its noise alone",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +62,8 @@ class GRPO(PolicyGradient):
     """The fields are hyper-parameters.
 
     `sde` is the stochastic step (`flow.flow_sde`, `dance_sde`, `cps_kernel`), `eta` its noise level. `shared_noise` starts a
-    group from one initial noise. `batch_std`, `population_std` and `reward_mix`: see `objectives.mix_rewards`.
+    group from one initial noise; with `antithetic` its members are then pairs with noise e and -e. `batch_std`,
+    `population_std` and `reward_mix`: see `objectives.mix_rewards`.
     `drop_zero_advantages` leaves members without any advantage out of an update's mean, so that the KL term is not strengthened
     by groups of equal rewards. `update_every` is "rollout" for one averaged update, "branch" for one after every step index, or
     a number of members: the group is split into parts of that size, with an update after each. With one update per rollout the
@@ -52,6 +75,7 @@ class GRPO(PolicyGradient):
     sde: SDE = "flow"
     eta: float = 0.7
     shared_noise: bool = False
+    antithetic: bool = False
     clip_range: float = 1e-4
     advantage_clip: float = 5.0
     batch_std: bool = False
@@ -65,6 +89,7 @@ class GRPO(PolicyGradient):
         too_noisy = self.sde == "cps" and self.eta >= 1
         for wrong, message in (
             (self.group_size < 2, f"group_size must be at least 2 (a group of one has no advantage), got {self.group_size}"),
+            *unpaired(self.antithetic, self.group_size, self.shared_noise),
             (not self.eta > 0, f"eta must be positive (without noise there is nothing to learn from), got {self.eta}"),
             (too_noisy, f"eta must be below 1 with sde=cps (at 1 a step forgets where it came from), got {self.eta}"),
             (not self.clip_range > 0, f"clip_range must be positive, got {self.clip_range}"),

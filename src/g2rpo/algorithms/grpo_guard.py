@@ -41,7 +41,7 @@ class GRPOGuard(GRPO):
             raise ValueError("sde=cps has no density to normalise the ratio of: take flow or dance")
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
+        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step, self.antithetic)]
 
     def log_ratio(self, steps: Steps) -> Tensor:
         bias = steps.old_kl if self.correction == "member" else mean_of_each_step(steps.old_kl, steps.step)

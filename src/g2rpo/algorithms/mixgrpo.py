@@ -7,7 +7,7 @@ MixGRPO-Flash finishes members with few steps of a second-order solver, because 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -56,7 +56,8 @@ class MixGRPO(GRPO):
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         start = self.window_start(num_steps, iteration, seed)
-        return [window(start, min(start + self.window_size, num_steps - 2), num_steps, self.shared_noise)]
+        stop = min(start + self.window_size, num_steps - 2)
+        return [window(start, stop, num_steps, self.shared_noise, antithetic=self.antithetic)]
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """Divides the weights by their sum, as the published code does."""
@@ -116,4 +117,4 @@ class MixGRPOFlash(MixGRPO):
         way = num_steps - plan.merge
         jumps = max(int((way + 1) * self.compression), 2) - 1
         tail = tuple(plan.merge + round(way * jump / jumps) for jump in range(jumps + 1))
-        return [Plan(plan.branch, plan.merge, (tail,), shared_noise=plan.shared_noise, solver="dpmpp2m")]
+        return [replace(plan, tails=(tail,), solver="dpmpp2m")]

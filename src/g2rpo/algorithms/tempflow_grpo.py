@@ -43,7 +43,9 @@ class TempFlowGRPO(GRPO):
             raise ValueError(f"noise_weight must be positive, got {self.noise_weight}")
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [window(step, step + 1, num_steps, self.shared_noise) for step in range(num_steps - 1)]
+        return [
+            window(step, step + 1, num_steps, self.shared_noise, antithetic=self.antithetic) for step in range(num_steps - 1)
+        ]
 
     def policy_loss(self, steps: Steps) -> Tensor:
         return self.noise_weight * steps.std * super().policy_loss(steps)
