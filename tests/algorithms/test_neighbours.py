@@ -138,7 +138,7 @@ def test_updates_after_so_many_members_deal_the_group(every, sizes):
         ("mixgrpo", ["algorithm.schedule=random"]),
         ("dancegrpo", []),
         ("flow_grpo_fast", []),
-        ("g2rpo", ["algorithm.branch_schedule=turns"]),
+        ("g2rpo", ["algorithm.branch_schedule=turns", "algorithm.antithetic=true"]),
         ("g2rpo", ["algorithm.branch_schedule=random"]),
     ],
 )
