@@ -40,7 +40,7 @@ def test_what_a_second_group_repeats():
 
 
 def test_what_a_variant_costs():
-    """Steps 0 and 3 of 6, groups of 4: an anchor of 4 evaluations, fine tails of 5 and 2, coarse ones (published) of 3 and 1, all
+    """Steps 0 and 3 of 6, groups of 4: an anchor of 4 evaluations, fine tails of 5 and 2, published coarse ones of 3 and 1, all
     but one of them common; two latents trained at three evaluations each; the anchor's own tail has two more."""
     cost = {name: price((0, 3), 6, 4, name) for name in VARIANTS}
     anchor, trained = 4, 6
