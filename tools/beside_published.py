@@ -6,6 +6,7 @@ The published code is not part of this package. Clone it first, and name the fol
     git clone https://github.com/NVlabs/DiffusionNFT        # diffusion_nft
     git clone https://github.com/verl-project/verl-omni     # flow_dppo
     git clone https://github.com/scxue/advantage_weighted_matching      # awm
+    git clone https://github.com/Luo-Yihong/DGPO            # dgpo
     python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series diffusion_nft=DiffusionNFT
 
 tests/published holds restatements of the same formulas, for a machine that has no clones.
@@ -16,6 +17,7 @@ import math
 import sys
 import tempfile
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +125,41 @@ def awm(folder: Path, code: Path) -> Beside:
     return Beside(trainer, _forward(trainer, code, term), lambda models, updates: _trail(models, min(0.3, 0.2 * updates)))
 
 
+def dgpo(folder: Path, code: Path) -> Beside:
+    """scripts/train_sd3_dgpo.py: its loss, compute_group_dgpo_loss_allreduce; flow_grpo/stat_tracking.py."""
+    script = code / "scripts/train_sd3_dgpo.py"
+    block = _between(script, "ref_dgpo_v = ref_old_v", 'info["policy_loss"]')
+    alone = Namespace(all_reduce=lambda *given, **named: None, ReduceOp=Namespace(SUM=None))
+    summed = _functions(script, "compute_group_dgpo_loss_allreduce", dist=alone)
+    train, sample = Namespace(adv_clip_max=5.0, beta=0.02, beta_dpo=100.0), Namespace(num_image_per_prompt=GROUP)
+    config = Namespace(clip_dsm=True, clip_kl=False, clip_range=1e-5, use_ema_ref=False, train=train, sample=sample)
+    whole = {"local_group_indices": torch.zeros(GROUP).long(), "num_groups": 1}
+
+    def objective(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
+        advantages = _tracked(code, seen.rewards[:, 0, 0])
+        return [partial(one, models, example, advantages[example.prompt], 1 / len(seen.examples)) for example in seen.examples]
+
+    def one(models: Models, example: Example, advantages: torch.Tensor, share: float) -> torch.Tensor:
+        image, noise = example.x, example.data["noise"]
+        sigma = trainer.sigmas[example.data["step"]].reshape(-1, 1, 1)
+        x = (1 - sigma) * image + sigma * noise
+
+        def velocity(which: str) -> torch.Tensor:
+            return torch.cat([models.velocity(which, x[g : g + 1], sigma[g], example.prompt) for g in range(GROUP)])
+
+        names = {**summed, "torch": torch, "config": config, "use_old": True, "j": 0, "x0": image, "group_info": whole}
+        names |= {"sample": {"advantages": advantages[:, None]}, "target_v": noise - image, "accelerator": None}
+        with torch.no_grad():
+            names |= {"ref_old_v": velocity("base"), "old_v": velocity("old")}
+        names |= {"model_v": velocity("trained"), "info": defaultdict(list)}
+        exec(block, names)
+        return share * names["loss"]
+
+    small = (f"algorithm.group_size={GROUP}", "algorithm.times=2", "algorithm.first_steps=4", "algorithm.clip_range=1e-5")
+    trainer = tiny(folder, "algorithm.name=dgpo", *small, "algorithm.old_rise=0.2", "sampling.num_steps=5")
+    return Beside(trainer, objective, lambda models, updates: _trail(models, min(0.3, 0.2 * (updates - 1))))
+
+
 @dataclass
 class Function:
     """A published loss and ours on the same numbers."""
@@ -171,13 +208,7 @@ def _forward(trainer: Trainer, code: Path, term: Callable[[Models, dict[str, Any
     """An objective of a published loss on finished latents, one member at one time after the other."""
 
     def terms(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
-        scores = seen.rewards[:, 0, 0]
-        advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(correction=0) + 1e-4)
-        tracked = code / "flow_grpo/stat_tracking.py"
-        if tracked.is_file():
-            prompts = [str(prompt) for prompt in range(len(scores)) for _ in scores[0]]
-            tracker = _module(code, "flow_grpo.stat_tracking").PerPromptStatTracker(global_std=True)
-            advantages = torch.from_numpy(tracker.update(prompts, scores.flatten().numpy())).view_as(scores).float()
+        advantages = _tracked(code, seen.rewards[:, 0, 0])
         share = 1 / sum(len(example.advantages) for example in seen.examples)
         members = [(example, g) for example in seen.examples for g in range(len(example.advantages))]
         return [partial(one, models, *member, advantages, share) for member in members]
@@ -192,6 +223,15 @@ def _forward(trainer: Trainer, code: Path, term: Callable[[Models, dict[str, Any
         return share * term(models, {**given, "v": models.velocity("trained", x, sigma, example.prompt)})
 
     return terms
+
+
+def _tracked(code: Path, scores: torch.Tensor) -> torch.Tensor:
+    """Advantages of scores [N, G] by the published tracker of statistics, where a clone has it."""
+    if not (code / "flow_grpo/stat_tracking.py").is_file():
+        return (scores - scores.mean(1, keepdim=True)) / (scores.std(correction=0) + 1e-4)
+    prompts = [str(prompt) for prompt in range(len(scores)) for _ in scores[0]]
+    tracker = _module(code, "flow_grpo.stat_tracking").PerPromptStatTracker(global_std=True)
+    return torch.from_numpy(tracker.update(prompts, scores.flatten().numpy())).view_as(scores).float()
 
 
 def _trail(models: Models, decay: float) -> None:
@@ -254,7 +294,8 @@ def _module(code: Path, name: str):
         sys.path.remove(str(code))
 
 
-METHODS = {"pave_grpo": pave_grpo, "adagrpo": adagrpo, "diffusion_nft": diffusion_nft, "awm": awm, "flow_dppo": flow_dppo}
+METHODS = {"pave_grpo": pave_grpo, "adagrpo": adagrpo, "diffusion_nft": diffusion_nft, "awm": awm, "dgpo": dgpo}
+METHODS["flow_dppo"] = flow_dppo
 
 
 def main(words: list[str]) -> None:

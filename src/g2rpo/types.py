@@ -184,6 +184,11 @@ class Algorithm(Protocol):
             return False
 
         @property
+        def uses_group_sums(self) -> bool:
+            """Whether the loss needs `data["group_sum"]`: sums of `group_term` over a group, which a pass may have in part."""
+            return False
+
+        @property
         def drop_zero_advantages(self) -> bool:
             """Whether members without any advantage are left out of an update's mean, and so of the KL term."""
             return False
@@ -195,6 +200,7 @@ class Algorithm(Protocol):
         candidates = 1
         uses_base = False
         uses_old = False
+        uses_group_sums = False
         drop_zero_advantages = False
 
     def old_decay(self, updates: int) -> float:
@@ -231,6 +237,11 @@ class Algorithm(Protocol):
     def loss(self, batch: Batch, network: Network) -> Loss:
         """The loss of the members of a batch, before averaging."""
         ...
+
+    def group_term(self, batch: Batch, network: Network) -> Tensor:
+        """A number of each member of a batch, [B], taken without gradient before the first update of a rollout; for algorithms
+        with `uses_group_sums`."""
+        return torch.zeros_like(batch.advantages)
 
     def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
         """The logged numbers of an iteration from `Loss.log`: by name, one tensor of all members of all ranks."""

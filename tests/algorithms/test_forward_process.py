@@ -1,4 +1,4 @@
-"""Losses on finished latents: DiffusionNFT and AWM, the times they learn from, the old weights, counts and fields."""
+"""Losses on finished latents: DiffusionNFT, AWM and DGPO, the times they learn from, the old weights, counts and fields."""
 
 import math
 from dataclasses import replace
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from g2rpo.algorithms.awm import AWM
+from g2rpo.algorithms.dgpo import DGPO
 from g2rpo.algorithms.diffusion_nft import DiffusionNFT
 from g2rpo.algorithms.forward_process import Noised
 from g2rpo.config.algorithms import ALGORITHMS
@@ -18,7 +19,7 @@ from g2rpo.rollout.planning import count_evaluations, count_trained, dry_rollout
 from g2rpo.seeding import generator_for
 from tests.support.runs import config, trainer
 
-NAMES = ["diffusion_nft", "awm"]
+NAMES = ["diffusion_nft", "awm", "dgpo"]
 SMALL = ("algorithm.group_size=6", "sampling.num_steps=8")
 
 
@@ -26,14 +27,16 @@ def made(name, *overrides, run_dir=None, **more):
     return trainer(run_dir, f"algorithm.name={name}", *SMALL, *overrides, **more)
 
 
-def noised(velocity, old=None, advantages=None, size=3):
+def noised(velocity, old=None, advantages=None, size=3, group_sum=None):
     """`size` latents of two numbers, with the velocities given."""
     generator = torch.Generator().manual_seed(1)
     image, noise = torch.randn(2, size, 2, generator=generator)
     sigma = torch.linspace(0.2, 0.9, size)
     x = (1 - sigma[:, None]) * image + sigma[:, None] * noise
     advantages = torch.linspace(-2, 3, size) if advantages is None else advantages
-    return Noised(image=image, noise=noise, x=x, sigma=sigma, advantages=advantages, velocity=velocity, old=old)
+    return Noised(
+        image=image, noise=noise, x=x, sigma=sigma, advantages=advantages, velocity=velocity, old=old, group_sum=group_sum
+    )
 
 
 # --- the losses, member by member
@@ -86,6 +89,60 @@ def test_awm_is_held_near_its_old_weights():
     v, v_old = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(5))
     held = AWM(old_weight=0.5).member_loss(noised(v, v_old))
     torch.testing.assert_close(held - AWM().member_loss(noised(v)), 0.5 * ((v - v_old) ** 2).mean(1))
+
+
+def test_dgpos_gradient_is_the_groups_weight_times_the_advantage_times_that_of_the_error():
+    """And nothing where exp(e_old - e) has passed 1 +- clip_range on the side of the advantage."""
+    v, v_old = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(6))
+    given = noised(v.requires_grad_(), v_old, torch.tensor([-2.0, 1.0, 0.0, 3.0, -1.0]), 5, torch.tensor([0.0, 1, 2, -3, 4]))
+    off = v.detach() - (given.noise - given.image)
+    moved = ((v_old - given.noise + given.image) ** 2).mean(1) - (off**2).mean(1)
+    far = (moved.sign() == given.advantages.sign()) & (moved.exp() - 1).abs().gt(0.3)
+    assert 0 < int(far.sum()) < 4
+    DGPO(clip_range=0.3).member_loss(given).sum().backward()
+    weight = given.advantages / (1 + (-given.group_sum).exp())
+    torch.testing.assert_close(v.grad, torch.where(far, 0, weight)[:, None] * off)  # d e / dv = 2 off / 2 entries
+
+
+def test_dgpos_group_weight_is_of_the_whole_group_whatever_a_pass_holds():
+    """sigmoid(sum of strength A (e - e_base) / G), once the weights have left the untrained ones."""
+    ends, sums = [], []
+    for size in (1, 4, 64):
+        t = made("dgpo", "algorithm.times=2", f"trainer.micro_batch_size={size}", "optim.learning_rate=0.2")
+        t.iterate()
+        batches = t.updater._batches
+        t.updater._batches = lambda given, batches=batches: sums.append(given) or batches(given)
+        t.iterate()
+        ends.append(t.policy.mean.detach())
+    for other in ends[1:]:
+        torch.testing.assert_close(other, ends[0], atol=1e-6, rtol=1e-5)
+    for one, other in zip(sums[0], sums[2], strict=True):
+        assert float(one.data["group_sum"].abs()) > 0.02
+        torch.testing.assert_close(one.data["group_sum"], other.data["group_sum"], atol=1e-5, rtol=1e-4)
+
+
+def test_dgpos_group_sum_is_its_formula():
+    t = made("dgpo", "algorithm.times=1", "trainer.prompts_per_iteration=1", "optim.learning_rate=0.2")
+    t.iterate()
+    mean, seen = t.policy.mean.detach().clone(), []
+    batches = t.updater._batches
+    t.updater._batches = lambda given: seen.extend(given) or batches(given)
+    t.iterate()
+    (example,), base = seen, GaussianPolicy()
+    cond, expected = base.encode(t.prompts_of(1)).rows([0] * 6), 0.0
+    trained = GaussianPolicy()
+    trained.mean.data = mean
+    sigma = t.sigmas[example.data["step"]]
+    assert len(example.data["noise"]) == 1 and len(set(sigma.tolist())) == 1  # one noise and one time for a group
+    x = example.x + sigma[:, None, None, None] * (example.data["noise"] - example.x)
+    with torch.no_grad():
+        errors = [
+            (policy.velocity(x, sigma, cond) - example.data["noise"] + example.x).square().flatten(1).mean(1)
+            for policy in (trained, base)
+        ]
+    for advantage, new, old in zip(example.advantages, *errors, strict=True):
+        expected += 100 * float(advantage * (new - old)) / 6
+    assert float(example.data["group_sum"]) == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 def test_advantages_are_flow_grpos():
@@ -141,7 +198,7 @@ def test_latents_are_noised_at_the_times_drawn(name):
     x, sigma = torch.cat([x for x, _ in seen]), torch.cat([sigma for _, sigma in seen])
     expected = torch.cat([t.sigmas[example.data["step"]] for example in examples])
     assert torch.equal(sigma, expected)
-    image, noise = (torch.cat([get(e) for e in examples]) for get in (lambda e: e.x, lambda e: e.data["noise"]))
+    image, noise = (torch.cat([get(e) for e in examples]) for get in (lambda e: e.x, lambda e: e.data["noise"].expand_as(e.x)))
     torch.testing.assert_close(x, image + sigma[:, None, None, None] * (noise - image))
     assert float(noise.mean().abs()) < 0.1 and 0.9 < float(noise.std()) < 1.1
     again = made(name, "trainer.prompts_per_iteration=1")
@@ -161,6 +218,7 @@ def test_latents_are_noised_at_the_times_drawn(name):
         (DiffusionNFT(share=0.5), 25, 24 * 25, 24 * 12, 2 * 24 * 12),
         (AWM(), 14, 24 * 14, 24 * 6, 2 * 24 * 6),
         (AWM(kl_weight=0, old_weight=0), 14, 24 * 14, 24 * 6, 0),
+        (DGPO(group_size=24), 10, 24 * 10, 24 * 4, 4 * 24 * 4),  # old, untrained, and both errors of the group's weight
     ],
     ids=str,
 )
@@ -310,6 +368,11 @@ def test_entering_and_leaving_the_old_weights_changes_no_bit():
         ("awm", "algorithm.times=0", "times must be at least 1"),
         ("awm", "algorithm.old_weight=-1", "old_weight must not be negative"),
         ("awm", "algorithm.update_every=4", "update_every"),
+        ("dgpo", "algorithm.times=8", "times must be at most first_steps=7, got 8"),
+        ("dgpo", "algorithm.times=0", "times must be at least 1"),
+        ("dgpo", "algorithm.strength=-1", "strength must not be negative"),
+        ("dgpo", "algorithm.clip_range=0", "clip_range must be positive"),
+        ("dgpo", "algorithm.old_after=-1", "old_after must not be negative"),
     ],
 )
 def test_wrong_fields_are_one_message(name, override, message):
@@ -322,5 +385,7 @@ def test_times_that_a_grid_does_not_have_are_one_message():
     with pytest.raises(ValueError, match=r"times must be at most 3 for num_steps=5, got 6"):
         AWM().plans(5)
     assert AWM(times=3).plans(5)
+    with pytest.raises(ValueError, match=r"first_steps must be at most num_steps=5, got 7"):
+        DGPO().plans(5)
     with pytest.raises(ValueError, match=r"share=0.3 of num_steps=3 is no time at all"):
         replace(DiffusionNFT(), share=0.3).plans(3)

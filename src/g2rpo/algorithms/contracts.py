@@ -77,6 +77,13 @@ def loss_of(algorithm: Algorithm, batch: Batch, network: Network) -> Loss:
     return loss
 
 
+def group_terms_of(algorithm: Algorithm, batch: Batch, network: Network) -> Tensor:
+    """`algorithm.group_term(batch, network)`. UserError unless it has shape [B]."""
+    terms = algorithm.group_term(batch, network)
+    _check_shape(algorithm, "group_term", terms, batch.advantages.shape, "one for each member of the batch")
+    return terms
+
+
 @dataclass
 class _Watched:
     """A network that stores its velocities, to distinguish a non-finite loss from a non-finite network."""

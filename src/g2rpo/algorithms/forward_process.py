@@ -11,6 +11,7 @@ for the whole rollout (`sampling.tails`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ class Noised:
     advantages: Tensor  # [B]
     velocity: Tensor  # [B, ...], under the weights being trained
     old: Tensor | None  # [B, ...], under the old weights, where the algorithm uses them
+    group_sum: Tensor | None = None  # [B], where the algorithm uses them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +42,9 @@ class ForwardProcess(Algorithm):
     """The fields are hyper-parameters.
 
     Advantages are those of Flow-GRPO, clamped to `advantage_clip`; `batch_std` and `reward_mix`: see
-    `objectives.mix_rewards`. `kl_weight` is that of |v - v_base|^2, a mean over entries. After an iteration the old weights
-    keep min(`old_rise` * (t - `old_flat`), `old_most`) of themselves, at least 0, at optimizer step t.
+    `objectives.mix_rewards`. `kl_weight` is that of |v - v_base|^2, a mean over entries. With `shared_noise` the members of a
+    group are noised alike. After an iteration the old weights keep min(`old_rise` * (t - `old_flat`), `old_most`) of
+    themselves, at least 0, at optimizer step t.
     """
 
     name: str = ""
@@ -50,6 +53,7 @@ class ForwardProcess(Algorithm):
     batch_std: bool = True
     reward_mix: RewardMix = "rewards"
     kl_weight: float = 0.0
+    shared_noise: bool = False
     old_flat: int = 0
     old_rise: float = 0.001
     old_most: float = 0.5
@@ -88,22 +92,23 @@ class ForwardProcess(Algorithm):
         """One for each time; `step` in the data, since members have times of their own. Noise waits on the CPU."""
         image, num_steps = rollout.finals[0], rollout.plan.tails[0][-1]
         steps = self.draw_steps(num_steps, draw("times"))
-        noises = (torch.randn(image.shape, generator=draw("noise", place)) for place in range(len(steps)))
+        drawn = image[:1].shape if self.shared_noise else image.shape
+        noises = (torch.randn(drawn, generator=draw("noise", place)) for place in range(len(steps)))
         return [
             Example(rollout.prompt, 0, image, advantages, {"step": own, "noise": noise})
             for own, noise in zip(steps, noises, strict=True)
         ]
 
     def loss(self, batch: Batch, network: Network) -> Loss:
-        image, noise = batch.x, batch.data["noise"].to(batch.x)
-        sigma = batch.sigmas[batch.data["step"]].to(image.device)
-        x = (1 - per_row(sigma, image)) * image + per_row(sigma, image) * noise
-        at = x, sigma, batch.prompts
+        noise, at = noised_at(batch)
         base = network.base_velocity(*at).float() if self.uses_base else None
         old = network.old_velocity(*at).float() if self.uses_old else None
-        velocity = network.velocity(*at).float()
-        noised = Noised(image=image, noise=noise, x=x, sigma=sigma, advantages=batch.advantages, velocity=velocity, old=old)
-        values, log = self.member_loss(noised), {"velocity_error": mean_square(velocity - (noise - image))}
+        velocity, (x, sigma, _) = network.velocity(*at).float(), at
+        noised = Noised(
+            image=batch.x, noise=noise, x=x, sigma=sigma, advantages=batch.advantages, velocity=velocity, old=old,
+            group_sum=batch.data.get("group_sum"),
+        )  # fmt: skip
+        values, log = self.member_loss(noised), {"velocity_error": mean_square(velocity - (noise - batch.x))}
         if old is not None:
             log["old_distance"] = mean_square(velocity - old)
         if base is not None:
@@ -114,6 +119,13 @@ class ForwardProcess(Algorithm):
     def member_loss(self, noised: Noised) -> Tensor:
         """The loss [B] without the KL term."""
         raise NotImplementedError
+
+
+def noised_at(batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Sequence[int]]]:
+    """The noise of a batch's members, and the arguments of their velocities: x, sigma, prompts."""
+    image, noise = batch.x, batch.data["noise"].to(batch.x)
+    sigma = batch.sigmas[batch.data["step"]].to(image.device)
+    return noise, ((1 - per_row(sigma, image)) * image + per_row(sigma, image) * noise, sigma, batch.prompts)
 
 
 def mean_square(x: Tensor) -> Tensor:

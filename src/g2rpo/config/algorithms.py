@@ -17,6 +17,7 @@ from g2rpo import plugins
 from g2rpo.algorithms.adagrpo import AdaGRPO
 from g2rpo.algorithms.awm import AWM
 from g2rpo.algorithms.dancegrpo import DanceGRPO
+from g2rpo.algorithms.dgpo import DGPO
 from g2rpo.algorithms.diffusion_nft import DiffusionNFT
 from g2rpo.algorithms.flow_cps import FlowCPS
 from g2rpo.algorithms.flow_dppo import FlowDPPO
@@ -35,7 +36,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
-        FlowDPPO, PaveGRPO, AdaGRPO, DiffusionNFT, AWM,
+        FlowDPPO, PaveGRPO, AdaGRPO, DiffusionNFT, AWM, DGPO,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}

@@ -151,6 +151,7 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
         choosing = replace(engine, cond=policy.encode(["0"] * candidates))
         choosing.rollout([anchor_walk(sampling.num_steps)], 1, no_kernel, generator_for)
     rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), generator_for)
+    calls = tuple(policy.calls["rollout"])
     silent = torch.zeros(algorithm.group_size)
     examples = [example for rollout in rollouts for example in algorithm.examples(rollout, silent, generator_for)]
     sizes = batch_sizes(rows, int(sampling.decode_batch_size), config.trainer.micro_batch_size, policy.device, print)
@@ -160,10 +161,10 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
     ).update(examples, cond)
     return Iteration(
         plans=tuple(plans),
-        calls=tuple(policy.calls["rollout"]),
+        calls=calls,
         tail_calls=tuple(policy.calls["tails"]),
         passes=tuple(policy.calls["training"]),
-        reference_rows=sum(policy.calls["reference"]),
+        reference_rows=sum(policy.calls["reference"]) + sum(policy.calls["rollout"][len(calls) :]),
         optimizer_steps=len(updates.grad_norms) + updates.skipped,
         images=candidates + sum(rollout.finals.shape[:2].numel() for rollout in rollouts),
     )

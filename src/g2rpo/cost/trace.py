@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,6 +112,8 @@ def training_pass(policy: PipelinePolicy, config: Config, shapes: Shapes, plans:
     example = max(examples, key=lambda example: len(example.advantages) / example.rows)
     part = next(passes([example] * math.ceil(rows / example.rows), rows))
     _, _, cond = inputs(policy, shapes, sum(item.rows for item in part))
+    if algorithm.uses_group_sums:
+        part = [replace(item, data={**item.data, "group_sum": torch.zeros(1)}) for item in part]
     batch = Batch.of(part, sigma_grid(config.sampling.num_steps), first=False)
     algorithm.loss(batch, _WithoutBase(policy, cond)).values.sum().backward()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -
     for plan in plans:
         rollout = dry_rollout(plan, algorithm.group_size)
         for example in algorithm.examples(rollout, torch.zeros(algorithm.group_size), generator_for):
+            if algorithm.uses_group_sums:
+                with torch.no_grad():
+                    algorithm.group_term(Batch.of([example], sigma_grid(num_steps), first=True), network)
+                example = replace(example, data={**example.data, "group_sum": torch.zeros(1)})
             algorithm.loss(Batch.of([example], sigma_grid(num_steps), first=True), network)
     return network.trained, network.without_gradient
 
@@ -73,6 +77,8 @@ class _CountingNetwork:
     without_gradient: int = 0
 
     def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.base_velocity(x, sigma, prompts)
         self.trained += len(x)
         return torch.zeros_like(x)
 

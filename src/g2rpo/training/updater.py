@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms.contracts import loss_of, name_of
+from g2rpo.algorithms.contracts import group_terms_of, loss_of, name_of
 from g2rpo.errors import UserError
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
@@ -113,6 +113,9 @@ class Updater:
         stats = UpdateStats()
         if self.algorithm.drop_zero_advantages:
             examples = without_zero_advantages(examples)
+        if self.algorithm.uses_group_sums:
+            with self.shards.training():
+                examples = self.sizes.fit(partial(self._with_group_sums, examples, cond))
         batches = list(self._batches(examples))
         for number, batch in enumerate(batches):
             counted = self.shards.world.total(sum(int(item.mask.sum()) for item in batch))[0]
@@ -122,6 +125,18 @@ class Updater:
             self.shards.reduce(self.policy.trainable_parameters())
             self._step(stats)
         return stats.of_all(self.shards.world)
+
+    @torch.no_grad()
+    def _with_group_sums(self, examples: Sequence[Example], cond: Cond) -> list[Example]:
+        """`examples` with `data["group_sum"]`, the sum of `Algorithm.group_term` over the members of each."""
+        terms = []
+        for part in passes(examples, self.sizes.micro):
+            with bounded_by("micro"):
+                terms.append(group_terms_of(self.algorithm, Batch.of(part, self.sigmas, True), self._network(cond)))
+        groups = torch.cat(terms).split([len(item.advantages) for item in examples])
+        return [
+            replace(item, data={**item.data, "group_sum": own.sum()[None]}) for item, own in zip(examples, groups, strict=True)
+        ]
 
     def _accumulate(self, batch: Sequence[Example], cond: Cond, counted: int, first: bool) -> UpdateStats:
         """Computes the gradients of one update, replacing earlier ones; `counted` is the number of members on all ranks."""
@@ -158,8 +173,10 @@ class Updater:
 
     def loss(self, examples: Sequence[Example], cond: Cond, first: bool) -> Loss:
         """The algorithm's loss of one pass."""
-        network = Trained(self.policy, cond, self.step_dtype, self.old)
-        return loss_of(self.algorithm, Batch.of(examples, self.sigmas, first), network)
+        return loss_of(self.algorithm, Batch.of(examples, self.sigmas, first), self._network(cond))
+
+    def _network(self, cond: Cond) -> Trained:
+        return Trained(self.policy, cond, self.step_dtype, self.old)
 
     def _step(self, stats: UpdateStats) -> None:
         """Clips and steps; an update with a non-finite gradient is skipped and counted, never applied.
