@@ -60,9 +60,11 @@ def test_the_longer_form_needs_no_recipe_and_no_override_again(capsys, begun, wo
 
 def test_a_recipes_name_needs_no_override_again_if_it_is_the_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    removed = "evaluation.rewards.scene_clip="
     few = ["trainer.iterations=1", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "algorithm.group_size=3"]
-    assert g2rpo(capsys, "train", "scenes", *few, "--run-dir", "run")[0] == 0
-    assert g2rpo(capsys, "train", "scenes", "--run-dir", "run", "--resume")[0] == 0
+    assert g2rpo(capsys, "train", "scenes", *few, removed, "--run-dir", "run")[0] == 0
+    for again in ([], [removed]):
+        assert g2rpo(capsys, "train", "scenes", *again, "--run-dir", "run", "--resume")[0] == 0
     code, _, err = g2rpo(capsys, "train", "scenes", "algorithm.group_size=4", "--run-dir", "run", "--resume")
     assert code == 2 and "algorithm.group_size: 3 there, 4 here" in err and "`g2rpo resume run` continues that run" in err
     code, _, err = g2rpo(capsys, "train", "scenes-fast", "--run-dir", "run", "--resume")

@@ -28,6 +28,10 @@ LARGEST = 2**18
 CODE_KEYS = ("name", "kind", "target", "trackers")
 """Last parts of keys whose values may name code."""
 
+REWARD_TABLES = ("rewards", "evaluation.rewards")
+REMOVED = ("", "~")
+"""Values of an override that remove a reward."""
+
 SMALLEST = 1e-18
 """The smallest absolute value of a nonzero setting; the largest is its inverse."""
 
@@ -113,6 +117,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
+def absent_reward(data: Mapping[str, Any], override: str) -> str | None:
+    """The key of an override that removes a reward (`rewards.clip=`) which `data` does not have; otherwise None."""
+    key, equals, text = override.partition("=")
+    group, _, name = key.rpartition(".")
+    if group not in REWARD_TABLES or not equals or text.strip() not in REMOVED:
+        return None
+    return None if name in _at(data, group) else key
+
+
+def _at(data: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+    """The mapping at a dotted key; empty if there is none."""
+    inner: Any = data
+    for part in group.split("."):
+        inner = inner.get(part) if isinstance(inner, Mapping) else None
+    return inner if isinstance(inner, Mapping) else {}
+
+
 def differences(a: Section, b: Section) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values."""
     left, right = dict(_leaves(a.model_dump(mode="json"))), dict(_leaves(b.model_dump(mode="json")))
@@ -133,6 +154,9 @@ def _leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _override(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
+    if (absent := absent_reward(data, override)) is not None:
+        group, _, name = absent.rpartition(".")
+        raise UserError(f"{absent}=: there is no reward '{name}' to remove.{did_you_mean(name, _at(data, group))}")
     if not equals or not key:
         raise UserError(f"'{override}' is no override; write key=value, for example trainer.iterations=100")
     try:
@@ -151,7 +175,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             inner = data[group] = {} if inner is None else {"weight": inner} if isinstance(inner, int | float) else {}
         data = inner
-    if value is None and text.strip() in ("", "~") and last in data:
+    if value is None and text.strip() in REMOVED and last in data:
         del data[last]  # `rewards.clip=` removes a reward
     else:
         data[last] = value

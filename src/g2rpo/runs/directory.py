@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from g2rpo import __version__
-from g2rpo.config.resolve import differences, read_yaml, resolve
+from g2rpo.config.resolve import absent_reward, differences, read_yaml, resolve
 from g2rpo.config.schema import AlarmsConfig, Config
 from g2rpo.errors import UserError
 from g2rpo.files import append_line, write_whole
@@ -161,7 +161,9 @@ def read_config(
     path = run_dir / CONFIG
     if not path.is_file():
         raise UserError(f"{run_dir} is no run directory (no {CONFIG})")
-    return resolve(read_yaml(path), overrides, str(path), notify, mention)
+    data = read_yaml(path)
+    taken_out = [override for override in overrides if absent_reward(data, override)]  # when the run began
+    return resolve(data, [each for each in overrides if each not in taken_out], str(path), notify, mention)
 
 
 def weights_path(run_dir: Path) -> Path:
