@@ -2,64 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 from g2rpo import plugins
 from g2rpo.algorithms.contracts import name_of, plans_of
 from g2rpo.build import hub, pipeline_check
 from g2rpo.config.given import Mentioned, refuse_mention
-from g2rpo.config.schema import Config, PolicyConfig, RewardConfig, SamplingConfig
+from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig
 from g2rpo.errors import UserError, did_you_mean, loading
-from g2rpo.files import FileDigests, digest_of, is_hub_id, local
-from g2rpo.monitor.trackers import Tracker
+from g2rpo.files import is_hub_id, local
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies import attention, quantized
-from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.policies.text import TextEncoders
-from g2rpo.prompts.sources import STARTER, read_prompts
-from g2rpo.rewards.weights import parse_dtype
-from g2rpo.rollout.frames import OnFrames
 from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import Sharded
-from g2rpo.types import Algorithm, Reward
+from g2rpo.types import Algorithm
 
-REWARDS = {
-    "hpsv2": "g2rpo.rewards.hpsv2:HPSv2",
-    "hpsv3": "g2rpo.rewards.hpsv3:HPSv3",
-    "clip_score": "g2rpo.rewards.clip:CLIPScore",
-    "pickscore": "g2rpo.rewards.pickscore:PickScore",
-    "image_reward": "g2rpo.rewards.image_reward:ImageReward",
-    "aesthetic": "g2rpo.rewards.aesthetic:Aesthetic",
-    "geneval": "g2rpo.rewards.geneval:GenEval",
-    "vlm_judge": "g2rpo.rewards.vlm:VLMJudge",
-    "http": "g2rpo.rewards.remote:RemoteReward",
-    "function": "g2rpo.rewards.function:FunctionReward",
-    "ocr": "g2rpo.rewards.ocr:OCR",
-    "jpeg_size": "g2rpo.rewards.analytic:JPEGSize",
-    "brightness": "g2rpo.rewards.analytic:Brightness",
-    "saturation": "g2rpo.rewards.analytic:Saturation",
-    "similarity": "g2rpo.rewards.analytic:Similarity",
-    "scene_accuracy": "g2rpo.testbed.rewards:SceneAccuracy",
-    "scene_clip": "g2rpo.testbed.rewards:SceneCLIP",
-    "scene_preference": "g2rpo.testbed.rewards:ScenePreference",
-    "word_colour": "g2rpo.testbed.words.judges:WordColour",
-    "word_paper": "g2rpo.testbed.words.judges:WordPaper",
-    "word_drawing": "g2rpo.testbed.words.judges:WordDrawing",
-    "word_letters": "g2rpo.testbed.words.judges:WordLetters",
-}
 POLICIES = {
     "FluxPipeline": "g2rpo.policies.flux:FluxPolicy",
     "StableDiffusion3Pipeline": "g2rpo.policies.sd3:SD3Policy",
@@ -78,17 +46,8 @@ POLICIES = {
     "SanaPipeline": "g2rpo.policies.catalogue:Sana",
     "Krea2Pipeline": "g2rpo.policies.catalogue:Krea2",
 }
-TRACKERS = {
-    "tensorboard": "g2rpo.monitor.trackers:TensorBoard",
-    "wandb": "g2rpo.monitor.trackers:WandB",
-    "trackio": "g2rpo.monitor.trackers:Trackio",
-}
 EMBEDDED = ("testbed", "words")
 """Names of the pipelines that come with the package."""
-WEIGHT_OPTIONS = ("path", "tokenizer", "processor", "clip", "detector")
-"""Options of rewards that name a folder, a file or a hub repository."""
-CODE_OPTIONS = {"function": "target", "geneval": "detector"}
-"""By kind of reward, the option that may name code."""
 
 
 def build_sharding(config: Config, world: World) -> Sharded | None:
@@ -299,192 +258,3 @@ def _hub_class(name: str) -> str:
         return str(parse_json(read_text(index or Path(hf_hub_download(name, "model_index.json"))))["_class_name"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"policy.path={name}: is no local directory, and the hub does not give it: {error}\n{hint}") from None
-
-
-NOT_IN_EMBEDDINGS = {
-    "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
-    "lora_targets", "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling", "quantize",
-    "attention", "autocast", "compile",
-}  # fmt: skip
-"""Settings of a policy that text embeddings do not depend on. All others are part of their key."""
-
-
-def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, notify: Callable[[str], None]) -> CachedEncoder:
-    """`text`, the encoders of `config`, with their embeddings cached as in `prompts.cache`: "auto", "off" or a folder."""
-    store = None
-    if cache != "off":
-        root = local(cache) if cache != "auto" else cache_root() / "embeddings"
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            edits = bool(getattr(text, "pictured", ()))
-            left_out = NOT_IN_EMBEDDINGS - ({"height", "width", "vae_tiling"} if edits else set())
-            settings = {key: value for key, value in config.model_dump(mode="json").items() if key not in left_out}
-            identity = {
-                **_text_identity(config.path, FileDigests(root / "digests.json"), ("vae",) if edits else ()),
-                "settings": settings,
-                "guided": getattr(text, "guided", False),  # whether the negative prompt is encoded too
-            }
-            store = EmbeddingStore(root, identity)
-        except OSError as error:
-            hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
-            raise UserError(f"embedding cache {root}: cannot be written ({error.strerror}); {hint}") from None
-    return CachedEncoder(text, store, notify=notify)
-
-
-def _text_identity(name: str, digests: FileDigests, more: tuple[str, ...] = ()) -> dict[str, str]:
-    """The identity of a pipeline's text encoders, tokenizers and `more` parts: their content, or hub id and commit."""
-    path, kind = locate_pipeline(name, chosen="any")
-    root = Path(path)
-    if not root.is_dir():
-        return {"pipeline": kind, "hub": path, "commit": _commit(path)}
-    folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(("text_encoder", "tokenizer", *more))]
-    return {"pipeline": kind, "content": digests.of_folders(root, folders)}
-
-
-def pipeline_identity(name: str) -> str:
-    """A cheap identity of a pipeline: a folder's file names and sizes, or a hub id's commit."""
-    path, _ = locate_pipeline(name, chosen="any")
-    root = Path(path)
-    if not root.is_dir():
-        return f"{path}@{_commit(path)}"
-    files = [path for path in sorted(root.rglob("[!.]*")) if path.is_file() and ".cache" not in path.relative_to(root).parts]
-    return digest_of([[path.relative_to(root).as_posix(), path.stat().st_size] for path in files])
-
-
-def _commit(hub_id: str) -> str:
-    """The commit of a pipeline in the hub's local cache."""
-    index = try_to_load_from_cache(hub_id, "model_index.json")
-    if not isinstance(index, str):
-        raise UserError(f"policy.path={hub_id}: is not in the local hub cache; download it, or name a folder")
-    return Path(index).parent.name
-
-
-def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dict[str, Reward]:
-    """The rewards of a config, by their names there; models whose options name no device go to `device`."""
-    check_rewards(table)
-    check_devices(table)
-    return configured({name: _build_reward(name, entry, device) for name, entry in table.items()}, table)
-
-
-def configured(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-    """The rewards with what `table` says of `frames` and `tf32`; UserError for frames of one that takes clips or latents."""
-    for name, reward in rewards.items():
-        if name in table and table[name].tf32:
-            reward.tf32 = True  # type: ignore[attr-defined]
-    chosen = {name: entry.frames for name, entry in table.items() if name in rewards and entry.frames is not None}
-    for name in chosen:
-        for kind, what in (("video", "whole clips"), ("latent", "latents")):
-            if getattr(rewards[name], kind, False):
-                raise UserError(f"rewards.{name}.frames: this reward takes {what} (its `{kind}` is true); take frames out")
-    return {name: OnFrames(reward, chosen[name]) if name in chosen else reward for name, reward in rewards.items()}
-
-
-def check_rewards(table: Mapping[str, RewardConfig]) -> None:
-    """Refuses unknown rewards and options, before any weights are loaded."""
-    for name, entry in table.items():
-        refuse_mention(f"rewards.{name}.kind", entry.kind)
-        known = _options_of(reward_kind(name, entry))
-        for option in entry.options:
-            if option not in known:
-                raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
-        if entry.kind in REWARDS:
-            _check_common_options(f"rewards.{name}.options", entry.options)
-
-
-def check_devices(table: Mapping[str, RewardConfig]) -> None:
-    """Refuses devices of rewards that this machine lacks; a plan for another machine may name them."""
-    for name, entry in table.items():
-        if entry.kind in REWARDS and (device := entry.options.get("device")) is not None:
-            pick_device(str(device), f"rewards.{name}.options.device")
-
-
-def _check_common_options(key: str, options: Mapping[str, Any]) -> None:
-    """Refuses wrong values of the options that rewards share."""
-    if "dtype" in options:
-        try:
-            parse_dtype(options["dtype"])
-        except ValueError as error:
-            raise UserError(f"{key}.{error}") from None
-    for name in ("batch_size", "concurrency", "workers"):
-        value = options.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise UserError(f"{key}.{name} must be a whole number, at least 1, got {value!r:.80}")
-
-
-def reward_kind(name: str, entry: RewardConfig) -> Any:
-    """The class or function of a reward; code in its options must be allowed too."""
-    try:
-        named = str(entry.options.get(CODE_OPTIONS.get(entry.kind, "")))
-        if plugins.is_code(named):
-            plugins.require(named)
-        return plugins.find("rewards", entry.kind, REWARDS)
-    except UserError as error:
-        raise type(error)(f"rewards.{name}: {error}") from error
-
-
-def _options_of(kind: Any) -> list[str]:
-    """The options that a reward takes: a class's arguments, or a function's after pictures and prompts."""
-    return list(inspect.signature(kind).parameters)[0 if isinstance(kind, type) else 2 :]
-
-
-def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
-    kind = reward_kind(name, entry)
-    placed = {"device": device} if "device" in inspect.signature(kind).parameters else {}
-    with loading(f"rewards.{name}: cannot be loaded", _weights_hint(name, kind, entry.options)):
-        if not isinstance(kind, type):
-            from g2rpo.rewards.function import FunctionReward
-
-            return FunctionReward(kind, options={**placed, **entry.options})
-        return kind(**{**placed, **entry.options})
-
-
-def _weights_hint(name: str, kind: Any, options: Mapping[str, Any]) -> str:
-    """The weights that a reward reads and how to get them, as the end of a message."""
-    defaults = {option: parameter.default for option, parameter in inspect.signature(kind).parameters.items()}
-    sources = {option: options.get(option, defaults.get(option)) for option in WEIGHT_OPTIONS}
-    reads = [f"{option}={source}" for option, source in sources.items() if isinstance(source, str)]
-    if not reads:
-        return ""
-    where = f"rewards.{name}.options.{reads[0].partition('=')[0]}=FOLDER"
-    return f"\nIt reads {', '.join(reads)}. `hf download OWNER/NAME` fetches a repository; {where} uses a folder that you have."
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Refuses a tracker whose library is not installed."""
-    for name in names:
-        plugins.find("trackers", name, TRACKERS)
-        if name in TRACKERS and importlib.util.find_spec(name) is None:
-            raise UserError(f"trackers: {name} is not installed; `pip install {name}`, or leave it out")
-
-
-def build_trackers(names: Sequence[str]) -> list[Tracker]:
-    """The trackers of a config; nothing of their libraries is imported yet."""
-    check_trackers(names)
-    return [plugins.find("trackers", name, TRACKERS)() for name in names]
-
-
-TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
-LISTS = (*TESTBED_LISTS, *STARTER)
-"""Prompts that come with the package."""
-
-
-def build_prompts(source: str, key: str) -> list[str]:
-    """The prompts of a list that comes with the package, or of a source for `read_prompts`; `key` names the config entry."""
-    refuse_mention(key, source)
-    if source.startswith(("testbed", "words:", "starter:")) and source not in LISTS:
-        raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")
-    if source not in TESTBED_LISTS:
-        try:
-            return list[str](read_prompts(source))
-        except UserError as error:
-            absent = not source.startswith("hf:") and not os.path.exists(local(source))
-            hint = f"; write a prompt a line there, or name your own with {key}=FILE, or {_starter(key)}" if absent else ""
-            raise UserError(f"{key}={source}: {error}{hint}") from None
-    from g2rpo.testbed import prompts
-
-    world, _, split = source.partition(":")
-    return list(prompts("train" if split == "train" else "heldout", world))
-
-
-def _starter(key: str) -> str:
-    return f"{key}=starter:{'heldout' if key.startswith('evaluation') else 'train'}, which comes with the package"

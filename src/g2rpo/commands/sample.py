@@ -57,50 +57,66 @@ def sample(
     """Writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and `out/grid.png`. Clips are
     NNNN.webp, which needs no further library, or NNNN.mp4."""
     asked = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
-    drawing = resolve_as(SampleOptions, asked, source="sample")
-    if video == "mp4" and not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
+    options = resolve_as(SampleOptions, asked, source="sample")
+    _check(prompts, options, out)
+    if run is not None:
+        config = read_config(run)
+        policy, weights = config.policy, weights or (None if base else weights_path(run))
+        own = {"steps": options.steps or config.sampling.num_steps, "shift": options.shift or config.sampling.shift}
+        options = options.model_copy(update=own)
+    if policy is None:
+        raise UserError("name a run with --run, or a pipeline with --model")
+    painter = _painter(policy, None if base else weights, options.strength, prompts)
+    out.mkdir(parents=True, exist_ok=True)
+    shown, seconds = _write_all(painter, prompts, options, seed, out)
+    clips = shown.ndim == 5
+    save_grid(out / "grid.png", [Strip(shown)], prompts[:SHOWN])
+    if clips:
+        save_moving_grid(out / "grid.webp", [Strip(shown)], prompts[:SHOWN], "", seconds)
+    what, grid = ("clips", out / "grid.webp") if clips else ("pictures", out / "grid.png")
+    say(console, f"{len(prompts)} {what} in {out}, the first {len(shown)} side by side in {grid}")
+
+
+def _check(prompts: Sequence[str], options: SampleOptions, out: Path) -> None:
+    """Refuses wrong input before anything is loaded."""
+    if options.video == "mp4" and not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
         raise UserError("--video mp4 needs imageio and ffmpeg: pip install imageio imageio-ffmpeg, or take --video webp")
     if not prompts:
         raise UserError("give prompts as arguments, or a file of them with --prompts")
     check_inputs(prompts)
     if not is_empty(out):
         raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
-    if run is not None:
-        config = read_config(run)
-        policy, weights = config.policy, weights or (None if base else weights_path(run))
-        own = {"steps": drawing.steps or config.sampling.num_steps, "shift": drawing.shift or config.sampling.shift}
-        drawing = drawing.model_copy(update=own)
-    if policy is None:
-        raise UserError("name a run with --run, or a pipeline with --model")
+
+
+def _painter(policy: PolicyConfig, weights: Path | None, strength: float, prompts: Sequence[str]) -> CachedPolicy:
+    """The model with `weights`, None for the base model. Prompts are encoded before the transformer is on the device."""
     loaded = components.load_pipeline(policy, tuning="frozen")
     encoded = EncodedPrompts(loaded.text, prompts)
     painter = loaded.policy()
-    if weights is not None and not base:
+    if weights is not None:
         with loading(f"{weights}: the weights do not fit {policy.path}"):
-            painter.load(weights, drawing.strength)
-    sigmas = grid_of(drawing.shift or "model", painter, drawing.steps or 28)
-    out.mkdir(parents=True, exist_ok=True)
+            painter.load(weights, strength)
+    return CachedPolicy(painter, encoded)
+
+
+def _write_all(
+    painter: CachedPolicy, prompts: Sequence[str], options: SampleOptions, seed: int, out: Path
+) -> tuple[Tensor, float]:
+    """Writes every picture or clip, and the list of them; returns the first ones and the seconds of a clip."""
+    sigmas = grid_of(options.shift or "model", painter, options.steps or 28)
     shown: list[Tensor] = []
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
-        for start in range(0, len(prompts), drawing.batch_size):  # written as they come: clips are large
-            part = prompts[start : start + drawing.batch_size]
+        for start in range(0, len(prompts), options.batch_size):  # written as they come: clips are large
+            part = prompts[start : start + options.batch_size]
             rows = len(part)
-            images = sample_images(
-                CachedPolicy(painter, encoded), part, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows, first=start
-            )
+            images = sample_images(painter, part, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows, first=start)
             seconds = seconds_of(painter, images.shape[1])
             shown += reduced(images[: max(0, SHOWN - start)])
             for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
-                name = _save(out / f"{number:04d}", image, seconds, drawing.video).name
+                name = _save(out / f"{number:04d}", image, seconds, options.video).name
                 line = {"file": name, "prompt": prompt, **_inputs(prompt), "seed": seed, "index": number}
                 listing.write(json.dumps(line, ensure_ascii=False) + "\n")
-    strip, first = Strip(torch.stack(shown)), prompts[:SHOWN]
-    save_grid(out / "grid.png", [strip], first)
-    if strip.images.ndim == 5:
-        save_moving_grid(out / "grid.webp", [strip], first, "", seconds)
-    grid = out / ("grid.webp" if strip.images.ndim == 5 else "grid.png")
-    what = "pictures" if strip.images.ndim == 4 else "clips"
-    say(console, f"{len(prompts)} {what} in {out}, the first {len(shown)} side by side in {grid}")
+    return torch.stack(shown), seconds
 
 
 def _inputs(prompt: str) -> dict[str, list[str]]:

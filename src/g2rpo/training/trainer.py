@@ -98,52 +98,63 @@ class Trainer:
             self.notify,
         )
         self.sizes.in_step = self.shards.in_step
-        self.collector = Collector(
+        self.collector = self._collector()
+        self.updater = self._updater()
+        self.evaluator = self._evaluator()
+        self.persistence = self._persistence()
+
+    def _collector(self) -> Collector:
+        return Collector(
             policy=self.policy,
             rewards=self.rewards,
-            config=c.sampling,
+            config=self.config.sampling,
             sigmas=self.sigmas,
             sizes=self.sizes,
             shards=self.shards,
-            seed=c.trainer.seed,
-            first=self.world.first(c.trainer.prompts_per_iteration),
+            seed=self.config.trainer.seed,
+            first=self.world.first(self.config.trainer.prompts_per_iteration),
             tail_network=self.tail_network,
             on_evaluations=lambda rows: self.on_evaluations(rows),
         )
-        self.updater = Updater(
+
+    def _updater(self) -> Updater:
+        return Updater(
             policy=self.policy,
             algorithm=self.algorithm,
             optimizer=self.learner.optimizer,
             sigmas=self.sigmas,
             sizes=self.sizes,
-            max_grad_norm=c.optim.max_grad_norm,
+            max_grad_norm=self.config.optim.max_grad_norm,
             shards=self.shards,
-            step_dtype=getattr(torch, c.sampling.step_dtype),
+            step_dtype=getattr(torch, self.config.sampling.step_dtype),
             old=self.learner.as_old,
         )
 
-        self.evaluator = Evaluator(
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(
             policy=self.policy,
             learner=self.learner,
             rewards=self.rewards,
             judges=self.judges,
             heldout=self.heldout,
             sigmas=self.evaluated_on,
-            seed=c.trainer.seed,
-            shown=c.evaluation.pictures,
+            seed=self.config.trainer.seed,
+            shown=self.config.evaluation.pictures,
             sizes=self.sizes,
             shards=self.shards,
             files=self.files,
         )
-        self.persistence = Persistence(
+
+    def _persistence(self) -> Persistence:
+        return Persistence(
             policy=self.policy,
             learner=self.learner,
             memory=self.memory,
             rewards={**self.rewards, **self.judges},
             shards=self.shards,
             files=self.files,
-            keep=c.trainer.keep_checkpoints,
-            header=partial(header_of, c),
+            keep=self.config.trainer.keep_checkpoints,
+            header=partial(header_of, self.config),
         )
 
     def __repr__(self) -> str:

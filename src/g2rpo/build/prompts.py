@@ -1,0 +1,36 @@
+"""Prompts from a source named in a config."""
+
+from __future__ import annotations
+
+import os
+
+from g2rpo.config.given import refuse_mention
+from g2rpo.errors import UserError, did_you_mean
+from g2rpo.files import local
+from g2rpo.prompts.sources import STARTER, read_prompts
+
+TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
+LISTS = (*TESTBED_LISTS, *STARTER)
+"""Prompts that come with the package."""
+
+
+def build_prompts(source: str, key: str) -> list[str]:
+    """The prompts of a list that comes with the package, or of a source for `read_prompts`; `key` names the config entry."""
+    refuse_mention(key, source)
+    if source.startswith(("testbed", "words:", "starter:")) and source not in LISTS:
+        raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")
+    if source not in TESTBED_LISTS:
+        try:
+            return list[str](read_prompts(source))
+        except UserError as error:
+            absent = not source.startswith("hf:") and not os.path.exists(local(source))
+            hint = f"; write a prompt a line there, or name your own with {key}=FILE, or {_starter(key)}" if absent else ""
+            raise UserError(f"{key}={source}: {error}{hint}") from None
+    from g2rpo.testbed import prompts
+
+    world, _, split = source.partition(":")
+    return list(prompts("train" if split == "train" else "heldout", world))
+
+
+def _starter(key: str) -> str:
+    return f"{key}=starter:{'heldout' if key.startswith('evaluation') else 'train'}, which comes with the package"
