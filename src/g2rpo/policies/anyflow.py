@@ -38,9 +38,9 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
     """
 
     one_time: ClassVar[bool] = False
-    """Whether all rows of a call have one sigma."""
+    """Whether all rows of a call must have the same sigma."""
     one_row: ClassVar[bool] = False
-    """Whether a call takes one row."""
+    """Whether a call takes a single row."""
     lora_targets: ClassVar[Sequence[str]] = ATTENTION
 
     def __init__(self, pipeline: Any, **options: Any) -> None:
@@ -80,13 +80,13 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
 
     @property
     def multiple(self) -> int:
-        """Pixels of a token's side."""
+        """Height and width must be multiples of this many pixels."""
         processor = getattr(self.pipeline, "image_processor", None) or self.pipeline.video_processor
         return int(processor.config.vae_scale_factor)
 
     @property
     def frames(self) -> int:
-        """Frames of a latent."""
+        """Frames of the video per frame of the latents."""
         return 1
 
     @property
@@ -96,24 +96,24 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
 
     @property
     def seconds(self) -> float:
-        """Of a video."""
+        """The duration of a video."""
         return (self.options.num_frames or 1) / self.fps
 
     @property
     def input_pictures(self) -> tuple[int, int]:
-        """The least and the most that a prompt has."""
+        """The least and the largest number of input pictures of a prompt."""
         return (1, self.most_pictures) if self.pictured else (0, 0)
 
     def widths(self) -> dict[str, tuple[int, ...]]:
-        """One token's embeddings, by name: sizes that follow a prompt's length."""
+        """The shape of one token's embeddings, by name; their number depends on the prompt."""
         raise NotImplementedError
 
     def pooled(self) -> dict[str, tuple[int, ...]]:
-        """Embeddings without a length."""
+        """The shapes of embeddings whose size does not depend on the prompt."""
         return {}
 
     def beside(self) -> dict[str, tuple[int, ...]]:
-        """For editing: what is kept of an input picture of a megapixel."""
+        """For editing: the shapes of what is stored of an input picture of one megapixel."""
         return {}
 
     def blank(self, rows: int, tokens: int, dtype: torch.dtype | None = None) -> Cond:
@@ -167,7 +167,7 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         latents = torch.zeros(1, *self._latent, device=self._device)
         parts = {"scheduler": probe(self.pipeline.scheduler)}
         sigmas = self._replay(self.blank(1, 1).to(self._device), latents, parts, steps=num_steps).float().cpu()
-        sigmas[0] = 1  # where a solver begins at .9998, the diffusion of a stochastic step would be 70 times as large
+        sigmas[0] = 1  # a grid that begins at .9998 would make the first stochastic step's diffusion 70 times as large
         return sigmas
 
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -179,7 +179,7 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         return torch.cat([self._prepared(self.blank(len(group), 1, torch.float32), group)[0] for group in groups])
 
     def _prepared(self, cond: Cond, generators: Sequence[torch.Generator]) -> tuple[Any, ...]:
-        """What the pipeline's `prepare_latents` makes: latents, and ids or conditions beside them."""
+        """The results of the pipeline's `prepare_latents`: latents, and ids or conditions."""
 
         def caught(own: Any) -> Any:
             made = own.func(None, *own.args[1:], **own.keywords) if self.pictured else own()  # without an input picture
@@ -198,7 +198,7 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         return torch.cat(answers)[order]
 
     def _groups(self, sigma: Tensor, cond: Cond) -> list[list[int]]:
-        """Rows that may share a call. Ranks that gather weights together make as many calls, whatever their prompts."""
+        """Rows that may share a call. With sharded weights all ranks must make equally many calls, so rows are single."""
         if self.one_row or (self.sharded and (self.ragged or self.pictured or self.one_time)):
             return [[row] for row in range(len(sigma))]
         keys, times = self.keys(cond), sigma.tolist() if self.one_time else None
@@ -251,5 +251,5 @@ def _patch(config: Any) -> int:
 
 
 def _expanded(value: Any, rows: int) -> Any:
-    """What one row has beside its latents, for `rows` of them; what has no row is everyone's."""
+    """A tensor of one row, expanded to `rows`; anything else is shared by all rows."""
     return value.expand(rows, *value.shape[1:]) if isinstance(value, Tensor) and len(value) == 1 else value

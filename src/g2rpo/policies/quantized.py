@@ -1,4 +1,4 @@
-"""Frozen weights in a byte or half a byte each, so that a LoRA trains on a card which the model itself would fill.
+"""Frozen weights in one byte or half a byte each, so that a LoRA fits on a card that the model in bfloat16 would fill.
 
 Adapters on a quantised base are QLoRA's idea (arXiv 2305.14314). int8 and fp8 need torch alone; NF4 is bitsandbytes', which
 has a kernel for it.
@@ -22,10 +22,9 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is frozen and quantised. Inputs get the gradient of the weight as it is stored.
+    """A linear layer whose weight is frozen and quantised. Gradients of inputs use the quantised weight.
 
-    The tensors that make up the weight are buffers: they are moved, shared and counted like any other. `device` is where the
-    weight of `linear` is quantised.
+    The tensors of the weight are buffers. `device` is where the weight of `linear` is quantised, and stays.
     """
 
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
@@ -37,14 +36,14 @@ class QuantizedLinear(nn.Linear):
 
     @abstractmethod
     def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
-        """What is kept of a weight, by name."""
+        """The tensors that store a weight, by name."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The weight as it is stored, in the layer's dtype."""
+        """The quantised weight in the layer's dtype."""
 
     def product(self, x: Tensor) -> Tensor:
-        """The layer's answer, without a gradient."""
+        """The layer's output, without a gradient."""
         return F.linear(x, self.dense(), self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,12 +52,12 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """For libraries that read a layer's shape, dtype and device: made anew each time."""
+        """For libraries that read a layer's shape, dtype and device; computed at each access."""
         return self.dense()
 
 
 class _Product(torch.autograd.Function):
-    """The weight is made dense again in the backward pass, so that no dense copy waits for it."""
+    """Recomputes the dense weight in the backward pass, so that no dense copy is stored until then."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -77,7 +76,7 @@ class Int8Linear(QuantizedLinear):
     scale: Tensor
 
     def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
-        scale = (_largest(weight).float() / 127.5).to(weight.dtype)  # rounded first: codes are of the scale that is kept
+        scale = (_largest(weight).float() / 127.5).to(weight.dtype)  # rounded first, since codes refer to the stored scale
         return {"codes": (weight.float() / scale).round().clamp(-128, 127).to(torch.int8), "scale": scale}
 
     def dense(self) -> Tensor:
@@ -86,7 +85,7 @@ class Int8Linear(QuantizedLinear):
 
 class Float8Linear(QuantizedLinear):
     """float8 (e4m3) and a scale for each output. Inputs are rounded to float8 too, with a scale for each row; products are of
-    float8 numbers, with float32 sums. Gradients take the rounding of inputs for the identity."""
+    float8 numbers, with float32 sums. Gradients treat the rounding of inputs as the identity."""
 
     codes: Tensor
     scale: Tensor
@@ -142,9 +141,9 @@ KINDS: Mapping[str, type[QuantizedLinear]] = {"int8": Int8Linear, "fp8": Float8L
 
 
 def quantize(transformer: nn.Module, how: Quantize, device: torch.device) -> None:
-    """Quantises the linear layers of a transformer's blocks, adapters aside; what surrounds the blocks is small and stays.
+    """Quantises the linear layers of a transformer's blocks, except adapters. Layers outside the blocks are small and stay as they are.
 
-    One layer after the other goes to `device` and is quantised there, so the device never holds the weights as they were.
+    Layers go to `device` one at a time and are quantised there, so the device never holds all weights in their old dtype.
     """
     for path, linear in list(_of_blocks(transformer)):
         transformer.set_submodule(path, KINDS[how](linear, device))
@@ -164,7 +163,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def weights_of(model: nn.Module) -> int:
-    """How many weights a model has, adapters aside, however they are stored."""
+    """The number of weights of a model without adapters, quantised or not."""
     stored = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
     return stored + sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
 
@@ -175,7 +174,7 @@ def check(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
     if how == "none":
         return
     if tuning == "full":
-        raise UserError(f"{asked} is for weights that stay as they are: set policy.tuning=lora, or take it out")
+        raise UserError(f"{asked} is for weights that are not trained: set policy.tuning=lora, or take it out")
     if how == "nf4" and not _installed("bitsandbytes"):
         raise UserError(f"{asked} needs bitsandbytes: pip install bitsandbytes, or take int8, which needs nothing")
     if how != "fp8":
@@ -191,7 +190,7 @@ def check(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
 def _installed(library: str) -> bool:
     try:
         return importlib.util.find_spec(library) is not None
-    except ValueError:  # it was taken out of sys.modules
+    except ValueError:  # its entry in sys.modules is None
         return False
 
 
@@ -199,11 +198,11 @@ NO_FLOAT8 = "that takes an RTX 40, an L40S, an H100 or newer; int8 takes as litt
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """The largest size in each row, [rows, 1]; not 0, for it is divided by."""
+    """The largest absolute value of each row, [rows, 1]; not 0, because it is a divisor."""
     return rows.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.bfloat16).tiny)
 
 
 def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in float8, and the float32 number [rows, 1] by which each is to be multiplied."""
+    """Rows in float8, and the float32 scale [rows, 1] that multiplies them."""
     scale = _largest(rows).float() / torch.finfo(FLOAT8).max
     return (rows / scale).clamp(-448, 448).to(FLOAT8), scale

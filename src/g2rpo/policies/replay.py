@@ -1,8 +1,8 @@
 """A diffusers pipeline's own `__call__`, run for one of its parts.
 
-Whatever a pipeline does between prompts and pictures (packing, position ids, scaling of time, guidance, renormalisation, signs)
-is in its `__call__`. With a scheduler of one time step that call is velocity(x, sigma, cond); with none it decodes; stopped
-once it has its latents, it draws noise; with its own scheduler it shows its sigmas.
+What a pipeline does between prompts and pictures (packing, position ids, scaling of time, guidance, renormalisation, signs) is
+in its `__call__`, which is used here unchanged. With a scheduler of one step it computes velocity(x, sigma, cond); with a
+scheduler without steps it decodes; ended after `prepare_latents` it draws noise; with its own scheduler it computes sigmas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Call = Callable[..., Any]
 
 
 class Caught(Exception):
-    """Ends a pipeline's call with what was wanted of it."""
+    """Ends a pipeline's call early; `value` is the result."""
 
     def __init__(self, value: Any) -> None:
         super().__init__("a pipeline's call was ended on purpose")
@@ -50,7 +50,7 @@ class Times:
 
 
 class OneStep:
-    """A scheduler whose only step begins at `sigma` [B], and catches the velocity; None: one without steps.
+    """A scheduler whose only step begins at `sigma` [B] and raises `Caught` with the velocity; with None it has no step.
 
     `truncate` rounds times down to whole thousandths. A pipeline that names its times besides its sigmas feeds the network
     times that are not shifted (CogView4): they are recovered from `sigma` by the shift's inverse.
@@ -71,7 +71,7 @@ class OneStep:
             return
         most = self.config.num_train_timesteps
         times = self._sigma * most
-        if timesteps is not None:  # whole numbers, so a 64th keeps what is left of rounding sigma to float32 out of them
+        if timesteps is not None:  # whole numbers: rounding to 1/64 removes the float32 error of sigma
             times = (64 * most * unshifted(self._sigma.double(), mu, self.config)).round().to(times) / 64
         times = times.floor() if self._truncate else times
         self.timesteps = [times[0] if self._alike else Times(times)]
@@ -93,7 +93,7 @@ def unshifted(sigma: Tensor, mu: float | None, config: Mapping[str, Any]) -> Ten
 
 
 def probe(scheduler: Any) -> Any:
-    """A copy of `scheduler` that catches its own sigmas."""
+    """A copy of `scheduler` whose `set_timesteps` raises `Caught` with its sigmas."""
     copied = copy.copy(scheduler)
     setting = copied.set_timesteps
 
@@ -107,7 +107,7 @@ def probe(scheduler: Any) -> Any:
 
 
 class Network:
-    """`transformer` as a pipeline calls it: it computes in `dtype` and answers in float32, in which guidance is taken."""
+    """`transformer` as a pipeline calls it: it computes in `dtype` and returns float32, so that guidance is float32."""
 
     def __init__(self, transformer: Any, dtype: torch.dtype, autocast: bool) -> None:
         self._transformer, self.dtype, self._autocast = transformer, dtype, autocast
@@ -128,7 +128,7 @@ class Network:
 
 
 _VIDEO = threading.Lock()
-"""VAEs of videos keep what they are at on themselves."""
+"""One call at a time: VAEs of videos store the state of a call in attributes."""
 
 
 class Pictures:
@@ -178,7 +178,7 @@ class UnseenProcessor:
 
 @dataclass(frozen=True)
 class Script:
-    """What a replayed call does instead of encoding prompts, and of making latents; each is given the pipeline's own way."""
+    """Replacements of `encode_prompt` and `prepare_latents`; each is called with the pipeline's own method, arguments bound."""
 
     encode: Callable[[Call], Any]
     latents: Callable[[Call], Any]
@@ -191,7 +191,7 @@ class _NoBar:
 
 @functools.cache
 def _replaying(kind: Any) -> Any:
-    """A subclass of a pipeline's class that follows a `script`."""
+    """A subclass of a pipeline's class that uses a `script`."""
 
     class Replaying(kind):
         @property
@@ -215,11 +215,10 @@ def _replaying(kind: Any) -> Any:
 
 
 def replay(pipeline: Any, script: Script, arguments: Mapping[str, Any], *, device: Any, parts: Mapping[str, Any]) -> Any:
-    """What `pipeline(**arguments)` returns, or was caught in it, by `script` and with `parts` in place of the pipeline's own.
+    """The result of `pipeline(**arguments)`, or the value of a `Caught`, with `script`, and `parts` instead of the pipeline's own.
 
-    Gradients are not turned off.
-
-    It runs on a shallow copy, since pipelines keep the state of a call on themselves; calls in several threads do not meet.
+    Gradients stay enabled. The call runs on a shallow copy, because pipelines store the state of a call in attributes; so calls
+    of several threads are independent.
     """
     kind: Any = type(pipeline)
     copied: Any = object.__new__(_replaying(kind))
@@ -232,7 +231,7 @@ def replay(pipeline: Any, script: Script, arguments: Mapping[str, Any], *, devic
 
 
 def rows_alike(keys: Sequence[Any]) -> list[list[int]]:
-    """The indices of rows with equal keys, together, in order of first appearance."""
+    """Row indices grouped by equal keys, in order of first appearance."""
     groups: dict[Any, list[int]] = {}
     for index, key in enumerate(keys):
         groups.setdefault(key, []).append(index)
