@@ -141,7 +141,7 @@ KINDS: Mapping[str, type[QuantizedLinear]] = {"int8": Int8Linear, "fp8": Float8L
 
 
 def quantize(transformer: nn.Module, how: Quantize, device: torch.device) -> None:
-    """Quantises the linear layers of a transformer's blocks, except adapters. Layers outside the blocks are small and stay as they are.
+    """Quantises the linear layers of a transformer's blocks, except adapters. Layers outside the blocks are small and stay.
 
     Layers go to `device` one at a time and are quantised there, so the device never holds all weights in their old dtype.
     """

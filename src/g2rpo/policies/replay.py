@@ -215,7 +215,7 @@ def _replaying(kind: Any) -> Any:
 
 
 def replay(pipeline: Any, script: Script, arguments: Mapping[str, Any], *, device: Any, parts: Mapping[str, Any]) -> Any:
-    """The result of `pipeline(**arguments)`, or the value of a `Caught`, with `script`, and `parts` instead of the pipeline's own.
+    """The result of `pipeline(**arguments)`, or the value of a `Caught`; `parts` replace the pipeline's own.
 
     Gradients stay enabled. The call runs on a shallow copy, because pipelines store the state of a call in attributes; so calls
     of several threads are independent.
