@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.credit import save
-from g2rpo.build.components import build_policy, build_prompts
+from g2rpo.build.components import build_policy
+from g2rpo.build.prompts import build_prompts
 from g2rpo.commands.train import load_config
 from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import Trainer

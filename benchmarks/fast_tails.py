@@ -25,7 +25,9 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.build.components import build_policy, build_prompts, build_rewards, build_tail_network
+from g2rpo.build.components import build_policy, build_tail_network
+from g2rpo.build.prompts import build_prompts
+from g2rpo.build.rewards import build_rewards
 from g2rpo.commands.train import load_config
 from g2rpo.errors import UserError
 from g2rpo.flow import sigma_grid

@@ -34,7 +34,9 @@ from benchmarks.fast_tails import CLOCKS, OPTIONS
 from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.build.components import build_policy, build_prompts, build_rewards, build_tail_network
+from g2rpo.build.components import build_policy, build_tail_network
+from g2rpo.build.prompts import build_prompts
+from g2rpo.build.rewards import build_rewards
 from g2rpo.commands.train import load_config
 from g2rpo.flow import sigma_grid
 from g2rpo.rollout.engine import Engine

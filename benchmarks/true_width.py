@@ -24,7 +24,9 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from benchmarks.true_size import RandomText, random_pipeline
-from g2rpo.build.components import build_policy, build_prompts, build_rewards
+from g2rpo.build.components import build_policy
+from g2rpo.build.prompts import build_prompts
+from g2rpo.build.rewards import build_rewards
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import RewardConfig

@@ -10,6 +10,7 @@ from PIL import Image
 
 from g2rpo import api, input_pictures
 from g2rpo.build import components
+from g2rpo.build.embeddings import cache_embeddings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.errors import UserError
@@ -211,7 +212,7 @@ def test_embeddings_of_edits_depend_on_the_size_and_the_vae(tmp_path):
         text = Counting()
         text.pictured = pictured
         policy = PolicyConfig(path="testbed", height=height, width=64)
-        return components.cache_embeddings(text, policy, str(tmp_path), pytest.fail).store.folder
+        return cache_embeddings(text, policy, str(tmp_path), pytest.fail).store.folder
 
     assert folder(()) == folder((), height=32)
     assert len({folder(()), folder(("image_latents",)), folder(("image_latents",), height=32)}) == 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from g2rpo import plugins
-from g2rpo.build.components import build_rewards
+from g2rpo.build.rewards import build_rewards
 from g2rpo.cli import main, plugins_first
 from g2rpo.config.algorithms import algorithm_class, name_of
 from g2rpo.config.schema import RewardConfig

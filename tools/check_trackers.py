@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from g2rpo.build import components
+from g2rpo.build.trackers import build_trackers
 from g2rpo.monitor.metrics import read_metrics
 from tests.monitor.test_trackers import cut_short
 
@@ -66,7 +66,7 @@ def main() -> None:
         os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": str(home)}
         for name in sys.argv[1:]:
             run = Path(folder) / name
-            cut_short(run, trackers=components.build_trackers([name]))
+            cut_short(run, trackers=build_trackers([name]))
             assert len(read_metrics(run)) == len(EXPECTED)
             rows, pictures = in_wandb(run) if name == "wandb" else in_trackio(home)
             print(f"{name}: {len(rows)} rows, {pictures} pictures")

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from g2rpo.build import components
+from g2rpo.build.rewards import REWARDS, build_rewards, check_rewards
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import PolicyConfig, RewardConfig
@@ -71,9 +72,9 @@ def test_a_pipeline_with_a_damaged_part_is_one_message(flux_directory, tmp_path,
         components.build_policy(PolicyConfig(path=str(pipeline), **SIZE), tuning="frozen")
 
 
-@pytest.mark.parametrize("name", components.REWARDS)
+@pytest.mark.parametrize("name", REWARDS)
 def test_every_reward_name_leads_to_a_class(name):
-    components.check_rewards({name: RewardConfig(kind=name)})
+    check_rewards({name: RewardConfig(kind=name)})
 
 
 @pytest.mark.parametrize("name", ["hpsv2", "hpsv3", "pickscore", "clip_score", "image_reward", "aesthetic", "geneval"])
@@ -90,9 +91,9 @@ def test_every_reward_name_leads_to_a_class(name):
 def test_shared_options_are_checked_before_anything_is_loaded(name, options, says):
     table = {name: RewardConfig(kind=name, options=options)}
     with pytest.raises(UserError, match=f"rewards.{name}.{says}"):
-        components.build_rewards(table)
+        build_rewards(table)
     if "device" in options:
-        components.check_rewards(table)  # a plan for another machine
+        check_rewards(table)  # a plan for another machine
 
 
 def test_rewards_that_need_no_weights_are_built():
@@ -101,7 +102,7 @@ def test_rewards_that_need_no_weights_are_built():
         "bright": RewardConfig(kind="brightness"),
         "saturation": RewardConfig(kind="saturation"),
     }
-    built = components.build_rewards(table)
+    built = build_rewards(table)
     images = torch.zeros(2, 3, 8, 8)
     assert all(reward(images, ["", ""]).shape == (2,) for reward in built.values())
 

@@ -16,6 +16,7 @@ from huggingface_hub import constants
 
 from g2rpo.build import components, hub
 from g2rpo.build.hub import at_once
+from g2rpo.build.prompts import build_prompts
 from g2rpo.commands import preflight
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.commands.preflight import check
@@ -207,7 +208,7 @@ def test_starter_prompts_are_many_different_and_apart(capsys):
     assert len({str(prompt).casefold() for prompt in (*train, *heldout)}) == 264
     assert all(3 <= len(str(prompt).split()) <= 30 for prompt in (*train, *heldout))
     with pytest.raises(UserError, match="prompts.train=starter:tran: unknown list. Did you mean 'starter:train'"):
-        components.build_prompts("starter:tran", "prompts.train")
+        build_prompts("starter:tran", "prompts.train")
 
 
 @pytest.mark.parametrize("recipe", ["flux1-dev-lora", "sd35-medium-lora"])

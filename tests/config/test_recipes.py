@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO
-from g2rpo.build import components
+from g2rpo.build.rewards import check_rewards
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config import recipes
 from g2rpo.cost.counting import count
@@ -42,7 +42,7 @@ def test_every_value_has_its_reason(name):
 @pytest.mark.parametrize("name", recipes.names())
 def test_rewards_options_and_plans_of_a_recipe_exist(name):
     config = load_config(name, [])
-    components.check_rewards({**config.rewards, **config.evaluation.rewards})
+    check_rewards({**config.rewards, **config.evaluation.rewards})
     assert not set(config.rewards) & set(config.evaluation.rewards)
     assert config.algorithm.plans(config.sampling.num_steps)
 

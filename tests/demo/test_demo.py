@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g2rpo.build import components
+from g2rpo.build.prompts import build_prompts
 from g2rpo.cli import main
 from g2rpo.commands.demo import facts, of_model, of_run, open_studio
 from g2rpo.commands.train import build_trainer, load_config
@@ -102,7 +103,7 @@ def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, studio
 def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
     """From the noise of its number: the scores are those of the run's log."""
     cast = of_run(run)
-    heldout = components.build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
+    heldout = build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
     studio = open_studio(cast, run / ("adapter" if run.name == "lora" else "transformer"), print, heldout)
     log = read_runs([run])[0]
     asked = {"seed": studio.seed, "steps": studio.steps, "guidance": studio.policy.guidance_scale}

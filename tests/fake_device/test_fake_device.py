@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from g2rpo.build import components
+from g2rpo.build.embeddings import cache_embeddings
 from g2rpo.commands.train import build_trainer
 from g2rpo.cost.plan import make_plan
 from tests.fake_device import cases, device, faults
@@ -143,7 +144,7 @@ def test_text_encoders_leave_before_the_transformer_comes(run, flux_directory):
 def test_embeddings_that_a_cpu_has_made_serve_the_device(run, flux_directory, tmp_path):
     settings = cases.config(tmp_path, flux_directory, "policy.device=cpu")
     text = components.load_pipeline(settings.policy, tuning="frozen").text
-    components.cache_embeddings(text, settings.policy, settings.prompts.cache, print).encode(cases.PROMPTS)
+    cache_embeddings(text, settings.policy, settings.prompts.cache, print).encode(cases.PROMPTS)
     (warm,) = run(cases.encode, flux_directory)
     assert warm["encoded"] == 0 and warm["peak"] < warm["painting"] * 1.1  # text encoders never come
 

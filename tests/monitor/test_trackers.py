@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from g2rpo.build import components
+from g2rpo.build.trackers import build_trackers, check_trackers
 from g2rpo.config.resolve import resolve
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
@@ -114,7 +114,7 @@ def finite(row):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_hosted_run_gets_every_row_once_in_one_run_of_its_own(tmp_path, library, name):
     calls = library(name)
-    cut_short(tmp_path / "run", trackers=components.build_trackers([name]))
+    cut_short(tmp_path / "run", trackers=build_trackers([name]))
     first, second = (options for (options,) in calls("init"))
     known_by = "id" if name == "wandb" else "name"
     assert first[known_by] == second[known_by] and first["resume"] == second["resume"] == "allow"
@@ -135,7 +135,7 @@ def test_a_hosted_run_gets_every_row_once_in_one_run_of_its_own(tmp_path, librar
 
 def test_who_is_not_logged_in_is_told_once_and_trains_on(tmp_path, library):
     calls, told = library("wandb", logged_in=False), []
-    t = trainer(tmp_path, trackers=components.build_trackers(["wandb", "tensorboard"]), notify=told.append)
+    t = trainer(tmp_path, trackers=build_trackers(["wandb", "tensorboard"]), notify=told.append)
     assert list(t.train())[-1]["iteration"] == 4
     (message,) = [line for line in told if line.startswith("tracker")]
     assert message.startswith("tracker wandb failed (RuntimeError: not logged in; run `wandb login`") and not calls("init")
@@ -197,7 +197,7 @@ def test_a_tracker_that_breaks_is_named_once_and_asked_no_more(tmp_path):
 def test_trackers_are_named_in_the_config_and_may_change_when_a_run_goes_on(capsys, tmp_path, tiny_config, library):
     assert resolve(PLAIN, ["trackers=trackio"]).trackers == ["trackio"] and resolve(PLAIN, ["trackers=[]"]).trackers == []
     with pytest.raises(UserError, match=r"unknown tracker 'wandbb'.*wandb"):
-        components.check_trackers(resolve(PLAIN, ["trackers=wandbb"]).trackers)
+        check_trackers(resolve(PLAIN, ["trackers=wandbb"]).trackers)
     run, more = tmp_path / "run", ["trainer.iterations=3", "trackers=[trackio]", "--resume"]
     assert g2rpo(capsys, "train", tiny_config, "trackers=[]", "--run-dir", run)[0] == 0 and not (run / "tensorboard").exists()
     calls = library("trackio")
@@ -208,4 +208,4 @@ def test_trackers_are_named_in_the_config_and_may_change_when_a_run_goes_on(caps
 def test_a_library_that_is_not_installed_is_wrong_input(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="trackers: trackio is not installed; `pip install trackio`"):
-        components.check_trackers(["trackio"])
+        check_trackers(["trackio"])

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from g2rpo.build import components
+from g2rpo.build.embeddings import cache_embeddings
 from g2rpo.commands.ahead import encode_ahead, prompts_to_come
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.errors import UserError
@@ -31,7 +32,7 @@ def complain(message):
 def cached(path, cache="auto", notify=complain, **options):
     """The text encoders of the tiny FLUX in `path` behind the cache."""
     config = PolicyConfig(path=str(path), **{**SIZE, **options})
-    return components.cache_embeddings(components.load_pipeline(config, tuning="frozen").text, config, str(cache), notify)
+    return cache_embeddings(components.load_pipeline(config, tuning="frozen").text, config, str(cache), notify)
 
 
 class Parked(GaussianPolicy):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from g2rpo import plugins
-from g2rpo.build import components
+from g2rpo.build.rewards import check_rewards
 from g2rpo.cli import main
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
@@ -129,7 +129,7 @@ def test_settings_in_yaml_are_a_config(page):
             for entry in config.rewards.values():
                 if plugins.is_code(str(entry.options.get("target"))):
                     plugins.allow(entry.options["target"])  # as --plugin does
-            components.check_rewards(config.rewards)
+            check_rewards(config.rewards)
 
 
 @page

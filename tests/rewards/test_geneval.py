@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo import plugins
-from g2rpo.build import components
+from g2rpo.build.rewards import build_rewards, check_rewards
 from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.rewards import geneval_scoring
@@ -229,9 +229,9 @@ def test_a_detector_of_ones_own_needs_to_be_allowed(saved: dict[str, str], tmp_p
     )
     entry = RewardConfig(kind="geneval", options={"detector": f"{file}:Cats", "clip": saved["clip"]})
     with pytest.raises(UserError, match=r"rewards.it: .*is code that a config names"):
-        components.check_rewards({"it": entry})
+        check_rewards({"it": entry})
     plugins.allow(str(file))
-    reward = components.build_rewards({"it": entry})["it"]
+    reward = build_rewards({"it": entry})["it"]
     tasks = [Prompt("x", metadata={"include": [{"class": label, "count": 1}]}) for label in ("cat", "dog")]
     assert reward(pictures(2), tasks)[0] == 1 and reward(pictures(2), tasks)[1].isnan()
 

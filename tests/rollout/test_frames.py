@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from g2rpo import api
-from g2rpo.build.components import build_rewards
+from g2rpo.build.rewards import build_rewards
 from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import RewardFailed, UserError
 from g2rpo.policies.gaussian import GaussianPolicy

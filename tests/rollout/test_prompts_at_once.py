@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from g2rpo.build import components
+from g2rpo.build.rewards import build_rewards
 from g2rpo.commands.preflight import check
 from g2rpo.commands.train import load_config
 from g2rpo.config.schema import RewardConfig
@@ -139,5 +139,5 @@ def test_tf32_is_on_for_its_reward_alone_and_never_beside_a_rollout():
         run("sampling.prompts_at_once=1", rewards={"bright": fast})
     with pytest.raises(UserError, match="rewards.scene_accuracy.tf32: TF32 holds"):
         check(load_config("scenes", ["rewards.scene_accuracy.tf32=true", "sampling.prompts_at_once=1"]))
-    (built,) = components.build_rewards({"red": RewardConfig(kind="brightness", tf32=True)}).values()
-    assert built.tf32 and not hasattr(components.build_rewards({"red": RewardConfig(kind="brightness")})["red"], "tf32")
+    (built,) = build_rewards({"red": RewardConfig(kind="brightness", tf32=True)}).values()
+    assert built.tf32 and not hasattr(build_rewards({"red": RewardConfig(kind="brightness")})["red"], "tf32")

@@ -19,7 +19,8 @@ from safetensors.torch import save
 from transformers import CLIPConfig, CLIPModel
 
 import g2rpo
-from g2rpo.build.components import build_policy, build_rewards
+from g2rpo.build.components import build_policy
+from g2rpo.build.rewards import build_rewards
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.cost.blueprint import on_meta, read_blueprint
 from g2rpo.errors import UserError

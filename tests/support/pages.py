@@ -17,7 +17,7 @@ from pathlib import Path
 import typer
 from torch.distributed.run import get_args_parser
 
-from g2rpo.build import components
+from g2rpo.build.rewards import check_rewards
 from g2rpo.cli import app
 from g2rpo.commands import compare_arguments, evaluate
 from g2rpo.commands.train import load_config
@@ -177,7 +177,7 @@ def check_g2rpo(arguments: list[str]) -> None:
         resolve_as(JudgingConfig, settings | {key: value for key, value in named.items() if value}, overrides)
     elif name == "serve-reward":
         options = parse_options(given["options"] or [])
-        components.check_rewards({given["kind"]: RewardConfig(kind=given["kind"], options=options)})
+        check_rewards({given["kind"]: RewardConfig(kind=given["kind"], options=options)})
     elif name == "recipes" and given["name"]:
         load_config(given["name"], [])
 
@@ -185,7 +185,7 @@ def check_g2rpo(arguments: list[str]) -> None:
 def check_config(recipe: str, overrides: list[str]) -> None:
     """Resolves a config; one that only a reader has, such as runs/mine/config.yaml, stands for the testbed's recipe."""
     config = load_config("scenes" if recipe.endswith(".yaml") else recipe, overrides)
-    components.check_rewards({**config.rewards, **config.evaluation.rewards})
+    check_rewards({**config.rewards, **config.evaluation.rewards})
     assert config.algorithm.plans(config.sampling.num_steps)
 
 

@@ -1,4 +1,4 @@
-"""From names in a config to objects: the only module that names concrete policies, rewards and prompt lists."""
+"""From a config to a policy, and the checks before anything is loaded."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from g2rpo.build import components
+from g2rpo.build.embeddings import cache_embeddings
 from g2rpo.commands.progress import counter, say
 from g2rpo.config.schema import Config
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
@@ -31,7 +32,7 @@ def policy_after_encoding(
     The text encoders then leave the device. Without a cache, or without disk space for all, they move to the device with the
     first prompt and stay.
     """
-    encoder = components.cache_embeddings(loaded.text, loaded.config, cache, notify)
+    encoder = cache_embeddings(loaded.text, loaded.config, cache, notify)
     encode_ahead(encoder, list(dict.fromkeys(prompts)), console)
     return CachedPolicy(loaded.policy(sharding), encoder)
 

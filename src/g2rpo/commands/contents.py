@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo.build import components
+from g2rpo.build.embeddings import pipeline_identity
+from g2rpo.build.rewards import WEIGHT_OPTIONS
 from g2rpo.config.schema import Config
 from g2rpo.files import FileDigests, digest_of, local
 from g2rpo.input_pictures import digest_of_prompts
 
-READ = ("target", *components.WEIGHT_OPTIONS)  # options of rewards that may name a file
+READ = ("target", *WEIGHT_OPTIONS)  # options of rewards that may name a file
 SMALL = 2**24  # bytes; larger files, which are weights, are compared by their size
 
 
@@ -33,7 +34,7 @@ def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], 
     found = {
         "prompts.train": f"{len(prompts)} prompts, {_short(digest_of_prompts(prompts))}",
         "evaluation.prompts": f"{len(heldout)} prompts, {_short(digest_of_prompts(heldout))}",
-        "policy.path": source_of(given["policy"]) if "policy" in given else components.pipeline_identity(config.policy.path),
+        "policy.path": source_of(given["policy"]) if "policy" in given else pipeline_identity(config.policy.path),
         "algorithm": source_of(config.algorithm),
         **of_rewards,
     }

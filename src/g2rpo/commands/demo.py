@@ -13,6 +13,8 @@ from rich.console import Console
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.build import components
+from g2rpo.build.prompts import build_prompts
+from g2rpo.build.rewards import build_rewards, check_rewards
 from g2rpo.commands.evaluate import model_settings
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import title_of
@@ -57,7 +59,7 @@ class Cast:
     def check(self) -> None:
         """Checks before anything is loaded."""
         components.locate_pipeline(self.policy.path, self.policy.pipeline, self.policy.kind)
-        components.check_rewards({**self.rewards, **self.judges})
+        check_rewards({**self.rewards, **self.judges})
         components.check_plans(self.algorithm, self.sampling)
 
 
@@ -113,7 +115,7 @@ def of_model(model: str, size: int | None, guidance: float | None, rewards: dict
 def open_studio(cast: Cast, weights: Path | None, notify: Callable[[str], None], heldout: Sequence[str] = ()) -> Studio:
     """Builds the objects of `cast`, and loads tuned weights."""
     device = components.pick_device(cast.policy.device)
-    rewards, judges = (components.build_rewards(table, device) for table in (cast.rewards, cast.judges))
+    rewards, judges = (build_rewards(table, device) for table in (cast.rewards, cast.judges))
     policy = components.build_policy(cast.policy, tuning="frozen", keep_base=True)
     policy.text.park()  # they are on the device only while they encode
     tuned: Tuned = "nothing"
@@ -200,7 +202,7 @@ def demo(
     heldout: Sequence[str] = []
     if cast.prompts:
         try:
-            heldout = components.build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
+            heldout = build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
         except UserError as error:
             say(f"no examples: {error}")
     studio = open_studio(cast, weights, say, heldout)

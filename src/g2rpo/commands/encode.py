@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from g2rpo.build import components
+from g2rpo.build.embeddings import cache_embeddings
+from g2rpo.build.prompts import build_prompts
 from g2rpo.commands.ahead import encode_ahead
 from g2rpo.commands.progress import warn_on
 from g2rpo.commands.train import load_config
@@ -18,11 +20,11 @@ def encode(recipe: str, overrides: Sequence[str], console: Console) -> None:
     config = load_config(recipe, overrides)
     if config.prompts.cache == "off":
         raise UserError("prompts.cache=off: there is no cache to fill")
-    prompts = components.build_prompts(config.prompts.train, "prompts.train")
-    heldout = components.build_prompts(config.evaluation.prompts, "evaluation.prompts")
+    prompts = build_prompts(config.prompts.train, "prompts.train")
+    heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")
     wanted = list(dict.fromkeys([*prompts, *heldout[: config.evaluation.num_prompts]]))
     text = components.load_pipeline(config.policy, tuning="frozen").text
-    encoder = components.cache_embeddings(text, config.policy, config.prompts.cache, warn_on(console))
+    encoder = cache_embeddings(text, config.policy, config.prompts.cache, warn_on(console))
     if not encode_ahead(encoder, wanted, console):
         raise UserError("the embeddings do not fit on the disk; free some space, or name another one with prompts.cache=FOLDER")
     console.print(f"{len(wanted)} prompts are stored, {encoder.encoded} of them new", highlight=False)

@@ -15,6 +15,9 @@ from rich.table import Table
 from torch import Tensor
 
 from g2rpo.build import components
+from g2rpo.build.embeddings import pipeline_identity
+from g2rpo.build.prompts import build_prompts
+from g2rpo.build.rewards import build_rewards, check_rewards
 from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.progress import add_names, counter, say, warn_on
 from g2rpo.commands.stopping import stoppable
@@ -83,8 +86,8 @@ def step_counts(text: str) -> list[int]:
 def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console: Console) -> None:
     """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes one begun there."""
     config = resolve_as(JudgingConfig, given, overrides, "evaluation")
-    components.check_rewards(config.rewards)  # cheap checks first
-    prompts = components.build_prompts(config.prompts, "prompts")[: config.num_prompts]
+    check_rewards(config.rewards)  # cheap checks first
+    prompts = build_prompts(config.prompts, "prompts")[: config.num_prompts]
     config = config.model_copy(update={"contents": _contents(config, prompts)})
     _check_folder(out, config)
     judging = Judging(config, prompts, out)
@@ -130,7 +133,7 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
     """Digests of prompts, tuned weights and model, to detect changes before the evaluation is continued."""
     contents = {
         "prompts": digest_of_prompts(prompts),
-        "model": components.pipeline_identity(config.policy.path),
+        "model": pipeline_identity(config.policy.path),
     }
     if config.weights is not None:
         folder = local(config.weights)
@@ -161,7 +164,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.cache, prompts, console, warn_on(console))
     policy = cached.policy
-    rewards = components.build_rewards(config.rewards, components.pick_device(config.policy.device))
+    rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
     done = len(judging.chunks()) - len(missing)
     if done:
         say(console, f"{done} of {len(judging.chunks())} chunks in {out} are finished already")

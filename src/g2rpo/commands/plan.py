@@ -10,6 +10,8 @@ from functools import cache
 from rich.console import Console
 
 from g2rpo.build import components
+from g2rpo.build.prompts import build_prompts
+from g2rpo.build.rewards import check_rewards
 from g2rpo.commands.ahead import prompts_to_come
 from g2rpo.commands.plan_tables import show
 from g2rpo.commands.train import build_trainer, load_config
@@ -40,7 +42,7 @@ def plan(
     that is quick: on this machine, with the model on disk and small enough for its CPU.
     """
     config = load_config(recipe, overrides)
-    components.check_rewards({**config.rewards, **config.evaluation.rewards})
+    check_rewards({**config.rewards, **config.evaluation.rewards})
     components.check_sharding(config, ranks)
     components.check_plans(config.algorithm, config.sampling)
     target = find_target(device or config.policy.device)
@@ -119,7 +121,7 @@ def listed_prompts(config: Config, notes: list[str]) -> tuple[int, int]:
     read: list[list[str]] = []
     for key, source in (("prompts.train", config.prompts.train), ("evaluation.prompts", config.evaluation.prompts)):
         try:
-            read.append(components.build_prompts(source, key))
+            read.append(build_prompts(source, key))
         except UserError as error:
             notes.append(f"{str(error).split(';')[0]}. As many prompts as the config asks for are assumed, all different.")
     if len(read) < 2:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from g2rpo.build import components
+from g2rpo.build.rewards import check_rewards
 from g2rpo.commands.plan import listed_prompts
 from g2rpo.commands.plan_tables import duration, in_bytes
 from g2rpo.commands.train import load_config
@@ -46,7 +47,7 @@ def plan_cards(
 def on_cards(recipe: str, overrides: Sequence[str], ranks: int, utilisation: float) -> dict[str, OnCard]:
     """The run on every card that can compute it."""
     config = load_config(recipe, overrides)
-    components.check_rewards({**config.rewards, **config.evaluation.rewards})
+    check_rewards({**config.rewards, **config.evaluation.rewards})
     components.check_plans(config.algorithm, config.sampling)
     components.check_sharding(config, ranks)
     heldout, distinct = listed_prompts(config, [])

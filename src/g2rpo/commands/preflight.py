@@ -16,6 +16,9 @@ from rich.filesize import decimal
 from g2rpo import plugins
 from g2rpo.build import components, hub
 from g2rpo.build.hub import Question, at_once
+from g2rpo.build.prompts import build_prompts
+from g2rpo.build.rewards import REWARDS, check_devices, check_rewards, reward_kind
+from g2rpo.build.trackers import check_trackers
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.errors import UserError
@@ -48,7 +51,7 @@ def check(config: Config, given: Collection[str] = (), directory: Path | None = 
     prompts.read(found, far=False)
     for name, entry in _rewards(config, given).items():
         found.tried(_check_reward, name, entry, found.questions)
-        found.tried(components.check_devices, {name: entry})  # apart, so that it hides no missing weights
+        found.tried(check_devices, {name: entry})  # apart, so that it hides no missing weights
     found.ask()
     if folder is not None and directory is not None:
         found.tried(_check_room, config, folder, directory)
@@ -110,7 +113,7 @@ class _Prompts:
                 if not far and importlib.util.find_spec("datasets") is None:
                     found.add(f"{key}={source}: reading datasets needs a library: pip install datasets")
                 continue
-            read = found.tried(components.build_prompts, source, key) or []
+            read = found.tried(build_prompts, source, key) or []
             if name == "prompts":
                 self.train = read
             else:
@@ -121,7 +124,7 @@ class _Prompts:
         for name, (key, source) in self.sources.items():
             texts = self.train if name == "prompts" else self.heldout
             for reward, entry in _rewards(config, {*given, "judges"} if name == "prompts" else given).items():
-                kind = components.reward_kind(reward, entry)
+                kind = reward_kind(reward, entry)
                 if hasattr(kind, "wants") and texts:
                     found.tried(_check_targets, f"rewards.{reward}", kind, texts, f"{key}={source}")
 
@@ -159,7 +162,7 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
         found.tried(components.check_quantized, config)
         found.tried(components.check_attention, config.policy)
     for name in config.trackers if "trackers" not in given else ():
-        found.tried(components.check_trackers, [name])
+        found.tried(check_trackers, [name])
     if config.sampling.tails.quantize != "none" and importlib.util.find_spec("torchao") is None:
         found.add("sampling.tails.quantize=int8 needs torchao: pip install torchao")
 
@@ -180,10 +183,10 @@ def _check_pipeline(config: PolicyConfig) -> Path | None:
 
 def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
     """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
-    components.check_rewards({name: entry})
-    if entry.kind not in components.REWARDS:
+    check_rewards({name: entry})
+    if entry.kind not in REWARDS:
         return
-    kind = components.reward_kind(name, entry)
+    kind = reward_kind(name, entry)
     libraries = getattr(inspect.getmodule(kind), "LIBRARIES", ())
     if absent := [library for library in libraries if importlib.util.find_spec(library) is None]:
         raise UserError(f"rewards.{name}: needs {' and '.join(absent)}: pip install {' '.join(libraries)}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from g2rpo import plugins
-from g2rpo.build import components
+from g2rpo.build.rewards import build_rewards
 from g2rpo.commands.progress import say
 from g2rpo.config.resolve import parse_options
 from g2rpo.config.schema import RewardConfig
@@ -24,7 +24,7 @@ def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, tok
         raise UserError(f"--token-env {token_env}: {error}") from None
     if plugins.is_code(kind):
         plugins.allow(kind)
-    reward = components.build_rewards({kind: RewardConfig(kind=kind, options=parse_options(options))})[kind]
+    reward = build_rewards({kind: RewardConfig(kind=kind, options=parse_options(options))})[kind]
     try:
         server = RewardServer(reward, host, port, token=token)
     except (ValueError, OSError, OverflowError) as error:

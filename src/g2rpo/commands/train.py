@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from g2rpo.build import components
+from g2rpo.build.rewards import build_rewards, configured
+from g2rpo.build.trackers import build_trackers
 from g2rpo.commands.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.commands.contents import contents_of
 from g2rpo.commands.preflight import check
@@ -95,7 +97,7 @@ def _assembled(
     device = components.pick_device(config.policy.device)
 
     def rewards_of(key: str, table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-        return components.configured(given[key], table) if key in given else components.build_rewards(table, device)
+        return configured(given[key], table) if key in given else build_rewards(table, device)
 
     return Trainer(
         config=config,
@@ -108,7 +110,7 @@ def _assembled(
         tail_network=components.build_tail_network(getattr(policy, "policy", policy), config.sampling.tails),
         notify=notify,
         shards=sharding or Replicated(world),
-        trackers=given["trackers"] if "trackers" in given else components.build_trackers(config.trackers),
+        trackers=given["trackers"] if "trackers" in given else build_trackers(config.trackers),
     )
 
 
