@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from benchmarks.drawing import TINT, font
-from g2rpo.build import components
+from g2rpo.build.prompts import build_prompts
 from g2rpo.commands.demo import of_run, open_studio
 from g2rpo.demo.opening import opening_of
 from g2rpo.demo.studio import Lesson, learn
@@ -61,7 +61,7 @@ def main() -> None:
 def lessons(run: Run) -> tuple[Lesson, Lesson]:
     """One group of the base model and, from the same noise, of the tuned one."""
     cast = of_run(run.directory)
-    heldout = components.build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
+    heldout = build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
     studio = open_studio(cast, weights_path(run.directory), print, heldout)
     number = opening_of(run, {**studio.rewards, **studio.judges}, list(studio.rewards)).number
     before, after = (learn(studio, str(heldout[number]), seed=studio.seed, plan=0, tuned=tuned) for tuned in (False, True))
