@@ -16,8 +16,9 @@ from g2rpo.input_pictures import read_inputs
 from g2rpo.monitor.clips import frames_of
 from g2rpo.monitor.diagnostics import group_std
 from g2rpo.monitor.pictures import to_pil
+from g2rpo.report.embedded import clip_uri, data_uri
 from g2rpo.report.history import Run
-from g2rpo.report.page import clip_uri, compare_style, data_uri, render
+from g2rpo.report.page import compare_style, render
 from g2rpo.report.words import fixed, signed
 
 LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page

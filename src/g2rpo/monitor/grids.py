@@ -35,6 +35,7 @@ class Grid:
     right: list[list[bool | None]]
     inputs: list[Image.Image | None]
     moving: Moving | None = None
+    note: str = ""
 
 
 def read_grid(path: Path) -> Grid:
@@ -73,6 +74,7 @@ def read_grid(path: Path) -> Grid:
                 right,
                 [canvas.crop(box) if box else None for box in inputs],
                 _read_moving(path.with_suffix(".webp"), canvas.size, boxes),
+                str(note.get("note", "")),
             )
     except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} {error}") from None

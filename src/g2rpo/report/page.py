@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Callable, Sequence
 from importlib.resources import files
@@ -11,17 +9,17 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from PIL import Image
 
 from g2rpo import __version__
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import name_of
 from g2rpo.config.resolve import differences, resolve
 from g2rpo.monitor.alarms import ADVICE
-from g2rpo.monitor.clips import webp
 from g2rpo.monitor.grids import Grid, read_grid
 from g2rpo.monitor.pictures import figure
 from g2rpo.report.charts import compact, interval_plot, key_mark, stacked_bar
+from g2rpo.report.embedded import clip_uri, data_uri
+from g2rpo.report.group import first_group
 from g2rpo.report.history import Run
 from g2rpo.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
 from g2rpo.report.verdict import summary, verdict
@@ -59,6 +57,7 @@ def render(runs: Sequence[Run]) -> str:
         pictures=(shown := pictures(runs)),
         marked=any(frame["right"] is not None for run in shown for frame in _frames(run)),
         edited=any(card["input"] for run in shown for card in run["cards"]),
+        groups=[first_group(run) for run in runs],
         looks=look_charts(runs),
         rewards=reward_charts(runs),
         steps=step_charts(runs),
@@ -279,28 +278,6 @@ def _frame(grid: Grid, index: int, size: int) -> dict[str, Any]:
     if grid.moving is not None:
         picture, still = clip_uri(grid.moving.rows[0][index], grid.moving.durations, size), picture
     return {"uri": picture, "still": still, "right": grid.right[0][index], "scores": scores}
-
-
-def data_uri(picture: Image.Image, size: int) -> str:
-    """The picture within a page, reduced to at most `size` pixels a side."""
-    out = io.BytesIO()
-    _reduced(picture, size).save(out, "WEBP", quality=88, method=4)
-    return _webp_uri(out.getvalue())
-
-
-def clip_uri(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], size: int) -> str:
-    """A clip within a page, that repeats, reduced likewise."""
-    return _webp_uri(webp([_reduced(frame, size) for frame in frames], milliseconds, quality=70))
-
-
-def _reduced(picture: Image.Image, size: int) -> Image.Image:
-    reduced = picture.convert("RGB")
-    reduced.thumbnail((size, size), Image.Resampling.LANCZOS)
-    return reduced
-
-
-def _webp_uri(content: bytes) -> str:
-    return "data:image/webp;base64," + base64.b64encode(content).decode()
 
 
 def _word(value: Any) -> str:

@@ -23,7 +23,7 @@ from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.rollout.scoring import Stopwatch
+from g2rpo.rollout.scoring import Stopwatch, scores_latents
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import writing
@@ -32,6 +32,7 @@ from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.seeding import generator_for
 from g2rpo.training.collector import Collected, Collector
 from g2rpo.training.evaluator import Evaluator
+from g2rpo.training.first_group import save_first_group
 from g2rpo.training.header import header_of
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import write_card
@@ -201,9 +202,10 @@ class Trainer:
             observe(self.rewards, self.iteration, rewards)
         rollouts = collected.rollouts
         advantages = advantages_of(algorithm, rewards, self.weights)
+        own_advantages = self.world.shard(advantages)
         examples = [
             example
-            for rollout, own in zip(rollouts, self.world.shard(advantages), strict=True)
+            for rollout, own in zip(rollouts, own_advantages, strict=True)
             for example in algorithm.examples(rollout, own, self._draws(rollout))
         ]
 
@@ -220,6 +222,8 @@ class Trainer:
         images = sum(rollout.finals.shape[:2].numel() for part in parts for rollout in part.rollouts)
         spent = sum(part.evaluations for part in parts)
         evaluations, images, halved = self.world.total(spent, images, self.sizes.halved)
+        if self.iteration == 0 and self.files.writes and not all(map(scores_latents, self.rewards.values())):
+            save_first_group(self.files, self.policy, self.sizes, list(self.rewards), prompts, collected, own_advantages)
         self.iteration += 1
         row: Row = {
             "kind": "train",

@@ -1,0 +1,60 @@
+"""One group of a run's first iteration as a grid of pictures, for its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from g2rpo.data import Prompt
+from g2rpo.input_pictures import images_of
+from g2rpo.monitor.clips import reduced, stills
+from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.rollout.scoring import decode
+from g2rpo.runtime.memory import BatchSizes
+from g2rpo.training.collector import Collected
+from g2rpo.training.run_files import RunFiles, pictures_path
+from g2rpo.types import Plan, Policy
+
+FIRST_GROUP = "first_group"
+ADVANTAGE = "advantage"
+"""The name of a member's advantage among its scores in the grid."""
+
+
+def save_first_group(
+    files: RunFiles,
+    policy: Policy,
+    sizes: BatchSizes,
+    names: Sequence[str],
+    prompts: Sequence[str],
+    collected: Collected,
+    advantages: Tensor,
+) -> None:
+    """Writes the members of the first group whose `advantages` [N, G] differ (if none does, of the first group): a row for each
+    tail, with the scores of the rewards `names`; of clips their middle frames."""
+    number = next((index for index, own in enumerate(advantages) if own.max() > own.min()), 0)
+    rollout, scores = collected.rollouts[number], collected.rewards[number]
+    shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
+    images = stills(reduced(sizes.fit(lambda: decode(policy, latents, sizes.decode)))).unflatten(0, shape)
+    strips = [
+        Strip(images[m], f"g = {tail}", {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]})
+        for m, tail in enumerate(rollout.plan.tail_names)
+    ]
+    prompt = prompts[rollout.prompt]
+    columns = [Prompt("member 1", images_of(prompt)), *(f"member {member}" for member in range(2, shape[1] + 1))]
+    with files.written(pictures_path(FIRST_GROUP)) as path:
+        save_grid(path, strips, columns, f"{prompt}\n{how(rollout.plan)}")
+
+
+def how(plan: Plan) -> str:
+    """How the members of a group come about, in a sentence or two."""
+    last = plan.merge - 1
+    steps = f"step {plan.branch}" if last <= plan.branch else f"steps {plan.branch} to {last}"
+    begin = (
+        "All members begin from one noise, the anchor's."
+        if plan.shared_noise
+        else "Each member begins from a noise of its own."
+    )
+    if plan.branch == plan.merge:
+        return f"{begin} Nothing else is random."
+    return f"{begin} At {steps} noise enters, different for each; nothing else is random."
