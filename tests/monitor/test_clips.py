@@ -113,7 +113,7 @@ def run(tmp_path_factory):
 def test_a_run_keeps_its_clips(run):
     names = sorted(path.name for path in (run / "samples").iterdir())
     stems = ["before_after", *(f"iteration_{i:06d}" for i in (0, 2, 4))]
-    assert names == sorted(f"{stem}.{kind}" for stem in stems for kind in ("png", "webp"))
+    assert names == sorted(["first_group.png", *(f"{stem}.{kind}" for stem in stems for kind in ("png", "webp"))])
     frames, durations = read_webp(run / "samples" / "before_after.webp")
     assert len(frames) == 3 and durations == [500] * 3
     baseline = load_file(run / "baseline.safetensors")["images"]

@@ -168,7 +168,7 @@ def test_headings_and_alternatives(html):
 
 def test_pictures_are_shown_before_and_after(html):
     page = Page(html)
-    images = page.all("img")
+    images = [a for a in page.all("img") if not a["alt"].startswith("member ")]
     assert [a["alt"] for a in images[:3]] == ["Base model: 0", "After iteration 2: 0", "After iteration 4: 0"]
     assert len(images) == 2 * 3  # two prompts are painted, at three evaluations
     frames = [a for a in page.all("figure") if a.get("class") != "card"]
@@ -179,6 +179,23 @@ def test_pictures_are_shown_before_and_after(html):
     dividers = [a for a in page.all("input", type="range") if a is not slider]
     assert [a["aria-label"].rpartition(": ")[2] for a in dividers] == [a["alt"].rpartition(": ")[2] for a in images[::3]]
     assert len(page.all("input", type="checkbox")) == 1
+
+
+def test_a_group_of_the_first_iteration_is_shown_from_best_to_worst(run_dir, html, tmp_path):
+    grid, page = read_grid(run_dir / "samples" / "first_group.png"), Page(html)
+    assert len(grid.rows) == 2 and len(grid.prompts) == 6  # granularities, members
+    advantages = torch.tensor([cell["advantage"] for cell in grid.scores[0]])
+    scores = torch.tensor([[cell["bright"] for cell in row] for row in grid.scores])
+    standard = (scores - scores.mean(1, keepdim=True)) / scores.std(1, keepdim=True)
+    assert torch.allclose(advantages, standard.sum(0), atol=1e-4) and advantages.abs().max() > 0.5
+    order = advantages.argsort(descending=True).tolist()
+    shown = [a["alt"] for a in page.all("img") if a["alt"].startswith("member ")]
+    assert shown == [f"{grid.prompts[member]}, tail {tail}" for member in order for tail in (1, 2)]
+    told = page.words.partition("nothing else is random.")[2].partition("Any other prompt")[0]
+    assert [words.split()[-1] for words in told.split("bright")[1:]] == [signed(float(advantages[m]), 2) for m in order]
+    (run_dir / "samples" / "first_group.png").rename(tmp_path / "aside")
+    assert "This run kept none." in Page(render(read_runs([run_dir]))).words
+    (tmp_path / "aside").rename(run_dir / "samples" / "first_group.png")
 
 
 def test_the_verdict_comes_first_then_pictures_and_what_ran_comes_last(html):
@@ -331,7 +348,8 @@ def test_pictures_of_an_older_version_are_named(tmp_path):
     path = directory / "samples" / "iteration_000002.png"
     Image.open(path).copy().save(path, pnginfo=PngInfo())
     page = Page(render(read_runs([directory])))
-    assert f"Not shown: {path} does not say what it shows" in page.words and not page.all("img")
+    assert f"Not shown: {path} does not say what it shows" in page.words
+    assert all(a["alt"].startswith("member ") for a in page.all("img"))
 
 
 def test_missing_numbers_are_gaps(tmp_path):
@@ -460,9 +478,11 @@ def test_alarms_are_told_and_marked(tmp_path):
 def test_what_pictures_look_like(run_dir, html):
     charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in Page(html).all("svg", class_="chart")}
     evaluations = [row for row in read_metrics(run_dir) if row["kind"] == "eval"]
-    low, high, mean = charts["Brightness"]["lines"]
-    for line, key in ((low, "/low"), (high, "/high"), (mean, "")):
-        assert line["y"] == [compact(row[f"image/brightness{key}"]) for row in evaluations]
+    base, mean = charts["Brightness"]["lines"]
+    assert mean["y"] == [compact(row["image/brightness"]) for row in evaluations]
+    ends = [[float(end) for end in said.split(" to ")] for said in base["y"]]
+    logged = [[row[f"image/brightness/{end}"] for end in ("low", "high")] for row in evaluations]
+    assert ends == [pytest.approx(each, rel=1e-3) for each in logged] and ends[0][0] < ends[0][1]
 
 
 def test_a_run_that_went_back_says_so(tmp_path):

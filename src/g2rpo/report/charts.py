@@ -21,14 +21,15 @@ STYLES = 6
 """Number of styles in the style sheet; further runs repeat them."""
 MARKERS = ("circle", "square", "triangle", "diamond", "cross", "bar")
 
-Look = Literal["line", "marked", "faint", "pale"]
+Look = Literal["line", "marked", "faint", "pale", "range"]
 
 
 @dataclass(frozen=True)
 class Line:
     """One line of a chart. A None in `y` is a gap; `error` is the half-width of an interval around y, where it is known.
 
-    `look`: "line", "marked" (a marker at every point), "faint" (behind the others), "pale" (faded, hollow markers).
+    `look`: "line", "marked" (a marker at every point), "faint" (behind the others), "pale" (faded, hollow markers),
+    "range" (only the interval, behind the others).
     """
 
     label: str
@@ -81,16 +82,13 @@ def line_chart(
             across, _ = at(x, y_low)
             title = f"<title>{escape(word)}</title>"
             parts.append(f'<path class="alarm" d="M{across:.1f},{TOP}V{HEIGHT - BOTTOM}">{title}</path>')
-    parts += [_draw(line, at) for line in sorted(lines, key=lambda line: line.look != "faint")]
+    parts += [_draw(line, at) for line in sorted(lines, key=lambda line: line.look not in ("faint", "range"))]
     parts.append(f'<path class="cursor" d="M0,{TOP}V{HEIGHT - BOTTOM}" visibility="hidden"/>')
     hover = {
         "label": x_label,
         "box": [round(left, 1), WIDTH - RIGHT],
         "x": [x_low, x_high],
-        "lines": [
-            {"name": line.label, "style": line.style % STYLES, "x": list(line.x), "y": [compact(y) for y in line.y]}
-            for line in lines
-        ],
+        "lines": [{"name": line.label, "style": line.style % STYLES, "x": list(line.x), "y": _values(line)} for line in lines],
     }
     body = "".join(parts)
     data = escape(json.dumps(hover, ensure_ascii=False, separators=(",", ":")))
@@ -101,9 +99,9 @@ def line_chart(
 def key_mark(style: int, look: Look = "marked") -> Markup:
     """The legend symbol of a line."""
     marks = _marker(style, 18, 7) if look in ("marked", "pale") else ""
+    stroke = '<path class="band" d="M2,1H34V13H2Z"/>' if look == "range" else '<path class="stroke" d="M2,7H34"/>'
     return Markup(
-        f'<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><g class="s{style % STYLES} {look}">'
-        f'<path class="stroke" d="M2,7H34"/>{marks}</g></svg>'
+        f'<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><g class="s{style % STYLES} {look}">{stroke}{marks}</g></svg>'
     )
 
 
@@ -177,6 +175,14 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _values(line: Line) -> list[str]:
+    """What a line says at each of its x: its value or, of a range, its ends."""
+    if line.look != "range":
+        return [compact(y) for y in line.y]
+    ends = [(None, None) if y is None else (y - e, y + e) for y, e in zip(line.y, _errors(line), strict=True)]
+    return [f"{compact(low)} to {compact(high)}" for low, high in ends]
+
+
 def _errors(line: Line) -> list[float]:
     return [error or 0.0 for error in line.error] if line.error else [0.0] * len(line.y)
 
@@ -197,6 +203,8 @@ def _draw(line: Line, at: Callable[[float, float], tuple[float, float]]) -> str:
     if line.error:
         edge = [at(x, y + e) for x, y, e in known] + [at(x, y - e) for x, y, e in reversed(known)]
         band = f'<path class="band" d="M{" ".join(_point(*p) for p in edge)}Z"/>' if edge else ""
+    if line.look == "range":
+        return f'<g class="s{line.style % STYLES} range">{band}</g>'
     pen, stroke = "M", []
     for x, y in zip(line.x, line.y, strict=True):
         if y is None:

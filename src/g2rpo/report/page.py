@@ -48,7 +48,7 @@ def render(runs: Sequence[Run]) -> str:
         runs=runs,
         several=len(runs) > 1,
         keys=[key_mark(style) for style in range(len(runs))],
-        samples={look: key_mark(0, look) for look in ("marked", "faint", "pale")} | {"alarm": ALARM_MARK},
+        samples={look: key_mark(0, look) for look in ("marked", "faint", "pale", "range")} | {"alarm": ALARM_MARK},
         summaries=[summary(run) for run in runs],
         states=[state(run) for run in runs],
         facts=table_of(facts, runs),

@@ -78,13 +78,18 @@ def look_charts(runs: Sequence[Run]) -> list[Chart]:
     for name, note in LOOKS.items():
         lines = []
         for style, run in enumerate(runs):
-            lines += [
-                Line(_label(runs, run, f"base's {end}"), *run.series(f"image/{name}/{end}", "eval"), style, look="faint")
-                for end in ("low", "high")
-            ]
+            lines.append(_range(_label(runs, run, "base"), run, f"image/{name}", style))
             lines.append(Line(_label(runs, run, "mean"), *run.series(f"image/{name}", "eval"), style, look="marked"))
         charts += _chart(name.capitalize(), note, lines, "iteration", marks=_marks(runs, "pictures"))
     return charts
+
+
+def _range(label: str, run: Run, key: str, style: int) -> Line:
+    """The range from KEY/low to KEY/high at every evaluation."""
+    (x, low), (_, high) = (run.series(f"{key}/{end}", "eval") for end in ("low", "high"))
+    ends = [None if a is None or b is None else (a, b) for a, b in zip(low, high, strict=True)]
+    middle = [None if end is None else (end[0] + end[1]) / 2 for end in ends]
+    return Line(label, x, middle, style, [None if end is None else (end[1] - end[0]) / 2 for end in ends], "range")
 
 
 def step_charts(runs: Sequence[Run]) -> list[Chart]:
