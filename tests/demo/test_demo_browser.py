@@ -207,6 +207,18 @@ def test_draw_two_pictures_with_their_scores(page):
         told = float(change.split()[-1].replace("−", "-"))
         assert told == pytest.approx(after - before, abs=0.011)  # each of the three is rounded to two decimals or more
     assert fits(page)
+    page.get_by_label("One over the other, with a slider").check()
+    divider = page.locator("#drawing .divide input")
+    divider.focus()
+    page.keyboard.press("ArrowLeft")
+    over = "getComputedStyle(document.querySelector('#drawing .tuned-side img')).clipPath"
+    assert divider.input_value() == "0.49" and "49%" in page.evaluate(over)
+    base, tuned, divide = (
+        page.locator(f"#drawing {part}").bounding_box() for part in (".base-side img", ".tuned-side img", ".divide")
+    )
+    assert (
+        base == tuned and divide["y"] == base["y"] and divide["height"] == pytest.approx(base["height"], abs=1) and fits(page)
+    )
 
 
 def test_settings_are_used_and_mistakes_are_told(page):
@@ -253,8 +265,9 @@ def test_how_it_learns_shows_anchor_members_and_advantages(page):
     page.get_by_role("tab", name="How it learns").click()
     page.wait_for_selector("#branch", timeout=MINUTE)
     write(page, "two red circles left of a blue star")
+    assert page.locator("#lesson .g2-members > li").count() == 3  # of the prompt that the page opens with
     page.click("#branch")
-    page.wait_for_selector("#lesson img", timeout=MINUTE)
+    page.locator("#lesson").get_by_text("two red circles left of a blue star").wait_for(timeout=MINUTE)
     assert page.locator("#lesson .g2-walk img").count() == 4  # steps
     assert page.locator("#lesson .g2-here").inner_text().split()[:2] == ["step", "1"]
     assert page.locator("#lesson .g2-members > li").count() == 3

@@ -180,6 +180,21 @@ def test_the_page_of_recipes_has_every_one_and_no_other():
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == recipes.names()
 
 
+def test_hours_and_cards_in_the_readme_are_those_of_the_page_of_recipes():
+    """Whole hours of what the page of recipes has, and no card smaller than the memory there."""
+    rows = re.findall(r"^\| `([\w-]+)` \|.*?\| ([^|]+) \| ([^|]+) \|", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
+    page = {name: (memory, time) for name, memory, time in rows}
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ") and "-lora" in line]
+    assert len(lines) >= 7
+    for line in lines:
+        found = re.findall(r"`([\w-]+)`: (\d+) h", line)
+        assert found, line
+        for name, hours in found:
+            assert round(float(re.search(r"([\d.]+) h in all", page[name][1])[1])) == int(hours), name
+        needed = min(float(page[name][0].split()[0]) for name in re.findall(r"`([\w-]+)`", line))
+        assert needed <= int(re.search(r"\| (\d+) GB", line)[1]), line
+
+
 def glossary() -> dict[str, dict[str, list[str]]]:
     """Per kind of row, the names that docs/report.md explains, each with the functions that compute it."""
     kinds = {}

@@ -21,7 +21,7 @@ from g2rpo.config.algorithms import title_of
 from g2rpo.config.resolve import resolve, resolve_as
 from g2rpo.config.schema import Config, PolicyConfig, RewardTable, SamplingConfig, Section
 from g2rpo.demo.opening import Opening, opening_of
-from g2rpo.demo.studio import Studio, Tuned, draw
+from g2rpo.demo.studio import Studio, Tuned, draw, learn
 from g2rpo.errors import UserError, loading
 from g2rpo.report.history import Run, read_runs
 from g2rpo.report.verdict import summary
@@ -193,7 +193,7 @@ def demo(
         if error.name != "gradio":
             raise
         raise UserError("the demo needs Gradio: pip install gradio") from None
-    from g2rpo.demo.views import drawing_html, run_html
+    from g2rpo.demo.views import drawing_html, lesson_html, run_html
 
     def say(words: str) -> None:
         console.print(words, highlight=False, soft_wrap=True, markup=False)
@@ -217,13 +217,15 @@ def demo(
     elif weights is not None:
         cast = replace(cast, story="with and without tuned weights")
     examples = [str(prompt) for prompt in dict.fromkeys([*heldout[opening.number :][:1], *heldout])][:EXAMPLES]
-    drawn = ""
+    drawn = lesson = ""
     if examples:
         say("drawing a held-out prompt to open with ...")
         scale, steps = studio.policy.guidance_scale, studio.steps or studio.sampling.num_steps
         try:
             drawing = draw(studio, examples[0], seed=studio.seed, steps=steps, guidance=scale)
             drawn = drawing_html(drawing, opening.rule)
+            if cast.policy.path in RECIPES:  # a second or two; of a large model a group takes minutes
+                lesson = lesson_html(learn(studio, examples[0], seed=studio.seed, plan=0, tuned=False))
         except (UserError, RewardFailed) as error:
             say(f"it was not drawn: {error}")
     page = app.build(
@@ -233,6 +235,7 @@ def demo(
             facts(cast, log),
             examples,
             drawn,
+            lesson,
             (lambda: run_html(read_runs([run])[0])) if run is not None else None,
         )
     )

@@ -54,6 +54,8 @@ class Stage:
     """Prompts to try; the first is in the prompt's field."""
     opening: str = ""
     """HTML of the drawing shown when the page opens."""
+    lesson: str = ""
+    """HTML of the group shown below "How it learns" when the page opens."""
     report: Callable[[], str] | None = None
     """Renders the run's report, if there is a run."""
 
@@ -134,9 +136,8 @@ def _learn_view(stage: Stage, studio: Studio, prompt: str) -> None:
                     studio.offered, value=list(studio.granularities), label="Granularities", visible=bool(studio.offered)
                 )
             go = gr.Button("Branch", variant="primary", elem_id="branch")
-    out = gr.HTML(
-        _empty("One group of the algorithm appears here: the anchor, its branches, their advantages."), elem_id="lesson"
-    )
+    empty = _empty("One group of the algorithm appears here: the anchor, its branches, their advantages.")
+    out = gr.HTML(stage.lesson or empty, elem_id="lesson")
 
     def answer(
         prompt: str,
