@@ -42,7 +42,8 @@ def test_agreement_of_rewards():
 
 
 def test_the_words_of_the_readmes_picture_are_in_proportion():
-    """Of 12 with outcomes 6, 3, 2, 1 times, 5 have 2.5, 1.25, .83 and .42: rounded down 2, 1, 0, 0, and the largest remainders."""
+    """5 of 12 with outcomes 6, 3, 2, 1 times: 2.5, 1.25, .83 and .42 of them. Rounded down 2, 1, 0, 0; two remainders are
+    largest."""
     stays, gains, fails, loses = (True, True), (False, True), (False, False), (True, False)
     outcomes = [fails, stays, stays, gains, stays, loses, stays, gains, stays, fails, stays, gains]
     assert in_proportion(outcomes, 5) == [0, 1, 2, 3, 4]
