@@ -53,6 +53,15 @@ def deep(tmp_path_factory):
 
 
 @pytest.fixture
+def forked_jobs(monkeypatch):
+    """The jobs of a study are forked from a process with torch loaded; real ones are the subject of two tests of their own."""
+    from g2rpo.commands import jobs
+    from tests.support.processes import FORKING
+
+    monkeypatch.setattr(jobs, "subprocess", FORKING)
+
+
+@pytest.fixture
 def tiny_config(tmp_path, flux_directory):
     """A config that trains the tiny random FLUX; its path."""
     from tests.support.commands import write_tiny

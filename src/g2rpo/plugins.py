@@ -70,14 +70,15 @@ def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
     if is_code(name):
         require(name)
         return load(name)
+    if name in builtin:  # without a look at what is installed; errors in built-ins are bugs and not caught
+        module, _, attribute = builtin[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
     known = available(group, builtin)
     if name not in known:
         raise UserError(
             f"unknown {group.removesuffix('s')} '{name}'.{did_you_mean(name, known)} Your own: FILE.py:NAME or MODULE:NAME."
         )
     module, _, attribute = known[name].partition(":")
-    if name in builtin:  # errors in built-ins are bugs and not caught
-        return getattr(importlib.import_module(module), attribute)
     return _attribute(_import(module, name), attribute, name)
 
 

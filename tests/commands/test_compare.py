@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from g2rpo.cli import main
 from g2rpo.commands.compare_arguments import own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.commands.jobs import environment
 from g2rpo.commands.train import load_config
@@ -200,7 +199,7 @@ def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, arguments, mess
     assert not (tmp_path / "study").exists()
 
 
-def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_config):
+def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_config, forked_jobs):
     out = tmp_path / "study"
     asked = ["compare", tiny_config, "--cell", "one: algorithm.granularities=[1]", "--rates", "1e-3,1e-2", "--steps", "2,4"]
     asked += ["--budget", "evaluations=110", "--seeds", "1", "--jobs", "2", "--out", out]
@@ -264,7 +263,7 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     assert code == 2 and "holds no study" in err
 
 
-def test_a_budget_in_seconds_is_measured_first(capsys, tmp_path, tiny_config, monkeypatch):
+def test_a_budget_in_seconds_is_measured_first(capsys, tmp_path, tiny_config, monkeypatch, forked_jobs):
     """How fast this machine is at the moment is measured, and then replaced by a price that buys two iterations."""
     out, measured = tmp_path / "study", []
 
@@ -280,15 +279,14 @@ def test_a_budget_in_seconds_is_measured_first(capsys, tmp_path, tiny_config, mo
     assert read_config(out / "probes/a").trainer.iterations == 3
 
 
-def test_a_failing_run_is_named_with_what_it_said(capsys, tmp_path, tiny_config):
+def test_a_failing_run_is_named_with_what_it_said(tmp_path, tiny_config):
+    """The job is a process as users have it."""
     reward = tmp_path / "mine.py"
     reward.write_text("def broken(images, prompts):\n    raise RuntimeError('no such judge')\n")
     out = tmp_path / "study"
     overrides = ["rewards.mine.kind=function", f"rewards.mine.options.target={reward}:broken"]
-    command = [sys.executable, "-m", "g2rpo", "compare", tiny_config, "--cell", "a:", "--out", out, *overrides]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "a, rate 0.001, seed 42 failed (exit code 1)" in done.stderr and "no such judge" in done.stderr
+    with pytest.raises(RuntimeError, match=r"(?s)a, rate 0\.001, seed 42 failed \(exit code 1\).*no such judge"):
+        main(["compare", str(tiny_config), "--cell", "a:", "--out", str(out), *overrides])
     assert Path(out / "runs/a/seed_42.log").is_file()
 
 

@@ -66,11 +66,9 @@ def check(answer):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["policy.dtype=bfloat16", "sampling.tails.forecast=true", "policy.gradient_checkpointing=true"],
         ["policy.dtype=bfloat16", "policy.tuning=full", "sampling.batch_size=auto", "sampling.decode_batch_size=auto"],
         ["sampling.tails.dtype=bfloat16", "sampling.prompts_at_once=1", "policy.vae_tiling=true"],
-        ["policy.dtype=bfloat16", "policy.quantize=int8", "policy.gradient_checkpointing=true"],
-        ["policy.dtype=bfloat16", "policy.quantize=fp8"],
+        ["policy.dtype=bfloat16", "policy.quantize=int8", "policy.gradient_checkpointing=true", "sampling.tails.forecast=true"],
         ["policy.dtype=bfloat16", "policy.quantize=nf4"],
     ],
     ids=str,
@@ -80,7 +78,11 @@ def test_flux_trains_and_resumes(run, flux_directory, overrides):
     check(answer)
 
 
-@pytest.mark.parametrize("overrides", [["policy.dtype=bfloat16"], ["policy.tuning=full", "policy.gradient_checkpointing=true"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [["policy.dtype=bfloat16", "policy.quantize=fp8"], ["policy.tuning=full", "policy.gradient_checkpointing=true"]],
+    ids=str,
+)
 def test_sd3_trains_and_resumes(run, sd3_directory, overrides):
     (answer,) = run(cases.train, sd3_directory, *overrides)
     check(answer)
@@ -158,9 +160,8 @@ CHECKPOINTED = "policy.gradient_checkpointing=true"
         ("flux", []),
         ("flux", [CHECKPOINTED, "policy.tuning=full", "algorithm.kl_weight=0"]),
         ("flux", [CHECKPOINTED, "policy.quantize=int8"]),
-        ("flux", [CHECKPOINTED, "policy.quantize=fp8"]),
         ("flux", [CHECKPOINTED, "policy.quantize=nf4"]),
-        ("sd3", [CHECKPOINTED]),
+        ("sd3", [CHECKPOINTED, "policy.quantize=fp8"]),
     ],
     ids=str,
 )

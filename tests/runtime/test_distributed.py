@@ -12,6 +12,7 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.runtime.distributed import ALONE, World, joined
 from tests.support import ranks
+from tests.support.commands import g2rpo
 from tests.support.runs import brightness, trainer
 
 COMMON = ("trainer.prompts_per_iteration=4", "trainer.iterations=3")
@@ -186,20 +187,22 @@ def test_weights_that_have_parted_are_not_saved(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_torchrun_is_all_it_takes(tmp_path, tiny_config):
-    run = tmp_path / "run"
+def test_torchrun_is_all_it_takes_and_ends_when_a_rank_is_killed(capsys, tmp_path, tiny_config):
+    """The whole launch, as a user starts it: two iterations, then rank 1 is killed within an evaluation, and nothing waits."""
+    lines = ["import os, signal", "calls = 0", "def it(images, prompts):", "    global calls", "    calls += 1"]
+    lines += ["    if calls == LAST and os.environ.get('RANK') == '1':", "        os.kill(os.getpid(), signal.SIGKILL)"]
+    lines += ["    return images.flatten(1).mean(1)"]
+    (tmp_path / "reward.py").write_text("\n".join(lines).replace("LAST", "5"))  # base; iteration, evaluation, twice
+    run, plugin = tmp_path / "run", ["--plugin", str(tmp_path / "reward.py")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "g2rpo", "train"]
-    options = [str(tiny_config), "trainer.prompts_per_iteration=2", "--run-dir", str(run)]
+    reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
+    options = [str(tiny_config), "trainer.prompts_per_iteration=2", "rewards=", reward, "--run-dir", str(run), *plugin]
     done = subprocess.run([*launch, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1 and "Signal 9 (SIGKILL)" in done.stderr and done.stdout.count("on 2 ranks") == 1, done.stderr
+    begun = [("eval", 0), ("train", 1), ("eval", 1), ("train", 2)]
     rows = read_metrics(run)
-    assert [(row["kind"], row["iteration"]) for row in rows] == [
-        ("eval", 0),
-        ("train", 1),
-        ("eval", 1),
-        ("train", 2),
-        ("eval", 2),
-    ]
+    assert [(row["kind"], row["iteration"]) for row in rows] == begun
     assert {row["ranks"] for row in rows if row["kind"] == "train"} == {2}
+    assert g2rpo(capsys, "resume", run, *plugin)[0] == 0
+    assert [(row["kind"], row["iteration"]) for row in read_metrics(run)] == [*begun, ("eval", 2)]
     assert (run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
-    assert done.stdout.count("on 2 ranks") == 1

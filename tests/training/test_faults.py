@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -82,10 +81,10 @@ def dies_at(world, folder, moment):
 
 
 def test_a_run_killed_at_random_moments_is_the_run_that_was_not(tmp_path, untouched):
-    """Up to 20 kills, each at a random one of the next 30 touches of the disk (a whole run makes 188); not a bit differs."""
+    """Up to 8 kills, each at a random one of the next 60 touches of the disk (a whole run makes 188); not a bit differs."""
     moments, killed = random.Random(0), 0
-    while killed < 20:
-        (victim,) = ranks.start(1, dies_at, tmp_path, moments.randint(1, 30))
+    while killed < 8:
+        (victim,) = ranks.start(1, dies_at, tmp_path, moments.randint(1, 60))
         victim.join()
         if victim.exitcode != -signal.SIGKILL:
             break
@@ -231,21 +230,6 @@ def not_finite_on_rank_1(world, folder):
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path):
     ranks.run(2, not_finite_on_rank_1, tmp_path)
     assert [row["skipped_updates"] for row in log(tmp_path) if row["kind"] == "train"] == [0, 0] + [1] * 8
-
-
-def test_torchrun_ends_when_a_rank_is_killed(tmp_path, tiny_config):
-    """The whole launch, as a user starts it: nothing is left waiting."""
-    lines = ["import os, signal", "def it(images, prompts):", "    if os.environ['RANK'] == '1':"]
-    (tmp_path / "reward.py").write_text(
-        "\n".join([*lines, "        os.kill(os.getpid(), signal.SIGKILL)", "    return [0.0] * 3"])
-    )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "g2rpo", "train"]
-    reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
-    options = [str(tiny_config), "trainer.prompts_per_iteration=2", "rewards=", reward, "--run-dir", str(tmp_path / "run")]
-    options += ["--plugin", str(tmp_path / "reward.py")]
-    done = subprocess.run([*launch, *options], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
-    assert "Signal 9 (SIGKILL)" in done.stderr
 
 
 # --- rewards and gradients

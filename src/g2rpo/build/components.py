@@ -237,8 +237,7 @@ def locate_pipeline(name: str, expected: str | None = None, chosen: str | None =
 
 def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
     """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not the `expected` one."""
-    known = plugins.available("policies", POLICIES)
-    if chosen is None and kind not in known:
+    if chosen is None and kind not in POLICIES and kind not in (known := plugins.available("policies", POLICIES)):
         own = "policy.kind=FILE.py:NAME takes a policy of your own"
         why = f": {pipeline_check.REFUSED[kind]}" if kind in pipeline_check.REFUSED else f".{did_you_mean(kind, known)}"
         raise UserError(f"policy.path={name}: is a {kind}, which has no policy here{why}. Known: {', '.join(known)}; {own}.")

@@ -1,0 +1,37 @@
+"""`g2rpo` commands as processes that are forked from one with torch loaded: a tenth of a second instead of seven."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from g2rpo.cli import main
+from tests.support.ranks import CONTEXT
+
+
+class Forked:
+    """In the place of `subprocess.Popen([python, "-m", "g2rpo", ...], stdout=log)`, as `commands.jobs` uses it."""
+
+    def __init__(self, command, *, stdout, env, **_):
+        assert command[:3] == [sys.executable, "-m", "g2rpo"]
+        self._process = CONTEXT.Process(target=_command, args=(command[3:], stdout.name, env))
+        self._process.start()
+
+    def wait(self):
+        self._process.join()
+        return self._process.exitcode
+
+    def terminate(self):
+        self._process.terminate()
+
+
+FORKING = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+"""What `commands.jobs` needs of the module subprocess."""
+
+
+def _command(arguments, log, environment):
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= environment
+    main(arguments)
