@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,12 @@ _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_t
 settings.register_profile("suite", max_examples=50, derandomize=True, deadline=None, suppress_health_check=_QUIET)
 settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=_QUIET, print_blob=True)
 settings.load_profile("suite")
+
+
+def pytest_collection_finish():
+    """What has been imported by now stays: the collector, which is called whenever memory runs out, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,44 @@
+"""The learning rate and the old weights by their formulas."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from g2rpo.config.schema import OptimConfig
+from g2rpo.runtime.sharding import WHOLE
+from g2rpo.training.learner import Learner
+
+
+def learner(keep_old=False, **options):
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
+    return Learner([parameter], OptimConfig(learning_rate=0.1, **options), WHOLE, keep_old)
+
+
+def rates(learner, iterations):
+    for iteration in range(iterations):
+        rate = learner.set_rate(iteration, iterations)
+        assert learner.optimizer.param_groups[0]["lr"] == rate
+        yield rate
+
+
+def test_the_rate_rises_linearly_and_stays():
+    assert list(rates(learner(warmup_iterations=3), 6)) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+
+
+def test_a_cosine_falls_from_the_rate_to_nothing_after_the_last_iteration():
+    found = list(rates(learner(decay="cosine"), 4))
+    assert found == pytest.approx([0.05 * (1 + math.cos(math.pi * part)) for part in (0, 0.25, 0.5, 0.75)])
+    assert found[0] == 0.1 and found[2] == pytest.approx(0.05)
+
+
+def test_old_weights_keep_a_share_of_themselves():
+    own = learner(keep_old=True)
+    with torch.no_grad():
+        own.parameters[0].copy_(torch.tensor([3.0, 2.0]))
+    own.update_old(0.75)
+    assert own.old[0].tolist() == [1.5, -1.0]
+    with own.as_old():
+        assert own.parameters[0].tolist() == [1.5, -1.0] and own.old[0].tolist() == [3.0, 2.0]
+    assert own.parameters[0].tolist() == [3.0, 2.0]

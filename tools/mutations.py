@@ -1,0 +1,242 @@
+"""Changes one formula or rule at a time in a copy of the repository, and runs the tests that should fail then.
+
+    python -m tools.mutations                # all: a minute or two on an idle core; exits with 1 if a change survives
+    python -m tools.mutations flow updater   # those whose file has one of these words in its path
+
+A change that survives is a behaviour that no named test guards. Each is tried in a process that is forked before g2rpo is
+imported, so libraries are loaded once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path("src/g2rpo")
+LIMIT = 600
+"""Seconds after which a change counts as noticed: it may keep a loop from ending."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which stands once in `file`, becomes `new`; `tests` are arguments of pytest."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    def applied(self, text: str) -> str:
+        if text.count(self.old) != 1:
+            raise SystemExit(f"{self.file}: {text.count(self.old)} times, not once: {self.old}")
+        return text.replace(self.old, self.new)
+
+
+FLOW, OBJECTIVES = "tests/test_flow.py", "tests/test_objectives.py tests/algorithms/test_allocation.py"
+NEIGHBOURS = "tests/algorithms/test_neighbours.py tests/algorithms/test_published_values.py"
+WEIGHT, SCHEDULE = "tests/algorithms/test_step_weight.py", "tests/algorithms/test_branch_schedule.py"
+DPPO, PAVE, ADA = (f"tests/algorithms/test_{name}.py" for name in ("flow_dppo", "pave_grpo", "adagrpo"))
+FORWARD, ALLOCATION = "tests/algorithms/test_forward_process.py", "tests/algorithms/test_allocation.py"
+ENGINE, TAILS, ANTITHETIC = (
+    "tests/rollout/test_engine.py",
+    "tests/rollout/test_tails.py",
+    "tests/algorithms/test_antithetic.py",
+)
+TRAINER = "tests/training/test_trainer.py"
+DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
+CHECKPOINT, ALARMS = "tests/training/test_checkpoint.py", "tests/monitor/test_alarms.py"
+QUANTIZED, STATISTICS = "tests/policies/test_quantized.py", "tests/test_statistics.py tests/monitor/test_diagnostics.py"
+
+MUTATIONS = [
+    Mutation("flow.py", "of_x = 1 + g**2", "of_x = 1 - g**2", FLOW),
+    Mutation("flow.py", "of_v = 1 + g**2", "of_v = 1 - g**2", FLOW),
+    Mutation("flow.py", "Normal(mean, g * (sigma - sigma_next).sqrt())", "Normal(mean, g * (sigma - sigma_next))", FLOW),
+    Mutation("flow.py", "eta * (sigma / (1 - clamped)).sqrt()", "eta * (sigma / (1 - clamped))", FLOW),
+    Mutation("flow.py", "below_one = sigmas[1]", "below_one = sigmas[2]", FLOW),
+    Mutation("flow.py", "    sigmas = shift * u / (1 + (shift - 1) * u)\n", "    sigmas = shift * u / (1 + shift * u)\n", FLOW),
+    Mutation("flow.py", "lowest = shift * 0.001 / (1 + (shift - 1) * 0.001)", "lowest = 0.001", FLOW),
+    Mutation("flow.py", "dsigma = sigma_next - sigma\n    narrow", "dsigma = sigma - sigma_next\n    narrow", FLOW),
+    Mutation("flow.py", "strided[:-1] if end", "strided[:] if end", FLOW),
+    Mutation("flow.py", "share = math.sin(eta * math.pi / 2)", "share = math.sin(eta)", NEIGHBOURS),
+    Mutation("flow.py", "math.sqrt(1 - share**2)", "(1 - share)", NEIGHBOURS),
+    Mutation(
+        "flow.py", "precise(self.mean)) ** 2).flatten(1).mean(1)", "precise(self.mean)) ** 2).flatten(1).sum(1)", NEIGHBOURS
+    ),
+    Mutation("objectives.py", "(n - unbiased).clamp(min=1)).sqrt()", "n.clamp(min=1)).sqrt()", OBJECTIVES),
+    Mutation("objectives.py", "lowest, deviation / (std", "lowest, (r - mean) / (std", OBJECTIVES),
+    Mutation("objectives.py", "torch.where(highest > lowest, ", "torch.where(highest >= lowest, ", OBJECTIVES),
+    Mutation("objectives.py", "return torch.maximum(", "return torch.minimum(", OBJECTIVES),
+    Mutation("objectives.py", "1 + clip_range)", "1 + 2 * clip_range)", OBJECTIVES),
+    Mutation("objectives.py", "0.5 * difference", "difference", OBJECTIVES),
+    Mutation("objectives.py", 'if mix == "gdpo"', 'if mix == "advantages"', OBJECTIVES),
+    Mutation("objectives.py", "(per_reward * normalize(rewards))", "(normalize(per_reward * rewards))", OBJECTIVES),
+    Mutation("objectives.py", "torch.tensor(grains)[:, None] * by_grain", "by_grain", OBJECTIVES),
+    Mutation("objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS),
+    Mutation("algorithms/g2rpo.py", "num_steps, grain, self.tail", "num_steps, 1, self.tail", f"{ENGINE} {SCHEDULE}"),
+    Mutation("algorithms/g2rpo.py", "steps.std / steps.dsigma", "steps.std", WEIGHT),
+    Mutation("algorithms/g2rpo.py", "iteration % len(self.branch_steps)", "0", SCHEDULE),
+    Mutation("algorithms/g2rpo.py", "mixed.clamp(-self.advantage_clip, self.advantage_clip)", "mixed", OBJECTIVES),
+    Mutation(
+        "algorithms/policy_gradient.py", "steps.log_prob - steps.old_log_prob", "steps.old_log_prob - steps.log_prob", TRAINER
+    ),
+    Mutation("algorithms/policy_gradient.py", "values + self.kl_weight * self", "values + self", f"{NEIGHBOURS} {TRAINER}"),
+    Mutation("algorithms/flow_grpo.py", "kl * steps.dsigma", "kl / steps.dsigma", NEIGHBOURS),
+    Mutation("algorithms/mixgrpo.py", "weights / total", "weights", NEIGHBOURS),
+    Mutation("algorithms/mixgrpo.py", "self.window_size, num_steps - 2)", "self.window_size, num_steps - 1)", NEIGHBOURS),
+    Mutation("algorithms/mixgrpo.py", "round(way * jump / jumps)", "int(way * jump / jumps)", NEIGHBOURS),
+    Mutation("algorithms/dancegrpo.py", "noisy * self.trained_fraction", "noisy", NEIGHBOURS),
+    Mutation("algorithms/grpo.py", "tuple(range(last))", "tuple(range(num_steps))", NEIGHBOURS),
+    Mutation("algorithms/grpo_guard.py", "log_ratio(steps) + bias", "log_ratio(steps) - bias", NEIGHBOURS),
+    Mutation("algorithms/grpo_guard.py", "policy_loss(steps) / steps.dsigma", "policy_loss(steps)", NEIGHBOURS),
+    Mutation("algorithms/tempflow_grpo.py", "self.noise_weight * steps.std *", "self.noise_weight *", NEIGHBOURS),
+    Mutation("algorithms/flow_dppo.py", ">= self.divergence_limit", "< self.divergence_limit", DPPO),
+    Mutation("algorithms/flow_dppo.py", "(ratio > 1) & (advantages > 0)", "(ratio < 1) & (advantages > 0)", DPPO),
+    Mutation("algorithms/pave_grpo.py", "(after - here) / n", "(after - here) / (n + 1)", PAVE),
+    Mutation("algorithms/adagrpo.py", "argmin(1)", "argmax(1)", ADA),
+    Mutation("algorithms/adagrpo.py", "self.algorithm.forget * known + (1", "known + (1", ADA),
+    Mutation("algorithms/diffusion_nft.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", FORWARD),
+    Mutation("algorithms/awm.py", "-noised.advantages /", "noised.advantages /", FORWARD),
+    Mutation(
+        "algorithms/forward_process.py", "x = (1 - per_row(sigma, image)) * image", "x = per_row(sigma, image) * image", FORWARD
+    ),
+    Mutation("algorithms/forward_process.py", "(updates - self.old_flat)", "updates", FORWARD),
+    Mutation("algorithms/allocation.py", "math.atanh(rho) - 1", "math.atanh(rho) + 1", ALLOCATION),
+    Mutation("algorithms/allocation.py", "rho**2 if", "rho if", ALLOCATION),
+    Mutation("rollout/engine.py", "landing.log_prob(x_next)", "landing.log_prob(landing.mean)", f"{ENGINE} {TRAINER}"),
+    Mutation("rollout/engine.py", "torch.stack([half, -half], 1)", "torch.stack([half, half], 1)", ANTITHETIC),
+    Mutation("rollout/engine.py", "max(branch_steps) + 1)", "max(branch_steps))", ENGINE),
+    Mutation("rollout/tails.py", "** 2 / (2 * (now - before))", "** 2 / (now - before)", TAILS),
+    Mutation("rollout/tails.py", "/ (2 * (_log_snr(now)", "/ (1 * (_log_snr(now)", TAILS),
+    Mutation("rollout/tails.py", "velocity + (sigma - near)", "velocity - (sigma - near)", TAILS),
+    Mutation(
+        "rollout/scoring.py",
+        "values.where(values.isfinite(), torch.nan)",
+        "values",
+        "tests/training/test_faults.py::test_infinite_scores_are_no_scores",
+    ),
+    Mutation("seeding.py", "repr(key)", "repr(key[:2])", "tests/test_seeding.py"),
+    Mutation(
+        "prompts/order.py", "self._shuffle(place // len(self.prompts))", "self._shuffle(0)", "tests/prompts/test_prompts.py"
+    ),
+    Mutation("training/updater.py", "max(1, counted)", "max(1, len(counts))", TRAINER),
+    Mutation("training/updater.py", "self.optimizer.zero_grad(set_to_none=True)", "pass", TRAINER),
+    Mutation("training/updater.py", "torch.where(counts, loss.values, 0)", "loss.values", DROPPED),
+    Mutation("training/updater.py", "if math.isfinite(norm)", "if True", TRAINER),
+    Mutation("training/updater.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED),
+    Mutation(
+        "training/learner.py", "get_ema_multi_avg_fn(self.ema_decay)", "get_ema_multi_avg_fn(1 - self.ema_decay)", AVERAGE
+    ),
+    Mutation("training/learner.py", "(1 + self.steps) / (10", "(2 + self.steps) / (10", AVERAGE),
+    Mutation("training/learner.py", "(self.steps + 1) % every", "self.steps % every", AVERAGE),
+    Mutation(
+        "training/learner.py",
+        "math.cos(math.pi * iteration / iterations)",
+        "math.cos(math.pi * iteration)",
+        "tests/training/test_learner.py",
+    ),
+    Mutation(
+        "training/learner.py",
+        "(iteration + 1) / (self.config.warmup",
+        "iteration / (self.config.warmup",
+        "tests/training/test_learner.py",
+    ),
+    Mutation(
+        "training/learner.py",
+        "decay * old + (1 - decay) * parameter",
+        "(1 - decay) * old + decay * parameter",
+        "tests/training/test_learner.py",
+    ),
+    Mutation("training/checkpoint.py", "same = _digest(file) == digest", "same = True", TRAINER),
+    Mutation("training/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT),
+    Mutation("monitor/alarms.py", "SILENT, MASKED = 0.5, 0.1", "SILENT, MASKED = 0.6, 0.1", ALARMS),
+    Mutation("monitor/alarms.py", "not drift <= drift_limit", "drift > drift_limit", ALARMS),
+    Mutation("monitor/alarms.py", "LEVEL / (len(now) * looks * looks * (looks + 1))", "LEVEL", ALARMS),
+    Mutation("monitor/alarms.py", "t.cdf(change / error", "t.sf(change / error", ALARMS),
+    Mutation("monitor/alarms.py", "crowd(count) - 0.5", "crowd(count) + 0.5", ALARMS),
+    Mutation("policies/quantized.py", "/ 127.5)", "/ 255)", QUANTIZED),
+    Mutation("policies/quantized.py", "grad @ ctx.layer.dense()", "2 * grad @ ctx.layer.dense()", QUANTIZED),
+    Mutation("statistics.py", "square().sum(-1) / (count - 1)", "square().sum(-1) / count", STATISTICS),
+    Mutation("statistics.py", "((other == one).sum(-1) + 1) / 2", "((other == one).sum(-1) + 0) / 2", STATISTICS),
+    Mutation(
+        "runtime/memory.py", "setattr(self, kind, size // 2)", "setattr(self, kind, size - 1)", "tests/runtime/test_memory.py"
+    ),
+    Mutation(
+        "evaluation/study.py", "TRAINED_LATENT * trained + base", "trained + base", "tests/commands/test_compare.py -k work"
+    ),
+]
+
+
+def copied(folder: Path) -> Path:
+    """The repository at `folder`, but for what tests do not read."""
+    unread = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "site", "*.egg-info")
+    return Path(shutil.copytree(ROOT, folder / "copy", ignore=unread))
+
+
+def outcome(copy: Path, tests: str) -> int:
+    """The exit code of pytest in `copy`: 0 passed, 1 failed; anything else is no verdict."""
+    child = os.fork()
+    if child == 0:
+        os._exit(_tested(copy, tests))
+    ends = time.monotonic() + LIMIT
+    while time.monotonic() < ends:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return 1
+
+
+def _tested(copy: Path, tests: str) -> int:
+    import pytest
+
+    said = os.open(copy / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.chdir(copy)
+    sys.path[:] = [
+        str(copy),
+        str(copy / "src"),
+        *(place for place in sys.path if Path(place or ".").resolve() not in (ROOT, ROOT / "src")),
+    ]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests.split()]))
+
+
+def main(words: list[str]) -> int:
+    sys.dont_write_bytecode = True  # a change within a second has the modification time of what it replaces
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    import diffusers.pipelines.flux  # noqa: F401
+    import peft  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+
+    chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.file for word in words)]
+    survived = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copied(Path(folder))
+        for tests in dict.fromkeys(mutation.tests for mutation in chosen):
+            if code := outcome(copy, tests):
+                raise SystemExit(f"without any change, {tests} ends with {code}:\n{(copy / 'said.txt').read_text()[-2000:]}")
+        for mutation in chosen:
+            file = copy / PACKAGE / mutation.file
+            text = file.read_text(encoding="utf-8")
+            file.write_text(mutation.applied(text), encoding="utf-8")
+            code = outcome(copy, mutation.tests)
+            file.write_text(text, encoding="utf-8")
+            verdict = {0: "SURVIVED", 1: "killed"}.get(code, f"BROKEN ({code})")
+            if code != 1:
+                survived.append(mutation)
+            print(f"{verdict:9} {mutation.file}: {mutation.old.strip()}  ->  {mutation.new.strip()}", flush=True)
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} killed")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
