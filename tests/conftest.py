@@ -61,7 +61,7 @@ def deep(tmp_path_factory):
 
 @pytest.fixture
 def forked_jobs(monkeypatch):
-    """The jobs of a study are forked from a process with torch loaded; real ones are the subject of two tests of their own."""
+    """The jobs of a study are forked from a process with torch loaded; a real one is the subject of a test in test_stopping."""
     from g2rpo.commands import jobs
     from tests.support.processes import FORKING
 

@@ -279,8 +279,7 @@ def test_a_budget_in_seconds_is_measured_first(capsys, tmp_path, tiny_config, mo
     assert read_config(out / "probes/a").trainer.iterations == 3
 
 
-def test_a_failing_run_is_named_with_what_it_said(tmp_path, tiny_config):
-    """The job is a process as users have it."""
+def test_a_failing_run_is_named_with_what_it_said(tmp_path, tiny_config, forked_jobs):
     reward = tmp_path / "mine.py"
     reward.write_text("def broken(images, prompts):\n    raise RuntimeError('no such judge')\n")
     out = tmp_path / "study"
