@@ -174,7 +174,11 @@ MUTATIONS = [
 
 def copied(folder: Path) -> Path:
     """The repository at `folder`, but for what tests do not read."""
-    unread = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "site", "*.egg-info")
+    made = {"runs", "build", "dist", "site"}
+
+    def unread(place: str, names: list[str]) -> set[str]:
+        return {name for name in names if name[0] == "." or name == "__pycache__" or (Path(place) == ROOT and name in made)}
+
     return Path(shutil.copytree(ROOT, folder / "copy", ignore=unread))
 
 
