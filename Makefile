@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: install quickstart check test docs format clean
+.PHONY: install quickstart check quick test test-all docs format clean
 
 install: $(READY)
 
@@ -26,8 +26,17 @@ check: $(READY)
 	$(BIN)/lint-imports --no-cache
 
 # A process for each core, each with one thread; files stay whole, so that what a file builds is built once.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+	$(PYTEST) -m "not slow"
+
+# Formulas, configs and tiny runs, in a minute.
+quick: $(READY)
+	$(PYTEST) -m quick
+
+test-all: $(READY)
+	$(PYTEST)
 
 # Any warning is an error; the site is in site/.
 docs: $(READY)

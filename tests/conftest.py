@@ -1,5 +1,6 @@
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,6 +13,40 @@ _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_t
 settings.register_profile("suite", max_examples=50, derandomize=True, deadline=None, suppress_health_check=_QUIET)
 settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=_QUIET, print_blob=True)
 settings.load_profile("suite")
+
+
+HERE = Path(__file__).parent
+QUICK = (
+    *("test_flow.py", "test_objectives.py", "test_seeding.py", "test_statistics.py", "test_cli.py", "algorithms"),
+    *("config/test_config.py", "monitor/test_diagnostics.py", "prompts", "rollout/test_engine.py", "rollout/test_tails.py"),
+    *("training/test_checkpoint.py", "training/test_golden.py", "training/test_learner.py"),
+    *("training/test_moving_average.py", "training/test_trainer.py"),
+)
+"""`pytest -m quick`: formulas, algorithms, what a config refuses, runs of the Gaussian policy and of a tiny FLUX, commands."""
+LONGEST = (
+    *("fake_device", "runtime/test_sharding.py", "demo/test_demo_browser.py", "policies/test_any_pipeline.py"),
+    *("commands/test_plan.py", "export/test_export.py", "commands/test_compare.py", "runtime/test_distributed.py"),
+    *("training/test_faults.py", "cost", "rewards", "commands", "policies"),
+)
+"""Begun first, so that no process is left with a long file when the others have finished."""
+
+
+def place_in(path, names):
+    """The place of the first of `names` that is `path` or a folder above it; len(names) if none is."""
+    return next((place for place, name in enumerate(names) if path.is_relative_to(HERE / name)), len(names))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m quick` imports no other file of tests: importing all takes as long as its tests."""
+    asked = config.option.markexpr == "quick" and collection_path.match("test_*.py")
+    return True if asked and place_in(collection_path, QUICK) == len(QUICK) else None
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: place_in(item.path, LONGEST))
+    for item in items:
+        if place_in(item.path, QUICK) < len(QUICK):
+            item.add_marker("quick")
 
 
 def pytest_collection_finish():
