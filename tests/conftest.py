@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What has been imported by now stays: the collector, which is called whenever memory runs out, need not look at it again."""
+    """What has been imported by now stays, so the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
 

@@ -56,11 +56,16 @@ def test_a_small_model_on_disk_is_probed(capsys, tiny_config):
 
 
 def schedules():
-    """Every algorithm, with each value of the field that says which steps an iteration takes, where it has one."""
+    """Every algorithm, and every value of a field that says which steps an iteration takes: where others inherit the field,
+    they have `random`, which draws."""
+    seen = set()
     for name, kind in ALGORITHMS.items():
         fields = {field: hint for field, hint in get_type_hints(kind).items() if field.endswith("schedule")}
-        choices = [[f"algorithm.{field}={value}"] for field, hint in fields.items() for value in get_args(hint)]
-        yield from ([f"algorithm.name={name}", *choice] for choice in choices or [[]])
+        choices = [(field, value) for field, hint in fields.items() for value in get_args(hint)]
+        own = [choice for choice in choices if choice not in seen or choice[1] == "random"]
+        seen.update(choices)
+        words = [[f"algorithm.{field}={value}"] for field, value in own]
+        yield from ([f"algorithm.name={name}", *word] for word in words or [[]])
 
 
 @pytest.mark.parametrize("words", list(schedules()), ids=" ".join)

@@ -34,6 +34,7 @@ PROMPTS = ["a red circle", "two blue squares", "a blue circle", "a green star"]
 SMALL = (
     "algorithm.group_size=2",
     "algorithm.branch_steps=[0,1]",
+    "algorithm.granularities=[1]",
     "sampling.num_steps=3",
     "sampling.batch_size=1",
     "sampling.decode_batch_size=1",
