@@ -1,6 +1,5 @@
 """Code from outside the package, by name: algorithms of every kind, rewards, and what is refused."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.directory import read_config
+from tests.support.commands import g2rpo
 from tests.support.runs import config, trainer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plugin"
@@ -156,22 +156,24 @@ def installed(tmp_path_factory) -> Path:
     return folder / "site"
 
 
-def test_an_installed_package_offers_names(installed, tmp_path):
+@pytest.fixture
+def importable(installed, monkeypatch):
+    """While a test runs, Python finds what is installed there."""
+    monkeypatch.syspath_prepend(installed)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "g2rpo_example"]:
+        del sys.modules[name]
+
+
+def test_an_installed_package_offers_names(importable, capsys, tmp_path, monkeypatch):
     """`forward` and `redness` by entry point, in plan, train and the model card; misspelt, with a near match."""
-    path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-
-    def g2rpo(*arguments):
-        command = [sys.executable, "-m", "g2rpo", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
-
+    monkeypatch.chdir(tmp_path)
     small = ["algorithm.name=forward", "algorithm.group_size=2", "rewards.redness=1", "trainer.iterations=1"]
     small += ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "evaluation.pictures=2"]
-    plan = g2rpo("plan", "scenes", *small, "--no-probe", "--json")
-    assert plan.returncode == 0, plan.stderr
-    run = g2rpo("train", "scenes", *small, "--run-dir", "run")
-    assert run.returncode == 0, run.stderr
+    for command in (["plan", "scenes", *small, "--no-probe", "--json"], ["train", "scenes", *small, "--run-dir", "run"]):
+        code, _, err = g2rpo(capsys, *command)
+        assert code == 0, err
     card = (tmp_path / "run" / "transformer" / "README.md").read_text()
     assert "redness" in card and "forward" in card
-    wrong = g2rpo("plan", "scenes", "algorithm.name=forwrad")
-    assert wrong.returncode == 2 and "Did you mean 'forward'?" in wrong.stderr
+    code, _, err = g2rpo(capsys, "plan", "scenes", "algorithm.name=forwrad")
+    assert code == 2 and "Did you mean 'forward'?" in err
