@@ -15,6 +15,7 @@ def told(capsys, *arguments):
     return json.loads(out)
 
 
+@pytest.mark.slow  # the whole model is traced twice
 def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
     plan = told(capsys, "flux1-dev-hps", "--device", "h200")
     assert (

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("mkdocs", reason="the extra `docs`")
 
 
+@pytest.mark.slow  # as `make docs` in its own workflow, at every change
 def test_the_site_builds_without_a_warning(tmp_path):
     """Links, anchors and the navigation are checked by mkdocs."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
