@@ -202,7 +202,8 @@ def _run(
     stopping = stopping or Stopping("")
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
-    console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {len(config.rewards)} rewards and the prompts ...")
+    rewards = f"{len(config.rewards)} reward{'s' if len(config.rewards) > 1 else ''}"
+    console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {rewards} and the prompts ...")
     notify = warn_on(console) if world.is_main else partial(_warn_from, world.rank)
     trainer = open_run(config, directory, resume, accept_changes, notify, world, console=console)
     if resume:

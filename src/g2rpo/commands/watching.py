@@ -57,6 +57,8 @@ def watch_training(trainer: Trainer, console: Console, quiet: float = QUIET) -> 
         )
         if trainer.iteration:
             progress.start_task(task)
+        else:
+            say(progress.console, f"first the base model draws {len(trainer.heldout)} held-out prompts, which are scored ...")
         trainer.on_evaluations = lambda done: progress.advance(task, done * trainer.world.size)
         for row in trainer.train():
             if row["kind"] == "train":
