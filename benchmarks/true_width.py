@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe
-from benchmarks.true_size import RandomText, random_pipeline
+from benchmarks.random_models import RandomText, random_pipeline, shape_of
 from g2rpo.build.components import build_policy
 from g2rpo.build.prompts import build_prompts
 from g2rpo.build.rewards import build_rewards
@@ -53,7 +53,8 @@ def blocks(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     device = torch.device(args.device)
     side = 16 * round((args.tokens * 0.75) ** 0.5)  # three quarters of the tokens are the picture's, as at 1024 pixels
     size = {"height": side, "width": side, "max_sequence_length": args.tokens // 4, "lora_rank": args.rank}
-    pipeline = random_pipeline(device, torch.bfloat16, args.tiny, num_layers=1, num_single_layers=1)
+    shape = shape_of("flux1-dev", args.tiny, num_layers=1, num_single_layers=1)
+    pipeline = random_pipeline(shape, device, torch.bfloat16)
 
     def policy(dtype: torch.dtype = torch.bfloat16, **options: Any) -> FluxPolicy:
         made = FluxPolicy(copy.deepcopy(pipeline), dtype=dtype, device=device, keep_base=False, **size, **options)

@@ -80,6 +80,26 @@ def test_a_plan_of_clips_counts_the_frames_that_are_scored():
     assert clip.flops == 4 * picture.flops > 0 and clip.bytes == picture.bytes
 
 
+@pytest.mark.parametrize("name", ["flux1-dev-lora", "flux2-klein-lora", "z-image-lora"])
+def test_a_recipe_for_24_gb_differs_in_memory_alone(name):
+    """Smaller batches, frozen weights in int8, rewards in bfloat16, judges on the CPU."""
+    large, small = (load_config(recipe, []).model_dump() for recipe in (name, f"{name}-24gb"))
+    for table in (large["rewards"], small["rewards"], large["evaluation"]["rewards"], small["evaluation"]["rewards"]):
+        for reward in table.values():
+            reward["options"] = {key: value for key, value in reward["options"].items() if key not in ("dtype", "device")}
+    sizes = {
+        "policy": ["quantize"],
+        "sampling": ["batch_size", "decode_batch_size"],
+        "trainer": ["micro_batch_size"],
+    }
+    for config in (large, small):
+        config.pop("recipe")
+        for group, keys in sizes.items():
+            for key in keys:
+                config[group].pop(key)
+    assert large == small
+
+
 PUBLISHED = {"flux1-dev-hps": "reference", "flux1-dev-hps-clip": "reference-hps-clip"}
 
 

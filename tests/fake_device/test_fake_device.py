@@ -193,11 +193,17 @@ def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, mod
 
 
 def test_the_benchmark_of_true_shapes_is_ready_for_a_gpu(run):
-    """Every way in one call, peaks beside the plan's, and what this device cannot have refused."""
-    (found,) = run(cases.true_size, "--ways", "bfloat16", "autocast=false", "quantize=int8", "attention=cudnn")
-    assert found["ways"].pop("attention=cudnn").keys() == {"refused"} and found["matmul_flops"] > 0
-    assert found["ways"]["bfloat16"].keys() == {"plan", "exact", "forecast=true"}
-    for way in found["ways"].values():
-        last = way["exact"][-1]
-        assert last["evaluations"] == way["plan"]["evaluations"]
-        assert 0.8 < last["peak_bytes"] / way["plan"]["bytes"] <= 1
+    """Both models in one call, peaks beside the plan's, and what this device cannot have refused."""
+    (found,) = run(cases.true_size, "--ways", "bfloat16", "quantize=int8", "attention=cudnn", "--iterations", "1", "--options")
+    assert found["models"].keys() == {"flux1-dev", "klein-4b"}
+    for ways in found["models"].values():
+        assert ways.pop("attention=cudnn").keys() == {"refused"}
+        assert ways["bfloat16"].keys() == {"plan", "exact", "published loop"}
+        loop = ways["bfloat16"]["published loop"]
+        assert loop["evaluations"] > loop["evaluations_engine"] and loop["finals_relative_error"] < 0.01
+        for way in ways.values():
+            last = way["exact"][-1]
+            assert last["evaluations"] == way["plan"]["evaluations"]
+            share = last["evaluations"] / last["seconds/rollout"] * way["plan"]["flops"] / found["matmul_flops"]
+            assert last["matmul_share"] == pytest.approx(share)
+            assert 0.8 < last["peak_bytes"] / way["plan"]["bytes"] <= 1

@@ -444,6 +444,7 @@ def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_
     [
         ((), 1, "=full divides weights over several processes: start them with torchrun"),
         (("policy.tuning=lora",), 2, "divides what policy.tuning=full trains"),
+        (("policy.compile=true",), 2, "policy.compile is not for weights that come and go"),
         (("sampling.tails.dtype=bfloat16",), 2, "sampling.tails.compile, dtype and quantize copy weights"),
         (("sampling.batch_size=auto",), 2, "sampling.batch_size=auto is each rank's own"),
     ],

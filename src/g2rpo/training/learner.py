@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from g2rpo.config.schema import OptimConfig
+from g2rpo.runtime.devices import accelerator
 from g2rpo.runtime.sharding import Replicated
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -32,7 +33,14 @@ class Learner:
         self.config = config
         self.shards = shards
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            self.parameters,
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=any(
+                accelerator(p.device) is not None for p in self.parameters
+            ),  # one kernel, without a temporary copy of the moments
         )
         self.average = AveragedModel(self.parameters, multi_avg_fn=self._blend) if config.ema_decay else None
         if self.average is not None and config.ema_warmup:
