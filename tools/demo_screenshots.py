@@ -1,6 +1,6 @@
 """Takes the pictures of docs/demo.md: `python -m tools.demo_screenshots runs/quickstart` (needs a Chromium).
 
-Starts `g2rpo demo` on a finished run, looks at what it opens with and asks it one prompt, on a desktop and on a phone, and
+Starts `g2rpo demo` on a finished run of an embedded model, looks at what each tab opens with, on a desktop and on a phone, and
 writes demo.png and demo_phone.png.
 """
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-PROMPT = "two small red circles left of a blue star"
 DESKTOP, PHONE = (1000, 900), (390, 844)
 GAP = 24
 MINUTE = 60_000
@@ -42,28 +41,19 @@ def served(run: Path) -> Iterator[str]:
             process.terminate()
 
 
-def screens(browser: Browser, address: str, size: tuple[int, int], prompt: str) -> Iterator[Image.Image]:
-    """Each tab, the first as it opens, the second with its answer to `prompt`; as high as the window or scrolled to what
-    matters."""
+def screens(browser: Browser, address: str, size: tuple[int, int]) -> Iterator[Image.Image]:
+    """Each tab as it opens, as high as the window and scrolled to what matters."""
     page = browser.new_page(viewport={"width": size[0], "height": size[1]})
     page.goto(address)
     page.wait_for_selector("#draw", timeout=MINUTE)
     yield _shot(page, "#drawing" if size == PHONE else None)
     page.get_by_role("tab", name="How it learns").click()
-    _write(page, prompt)
-    for granularity in ("1", "2", "3"):
-        page.get_by_label(granularity, exact=True).check()
-    page.click("#branch")
     page.wait_for_selector("#lesson img", timeout=MINUTE)
     yield _shot(page, "#lesson")
     page.get_by_role("tab", name="The run").click()
     page.frame_locator("iframe.g2-report").get_by_role("heading", name="Pictures").first.wait_for(timeout=MINUTE)
     yield _shot(page, None)
     page.close()
-
-
-def _write(page: Page, prompt: str) -> None:
-    page.locator("textarea:visible").fill(prompt)
 
 
 def _shot(page: Page, top: str | None) -> Image.Image:
@@ -88,13 +78,12 @@ def beside(pictures: Sequence[Image.Image]) -> Image.Image:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args()
     with served(given.run) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
         for name, size, shown in (("demo", DESKTOP, 2), ("demo_phone", PHONE, 3)):
-            pictures = list(screens(browser, address, size, given.prompt))[:shown]
+            pictures = list(screens(browser, address, size))[:shown]
             path = given.out / f"{name}.png"
             beside(pictures).quantize(256, kmeans=3).save(path, optimize=True)
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from g2rpo.cli import main
+from tests.support.contrast import FAINT_TEXT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NEEDED = bool(os.environ.get("G2RPO_NEEDS_CHROMIUM"))  # set by .ci/run
@@ -305,7 +306,7 @@ def test_the_run_is_shown(page, run):
     assert fits(page)
 
 
-def test_it_follows_light_and_dark(browser, address):
+def test_it_follows_light_and_dark_and_is_legible_in_both(browser, address):
     def brightness(scheme):
         context = browser.new_context(color_scheme=scheme)
         page = context.new_page()
@@ -314,6 +315,10 @@ def test_it_follows_light_and_dark(browser, address):
         red, green, blue = page.evaluate(
             "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
         )
+        for view in ("Draw", "How it learns"):
+            page.get_by_role("tab", name=view).click()
+            page.wait_for_timeout(300)  # colours fade in
+            assert page.evaluate(FAINT_TEXT) == [], (scheme, view)
         context.close()
         return (red + green + blue) / 3
 

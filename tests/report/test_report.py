@@ -254,7 +254,7 @@ def said(directory, rewards, right=None, alarms=(), prompts=192):
 def test_the_summary_says_what_happened_in_plain_words(tmp_path):
     up, flat, down = (True, 0.5, 0.7, 0.05), (False, 70.0, 70.4, 0.3), (False, 0.8, 0.6, 0.05)
     assert said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62, 0.03), alarms=["hacking"]) == (
-        "Right on 62 % of 192 unseen prompts, was 43 % (+19 ± 6 points). No judged score clearly fell. 1 alarm: hacking."
+        "Right on 62 % of 192 unseen prompts, was 43 % (+19 ± 6 points). No other score clearly fell. 1 alarm: hacking."
     )
     assert said(tmp_path / "b", {"one": up, "two": down}, right=(0.5, 0.52, 0.03)) == (
         "Right on 52 % of 192 unseen prompts, was 50 % (+2 ± 6 points, no clear change). Fallen: two. No alarm."

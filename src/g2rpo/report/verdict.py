@@ -51,7 +51,7 @@ def _fallen(changes: Sequence[Change]) -> str:
     fallen = [change.reward for change in changes if verdict(change) == "lower"]
     if fallen:
         return f"Fallen: {', '.join(fallen)}."
-    return "No judged score clearly fell." if any(not change.trained for change in changes) else "No other score was judged."
+    return "No other score clearly fell." if any(not change.trained for change in changes) else "No other score was judged."
 
 
 def _alarms(run: Run) -> str:
