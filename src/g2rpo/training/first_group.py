@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from g2rpo.data import Prompt
@@ -35,7 +36,11 @@ def save_first_group(
     number = next((index for index, own in enumerate(advantages) if own.max() > own.min()), 0)
     rollout, scores = collected.rollouts[number], collected.rewards[number]
     shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
-    images = stills(reduced(sizes.fit(lambda: decode(policy, latents, sizes.decode)))).unflatten(0, shape)
+
+    def pictures() -> Tensor:  # a batch at a time: clips are large
+        return torch.cat([stills(reduced(decode(policy, part, sizes.decode))) for part in latents.split(sizes.decode)])
+
+    images = sizes.fit(pictures).unflatten(0, shape)
     strips = [
         Strip(images[m], f"g = {tail}", {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]})
         for m, tail in enumerate(rollout.plan.tail_names)
