@@ -18,6 +18,7 @@ Writes benchmarks/results/NAME.json.
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections import defaultdict
@@ -202,10 +203,7 @@ VARIANTS = (FINE, PAIRS, ANCHOR, COARSE, MORE, BOTH, OWN)
 
 
 def main() -> None:
-    parser = instrument_parser(__doc__, prompts=48)
-    parser.add_argument("--name", help="of the results; default variance_RECIPE")
-    parser.add_argument("--buckets", type=int, default=32768)
-    args = parser.parse_args()
+    args = arguments()
     began = time.perf_counter()
     trainer = build_trainer(load_config(args.recipe, [*args.overrides, f"trainer.seed={args.seed}"]), None)
     steps, num_steps = getattr(trainer.algorithm, "branch_steps"), trainer.config.sampling.num_steps  # noqa: B009
@@ -235,6 +233,13 @@ def main() -> None:
             f"efficiency {row['efficiency']:6.2f} ± {row['efficiency_error']:.2f}"
         )
     print(path)
+
+
+def arguments() -> argparse.Namespace:
+    parser = instrument_parser(__doc__, prompts=48)
+    parser.add_argument("--name", help="of the results; default variance_RECIPE")
+    parser.add_argument("--buckets", type=int, default=32768)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
