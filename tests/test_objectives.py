@@ -32,6 +32,12 @@ def test_ties_have_exactly_no_advantage(value):
     assert torch.equal(group_normalize(torch.full((2, 12), value)), torch.zeros(2, 12))
 
 
+def test_ties_that_float64_cannot_average_have_none_either():
+    """The mean of three times 0.1 is a bit more than 0.1."""
+    assert torch.full((3,), 0.1, dtype=torch.float64).sum() / 3 != 0.1
+    assert torch.equal(group_normalize(torch.full((3,), 0.1, dtype=torch.float64)), torch.zeros(3, dtype=torch.float64))
+
+
 def test_a_missing_score_is_masked_out_of_its_group():
     with_gap = group_normalize(torch.tensor([1.0, NAN, 2.0, 4.0]))
     torch.testing.assert_close(with_gap[[0, 2, 3]], group_normalize(torch.tensor([1.0, 2.0, 4.0])))

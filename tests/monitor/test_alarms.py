@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +58,12 @@ def test_shares_are_averaged_over_a_window(name, key, limit):
     assert set(training_alarms(rows(limit * 1.01), 1.0)) == {name}
     assert training_alarms(rows(limit * 0.99), 1.0) == {}
     assert training_alarms(rows(limit * 1.01, WINDOW - 1), 1.0) == {}
+
+
+@pytest.mark.parametrize(("name", "limit"), [("silent", SILENT), ("masked", MASKED)])
+def test_limits_that_were_chosen_are_those_of_the_page(name, limit):
+    page = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\| `{name}` \| .* \| ([.\d]+) \(a choice\)", page, re.MULTILINE)[1] == f"{limit:.1f}".lstrip("0")
 
 
 def test_saturated_means_a_clip_within_one_standard_deviation():
