@@ -333,6 +333,12 @@ def test_flash_tails_have_the_published_number_of_points_and_reach_the_image(com
         assert max(jumps) - min(jumps) <= 1  # evenly spread, up to the grid
 
 
+def test_flash_points_are_rounded_to_the_nearest_step():
+    """12 steps after the window in int(13 x .5) - 1 = 5 jumps of 2.4: 2.4, 4.8, 7.2, 9.6, 12."""
+    (plan,) = MixGRPOFlash(compression=0.5, schedule="frozen").plans(16)
+    assert plan.tails == ((4, 6, 9, 11, 14, 16),)
+
+
 # --- Flow-CPS
 
 

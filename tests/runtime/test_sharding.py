@@ -94,7 +94,7 @@ def learn_described(world, folder, model, mode, name):
 
 def learn_nft(world, folder, model, mode):
     """Two iterations with old weights, which sample, and the untrained model; a checkpoint, and another trainer's from it."""
-    small = [option for option in SMALL if "branch_steps" not in option]
+    small = [option for option in SMALL if not option.startswith(("algorithm.branch_steps", "algorithm.granularities"))]
     options = (*small, "algorithm.name=diffusion_nft", "algorithm.old_rise=0.3", "algorithm.kl_weight=0.1")
 
     def made():
