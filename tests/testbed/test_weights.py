@@ -110,6 +110,7 @@ def test_preference_is_for_clean_pictures() -> None:
         assert (clean > score(spoilt, PROMPTS)).float().mean() > 0.8, spoil.__name__
 
 
+@pytest.mark.slow  # a minute and a half; the builder of words, which shares the assembly, is in test_words
 def test_a_quick_build_runs_end_to_end_and_continues(tmp_path: Path) -> None:
     from diffusers import FluxPipeline
 
