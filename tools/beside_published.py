@@ -7,6 +7,7 @@ The published code is not part of this package. Clone it first, and name the fol
     git clone https://github.com/verl-project/verl-omni     # flow_dppo
     git clone https://github.com/scxue/advantage_weighted_matching      # awm
     git clone https://github.com/Luo-Yihong/DGPO            # dgpo
+    git clone https://github.com/RuoyuWang-2077/FlowBP      # refl
     python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series diffusion_nft=DiffusionNFT
 
 tests/published holds restatements of the same formulas, for a machine that has no clones.
@@ -18,7 +19,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from types import CodeType
 from typing import Any, Optional
 
 import torch
+from torch.nn import functional
 
 from g2rpo.algorithms.flow_dppo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import Steps
@@ -158,6 +160,40 @@ def dgpo(folder: Path, code: Path) -> Beside:
     small = (f"algorithm.group_size={GROUP}", "algorithm.times=2", "algorithm.first_steps=4", "algorithm.clip_range=1e-5")
     trainer = tiny(folder, "algorithm.name=dgpo", *small, "algorithm.old_rise=0.2", "sampling.num_steps=5")
     return Beside(trainer, objective, lambda models, updates: _trail(models, min(0.3, 0.2 * (updates - 1))))
+
+
+def refl(folder: Path, code: Path) -> Beside:
+    """flowbp/trainers/flux1/leapalign.py: get_reward_loss, on x - sigma v as its scheduler predicts it."""
+    found = _functions(code / "flowbp/trainers/flux1/leapalign.py", "get_reward_loss", "unpack_latents", F=functional)
+    small = ("algorithm.name=refl", f"algorithm.group_size={GROUP}", "algorithm.last_steps=3")
+    trainer = tiny(folder, *small, "algorithm.ceiling=2", "rewards={bright: 1.0}", rewards=(bright,))
+    vae, args = trainer.policy.pipeline.vae, Namespace(w=128, h=128, use_hpsv2=True, loss_relu_clip=2.0, loss_grad_scale=1.0)
+
+    def decode(latents: torch.Tensor, return_dict: bool) -> Any:
+        """The tiny VAE has other numbers than FLUX.1's, which the published code contains."""
+        own = (latents - 0.1159) * 0.3611 / vae.config.scaling_factor + vae.config.shift_factor
+        return vae.decode(own, return_dict=return_dict)
+
+    def features(images: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"image_features": bright(images, ())[:, None], "text_features": text}
+
+    def objective(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
+        return [partial(one, models, example, 1 / len(seen.examples)) for example in seen.examples]
+
+    def one(models: Models, example: Example, share: float) -> torch.Tensor:
+        sigma = trainer.sigmas[example.step]
+        v = torch.cat([models.velocity("trained", example.x[g : g + 1], sigma, example.prompt) for g in range(GROUP)])
+        given = (Namespace(decode=decode), features, lambda caption: torch.ones(GROUP, 1), "", lambda images: images, None)
+        return share * found["get_reward_loss"](args, example.x - sigma * v, *given)[0]
+
+    return Beside(trainer, objective)
+
+
+def bright(images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+    return images.flatten(1).mean(1)
+
+
+bright.differentiable = True  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -295,7 +331,7 @@ def _module(code: Path, name: str):
 
 
 METHODS = {"pave_grpo": pave_grpo, "adagrpo": adagrpo, "diffusion_nft": diffusion_nft, "awm": awm, "dgpo": dgpo}
-METHODS["flow_dppo"] = flow_dppo
+METHODS |= {"refl": refl, "flow_dppo": flow_dppo}
 
 
 def main(words: list[str]) -> None:

@@ -77,6 +77,9 @@ class Reward(Protocol):
     `video = True` gets whole clips instead, one with `latent = True` the final latents [B, ...] (as `Policy.decode` takes
     them): where all rewards do, training decodes nothing.
 
+    For pictures that require a gradient, one with `differentiable = True` returns scores that carry it, on any device;
+    algorithms with `uses_rewards` need that.
+
     Where one waits for an answer from elsewhere (`waits = True`), pictures are scored while other prompts are rolled out.
     For one with `tf32 = True`, CUDA multiplies float32 matrices in TF32.
 
@@ -118,6 +121,11 @@ class Network(Protocol):
 
     def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         """Under the old weights, without gradient; for algorithms with `uses_old`. A loss calls it before `velocity`."""
+        ...
+
+    def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:
+        """The weighted sum [B] of the scores of latents x at sigma = 0, with the gradient of decoding and rewards; for
+        algorithms with `uses_rewards`."""
         ...
 
 
@@ -184,6 +192,11 @@ class Algorithm(Protocol):
             return False
 
         @property
+        def uses_rewards(self) -> bool:
+            """Whether the loss calls `Network.reward`; all trained rewards then have to be differentiable."""
+            return False
+
+        @property
         def uses_group_sums(self) -> bool:
             """Whether the loss needs `data["group_sum"]`: sums of `group_term` over a group, which a pass may have in part."""
             return False
@@ -200,6 +213,7 @@ class Algorithm(Protocol):
         candidates = 1
         uses_base = False
         uses_old = False
+        uses_rewards = False
         uses_group_sums = False
         drop_zero_advantages = False
 

@@ -101,6 +101,9 @@ class _Watched:
         self.velocities.append(velocity)
         return velocity
 
+    def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:
+        return self.network.reward(x, prompts)
+
     def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         velocity = self.network.old_velocity(x, sigma, prompts)
         self.velocities.append(velocity)

@@ -28,6 +28,7 @@ from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
 from g2rpo.training.checkpoint import checkpoints
 from g2rpo.training.collector import TF32_ASIDE
+from g2rpo.training.updater import check_differentiable
 
 SECONDS = 1.5
 """Seconds for servers to answer. Slower ones are not reported: they may be busy."""
@@ -158,6 +159,8 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
         for name in (name for name, entry in config.rewards.items() if entry.tf32):
             found.add(TF32_ASIDE.format(name))
     found.tried(components.check_plans, config.algorithm, config.sampling)
+    if "rewards" not in given and config.algorithm.uses_rewards:
+        found.tried(_check_gradients, config)
     if "policy" not in given:
         found.tried(components.check_quantized, config)
         found.tried(components.check_attention, config.policy)
@@ -165,6 +168,12 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
         found.tried(check_trackers, [name])
     if config.sampling.tails.quantize != "none" and importlib.util.find_spec("torchao") is None:
         found.add("sampling.tails.quantize=int8 needs torchao: pip install torchao")
+
+
+def _check_gradients(config: Config) -> None:
+    """Refuses rewards without the gradient that the algorithm learns from."""
+    kinds = {name: reward_kind(name, entry) for name, entry in config.rewards.items()}
+    check_differentiable(config.algorithm, {name: kind if isinstance(kind, type) else None for name, kind in kinds.items()})
 
 
 def _check_pipeline(config: PolicyConfig) -> Path | None:

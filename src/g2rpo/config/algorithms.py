@@ -27,6 +27,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.pave_grpo import PaveGRPO
+from g2rpo.algorithms.refl import ReFL
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.config.given import Mentioned, is_mention, mention, recorded
 from g2rpo.errors import UserError
@@ -36,7 +37,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
-        FlowDPPO, PaveGRPO, AdaGRPO, DiffusionNFT, AWM, DGPO,
+        FlowDPPO, PaveGRPO, AdaGRPO, DiffusionNFT, AWM, DGPO, ReFL,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}

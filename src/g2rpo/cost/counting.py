@@ -157,7 +157,14 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
     sizes = batch_sizes(rows, int(sampling.decode_batch_size), config.trainer.micro_batch_size, policy.device, print)
     optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
     updates = Updater(
-        policy=policy, algorithm=algorithm, optimizer=optimizer, sigmas=sigmas, sizes=sizes, max_grad_norm=1.0, old=policy.base
+        policy=policy,
+        algorithm=algorithm,
+        optimizer=optimizer,
+        sigmas=sigmas,
+        sizes=sizes,
+        max_grad_norm=1.0,
+        old=policy.base,
+        reward=lambda x, rows: x.flatten(1).sum(1),
     ).update(examples, cond)
     return Iteration(
         plans=tuple(plans),

@@ -115,7 +115,8 @@ def training_pass(policy: PipelinePolicy, config: Config, shapes: Shapes, plans:
     if algorithm.uses_group_sums:
         part = [replace(item, data={**item.data, "group_sum": torch.zeros(1)}) for item in part]
     batch = Batch.of(part, sigma_grid(config.sampling.num_steps), first=False)
-    algorithm.loss(batch, _WithoutBase(policy, cond)).values.sum().backward()
+    network = _WithoutBase(policy, cond, reward=lambda x, rows: policy.decode(x).flatten(1).mean(1))
+    algorithm.loss(batch, network).values.sum().backward()
 
 
 class _WithoutBase(Trained):

@@ -211,7 +211,6 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         step = OneStep(config, sigma, truncate=self.options.truncate_timesteps, alike=self.one_time)
         return self._replay(cond, x.to(self._latent_dtype), {"scheduler": step}, guided=self.guided)
 
-    @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         return torch.cat([self._decode(part) for part in (x.split(1) if self.one_row else (x,))])
 

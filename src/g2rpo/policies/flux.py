@@ -79,7 +79,6 @@ class FluxPolicy(PipelinePolicy):
                 return_dict=False,
             )[0]
 
-    @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         o = self.options
         latents = self.pipeline._unpack_latents(x, o.height, o.width, self.pipeline.vae_scale_factor)

@@ -110,6 +110,5 @@ class SD3Policy(PipelinePolicy):
         without, toward = v.float().chunk(2)  # the small difference is amplified, so it is taken in float32
         return without + self.guidance_scale * (toward - without)
 
-    @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         return decode_latents(self.pipeline.vae, x, self.options.published_pictures)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from g2rpo.rewards.clip_encoder import load_clip
@@ -50,6 +49,8 @@ class Aesthetic:
     Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
     """
 
+    differentiable = True
+
     def __init__(
         self,
         path: str,
@@ -71,6 +72,5 @@ class Aesthetic:
         """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
         return score_in_batches(images, prompts, self._score, self.batch_size)
 
-    @torch.no_grad()
     def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
         return cast(Tensor, self.head(self.encoder.image_features(images)))

@@ -44,6 +44,8 @@ class JPEGSize:
 class Brightness:
     """Mean of all channels of all pixels, in [0, 1]; with `negative`, minus that."""
 
+    differentiable = True
+
     def __init__(self, *, negative: bool = False) -> None:
         self.sign = -1.0 if negative else 1.0
 
@@ -57,6 +59,8 @@ class Brightness:
 
 class Saturation:
     """Mean HSV saturation, (max - min) / max over a pixel's channels, 0 for black, in [0, 1]; `negative` flips its sign."""
+
+    differentiable = True
 
     def __init__(self, *, negative: bool = False) -> None:
         self.sign = -1.0 if negative else 1.0

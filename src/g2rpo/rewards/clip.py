@@ -24,6 +24,8 @@ class CLIPScore:
     Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
     """
 
+    differentiable = True
+
     def __init__(
         self,
         path: str,

@@ -45,9 +45,8 @@ class ClipEncoder:
         if tokenizer is not None and len(tokenizer) > vocabulary:
             raise ValueError(f"the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}: not a pair")
 
-    @torch.no_grad()
     def image_features(self, images: Tensor) -> Tensor:
-        """Features [B, D] of uint8 `images` [B, 3, H, W]."""
+        """Features [B, D] of `images` [B, 3, H, W], uint8 or float32 from 0 to 255 that may require a gradient."""
         pixels = self.preprocess(images).to(self.device, self.dtype)
         return _unit(self.model.get_image_features(pixel_values=pixels))
 

@@ -42,6 +42,8 @@ class HPSv2:
     Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
     """
 
+    differentiable = True
+
     def __init__(
         self,
         path: str = "xswu/HPSv2",

@@ -92,6 +92,8 @@ class ImageReward:
     Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
     """
 
+    differentiable = True
+
     def __init__(
         self,
         path: str = "THUDM/ImageReward",
@@ -130,7 +132,6 @@ class ImageReward:
         """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
         return score_in_batches(images, prompts, self._score, self.batch_size)
 
-    @torch.no_grad()
     def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
         pixels = self.preprocess(images).to(self.device, self.dtype)
         patches = self.vision(pixel_values=pixels).last_hidden_state

@@ -20,6 +20,8 @@ class PickScore:
     Raises FileNotFoundError, OSError or ValueError, which say what is missing or does not fit.
     """
 
+    differentiable = True
+
     def __init__(
         self,
         path: str = "yuvalkirstain/PickScore_v1",

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +68,18 @@ def score_in_batches(
 ) -> Tensor:
     """Scores [B], float32 on CPU: `score(uint8 images, prompts)` for at most `batch_size` rows at a time.
 
+    Where `images` require a gradient, `score` gets the same 8-bit values as float32 with the gradient of what was rounded, and
+    scores keep theirs, on their device.
+
     A picture with a NaN or infinite pixel is not shown to the model: its score is NaN. So is the score of a row for which the
     model itself answers something that is not finite, `missing` in words. One warning counts both.
     """
     check_batch(images, prompts)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if images.requires_grad:
+        parts = zip(images.split(batch_size), _chunks(prompts, batch_size), strict=True)
+        return torch.cat([score(with_gradient(to_uint8(part), part * 255), own) for part, own in parts])
     scores = torch.full((len(images),), torch.nan)
     extremes = torch.stack(images.flatten(1).aminmax(dim=1))  # NaN if any pixel is
     rows = torch.isfinite(extremes).all(dim=0).nonzero().flatten().tolist()
@@ -82,6 +89,15 @@ def score_in_batches(
         scores[chunk] = values.where(torch.isfinite(values), torch.nan)
     _warn({"pixels that are not finite": len(images) - len(rows), missing: int(scores[rows].isnan().sum())}, len(images))
     return scores
+
+
+def _chunks(prompts: Sequence[str], size: int) -> list[list[str]]:
+    return [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
+
+
+def with_gradient(value: Tensor, smooth: Tensor) -> Tensor:
+    """`value`, float32, with the gradient of `smooth`: for what is rounded, or computed by Pillow."""
+    return smooth + (value.to(smooth) - smooth).detach()
 
 
 def _warn(unscored: dict[str, int], count: int) -> None:
@@ -118,15 +134,30 @@ class Preprocess:
             raise ValueError(f"the crop ({self.crop}) is larger than the resized picture ({self.resize})")
 
     def __call__(self, images: Tensor) -> Tensor:
-        return normalise(to_tensor([self._resize_and_crop(picture) for picture in to_pil(images)]), self.mean, self.std)
+        levels = images.detach().round().to(torch.uint8) if images.is_floating_point() else images
+        exact = to_tensor([self._resize_and_crop(picture) for picture in to_pil(levels)])
+        if not images.requires_grad:
+            return normalise(exact, self.mean, self.std)
+        return normalise(with_gradient(exact, self._smooth(images)) / 255, self.mean, self.std)
+
+    def _smooth(self, images: Tensor) -> Tensor:
+        """The same resize and crop as a function with a gradient; its values differ from Pillow's by rounding."""
+        height, width = self._resized(*images.shape[-2:])
+        x = interpolate(images, (height, width), mode=self.interpolation, antialias=True, align_corners=False)
+        left, top = self._margin(width - self.crop), self._margin(height - self.crop)
+        return x[..., top : top + self.crop, left : left + self.crop].clamp(0, 255)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        if self.mode == "squash":
+            return self.resize, self.resize
+        short = min(width, height)  # the longer side is cut to an integer, not rounded, upstream
+        return (
+            self.resize if height == short else int(self.resize * height / short),
+            self.resize if width == short else int(self.resize * width / short),
+        )
 
     def _resize_and_crop(self, picture: Image.Image) -> Image.Image:
-        width, height = picture.size
-        if self.mode == "squash":
-            width, height = self.resize, self.resize
-        else:  # the longer side is cut to an integer, not rounded, upstream
-            short = min(width, height)
-            width, height = (self.resize if n == short else int(self.resize * n / short) for n in (width, height))
+        height, width = self._resized(picture.height, picture.width)
         # Rows first, then columns: newer Pillow versions pick the cheaper order, which moves pixels by up to 4 levels.
         kernel = _FILTERS[self.interpolation]
         picture = picture.resize((width, picture.height), kernel).resize((width, height), kernel)

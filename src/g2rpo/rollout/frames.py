@@ -46,6 +46,7 @@ class OnFrames:
     reward: Reward
     frames: Frames = Frames()
     video = True
+    differentiable = False
 
     def __getattr__(self, name: str) -> Any:
         """The reward's other attributes, such as `right`, which are the same for clips."""

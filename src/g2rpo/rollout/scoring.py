@@ -37,6 +37,7 @@ class Stopwatch:
         self._last = now
 
 
+@torch.no_grad()
 def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
     """Images [N, 3, H, W], or clips [N, T, 3, H, W], on the CPU, `batch_size` at a time."""
     with bounded_by("decode"):
@@ -69,6 +70,18 @@ def score(
             )
         rows.append(values.where(values.isfinite(), torch.nan))
     return torch.stack(rows)
+
+
+def weighted_scores(
+    policy: Policy, rewards: Mapping[str, Reward], weights: Tensor, prompts: Sequence[str], x: Tensor, rows: Sequence[int]
+) -> Tensor:
+    """The sum of the weighted scores [B] of latents x for `rows` of the prompts, on their device, with gradient."""
+    images = policy.decode(x) if not all(map(scores_latents, rewards.values())) else x
+    total, asked = torch.zeros(len(x), device=x.device), [prompts[row] for row in rows]
+    for (name, reward), weight in zip(rewards.items(), weights.tolist(), strict=True):
+        with naming_reward(name, f"failed on {len(x)} pictures"):
+            total = total + weight * reward(x if scores_latents(reward) else images, asked).to(total)
+    return total
 
 
 @contextmanager

@@ -67,12 +67,12 @@ class SceneCLIP:
 
     folder = "clip"
     scale = 1.0
+    differentiable = True
 
     def __init__(self, path: Path | str | None = None) -> None:
         self.model, self.tokenizer = load_clip(Path(path) if path else assets_dir() / self.folder)
         self._text = lru_cache(maxsize=1024)(self._encode)  # a group's pictures come in several batches, of one prompt
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         texts = torch.stack([self._text(prompt) for prompt in prompts])
         return (image_features(self.model, images.float().cpu()) * texts).sum(-1) * self.scale

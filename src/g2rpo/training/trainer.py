@@ -23,7 +23,7 @@ from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.rollout.scoring import Stopwatch, scores_latents
+from g2rpo.rollout.scoring import Stopwatch, scores_latents, weighted_scores
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import writing
@@ -39,7 +39,7 @@ from g2rpo.training.model_card import write_card
 from g2rpo.training.persistence import Persistence
 from g2rpo.training.reward_states import observe, stateful
 from g2rpo.training.run_files import RunFiles
-from g2rpo.training.updater import Updater
+from g2rpo.training.updater import Updater, check_differentiable
 from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout
 
 
@@ -79,6 +79,7 @@ class Trainer:
         self.files = RunFiles(self.run_dir, self.world, self.notify)
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self.algorithm = c.algorithm
+        check_differentiable(self.algorithm, self.rewards)
         self.memory = self.algorithm.memory(c.sampling.num_steps, partial(count_evaluations, tails=c.sampling.tails))
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         self.evaluated_on = grid_of(c.sampling.shift, self.policy, c.evaluation.num_steps or c.sampling.num_steps)
@@ -209,6 +210,8 @@ class Trainer:
             for example in algorithm.examples(rollout, own, self._draws(rollout))
         ]
 
+        if self.algorithm.uses_rewards:
+            self.updater.reward = partial(weighted_scores, self.policy, self.rewards, self.weights, prompts)
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
         stats = self.updater.update(examples, cond)
         self.learner.update_average()

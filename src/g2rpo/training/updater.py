@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,17 +62,33 @@ class UpdateStats:
         }
 
 
+def no_reward(x: Tensor, prompts: Sequence[int]) -> Tensor:
+    """The `Network.reward` of algorithms without `uses_rewards`."""
+    raise NotImplementedError("the algorithm's loss calls network.reward, but its uses_rewards is false")
+
+
+def check_differentiable(algorithm: Algorithm, rewards: Mapping[str, Any]) -> None:
+    """UserError if an algorithm needs the gradient of `rewards` (or their classes) and some have none."""
+    without = [name for name, reward in rewards.items() if not getattr(reward, "differentiable", False)]
+    if algorithm.uses_rewards and without:
+        raise UserError(
+            f"algorithm {name_of(algorithm)} learns from the gradient of rewards, and these have none: {', '.join(without)}; "
+            "docs/rewards.md says which have one"
+        )
+
+
 @dataclass(frozen=True)
 class Trained:
     """The `types.Network` of a training pass: `policy` with the conditioning `cond`, and velocities in `dtype`.
 
-    While `old()` is entered, the policy has the old weights.
+    While `old()` is entered, the policy has the old weights. `reward(latents, rows of cond)` is `Network.reward`.
     """
 
     policy: Policy
     cond: Cond
     dtype: torch.dtype = torch.float32
     old: Callable[[], AbstractContextManager[None]] = nullcontext
+    reward: Callable[[Tensor, Sequence[int]], Tensor] = no_reward
 
     def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         return self.policy.velocity(x, sigma, self.cond.rows(prompts)).to(self.dtype)
@@ -107,6 +124,8 @@ class Updater:
     step_dtype: torch.dtype = torch.float32
     old: Callable[[], AbstractContextManager[None]] = nullcontext
     """While entered, the policy has the old weights, for algorithms that use them."""
+    reward: Callable[[Tensor, Sequence[int]], Tensor] = no_reward
+    """`Network.reward` for the prompts of the iteration."""
     skipped_in_a_row: int = 0
 
     def update(self, examples: Sequence[Example], cond: Cond) -> UpdateStats:
@@ -176,7 +195,7 @@ class Updater:
         return loss_of(self.algorithm, Batch.of(examples, self.sigmas, first), self._network(cond))
 
     def _network(self, cond: Cond) -> Trained:
-        return Trained(self.policy, cond, self.step_dtype, self.old)
+        return Trained(self.policy, cond, self.step_dtype, self.old, self.reward)
 
     def _step(self, stats: UpdateStats) -> None:
         """Clips and steps; an update with a non-finite gradient is skipped and counted, never applied.

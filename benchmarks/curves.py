@@ -1,0 +1,172 @@
+"""Learning curves of the algorithms on the two embedded worlds, at equal numbers of network evaluations.
+
+    python -m benchmarks.curves --out runs/curves --seeds scenes=3,words=1
+
+On `scenes-fast` each cell's learning rate is the best of three, by one pilot on training prompts with a seed of its own; on
+`words` it is the same rate. With 0 seeds the curves of `scenes` are the pilots'. Runs that are finished are not repeated.
+Writes curves.json and curves.png in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from g2rpo.commands.compare import Workspace
+from g2rpo.commands.jobs import Workers, locked
+from g2rpo.evaluation.study import PILOT_SEEDS, History, Point, Study, best_rate, curve, gain, iterations_within, read_run
+from g2rpo.files import write_whole
+from g2rpo.monitor.curves import COLOURS
+
+TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
+SMALL = "algorithm.group_size=12"
+FORWARD = {
+    "diffusion_nft": ["algorithm.name=diffusion_nft", "algorithm.share=0.2", SMALL],
+    "awm": ["algorithm.name=awm", "algorithm.times=2", SMALL],
+}
+DPPO = ["algorithm.name=flow_dppo", "algorithm.update_every=6", "trainer.prompts_per_iteration=2", SMALL]
+RATES = [4e-4, 1e-3, 2.5e-3]
+SHOWN = {"scenes": ("scene_accuracy", "scene_correct"), "words": ("ocr", "ocr_exact")}
+
+
+def cells(steps: int) -> dict[str, list[str]]:
+    """Overrides by cell; the G2RPO family branches at one of the first `steps` steps an iteration, in turn."""
+    turns = [f"algorithm.branch_steps={list(range(steps))}", *TURNS]
+    return {
+        "g2rpo": ["algorithm.name=g2rpo"],
+        "pave_grpo": ["algorithm.name=pave_grpo", "algorithm.eta=0.7", *turns],
+        "adagrpo": ["algorithm.name=adagrpo", "algorithm.candidates=4", *turns],
+        **FORWARD,
+        "flow_dppo": DPPO,
+    }
+
+
+def study(world: str, seeds: int) -> Study:
+    overrides = {
+        "scenes": ["evaluation.every=25", "evaluation.num_prompts=96"],
+        "words": ["trainer.prompts_per_iteration=4", "evaluation.every=12", "evaluation.num_prompts=96"],
+    }
+    recipe, steps = {"scenes": ("scenes-fast", 8), "words": ("words", 6)}[world]
+    fixed: dict[str, Any] = {"budget": 10000, "unit": "evaluations", "rates": RATES, "pilots": 1, "steps": [10]}
+    return Study(recipe=recipe, overrides=overrides[world], cells=cells(steps), seeds=seeds, **fixed)
+
+
+def rates(workspace: Workspace, iterations: Mapping[str, int], workers: Workers) -> tuple[dict[str, float], dict[str, Any]]:
+    """The rate of each cell, and its pilots' gains by rate."""
+    pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in iterations}
+    train(workspace, [(cell, *pilot) for cell, own in pilots.items() for pilot in own.values()], workers)
+    gains: dict[str, dict[float, list[float]]] = {}
+    for cell, own in pilots.items():
+        weights = {name: entry.weight for name, entry in workspace.config(workspace.study.overrides_of(cell)).rewards.items()}
+        for (rate, _), (folder, overrides) in own.items():
+            found = gain(read_run(workspace.config(overrides), folder), weights)
+            gains.setdefault(cell, {}).setdefault(rate, []).append(found)
+    return {cell: best_rate(own) for cell, own in gains.items()}, gains
+
+
+def train(workspace: Workspace, runs: Sequence[tuple[str, Path, list[str]]], workers: Workers) -> None:
+    jobs = (workspace.training(f"{cell}, {folder.name}", folder, overrides) for cell, folder, overrides in runs)
+    workers.run([job for job in jobs if job is not None])
+
+
+def histories(
+    workspace: Workspace, chosen: Mapping[str, float], iterations: Mapping[str, int], seeds: int, workers: Workers
+) -> dict[str, list[History]]:
+    """The runs of every cell; without seeds of their own the pilots at the chosen rates."""
+    if not seeds:
+        return {
+            cell: [read_run(workspace.config(words), folder)]
+            for cell, rate in chosen.items()
+            for (own, _), (folder, words) in workspace.pilots(cell, iterations[cell]).items()
+            if own == rate
+        }
+    runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in chosen}
+    train(workspace, [(cell, *own[seed]) for seed in next(iter(runs.values())) for cell, own in runs.items()], workers)
+    return {cell: [read_run(workspace.config(words), folder) for folder, words in own.values()] for cell, own in runs.items()}
+
+
+def draw(path: Path, curves: Mapping[str, Mapping[str, Mapping[str, Sequence[Point]]]], seeds: Mapping[str, int]) -> None:
+    """curves[world][reward][cell] against evaluations; bands where there are three seeds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 3.4 * len(curves)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(curves), 2, squeeze=False)
+    for row, (world, rewards) in zip(axes, curves.items(), strict=True):
+        for axis, (reward, own) in zip(row, rewards.items(), strict=True):
+            for (cell, points), colour in zip(own.items(), COLOURS, strict=False):
+                x = [point.work / 1000 for point in points]
+                axis.plot(x, [p.change.mean for p in points], color=colour, marker="o", markersize=3, label=cell)
+                if seeds[world] >= 3:
+                    ends = ([getattr(p.change, end) for p in points] for end in ("low", "high"))
+                    axis.fill_between(x, *ends, color=colour, alpha=0.12, linewidth=0)
+            axis.axhline(0, color="#888", linewidth=0.8)
+            many = f"{seeds[world]} seeds" if seeds[world] > 1 else "one seed"
+            axis.set_title(f"{world}: change of {reward}, {many}", fontsize=10, loc="left")
+            axis.set_xlabel("thousand network evaluations, training included", fontsize=9)
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    args = arguments()
+    seeds = {world: int(count) for world, _, count in (word.partition("=") for word in args.seeds.split(","))}
+    found: dict[str, Any] = {"unit": "change against each run's own base evaluation; 95 % intervals over seeds and prompts"}
+    curves: dict[str, Any] = {}
+    chosen: dict[str, float] = {}
+    with locked(args.out) as lock:
+        workers = Workers(1, Console(), lock)
+        for world in seeds:
+            workspace = Workspace(study(world, max(1, seeds[world])), args.out / world)
+            configs = {cell: workspace.config(workspace.study.overrides_of(cell)) for cell in workspace.study.cells}
+            iterations = {cell: iterations_within(config, workspace.study.budget) for cell, config in configs.items()}
+            gains: dict[str, Any] = {}
+            if world == "scenes":
+                chosen, gains = rates(workspace, iterations, workers)
+            runs = histories(workspace, chosen, iterations, seeds[world], workers)
+            curves[world] = {reward: {cell: curve(own, reward) for cell, own in runs.items()} for reward in SHOWN[world]}
+            found[world] = summary(workspace.study, chosen, iterations, gains, runs, curves[world])
+        write_whole(args.out / "curves.json", json.dumps(found, indent=1).encode())
+        draw(args.out / "curves.png", curves, seeds)
+
+
+def summary(study: Study, chosen: dict, iterations: dict, gains: dict, runs: Mapping[str, list[History]], curves: dict) -> dict:
+    """What is written: settings, costs and curves of a world."""
+    return {
+        "study": study.model_dump(mode="json"),
+        "pilots": {"seed_offset": PILOT_SEEDS, "gain_in_std": gains},
+        "cells": {
+            cell: {
+                "rate": chosen[cell],
+                "iterations": iterations[cell],
+                "evaluations": sum(run.work[-1] for run in own) / len(own),
+                "seconds": math.fsum(run.seconds[-1] for run in own) / len(own),
+            }
+            for cell, own in runs.items()
+        },
+        "curves": {
+            reward: {cell: [asdict(point) for point in points] for cell, points in own.items()}
+            for reward, own in curves.items()
+        },
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/curves"))
+    parser.add_argument("--seeds", default="scenes=3,words=3", help="training seeds by world")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

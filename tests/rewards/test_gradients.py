@@ -1,0 +1,66 @@
+"""Gradients of the rewards that have one, on tiny weights, against differences of their own scores."""
+
+import pytest
+import torch
+
+from g2rpo.build.rewards import REWARDS
+from g2rpo.plugins import find
+from g2rpo.rewards.analytic import Brightness, Saturation
+from g2rpo.rewards.pixels import CLIP_STD, Preprocess, normalise, to_uint8
+from g2rpo.testbed.rewards import SceneCLIP, ScenePreference
+from tests.rewards.learned import save_learned
+
+LEARNED = ("hpsv2", "pickscore", "clip_score", "aesthetic", "image_reward")
+OWN = {"brightness": Brightness, "saturation": Saturation, "scene_clip": SceneCLIP, "scene_preference": ScenePreference}
+PROMPTS = ["a red circle", "two blue squares"]
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory):
+    options = save_learned(tmp_path_factory.mktemp("models"))
+    learned = {name: find("rewards", name, REWARDS)(**options[name]) for name in LEARNED}
+    return learned | {name: kind() for name, kind in OWN.items()}
+
+
+def pictures(side=64):
+    return 0.3 + 0.4 * torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", [*LEARNED, *OWN])
+def test_a_score_with_a_gradient_is_the_published_one(rewards, name):
+    scores = rewards[name](pictures().requires_grad_(), PROMPTS)
+    assert scores.requires_grad
+    torch.testing.assert_close(scores.detach().float(), rewards[name](pictures(), PROMPTS), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*LEARNED, *OWN])
+def test_a_gradient_is_that_of_the_score_without_rounding(rewards, name, monkeypatch):
+    """Central differences along the gradient, of half a level at most; float32 and curvature leave three hundredths."""
+    monkeypatch.setattr("g2rpo.rewards.pixels.with_gradient", lambda value, smooth: smooth)
+    reward, images = rewards[name], pictures().requires_grad_()
+    (gradient,) = torch.autograd.grad(reward(images, PROMPTS).sum(), images)
+    assert all(bool(own.any()) for own in gradient)
+    step = gradient * (0.002 / gradient.abs().flatten(1).amax(1)[:, None, None, None])
+    low, high = (reward((images + sign * step).detach().requires_grad_(), PROMPTS).detach() for sign in (-1, 1))
+    torch.testing.assert_close((high - low) / 2, (gradient * step).flatten(1).sum(1), rtol=0.03, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [*LEARNED, *OWN])
+def test_without_a_gradient_asked_for_none_is_made(rewards, name):
+    scores = rewards[name](pictures(), PROMPTS)
+    assert not scores.requires_grad and scores.device.type == "cpu" and scores.dtype == torch.float32
+
+
+def test_these_rewards_have_a_gradient_and_no_others():
+    kinds = {name: find("rewards", name, REWARDS) for name in REWARDS}
+    assert {name for name, kind in kinds.items() if getattr(kind, "differentiable", False)} == {*LEARNED, *OWN}
+
+
+@pytest.mark.parametrize("mode", ["shortest", "squash"])
+@pytest.mark.parametrize("size", [(40, 64), (33, 20)])
+def test_the_smooth_resize_is_pillows_to_a_few_levels(mode, size):
+    """Pillow rounds after each of its two passes; nothing is cut off at black or white here."""
+    levels = to_uint8(0.3 + 0.4 * torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(1)))
+    preprocess = Preprocess(resize=24, crop=20, mode=mode)
+    smooth = normalise(preprocess._smooth(levels.float()) / 255)
+    assert float((smooth - preprocess(levels)).abs().max()) * 255 * min(CLIP_STD) < 2
