@@ -128,6 +128,8 @@ def plan(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.lora_rank=64")] = None,
     device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, a device each, that share the prompts.")] = 1,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of these, on one machine; default up to 8.")] = None,
+    network: Annotated[float, typer.Option(min=0.01, help="GB/s that a machine sends to others; 12.5 is 100 Gbit/s.")] = 12.5,
     utilisation: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="The share of a card's datasheet TFLOP/s that is assumed to be used.")
     ] = 0.4,
@@ -143,7 +145,15 @@ def plan(
 
         if device is not None or probe:
             raise UserError("--cards is about every card; leave --device and --probe out")
-        plan_cards(recipe, overrides or [], ranks=ranks, utilisation=utilisation, as_json=as_json, console=console)
+        plan_cards(
+            recipe,
+            overrides or [],
+            ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            utilisation=utilisation,
+            as_json=as_json,
+            console=console,
+        )
         return
     from g2rpo.commands.plan import plan as tell
 
@@ -152,6 +162,8 @@ def plan(
         overrides or [],
         device=device,
         ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        network=network,
         utilisation=utilisation,
         probe=probe,
         as_json=as_json,

@@ -65,13 +65,21 @@ def planned(c, heldout=3):
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_what_loading_takes_of_the_host_is_what_is_loaded(flux_directory, tuning):
-    """All weights are trained from float32 ones; adapters sit on weights in policy.dtype, and are not loaded."""
-    c = config(flux_directory, f"policy.tuning={tuning}", "policy.dtype=bfloat16")
-    pipeline = load_pipeline(FluxPipeline, flux_directory, torch.bfloat16, tuning)
-    loaded = sum(size_of(part) for part in pipeline.components.values() if isinstance(part, torch.nn.Module))
+def test_what_loading_takes_of_the_host_is_one_copy_of_the_files(tmp_path, flux_directory, tuning):
+    """A model that is stored in policy.dtype: all its weights lie in the mappings of its files, which processes share. Adapters
+    are not loaded."""
+    pipeline = FluxPipeline.from_pretrained(flux_directory, dtype=torch.bfloat16)
+    pipeline.save_pretrained(tmp_path / "model", safe_serialization=True)
+    c = config(tmp_path / "model", f"policy.tuning={tuning}", "policy.dtype=bfloat16")
+    pipeline = load_pipeline(FluxPipeline, tmp_path / "model", torch.bfloat16, tuning)
+    parts = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
+    files = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    mapped = [range(int(first, 16), int(last, 16)) for first, last in files]
+    weights = [weight for part in parts for weight in part.parameters()]
+    assert all(any(weight.data_ptr() in pages for pages in mapped) for weight in weights)
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
     adapters = sum(p.nbytes for p in train(c).policy.trainable_parameters()) if tuning == "lora" else 0
-    assert planned(c).memory.host == loaded + adapters
+    assert planned(c).memory.host == sum(map(size_of, parts)) + adapters
 
 
 # --- counting ----------------------------------------------------------------------------------------------------------

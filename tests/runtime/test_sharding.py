@@ -46,14 +46,20 @@ SMALL = (
     "optim.learning_rate=0.5",
     "policy.tuning=full",
 )
-RUNS = ((1, "none"), (2, "full"), (2, "training"), (4, "full"))
+RUNS = ((1, "none"), (2, "full"), (2, "training"), (4, "full"), (4, "full:2"))
 SD3 = ("algorithm.update_every=branch", "optim.ema_decay=0.5", "algorithm.kl_weight=0.5", "sampling.prompts_at_once=1")
 OPTIONS = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "full", "keep_base": False}
 
 
+def sharded(world, mode):
+    """The placement of `mode`: trainer.sharding, and with a number trainer.shard_group, as in "full:2"."""
+    name, _, group = mode.partition(":")
+    return None if name == "none" else Sharded(world, "cpu", name == "training", int(group) if group else None)
+
+
 def build(world, folder, model, mode, *overrides, kind=FluxPolicy, **options):
-    """A trainer of a tiny model, all weights; `mode` as trainer.sharding."""
-    sharding = Sharded(world, "cpu", whole_samples=mode == "training") if mode != "none" else None
+    """A trainer of a tiny model, all weights."""
+    sharding = sharded(world, mode)
     policy = kind.from_pretrained(model, sharding=sharding, **(OPTIONS | options))
     return trainer(folder, *SMALL, *overrides, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
 
@@ -64,7 +70,8 @@ def learn(world, folder, model, mode, killed=False):
     prompts = {"train": str(Path(model) / "prompts.txt"), "cache": "off"}
     evaluation = {"prompts": prompts["train"], "num_prompts": 3, "every": 1, "pictures": 1}
     groups = {"policy": policy, "prompts": prompts, "evaluation": evaluation, "rewards": {"brightness": 1.0}}
-    chosen = resolve(PLAIN | groups, [*SMALL, f"trainer.sharding={mode}"])
+    name, _, group = mode.partition(":")
+    chosen = resolve(PLAIN | groups, [*SMALL, f"trainer.sharding={name}", f"trainer.shard_group={group or 'all'}"])
     if killed and world.rank == 1:
         passes = count(1)
 
@@ -98,7 +105,7 @@ def learn_nft(world, folder, model, mode):
     options = (*small, "algorithm.name=diffusion_nft", "algorithm.old_rise=0.3", "algorithm.kl_weight=0.1")
 
     def made():
-        sharding = Sharded(world, "cpu", whole_samples=mode == "training") if mode != "none" else None
+        sharding = sharded(world, mode)
         policy = FluxPolicy.from_pretrained(model, sharding=sharding, **{**OPTIONS, "keep_base": True})
         return trainer(folder, *options, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
 
@@ -198,56 +205,68 @@ def test_old_weights_in_pieces_are_those_of_whole_ones(tmp_path, flux_directory)
 
 
 def held(world, folder, model, mode):
-    """Bytes of this rank's weights, gradients and moments after an update."""
-    t = build(world, folder, model, mode)
-    t.iterate()
+    """Bytes of this rank's weights, gradients and moments after an update, and how often layers were summed over groups."""
+    t = build(world, None, model, mode)
+    with Gathers() as sums:
+        t.iterate()
 
     def local(tensor):
         return getattr(tensor, "to_local", lambda: tensor)().nbytes
 
     parameters = list(t.learner.parameters)
     moments = [value for p in parameters for value in t.learner.optimizer.state[p].values()]
-    return [sum(map(local, part)) for part in (parameters, [p.grad for p in parameters], moments)]
+    held = [sum(map(local, part)) for part in (parameters, [p.grad for p in parameters], moments)]
+    return [*held, sums.seen["c10d.allreduce_.default"]]
 
 
-def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory):
-    """Rows of odd matrices fall to one of two ranks, so the larger share is above half, by a twentieth at most here."""
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory, groups):
+    """Rows of odd matrices fall to one of two ranks, so the larger share is above half, by a twentieth at most here.
+
+    Two groups of two ranks hold twice as much together. They sum each layer's gradients once, though each rank has two passes.
+    """
     policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12}
-    asked = resolve(PLAIN | {"policy": policy}, [*SMALL, "trainer.sharding=full"])
-    plan = make_plan(asked, cuda=False, heldout=2, distinct_prompts=4, ranks=2).memory
-    whole = held(ALONE, None, str(flux_directory), "none")
-    pieces = ranks.run(2, held, tmp_path, str(flux_directory), "full")
-    for name, alone, *own in zip(("trained weights", "gradients", "moments"), whole, *pieces, strict=True):
+    asked = resolve(PLAIN | {"policy": policy}, [*SMALL, "trainer.sharding=full", "trainer.shard_group=2"])
+    plan = make_plan(asked, cuda=False, heldout=4, distinct_prompts=4, ranks=2 * groups).memory
+    *whole, _ = held(ALONE, None, str(flux_directory), "none")
+    found = ranks.run(2 * groups, held, tmp_path, str(flux_directory), "full:2")
+    for name, alone, *own in zip(("trained weights", "gradients", "moments"), whole, *(row[:3] for row in found), strict=True):
         slack = 4 * 2 * 1000 if name == "moments" else 0  # each rank has every tensor's step counter
-        assert alone <= sum(own) <= alone + slack
+        assert groups * alone <= sum(own) <= groups * (alone + slack)
         assert plan.parts[name] <= max(own) <= 1.05 * plan.parts[name]
+    assert [row[3] for row in found] == [LAYERS * (groups - 1)] * 2 * groups
 
 
 # --- resuming
 
 
-def test_a_killed_run_resumes_bit_for_bit_and_on_one_rank_within_rounding(tmp_path, runs, flux_directory):
-    model, cut = str(flux_directory), tmp_path / "cut"
+@pytest.mark.parametrize("launch", [(2, "full"), (4, "full:2")])
+def test_a_killed_run_resumes_bit_for_bit_and_on_one_rank_within_rounding(tmp_path, runs, flux_directory, launch):
+    model, cut, (size, mode) = str(flux_directory), tmp_path / "cut", launch
     cut.mkdir()
-    left = ranks.finish(ranks.start(2, learn, cut, model, "full", True), cut)
+    left = ranks.finish(ranks.start(size, learn, cut, model, mode, True), cut)
     assert left[0]["error"].startswith("RankLost: rank 0 stops: another rank died, or did not answer") and left[1] == {}
     assert [path.name for path in checkpoints(cut / "checkpoints")] == ["iteration_000001"]
     (cut / "0.json").unlink()
     shutil.copytree(cut, tmp_path / "alone")
-    ranks.run(2, learn, cut, model, "full")
-    straight = exported(runs[2, "full"])
+    ranks.run(size, learn, cut, model, mode)
+    straight = exported(runs[launch])
     assert all(torch.equal(value, straight[name]) for name, value in exported(cut).items())
-    assert log(cut) == log(runs[2, "full"])
+    assert log(cut) == log(runs[launch])
     ranks.run(1, learn, tmp_path / "alone", model, "none")
     agree(exported(tmp_path / "alone"), exported(runs[1, "none"]))
 
 
-@pytest.mark.parametrize(("before", "after"), [((1, "none"), "training"), ((4, "full"), "full")])
-def test_a_run_resumes_on_two_ranks_in_pieces(tmp_path, runs, flux_directory, before, after):
+LAYOUTS = [((1, "none"), (2, "training")), ((4, "full:2"), (2, "full")), ((2, "full"), (4, "full:2"))]
+
+
+@pytest.mark.parametrize(("before", "after"), LAYOUTS)
+def test_a_run_resumes_in_other_pieces(tmp_path, runs, flux_directory, before, after):
     again = shutil.copytree(runs[before], tmp_path / "again")
     shutil.rmtree(again / "checkpoints" / "iteration_000002")
     shutil.rmtree(again / "transformer")
-    ranks.run(2, learn, again, str(flux_directory), after)
+    size, mode = after
+    ranks.run(size, learn, again, str(flux_directory), mode)
     agree(exported(again), exported(runs[1, "none"]))
 
 
@@ -447,6 +466,10 @@ def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_
         (("policy.compile=true",), 2, "policy.compile is not for weights that come and go"),
         (("sampling.tails.dtype=bfloat16",), 2, "sampling.tails.compile, dtype and quantize copy weights"),
         (("sampling.batch_size=auto",), 2, "sampling.batch_size=auto is each rank's own"),
+        (("trainer.shard_group=4",), 6, "trainer.shard_group=4: 6 ranks are no multiple of 4; take a divisor of 6"),
+        (("trainer.shard_group=node",), 2, "trainer.shard_group=node needs LOCAL_WORLD_SIZE, which torchrun sets"),
+        (("trainer.shard_group=1",), 2, "one rank would hold all weights, as with trainer.sharding=none"),
+        (("trainer.sharding=none", "trainer.shard_group=2"), 2, "divides what trainer.sharding shards, which is none"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(overrides, size, message):

@@ -52,16 +52,39 @@ EMBEDDED = ("testbed", "words")
 
 def build_sharding(config: Config, world: World) -> Sharded | None:
     """The weight placement of `trainer.sharding`; UserError if it is not possible."""
-    check_sharding(config, world.size)
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
+    check_sharding(config, world.size, node)
     if config.trainer.sharding == "none":
         return None
-    return Sharded(world, pick_device(config.policy.device), whole_samples=config.trainer.sharding == "training")
+    whole, group = config.trainer.sharding == "training", shard_group(config, world.size, node)
+    return Sharded(world, pick_device(config.policy.device), whole_samples=whole, group=group)
 
 
-def check_sharding(config: Config, ranks: int) -> None:
-    """Refuses a `trainer.sharding` that does not fit the number of ranks or other settings."""
+def shard_group(config: Config, ranks: int, node: int | None) -> int:
+    """The ranks that a weight is divided over, of `ranks` in nodes of `node` (None: unknown); UserError if they do not divide
+    them."""
+    asked = config.trainer.shard_group
+    if asked == "node" and node is None:
+        raise UserError("trainer.shard_group=node needs LOCAL_WORLD_SIZE, which torchrun sets; set it, or give a number")
+    group = ranks if asked == "all" else node if asked == "node" else asked
+    assert isinstance(group, int)
+    if ranks % group:
+        raise UserError(f"trainer.shard_group={asked}: {ranks} ranks are no multiple of {group}; take a divisor of {ranks}")
+    if group == 1:
+        raise UserError(
+            f"trainer.shard_group={asked}: one rank would hold all weights, as with trainer.sharding=none; set that"
+        )
+    return group
+
+
+def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
+    """Refuses a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or other settings."""
     asked = f"trainer.sharding={config.trainer.sharding}"
     if config.trainer.sharding == "none":
+        if config.trainer.shard_group != "all":
+            raise UserError(
+                "trainer.shard_group divides what trainer.sharding shards, which is none; set sharding, or take it out"
+            )
         return
     if config.policy.tuning != "full":
         raise UserError(
@@ -80,6 +103,7 @@ def check_sharding(config: Config, ranks: int) -> None:
         raise UserError(
             f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
         )
+    shard_group(config, ranks, node)
 
 
 def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:

@@ -18,7 +18,7 @@ from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config.schema import Config
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.cards import CARDS
-from g2rpo.cost.memory import in_calls_dtype
+from g2rpo.cost.network import nodes_of
 from g2rpo.cost.plan import SMALL, Answer, Estimate, Instead, Target, find_target, make_plan
 from g2rpo.cost.probe import by_probe
 from g2rpo.cost.seconds import Seconds
@@ -33,17 +33,20 @@ def plan(
     *,
     device: str | None,
     ranks: int,
+    ranks_per_node: int | None,
+    network: float,
     utilisation: float,
     probe: bool | None,
     as_json: bool,
     console: Console,
 ) -> None:
-    """Prints the plan of `recipe` on `ranks` devices, and overrides that fit if it does not. With `probe` None it measures if
+    """Prints the plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine that sends `network` GB/s to others, what
+    limits it, and overrides that fit if it does not. With `probe` None it measures if
     that is quick: on this machine, with the model on disk and small enough for its CPU.
     """
     config = load_config(recipe, overrides)
     check_rewards({**config.rewards, **config.evaluation.rewards})
-    components.check_sharding(config, ranks)
+    components.check_sharding(config, ranks, nodes_of(ranks, ranks_per_node))
     components.check_plans(config.algorithm, config.sampling)
     target = find_target(device or config.policy.device)
     _check_quantized(config, target, device)
@@ -55,7 +58,15 @@ def plan(
     heldout, distinct = listed_prompts(config, notes)
 
     def made(config: Config, cuda: bool = target.cuda) -> Estimate:
-        return make_plan(config, cuda=cuda, heldout=heldout, distinct_prompts=distinct, ranks=ranks)
+        return make_plan(
+            config,
+            cuda=cuda,
+            heldout=heldout,
+            distinct_prompts=distinct,
+            ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            network=network,
+        )
 
     result = made(config)
     alone = ranks == 1 and target.own and target.holds(result)
@@ -75,6 +86,7 @@ def plan(
         plan=result,
         target=target,
         seconds=seconds,
+        limit=result.limit(target.card, seconds) if ranks > 1 and target.card and seconds else None,
         cards=cards,
         instead=instead,
         notes=[*notes, *components.cautions(config.policy), *_cautions(result, config)],
@@ -130,17 +142,6 @@ def listed_prompts(config: Config, notes: list[str]) -> tuple[int, int]:
     return len(heldout), len(prompts_to_come(config, train, heldout))
 
 
-def _gathers(result: Estimate) -> str:
-    """The amount of communication with sharded weights, as the end of a message."""
-    sharding = result.config.trainer.sharding
-    if sharding == "none":
-        return ": gradients, after every rollout's passes"
-    whole = in_calls_dtype(result.policy) / 2**30
-    calls = result.counts.mean(lambda it: len(it.calls)) if sharding == "full" else 1
-    passes = result.counts.mean(lambda it: len(it.passes))
-    return f": {calls:,.0f} gathers of {whole:.1f} GiB to sample for an iteration, and {2 * passes:,.0f} in its training passes"
-
-
 def _on_disk(config: Config) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
@@ -170,8 +171,6 @@ def _cards(result: Estimate, utilisation: float) -> dict[str, tuple[bool, Second
 
 def _cautions(result: Estimate, asked: Config) -> Iterator[str]:
     """Assumptions of the plan, and what it does not count."""
-    if result.ranks > 1:
-        yield f"What {result.ranks} ranks send each other takes time that is not counted{_gathers(result)}."
     if result.memory.unknown:
         yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
     elsewhere = [name for name, known in result.reward_costs.items() if known and known.device not in ("cpu", "cuda", "cuda:0")]

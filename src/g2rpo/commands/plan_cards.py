@@ -18,6 +18,7 @@ from g2rpo.commands.plan_tables import duration, in_bytes
 from g2rpo.commands.train import load_config
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.cards import CARDS
+from g2rpo.cost.network import nodes_of
 from g2rpo.cost.plan import Estimate, find_target, make_plan
 
 
@@ -33,10 +34,17 @@ class OnCard:
 
 
 def plan_cards(
-    recipe: str, overrides: Sequence[str], *, ranks: int, utilisation: float, as_json: bool, console: Console
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    ranks: int,
+    ranks_per_node: int | None,
+    utilisation: float,
+    as_json: bool,
+    console: Console,
 ) -> None:
     """Prints a row for every card: one of `ranks` alike."""
-    found = on_cards(recipe, overrides, ranks, utilisation)
+    found = on_cards(recipe, overrides, ranks, utilisation, ranks_per_node)
     if as_json:
         plain = {key: {**asdict(row), "fits": row.overrides is not None} for key, row in found.items()}
         console.print(json.dumps(plain, indent=1), markup=False, highlight=False, soft_wrap=True)
@@ -44,18 +52,22 @@ def plan_cards(
         console.print(_table(recipe, found))
 
 
-def on_cards(recipe: str, overrides: Sequence[str], ranks: int, utilisation: float) -> dict[str, OnCard]:
+def on_cards(
+    recipe: str, overrides: Sequence[str], ranks: int, utilisation: float, ranks_per_node: int | None = None
+) -> dict[str, OnCard]:
     """The run on every card that can compute it."""
     config = load_config(recipe, overrides)
     check_rewards({**config.rewards, **config.evaluation.rewards})
     components.check_plans(config.algorithm, config.sampling)
-    components.check_sharding(config, ranks)
+    components.check_sharding(config, ranks, nodes_of(ranks, ranks_per_node))
     heldout, distinct = listed_prompts(config, [])
 
     @cache
     def changed(*extra: str) -> Estimate:
         asked = load_config(recipe, [*overrides, *extra])
-        return make_plan(asked, cuda=True, heldout=heldout, distinct_prompts=distinct, ranks=ranks)
+        return make_plan(
+            asked, cuda=True, heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node
+        )
 
     @cache
     def fitting(capacity: int) -> list[str] | None:

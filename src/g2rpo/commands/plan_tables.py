@@ -13,6 +13,7 @@ from g2rpo.config.licences import licence_of
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.memory import RESERVE, SLACK
+from g2rpo.cost.network import Limit
 from g2rpo.cost.plan import COUNTED, Answer, Estimate, Target, find_target
 from g2rpo.cost.seconds import Seconds
 
@@ -39,6 +40,8 @@ def show(answer: Answer, console: Console) -> None:
     console.print(_memory_table(plan, target))
     if answer.seconds:
         console.print(_time_table(answer.seconds, plan.counts))
+    if answer.limit:
+        console.print(_limit_table(answer.limit, plan, target))
     if answer.cards:
         console.print(_cards_table(answer.cards))
     _verdict(answer, console)
@@ -124,6 +127,28 @@ def _time_table(seconds: Seconds, counts: Counts) -> Table:
     evaluations = f"{counts.times_evaluated} evaluations, {duration(seconds.evaluation)} each"
     table.add_row(evaluations, "", duration(seconds.evaluation * counts.times_evaluated))
     table.add_row("together", duration(sum(seconds.iteration.values())), duration(seconds.run), style="bold")
+    return table
+
+
+def _limit_table(limit: Limit, plan: Estimate, target: Target) -> Table:
+    """What an iteration sends, and what takes longest."""
+    assert target.card is not None
+    layout, sent = plan.layout, limit.sent
+    table = Table(title="what limits an iteration", title_justify="left", caption_justify="left")
+    for column in ("", "sent", "takes"):
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
+    links = f"links to the other ranks of a node, {target.card.link:g} GB/s a rank"
+    network = f"network between nodes of {layout.node}, {layout.network:g} GB/s a node"
+    rows = {
+        "compute": ("the card's compute", "", limit.compute),
+        "links": (links, in_bytes(sent.inside), limit.links),
+        "network": (network, in_bytes(sent.across), limit.network),
+    }
+    for key, (name, size, seconds) in rows.items():
+        table.add_row(name, size, duration(seconds), style="bold" if key == limit.what else "")
+    table.caption = (
+        f"an iteration takes {duration(limit.least)} if sending and computing overlap, {duration(limit.most)} if they do not"
+    )
     return table
 
 

@@ -157,8 +157,9 @@ class SamplingConfig(Section):
     """Images of one VAE call. "auto": likewise; 8 on a CPU."""
     prompts_at_once: Count | None = None
     """Prompts rolled out together. With fewer than an iteration's, another thread decodes and scores the pictures of earlier
-    prompts meanwhile, and fewer latents are held. None: all, or where a reward waits for an answer (`http`, `vlm_judge`, an
-    attribute `waits`) as many as fill a batch of the network."""
+    prompts meanwhile, and fewer latents are held. None: all; where a reward waits for an answer (`http`, `vlm_judge`, an
+    attribute `waits`) or is on another device than a GPU's network, and with several ranks, as many as fill a batch of the
+    network."""
     anchor_dtype: Dtype = "float32"
     """Dtype of the latents at which noise enters."""
     sample_dtype: Dtype = "float32"
@@ -205,6 +206,9 @@ class TrainerConfig(Section):
     sharding: ShardingMode = "none"
     """For full fine-tuning on several ranks: "full" shards weights, gradients and moments, and each call gathers layer by
     layer; "training" also samples with gathered weights in `policy.dtype`: faster, but needs their memory."""
+    shard_group: Count | Literal["all", "node"] = "all"
+    """Ranks that a weight is divided over: all, those of a node, or a number. If these are fewer than all, every such group
+    holds all shards, and groups send each other only gradients, once an update: hybrid sharding, for slow networks."""
     rank_timeout_s: Annotated[float, Field(gt=0, le=10**7)] = 1800
     """Seconds after which a rank that does not answer is lost."""
     max_unscored: Count = 5

@@ -22,6 +22,8 @@ def same_result(config: Config, ranks: int) -> Iterator[Change]:
     numbered = config.sampling.batch_size != "auto" and not config.sampling.tails.own_network
     if ranks > 1 and config.policy.tuning == "full" and config.trainer.sharding != "full" and numbered:
         yield PIECES
+    if config.trainer.shard_group != "all":
+        yield ("trainer.shard_group=all",)
     for table in ("rewards", "evaluation.rewards"):  # held-out rewards are called less often
         if on_device := [name for name, entry in learned(config, table) if entry.options.get("device") != "cpu"]:
             yield tuple(f"{table}.{name}.options.device=cpu" for name in on_device)

@@ -16,6 +16,8 @@ from g2rpo.cost.trace import working_sets
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 from g2rpo.policies.quantized import weights_of
 
+WAITED = ("http", "vlm_judge")
+"""Kinds of rewards that wait for an answer."""
 RESERVE, SLACK = 2**30, 0.05
 """Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
 
@@ -49,13 +51,15 @@ def plan_memory(
     cuda: bool,
     distinct_prompts: int,
     ranks: int = 1,
+    group: int = 1,
 ) -> Memory:
-    """The memory of one of `ranks` ranks in a run of `config`, whose policy on the meta device is `policy`.
+    """The memory of a rank in a run of `config`, whose policy on the meta device is `policy`; weights are divided over `group`.
 
-    Of the three numbers beside the device's, `host` is all ranks' on one machine; `checkpoint` and `embeddings` are the run's.
+    Of the three numbers beside the device's, `host` is of the `ranks` of a node, which share one copy of what is mapped from
+    its files, in the dtype in which it is stored (assumed: that of calls); `checkpoint` and `embeddings` are the run's.
     """
     whole = trained_parts(config, policy)
-    trained = {kind: {part: _piece(config, size, ranks) for part, size in sizes.items()} for kind, sizes in whole.items()}
+    trained = {kind: {part: _piece(config, size, group) for part, size in sizes.items()} for kind, sizes in whole.items()}
     encoders = sum(size_of(getattr(policy.pipeline, name)) for name in blueprint.parts if name.startswith("text_encoder"))
     parked = cuda and config.prompts.cache != "off"  # used first and then moved off the device; on a CPU they stay
     here = "cuda" if cuda else "cpu"
@@ -65,13 +69,9 @@ def plan_memory(
         if known is not None and known.bytes and known.device.removesuffix(":0") == here
     }
     always = {**trained["weights"], "VAE": size_of(policy.pipeline.vae), **scoring}
-    loaded = size_of(policy.pipeline.transformer) + size_of(policy.pipeline.vae) + encoders
-    if config.policy.quantize != "none":  # the device quantises what the machine has loaded
-        loaded += weights_of(policy.pipeline.transformer) * policy.dtype.itemsize - trained["weights"]["frozen weights"]
     if config.policy.tuning == "full" and config.algorithm.uses_base:
-        loaded += size_of(policy.pipeline.transformer)
         copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
-        always["base copy for the KL term"] = _piece(config, copy, ranks)
+        always["base copy for the KL term"] = _piece(config, copy, group)
     if config.sampling.tails.own_network:
         always["tails' own network"] = _tail_network(config, policy)
     after = {**trained["optimizer"], **({} if parked else {"text encoders": encoders})}
@@ -85,14 +85,14 @@ def plan_memory(
         "network call": traced.velocity,
         "decoding": traced.decode,
         "training pass": traced.training,
-        "optimizer step": _piece(config, _optimizer_scratch(policy, cuda), ranks),
+        "optimizer step": _piece(config, _optimizer_scratch(policy, cuda), group),
         **({"averaged weights swapped in": trained["weights"]["trained weights"]} if config.optim.ema_decay else {}),
     }
     stays = sum(always.values()) + sum(after.values())
     held = stays + sum(work.values())
     moments = {
         "encoding prompts": encoders if parked else sum(always.values()) + encoders,
-        "rollout": held + sampled + traced.velocity,
+        "rollout": held + sampled + traced.velocity + traced.decode * _overlaps(config, counts, reward_costs, cuda),
         "decoding": held + working.get("all weights, gathered to sample", 0) + traced.decode,
         "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers
         "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + max(traced.velocity, traced.decode),
@@ -103,7 +103,7 @@ def plan_memory(
         working=working,
         moments=moments,
         needed=math.ceil(peak * (1 + SLACK)) + RESERVE if cuda else peak,
-        host=ranks * loaded,
+        host=_loaded(config, policy) + size_of(policy.pipeline.vae) + encoders + ranks * _converted(config, policy),
         checkpoint=copies * whole["weights"]["trained weights"] + whole["optimizer"]["moments"],
         embeddings=distinct_prompts * _row(policy, shapes) if config.prompts.cache != "off" else 0,
         unknown=tuple(name for name, known in reward_costs.items() if known is None),
@@ -127,9 +127,36 @@ def trained_parts(config: Config, policy: PipelinePolicy) -> dict[str, dict[str,
     return {"weights": {"frozen weights": frozen, "trained weights": trained}, "optimizer": optimizer}
 
 
-def _piece(config: Config, size: int, ranks: int) -> int:
+def _overlaps(config: Config, counts: Counts, reward_costs: dict[str, RewardCost | None], cuda: bool) -> bool:
+    """Whether pictures are decoded while others are sampled (`training.collector.Collector.scores_aside`)."""
+    if any(entry.tf32 for entry in config.rewards.values()):
+        return False
+    costs = [reward_costs[name] for name in config.rewards]
+    elsewhere = cuda and any(known is None or not known.device.startswith("cuda") for known in costs)
+    chosen = config.sampling.prompts_at_once
+    if chosen is None and (elsewhere or any(entry.kind in WAITED for entry in config.rewards.values())):
+        members = counts.largest(lambda it: [len(it.plans) * config.algorithm.group_size])
+        chosen = max(1, int(config.sampling.batch_size) // members)
+    return chosen is not None and chosen < counts.prompts
+
+
+def _loaded(config: Config, policy: PipelinePolicy) -> int:
+    """Bytes of the transformer in host memory, as it is stored: in the dtype of its calls, with adapters."""
+    if config.policy.tuning == "full" or config.policy.quantize != "none":  # the device converts
+        return weights_of(policy.pipeline.transformer) * policy.dtype.itemsize
+    return size_of(policy.pipeline.transformer)
+
+
+def _converted(config: Config, policy: PipelinePolicy) -> int:
+    """Bytes that a rank needs of its own in host memory: the block that it converts to float32 before it is divided."""
+    if config.trainer.sharding == "none":
+        return 0
+    return max(sum(p.numel() for p in block.parameters()) for block in policy.blocks(policy.pipeline.transformer)) * 4
+
+
+def _piece(config: Config, size: int, group: int) -> int:
     """One rank's share of `size` bytes of trained weights or of their gradients and moments."""
-    return size if config.trainer.sharding == "none" else math.ceil(size / ranks)
+    return size if config.trainer.sharding == "none" else math.ceil(size / group)
 
 
 def _gathered(config: Config, policy: PipelinePolicy) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from g2rpo.cost.cards import CARDS, Card, card_of, find_card
 from g2rpo.cost.counting import Counts, Iteration, count, settled
 from g2rpo.cost.flops import operations
 from g2rpo.cost.memory import Memory, plan_memory
+from g2rpo.cost.network import NETWORK, Layout, Limit, Traffic, limit_of, nodes_of, traffic
 from g2rpo.cost.rewards import RewardCost, cost_of_reward
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
 from g2rpo.errors import UserError
@@ -70,7 +71,7 @@ def find_target(device: str) -> Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The work and memory of each of `ranks` ranks on a device of the target's kind, and its time on any card."""
+    """The work and memory of each rank on a device of the target's kind, and its time on any card."""
 
     config: Config
     """The config of one rank, with its share of the prompts."""
@@ -83,7 +84,16 @@ class Estimate:
     reward_costs: dict[str, RewardCost | None]
     distinct_prompts: int
     """Distinct prompts, over all ranks."""
-    ranks: int
+    layout: Layout
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    @cached_property
+    def sent(self) -> Traffic:
+        """What an iteration sends between ranks."""
+        return traffic(self.config, self.policy, self.counts, self.layout)
 
     @cached_property
     def work(self) -> Work:
@@ -101,15 +111,31 @@ class Estimate:
         return sum(p.numel() for p in self.policy.trainable_parameters())
 
     def seconds(self, card: Card, utilisation: float) -> Seconds:
-        """The time on a card, by its datasheet."""
+        """The time on a card, by its datasheet, without what ranks send each other."""
         return on_card(card, utilisation, self.counts, self.work)
 
+    def limit(self, card: Card, seconds: Seconds) -> Limit:
+        """What limits an iteration that takes such `seconds` on a card."""
+        return limit_of(card, self.sent, sum(seconds.iteration.values()), self.layout)
 
-def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int, ranks: int = 1) -> Estimate:
+
+def make_plan(
+    config: Config,
+    *,
+    cuda: bool,
+    heldout: int,
+    distinct_prompts: int,
+    ranks: int = 1,
+    ranks_per_node: int | None = None,
+    network: float = NETWORK,
+) -> Estimate:
     """The plan of one rank of a run of `config` on CUDA devices or a CPU.
 
-    The run has `heldout` held-out prompts and `distinct_prompts` different ones in all.
+    The run has `heldout` held-out prompts and `distinct_prompts` different ones in all; nodes send `network` GB/s to others.
     """
+    node = nodes_of(ranks, ranks_per_node)
+    components.check_sharding(config, ranks, node)
+    group = components.shard_group(config, ranks, node) if config.trainer.sharding != "none" else 1
     config = _dealt(settled(config, cuda), ranks)
     heldout = math.ceil(heldout / ranks) if heldout >= ranks else heldout
     counts = count(config, heldout)
@@ -120,7 +146,16 @@ def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
     reward_costs = {name: cost_of_reward(entry, device, length) for name, entry in table.items()}
     memory = plan_memory(
-        config, blueprint, policy, shapes, reward_costs, counts, cuda=cuda, distinct_prompts=distinct_prompts, ranks=ranks
+        config,
+        blueprint,
+        policy,
+        shapes,
+        reward_costs,
+        counts,
+        cuda=cuda,
+        distinct_prompts=distinct_prompts,
+        ranks=node,
+        group=group,
     )
     return Estimate(
         config=config,
@@ -131,7 +166,7 @@ def make_plan(config: Config, *, cuda: bool, heldout: int, distinct_prompts: int
         shapes=shapes,
         reward_costs=reward_costs,
         distinct_prompts=distinct_prompts,
-        ranks=ranks,
+        layout=Layout(ranks, node, group, network),
     )
 
 
@@ -158,6 +193,8 @@ class Answer:
     plan: Estimate
     target: Target
     seconds: Seconds | None
+    limit: Limit | None
+    """What limits several ranks, where their time is known."""
     cards: Mapping[str, tuple[bool, Seconds]]
     instead: Instead | None
     notes: Sequence[str]
@@ -173,6 +210,7 @@ class Answer:
             "recipe": self.recipe,
             "device": self.target.name,
             "ranks": plan.ranks,
+            "layout": asdict(plan.layout),
             "parameters": plan.parameters,
             "trained_parameters": plan.trained_parameters,
             "image_tokens": shapes.image_tokens,
@@ -190,6 +228,7 @@ class Answer:
             },
             "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},
             "seconds": asdict(self.seconds) if self.seconds else None,
+            "limit": self.limit.plain() if self.limit else None,
             "cards": {key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()},
             "instead": asdict(self.instead) if self.instead else None,
             "notes": list(self.notes),

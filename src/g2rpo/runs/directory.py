@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "trainer.rank_timeout_s",
     "trainer.micro_batch_size",
     "trainer.sharding",
+    "trainer.shard_group",
     "sampling.batch_size",
     "sampling.decode_batch_size",
     "trainer.max_unscored",

@@ -7,10 +7,11 @@ CPU); gradients are reduced on the devices. With one process, collectives are no
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,13 @@ class World:
     rank: int = 0
     size: int = 1
     store: Any = None
+    group: Any = None
+    """The process group of these ranks; None: all of the launch."""
+    _calls: Iterator[int] = field(default_factory=count, repr=False, compare=False)
+
+    def among(self, group: Any) -> World:
+        """The ranks of a process group that this rank is in, as a world of their own."""
+        return World(dist.get_rank(group), dist.get_world_size(group), self.store, group)
 
     @property
     def is_main(self) -> bool:
@@ -62,13 +70,14 @@ class World:
 
     def gather(self, own: Tensor) -> Tensor:
         """The rows of all ranks, in rank order, on every rank; `own` [rows, ...] is on the CPU, and `rows` may differ."""
-        if self.size == 1:
-            return own
+        return own if self.size == 1 else torch.cat(self._gathered(own))
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
         with self._collective():
             padded, counts = self._padded(own)
             parts = [torch.empty_like(padded) for _ in counts]
-            dist.all_gather(parts, padded)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+            dist.all_gather(parts, padded, group=self.group)
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
     def gather_to_main(self, own: Tensor) -> Tensor:
         """As `gather`, but on rank 0 only; the others return their own rows."""
@@ -77,13 +86,39 @@ class World:
         with self._collective():
             padded, counts = self._padded(own)
             parts = [torch.empty_like(padded) for _ in counts] if self.is_main else None
-            dist.gather(padded, parts)
+            dist.gather(padded, parts, group=self.group, group_dst=0)
         return own if parts is None else torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """The bytes of several ranks, of which each has some, in rank order, on every rank."""
+        return [part.numpy().tobytes() for part in self._gathered(torch.frombuffer(bytearray(own), dtype=torch.uint8))]
+
+    def send(self, parcels: Mapping[tuple[int, int], tuple[int, bytes]]) -> dict[tuple[int, int], bytes]:
+        """Sends each parcel {name: (receiver, bytes)} to one rank, and returns those that this rank receives."""
+        own = torch.tensor([[*name, to, len(data), self.rank] for name, (to, data) in parcels.items()], dtype=torch.int64)
+        listed = self.gather(own.view(-1, 5)).tolist()
+        received: dict[tuple[int, int], Tensor] = {}
+        with self._collective():
+            transfers = []
+            for one, other, to, size, source in listed:
+                if source == self.rank:
+                    data = torch.frombuffer(bytearray(parcels[one, other][1]), dtype=torch.uint8)
+                    transfers.append(dist.isend(data, to))
+                elif to == self.rank:
+                    received[one, other] = torch.empty(size, dtype=torch.uint8)
+                    transfers.append(dist.irecv(received[one, other], source))
+            for transfer in transfers:
+                transfer.wait()  # type: ignore[union-attr]
+        return {name: data.numpy().tobytes() for name, data in received.items()}
+
+    def counters(self) -> Counters:
+        """Counters that the ranks share; new ones at each call, which all ranks make in the same order."""
+        return Counters(self, f"g2rpo/counters/{next(self._calls)}")
 
     def _padded(self, own: Tensor) -> tuple[Tensor, list[int]]:
         """`own` padded to the largest number of rows of any rank, and the number of rows of each."""
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(counts, torch.tensor([len(own)]))
+        dist.all_gather(counts, torch.tensor([len(own)]), group=self.group)
         padded = own.new_zeros(int(max(counts)), *own.shape[1:])
         padded[: len(own)] = own
         return padded, [int(count) for count in counts]
@@ -114,7 +149,7 @@ class World:
         with self._collective():
             for bucket in _buckets(tensors):
                 flat = torch.cat([tensor.flatten() for tensor in bucket])
-                dist.all_reduce(flat)
+                dist.all_reduce(flat, group=self.group)
                 for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
 
@@ -129,7 +164,7 @@ class World:
     def lost(self) -> RankLost:
         """The exception for a failed collective."""
         silence = "another rank died, or did not answer within trainer.rank_timeout_s"
-        return RankLost(f"rank {self.rank} stops: {self._reason() or silence}")
+        return RankLost(f"rank {self.rank if self.group is None else dist.get_rank()} stops: {self._reason() or silence}")
 
     def _reason(self) -> str:
         try:
@@ -139,6 +174,19 @@ class World:
 
 
 ALONE = World()
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Counters from 0 that all ranks share, one for each rank."""
+
+    world: World
+    key: str
+
+    def next(self, rank: int) -> int:
+        """The value of a rank's counter, which it then adds 1 to. Not collective."""
+        with self.world._collective():
+            return int(self.world.store.add(f"{self.key}/{rank}", 1)) - 1
 
 
 @contextmanager

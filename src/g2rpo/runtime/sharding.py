@@ -1,6 +1,7 @@
-"""Placement of the trained weights: replicated on every rank, or sharded over all ranks (FSDP, arXiv 2304.11277).
+"""Placement of the trained weights: replicated on every rank, or sharded over groups of ranks (FSDP, arXiv 2304.11277).
 
-With sharding, a network call gathers each layer just before it runs, and a backward pass leaves each rank the summed gradient
+A group is all ranks, or in hybrid sharding (section 3.2.2 there) those of a node; every group has all shards. With sharding, a
+network call gathers each layer just before it runs, and a backward pass leaves each rank the summed gradient
 of its shard; gradients, moments and averages are always sharded. Gathers are collective: if one rank makes a call less, the
 others hang. So before every call the ranks exchange through gloo (which detects lost peers) whether they have a call, and a
 rank that has finished sampling joins the others' gathers until all have finished.
@@ -44,6 +45,9 @@ class Replicated:
         """While entered, ranks make training passes, all of them equally many."""
         return nullcontext()
 
+    def begin_pass(self, last: bool) -> None:
+        """Precedes each training pass; `last` of those that accumulate one gradient."""
+
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         """Sums gradients over the ranks."""
         self.world.all_reduce([p.grad for p in parameters if p.grad is not None])
@@ -67,11 +71,14 @@ WHOLE = Replicated(ALONE)
 class Sharded(Replicated):
     """Every rank has a shard of each weight of the models given to `shard`; on `device`, "cpu" or "cuda".
 
+    A weight is divided over a group of `group` consecutive ranks, by default all; with fewer, every group holds all shards, and
+    gradients are summed over the groups once an update.
+
     With `whole_samples` the weights are gathered once before sampling, in the dtype of the network's calls, and kept until it
     ends; calls are then local, and batch sizes may differ between ranks. Without, each call gathers each layer.
     """
 
-    def __init__(self, world: World, device: str, whole_samples: bool) -> None:
+    def __init__(self, world: World, device: str, whole_samples: bool, group: int | None = None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
 
@@ -81,7 +88,14 @@ class Sharded(Replicated):
         self.divided = True
         self.in_step = frozenset(("micro",) if whole_samples else ("micro", "rollout"))
         self._whole_samples = whole_samples
-        self._mesh = init_device_mesh(device, (world.size,))
+        self._group = group or world.size
+        if self._group == world.size:
+            self._mesh, self._mates = init_device_mesh(device, (world.size,)), world
+        else:
+            sizes = (world.size // self._group, self._group)
+            self._mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard"))
+            self._mates = world.among(self._mesh["shard"].get_group())
+        self._last_pass = True
         self._doing: int | None = None
         self._parts: list[Any] = []  # of the trained model, in the order in which a call gathers them
         self._gathered = False  # whether the weights are gathered at the moment
@@ -126,12 +140,20 @@ class Sharded(Replicated):
             yield
             self._meet(DONE)
 
+    def begin_pass(self, last: bool) -> None:
+        self._last_pass = last
+        if self._mates is not self.world:
+            self._parts[0].set_requires_all_reduce(last)
+
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         """A no-op: backward passes have summed the gradients."""
 
     def diverged(self, parameters: Sequence[Tensor]) -> list[int]:
-        """Always empty: no value is on two ranks."""
-        return []
+        """The ranks whose shards are not those of the first group, to the bit."""
+        if self._mates is self.world:  # no value is on two ranks
+            return []
+        rows = self.world.gather(_fingerprint([p.to_local() for p in parameters])[None].cpu())  # type: ignore[attr-defined]
+        return [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[rank % self._group])]
 
     @torch.no_grad()
     def gather(self, value: Any) -> Any:
@@ -197,8 +219,12 @@ class Sharded(Replicated):
 
     def _meet(self, doing: int) -> bool:
         """Exchanges the ranks' next calls; returns whether any is about to sample. Raises `Stopped` on all ranks if they
-        disagree, where a gather would hang."""
-        told = set(self.world.gather(torch.tensor([doing])).tolist())
+        disagree, where a gather would hang.
+
+        Ranks of one group meet; those of other groups are needed only in the pass that sums gradients over all.
+        """
+        everybody = doing == TRAINING and self._last_pass
+        told = set((self.world if everybody else self._mates).gather(torch.tensor([doing])).tolist())
         if TRAINING in told and len(told) > 1:
             raise Stopped("the ranks have fallen out of step: some make another training pass, others do not")
         return SAMPLING in told

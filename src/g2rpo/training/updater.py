@@ -161,7 +161,9 @@ class Updater:
         """Computes the gradients of one update, replacing earlier ones; `counted` is the number of members on all ranks."""
         stats = UpdateStats()
         self.optimizer.zero_grad(set_to_none=True)
-        for part in passes(batch, self.sizes.micro):
+        parts = list(passes(batch, self.sizes.micro))
+        for number, part in enumerate(parts, 1):
+            self.shards.begin_pass(last=number == len(parts))
             with bounded_by("micro"):
                 loss = self.loss(part, cond, first)
                 counts = torch.cat([item.mask for item in part]).to(loss.values.device)
