@@ -198,8 +198,10 @@ class Trainer:
         with self.files.naming(self.iteration), self._sampling_weights():
             prompts, cond, choice = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
-            collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
+            everybody = self._prompts_of_all() if self.algorithm.candidates == 1 else None
+            collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch, everybody)
             rewards = self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
+            watch.lap("waiting")
             observe(self.rewards, self.iteration, rewards)
         rollouts = collected.rollouts
         advantages = advantages_of(algorithm, rewards, self.weights)
@@ -261,12 +263,18 @@ class Trainer:
 
     def _draws(self, rollout: Rollout) -> Draw:
         """`Draw` for the training examples of a rollout of the current iteration."""
-        return partial(self.collector.noise, self.iteration, rollout.prompt, "examples", rollout.plan.branch)
+        place = self.collector.first + rollout.prompt
+        return partial(self.collector.noise, self.iteration, place, "examples", rollout.plan.branch)
 
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration; where the algorithm chooses among them, the candidates of each place in turn."""
         places = self.config.trainer.prompts_per_iteration
         return self.world.shard(self.order.batch(iteration, places * self.algorithm.candidates))
+
+    def _prompts_of_all(self) -> list[list[str]]:
+        """The prompts of every rank in the current iteration."""
+        batch = self.order.batch(self.iteration, self.config.trainer.prompts_per_iteration)
+        return [World(rank, self.world.size).shard(batch) for rank in range(self.world.size)]
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
         """While entered, the weights are those that sample the iteration at hand."""
