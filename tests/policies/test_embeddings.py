@@ -263,9 +263,12 @@ def test_text_encoders_and_nothing_else_leave_the_device(kind, request):
     config = PolicyConfig(path=str(request.getfixturevalue(f"{kind}_directory")), **SIZE)
     loaded = components.load_pipeline(config, tuning="frozen")
     policy = loaded.policy()
+    weights = [[weight.data_ptr() for weight in module.parameters()] for module in loaded.text.modules]
     loaded.text._move(torch.device("meta"))
     parts = {name for name, part in policy.pipeline.components.items() if getattr(part, "device", None) == torch.device("meta")}
     assert parts == {name for name in policy.pipeline.components if name.startswith("text_encoder")}
+    loaded.text.park()  # what was loaded, not a copy of what was on the device, and shared embeddings once
+    assert weights == [[weight.data_ptr() for weight in module.parameters()] for module in loaded.text.modules]
 
 
 def test_digests_are_remembered_until_a_file_changes(tmp_path):

@@ -221,14 +221,32 @@ def choose_attention(transformer: Any, kind: Attention) -> None:
 def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tuning: TuningMode = "lora") -> Any:
     """A pipeline in `dtype` from a directory or a hub id; parts that its index leaves empty (SD3 without T5) stay empty.
 
-    A fully trained transformer is loaded in float32: rounding to `dtype` first would change the initial master weights.
+    A fully trained transformer is loaded as it is stored: rounding to `dtype` first would change the initial master weights.
+    What is loaded in its stored dtype is mapped from its file, of which the processes of a machine share one copy.
     """
     index = pipeline_class.load_config(str(path))
     empty = {name: None for name, entry in index.items() if entry == [None, None]}
-    dtypes = {"transformer": torch.float32 if tuning == "full" else dtype, "default": dtype}
+    dtypes = {"transformer": stored_dtype(path) if tuning == "full" else dtype, "default": dtype}
     pipeline = pipeline_class.from_pretrained(str(path), dtype=dtypes, use_safetensors=True, **empty)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def stored_dtype(path: str | Path) -> torch.dtype:
+    """The dtype of a pipeline's transformer, on disk or in the hub's cache; float32 if it has several, or no such file."""
+    from huggingface_hub import try_to_load_from_cache
+    from safetensors import safe_open
+
+    folder = Path(path) / "transformer"
+    if not folder.is_dir():
+        found = try_to_load_from_cache(str(path), "transformer/config.json")
+        folder = Path(found).parent if isinstance(found, str) else folder
+    kinds: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            kinds |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118  no mapping
+    known = {frozenset(["BF16"]): torch.bfloat16, frozenset(["F16"]): torch.float16}
+    return known.get(frozenset(kinds), torch.float32)
 
 
 def place(pipeline: Any, *, dtype: torch.dtype, device: torch.device, vae_tiling: bool, gradient_checkpointing: bool) -> None:

@@ -35,6 +35,8 @@ class TextEncoders:
             if name.startswith("text_encoder") and part is not None  # diffusers' names; SD3 may come without its third
         ]
         self._parked = False
+        self._loaded: list[tuple[nn.Module, str, nn.Parameter]] = []
+        """Weights in host memory, as they were loaded, while copies are on the device."""
 
     def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
         """Conditioning for each prompt; `guided` overrides the encoders' own setting, if there is one."""
@@ -55,6 +57,18 @@ class TextEncoders:
                 self._move(CPU)
 
     def _move(self, device: torch.device) -> None:
+        """Moves the encoders to `device`. Back on the CPU they have the weights that were loaded, which processes may share."""
+        if device == CPU:
+            for owner, name, weight in self._loaded:
+                setattr(owner, name, weight)
+            self._loaded = []
+        elif not self._loaded:
+            named = [(owner, name) for module in self.modules for owner in module.modules() for name in owner._parameters]
+            kept: dict[int, nn.Parameter] = {}  # by identity: embeddings may be shared by modules
+            for owner, name in named:
+                weight = getattr(owner, name)
+                if weight is not None:
+                    self._loaded.append((owner, name, kept.setdefault(id(weight), nn.Parameter(weight.data, False))))
         for module in self.modules:
             module.to(device)
         if device == CPU:

@@ -73,12 +73,14 @@ class Tuning:
             transformer.requires_grad_(False).to(dtype)
         else:
             if keep_base:
-                self._frozen = copy.deepcopy(transformer).requires_grad_(False)
+                self._frozen = _twin(transformer)
             transformer.requires_grad_(True)
             if sharding is None:
-                transformer.float()
                 if keep_base:
                     self._frozen.to(device, dtype)
+                transformer.to(device, torch.float32)
+                if keep_base:
+                    _part(transformer, self._frozen)
             else:
                 sharding.shard(transformer, dtype)
                 self._divided = self.named()  # FSDP replaces the parameters during a call
@@ -172,6 +174,19 @@ class Tuning:
             whole = self._kind.from_config(self.transformer.config)
         whole.load_state_dict(weights, assign=True)
         return whole
+
+
+def _twin(transformer: nn.Module) -> Any:
+    """A frozen copy that shares the weights' memory."""
+    weights = {id(p): nn.Parameter(p.data, requires_grad=False) for p in transformer.parameters()}
+    return copy.deepcopy(transformer, weights)
+
+
+def _part(trained: nn.Module, frozen: nn.Module) -> None:
+    """Gives `frozen` weights of its own, where it still shares those of `trained`."""
+    for weight, other in zip(trained.parameters(), frozen.parameters(), strict=True):
+        if weight.data_ptr() == other.data_ptr():
+            other.data = other.data.clone()
 
 
 def _folded(name: str, weight: Tensor, scale: float) -> Tensor:
