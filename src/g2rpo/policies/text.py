@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from g2rpo.runtime.devices import empty_cache
 from g2rpo.types import Cond
@@ -35,7 +35,7 @@ class TextEncoders:
             if name.startswith("text_encoder") and part is not None  # diffusers' names; SD3 may come without its third
         ]
         self._parked = False
-        self._loaded: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._loaded: list[tuple[nn.Module, str, Tensor]] = []
         """Weights in host memory, as they were loaded, while copies are on the device."""
 
     def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
@@ -63,16 +63,25 @@ class TextEncoders:
                 setattr(owner, name, weight)
             self._loaded = []
         elif not self._loaded:
-            named = [(owner, name) for module in self.modules for owner in module.modules() for name in owner._parameters]
-            kept: dict[int, nn.Parameter] = {}  # by identity: embeddings may be shared by modules
-            for owner, name in named:
-                weight = getattr(owner, name)
-                if weight is not None:
-                    self._loaded.append((owner, name, kept.setdefault(id(weight), nn.Parameter(weight.data, False))))
+            self._loaded = _tensors(self.modules)
         for module in self.modules:
             module.to(device)
         if device == CPU:
             empty_cache()
+
+
+def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+    """Owner, name and value of all weights and buffers; weights are new objects with the same memory."""
+    owners = [owner for module in modules for owner in module.modules()]
+    found: list[tuple[nn.Module, str, Tensor]] = [
+        (o, name, value) for o in owners for name, value in o._buffers.items() if value is not None
+    ]
+    kept: dict[int, Tensor] = {}  # by identity: modules may share an embedding
+    for owner in owners:
+        for name, weight in owner._parameters.items():
+            if weight is not None:
+                found.append((owner, name, kept.setdefault(id(weight), nn.Parameter(weight.data, False))))
+    return found
 
 
 class FluxText(TextEncoders):
