@@ -59,10 +59,7 @@ def held() -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = arguments()
     context, found = multiprocessing.get_context("fork"), dict[str, dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
         stored = make(Path(folder))
@@ -81,6 +78,13 @@ def main() -> None:
             )
     if args.out:
         args.out.write_text(json.dumps({"processes": args.processes, **found}, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -76,10 +76,10 @@ def learn(world, folder, model, mode, killed=False):
         passes = count(1)
 
         def die(module, _):
-            if isinstance(module, FluxSingleTransformerBlock) and torch.is_grad_enabled() and next(passes) == 6:
+            if isinstance(module, FluxSingleTransformerBlock) and torch.is_grad_enabled() and next(passes) == 12 // world.size:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        register_module_forward_pre_hook(die)  # an iteration has four passes of two prompts' two branch points
+        register_module_forward_pre_hook(die)  # an iteration has a pass for each of a rank's prompts' two branch points
     _run(chosen, folder, (folder / "config.yaml").exists(), world, Console(quiet=True))
 
 
