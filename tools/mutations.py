@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation("algorithms/diffusion_nft.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", FORWARD),
     Mutation("algorithms/awm.py", "-noised.advantages /", "noised.advantages /", FORWARD),
     Mutation(
-        "algorithms/forward_process.py", "x = (1 - per_row(sigma, image)) * image", "x = per_row(sigma, image) * image", FORWARD
+        "algorithms/forward_process.py", "((1 - per_row(sigma, image)) * image", "(per_row(sigma, image) * image", FORWARD
     ),
     Mutation("algorithms/forward_process.py", "(updates - self.old_flat)", "updates", FORWARD),
     Mutation("algorithms/allocation.py", "math.atanh(rho) - 1", "math.atanh(rho) + 1", ALLOCATION),
