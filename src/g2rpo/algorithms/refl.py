@@ -84,7 +84,7 @@ class ReFL(Algorithm):
         image = torch.where(per_row(scored, image) > 0, image, image.detach())
         reward = network.reward(image, batch.prompts)
         values = self.scale * torch.relu(self.ceiling - reward)
-        return Loss(torch.where(scored, values, 0), {"predicted_reward": reward.detach()[scored]})
+        return Loss(torch.where(scored, values, 0), {"predicted_reward": torch.where(scored, reward.detach(), 0)})
 
 
 class Still(Normal):
