@@ -16,8 +16,6 @@ from g2rpo.cost.trace import working_sets
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 from g2rpo.policies.quantized import weights_of
 
-WAITED = ("http", "vlm_judge")
-"""Kinds of rewards that wait for an answer."""
 RESERVE, SLACK = 2**30, 0.05
 """Assumed: the CUDA context and kernels' workspaces in bytes, and the allocator's gaps as a share of the peak."""
 
@@ -92,7 +90,7 @@ def plan_memory(
     held = stays + sum(work.values())
     moments = {
         "encoding prompts": encoders if parked else sum(always.values()) + encoders,
-        "rollout": held + sampled + traced.velocity + traced.decode * _overlaps(config, counts, reward_costs, cuda),
+        "rollout": held + sampled + traced.velocity,
         "decoding": held + working.get("all weights, gathered to sample", 0) + traced.decode,
         "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers
         "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + max(traced.velocity, traced.decode),
@@ -125,19 +123,6 @@ def trained_parts(config: Config, policy: PipelinePolicy) -> dict[str, dict[str,
         optimizer["old weights"] = trained
     frozen = size_of(policy.pipeline.transformer) - trained
     return {"weights": {"frozen weights": frozen, "trained weights": trained}, "optimizer": optimizer}
-
-
-def _overlaps(config: Config, counts: Counts, reward_costs: dict[str, RewardCost | None], cuda: bool) -> bool:
-    """Whether pictures are decoded while others are sampled (`training.collector.Collector.scores_aside`)."""
-    if any(entry.tf32 for entry in config.rewards.values()):
-        return False
-    costs = [reward_costs[name] for name in config.rewards]
-    elsewhere = cuda and any(known is None or not known.device.startswith("cuda") for known in costs)
-    chosen = config.sampling.prompts_at_once
-    if chosen is None and (elsewhere or any(entry.kind in WAITED for entry in config.rewards.values())):
-        members = counts.largest(lambda it: [len(it.plans) * config.algorithm.group_size])
-        chosen = max(1, int(config.sampling.batch_size) // members)
-    return chosen is not None and chosen < counts.prompts
 
 
 def _loaded(config: Config, policy: PipelinePolicy) -> int:
