@@ -17,7 +17,7 @@ from g2rpo.cost.counting import Counts
 from g2rpo.cost.seconds import Seconds, summed
 from g2rpo.rollout.engine import Engine, Velocity
 from g2rpo.rollout.planning import dry_rollout
-from g2rpo.rollout.scoring import decode
+from g2rpo.rollout.scoring import decode, weighted_scores
 from g2rpo.runtime.devices import accelerator
 from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import Trainer
@@ -73,6 +73,7 @@ def by_probe(
     }
     once = _examples(trainer, rows, counts.largest(lambda it: it.passes))
     passed = sum(item.rows for item in once)
+    trainer.updater.reward = partial(weighted_scores, trainer.policy, trainer.rewards, trainer.weights, prompts)
     update = timed(lambda: trainer.updater.update(once, cond))
     step = timed(trainer.learner.optimizer.step)  # after an update: without gradients it would be a no-op
     iteration = {
