@@ -71,14 +71,14 @@ def test_wrong_overrides_are_refused_with_a_hint(override, message):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_another_algorithm_comes_with_its_own_defaults(name):
     """What a recipe says about one algorithm says nothing about another; what the command line says, counts, in any order."""
-    heard = []
-    overrides = ["algorithm.advantage_clip=3", f"algorithm.name={name}", "algorithm.group_size=8"]
+    heard, key = [], "ceiling" if name == "refl" else "advantage_clip"
+    overrides = [f"algorithm.{key}=3", f"algorithm.name={name}", "algorithm.group_size=8"]
     built = resolve(PLAIN, overrides, "here", heard.append)
     if name == "g2rpo":
         expected = dataclasses.replace(config().algorithm, advantage_clip=3, group_size=8)
         assert heard == []
     else:
-        expected = ALGORITHMS[name](advantage_clip=3, group_size=8)
+        expected = ALGORITHMS[name](group_size=8, **{key: 3})
         (note,) = heard
         assert note.startswith(f"algorithm.name={name}: its published defaults; here's ") and note.endswith(" are left out")
         assert "branch_steps=[0, 1, 2]" in note and ("group_size=6" in note) == (ALGORITHMS[name].group_size != 6)
