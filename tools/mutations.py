@@ -222,6 +222,8 @@ def main(words: list[str]) -> int:
     import torch.utils.tensorboard  # noqa: F401
 
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.file for word in words)]
+    if not chosen:
+        raise SystemExit(f"no file that is changed has {' or '.join(words)} in its path")
     survived = []
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
