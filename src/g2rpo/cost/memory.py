@@ -73,7 +73,8 @@ def plan_memory(
     if config.sampling.tails.own_network:
         always["tails' own network"] = _tail_network(config, policy)
     after = {**trained["optimizer"], **({} if parked else {"text encoders": encoders})}
-    work = {"latents": _latents(config, counts, shapes), "prompt embeddings": counts.prompts_drawn * _row(policy, shapes)}
+    kept, finals = _latents(config, counts, shapes)
+    work = {"latents": kept, "prompt embeddings": counts.prompts_drawn * _row(policy, shapes)}
     traced = working_sets(blueprint, config, counts, like_cuda=cuda)
     layers, sampled = _gathered(config, policy)
     working = {
@@ -90,8 +91,8 @@ def plan_memory(
     held = stays + sum(work.values())
     moments = {
         "encoding prompts": encoders if parked else sum(always.values()) + encoders,
-        "rollout": held + sampled + traced.velocity,
-        "decoding": held + working.get("all weights, gathered to sample", 0) + traced.decode,
+        "rollout": held + sampled + max(traced.velocity, finals),  # at its end they are there as rows and stacked
+        "decoding": held + finals + working.get("all weights, gathered to sample", 0) + traced.decode,
         "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers
         "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + max(traced.velocity, traced.decode),
     }
@@ -168,17 +169,20 @@ def _optimizer_scratch(policy: PipelinePolicy, cuda: bool) -> int:
     return 0 if cuda else max(p.nbytes for p in policy.trainable_parameters())
 
 
-def _latents(config: Config, counts: Counts, shapes: Shapes) -> int:
-    """Latents of a rollout: for every group a branch point with its velocity, two latents for every member and stochastic step,
-    and the finals twice (as rows and stacked)."""
+def _latents(config: Config, counts: Counts, shapes: Shapes) -> tuple[int, int]:
+    """Bytes of the latents of a rollout, and of the finals among them: for every group a branch point with its velocity, two
+    latents for every member and stochastic step, and the finals."""
     group = config.algorithm.group_size
 
+    def finals(iteration: Iteration) -> list[int]:
+        return [sum(group * len(plan.tails) for plan in iteration.plans)]
+
     def rows(iteration: Iteration) -> list[int]:
-        plans = iteration.plans
-        return [sum(2 + 2 * group * (plan.merge - plan.branch) + 2 * group * len(plan.tails) for plan in plans)]
+        return [sum(2 + group * (2 * (plan.merge - plan.branch) + len(plan.tails)) for plan in iteration.plans)]
 
     candidates = 2 * counts.prompts_drawn if counts.prompts_drawn > counts.prompts else 0
-    return (counts.prompts * counts.largest(rows) + candidates) * shapes.latent_bytes
+    kept = counts.prompts * counts.largest(rows) + candidates
+    return kept * shapes.latent_bytes, counts.prompts * counts.largest(finals) * shapes.latent_bytes
 
 
 def _tail_network(config: Config, policy: PipelinePolicy) -> int:
