@@ -18,12 +18,14 @@ from g2rpo import __version__, cli
 from g2rpo.commands.push import push
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS, title_of
+from g2rpo.config.resolve import resolve
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import RewardServer
 from g2rpo.runs.directory import read_config
 from tests.support.commands import g2rpo
+from tests.support.runs import PLAIN, fits
 from tests.support.tiny import save_flux
 
 DRAW = ["sample", "a red circle", "--model", "testbed"]
@@ -103,13 +105,14 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
 def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config, name):
     quick = ["sampling.num_steps=8", "algorithm.group_size=3"]  # the least for the default branch steps and times
     quick += ["trainer.iterations=1", "evaluation.num_prompts=1", "evaluation.pictures=1"]
-    code, out, err = g2rpo(capsys, "train", tiny_config, f"algorithm.name={name}", *quick, "--run-dir", tmp_path / "run")
+    named = [f"algorithm.name={name}", *fits(name)]
+    code, out, err = g2rpo(capsys, "train", tiny_config, *named, *quick, "--run-dir", tmp_path / "run")
     assert code == 0, err
     note = " ".join(out.split())
     assert f"algorithm.name={name}: its published defaults; {tiny_config}'s" in note and "granularities=[1, 2]" in note
     (row,) = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
     assert row["evaluations"] > 0 and row["skipped_updates"] == 0
-    assert read_config(tmp_path / "run").algorithm == ALGORITHMS[name](group_size=3)
+    assert read_config(tmp_path / "run").algorithm == resolve(PLAIN, [*named, "algorithm.group_size=3"]).algorithm
     title, paper = title_of(ALGORITHMS[name]())
     card = (tmp_path / "run" / "adapter" / "README.md").read_text()
     assert f"tuned with {title}\n" in card and f"({title}, arXiv {paper})" in card

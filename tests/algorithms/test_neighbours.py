@@ -25,14 +25,14 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_per_prompt
 from g2rpo.seeding import generator_for
 from g2rpo.types import Normal, Plan
-from tests.support.runs import trainer
+from tests.support.runs import fits, trainer
 
 NAMES = list(ALGORITHMS)
 ONCE = ("algorithm.update_every=rollout", "algorithm.group_size=6", "sampling.num_steps=8")
 
 
 def named(name, *overrides, policy=None):
-    return trainer(None, f"algorithm.name={name}", *overrides, policy=policy)
+    return trainer(None, f"algorithm.name={name}", *fits(name), *overrides, policy=policy)
 
 
 def weights(t):

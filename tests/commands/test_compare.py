@@ -32,7 +32,7 @@ from g2rpo.rollout.planning import count_trained
 from g2rpo.runs.directory import read_config
 from g2rpo.statistics import bootstrap_crossed, bootstrap_mean
 from tests.support.commands import g2rpo
-from tests.support.runs import trainer
+from tests.support.runs import fits, trainer
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -48,8 +48,9 @@ def test_work_is_what_a_run_does(tmp_path, name):
             return super().velocity(x, sigma, cond)
 
     policy = Counting()
-    once = ("algorithm.group_size=4", "algorithm.update_every=rollout")  # a part of a group sees a shared latent again
-    t = trainer(tmp_path, f"algorithm.name={name}", *once, "sampling.num_steps=9", policy=policy)
+    once = ["algorithm.update_every=rollout"] if name != "refl" else []  # a part of a group sees a shared latent again
+    words = [f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=9", *fits(name), *once]
+    t = trainer(tmp_path, *words, policy=policy)
     for iteration in range(3):
         policy.trained = policy.without_gradient = 0
         evaluations = t.iterate()["evaluations"]

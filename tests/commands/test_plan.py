@@ -7,6 +7,7 @@ import pytest
 
 from g2rpo.config.algorithms import ALGORITHMS
 from tests.support.commands import g2rpo
+from tests.support.runs import fits
 
 
 def told(capsys, *arguments):
@@ -66,7 +67,7 @@ def schedules():
         own = [choice for choice in choices if choice not in seen or choice[1] == "random"]
         seen.update(choices)
         words = [[f"algorithm.{field}={value}"] for field, value in own]
-        yield from ([f"algorithm.name={name}", *word] for word in words or [[]])
+        yield from ([f"algorithm.name={name}", *fits(name), *word] for word in words or [[]])
 
 
 @pytest.mark.parametrize("words", list(schedules()), ids=" ".join)

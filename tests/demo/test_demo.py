@@ -38,6 +38,7 @@ from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import scores_after
 from g2rpo.types import Plan, no_kernel
 from tests.support.commands import TINY, g2rpo
+from tests.support.runs import fits
 
 PROMPT = "a red circle"
 NAN = float("nan")
@@ -227,15 +228,19 @@ def test_predictions_end_where_the_plain_walk_ends(studio):
     assert (lesson.predictions[:1] - first).abs().max() < 1e-5
 
 
-def test_an_algorithm_without_stochastic_steps_has_no_lessons(flux_directory, prompts):
-    config = tiny(flux_directory, prompts, "algorithm.name=diffusion_nft", "algorithm.group_size=3", "sampling.num_steps=6")
+@pytest.mark.parametrize(("name", "message"), [("diffusion_nft", "no stochastic step"), ("refl", "no group to compare")])
+def test_an_algorithm_without_stochastic_steps_has_no_lessons(flux_directory, prompts, name, message):
+    small = ["algorithm.group_size=3", "sampling.num_steps=6", *fits(name)]
+    config = tiny(flux_directory, prompts, f"algorithm.name={name}", *small)
     cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
     studio = open_studio(replace(cast, algorithm=config.algorithm, sampling=config.sampling), None, print)
-    with pytest.raises(UserError, match="no stochastic step"):
+    with pytest.raises(UserError, match=message):
         learn(studio, PROMPT, seed=0, plan=0, tuned=False)
 
 
-STOCHASTIC = [name for name, kind in ALGORITHMS.items() if kind().kernel(sigma_grid(8)) is not no_kernel]
+STOCHASTIC = [
+    name for name, kind in ALGORITHMS.items() if kind().kernel(sigma_grid(8)) is not no_kernel and not kind().uses_rewards
+]
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)

@@ -71,8 +71,16 @@ def brightness(images, prompts):
     return images.flatten(1).mean(1)
 
 
+brightness.differentiable = True  # type: ignore[attr-defined]
+
+
 def darkness(images, prompts):
     return -brightness(images, prompts)
+
+
+def fits(name: str) -> list[str]:
+    """Overrides with which an algorithm's defaults fit a few steps."""
+    return ["algorithm.last_steps=3"] if name == "refl" else []
 
 
 def config(*overrides: str) -> Config:

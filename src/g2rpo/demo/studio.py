@@ -231,6 +231,8 @@ def learn(
         raise UserError(f"there is no such branch: {plan}")
     s, algorithm = studio.sampling, studio.with_granularities(granularities)
     chosen = plans_of(algorithm, s.num_steps, 0, studio.seed)[plan]
+    if algorithm.uses_rewards:
+        raise UserError("the algorithm learns from the gradient of its rewards: it has no group to compare")
     if chosen.branch == chosen.merge:
         raise UserError("the algorithm learns from finished pictures: its rollout has no stochastic step to show")
     sigmas = studio.grid(s.num_steps)

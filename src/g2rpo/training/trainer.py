@@ -227,7 +227,8 @@ class Trainer:
         images = sum(rollout.finals.shape[:2].numel() for part in parts for rollout in part.rollouts)
         spent = sum(part.evaluations for part in parts)
         evaluations, images, halved = self.world.total(spent, images, self.sizes.halved)
-        if self.iteration == 0 and self.files.writes and not all(map(scores_latents, self.rewards.values())):
+        compared = not self.algorithm.uses_rewards and not all(map(scores_latents, self.rewards.values()))
+        if self.iteration == 0 and self.files.writes and compared:
             save_first_group(self.files, self.policy, self.sizes, list(self.rewards), prompts, collected, own_advantages)
         self.iteration += 1
         row: Row = {
