@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,15 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="all of real models unless given")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args(given)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     chosen = args.recipes or [name for name in recipes.names() if load_config(name, []).policy.path not in EMBEDDED]
     found = {}
     for recipe in chosen:

@@ -109,7 +109,7 @@ def test_the_chosen_prompt_starts_from_the_noise_that_it_was_chosen_with():
     t.collector.anchors = lambda *given: seen.setdefault("walked", walk(*given))
     t.collector.collect = lambda *given: seen.setdefault("sampled", (given, sample(*given)))[1]
     t.iterate()
-    (_, _, cond, prompts, _), sampled = seen["sampled"]
+    (_, _, cond, prompts, *_), sampled = seen["sampled"]
     drawn, chosen = t.order.batch(0, 6), {}
     for rollout in sampled.rollouts:
         if rollout.plan.branch == 0:

@@ -12,7 +12,7 @@ from g2rpo.policies.flux import FluxPolicy
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.testbed.rewards import SceneCLIP
-from tests.support.runs import config, trainer
+from tests.support.runs import config, darkness, trainer
 
 SMALL = ("algorithm.name=refl", "algorithm.group_size=6", "algorithm.last_steps=3", "algorithm.ceiling=2")
 
@@ -147,7 +147,7 @@ def test_batches_of_any_size_make_the_same_update():
 
 def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():
     with pytest.raises(UserError, match="algorithm refl learns from the gradient of rewards, and these have none: bright"):
-        trainer(None, *SMALL)
+        trainer(None, *SMALL, rewards={"bright": darkness})
     chosen = config(*SMALL, "rewards={jpeg_size: 1.0, brightness: 1.0}", "evaluation.rewards={}")
     with pytest.raises(UserError, match=r"these have none: jpeg_size; docs/rewards\.md"):
         check(chosen, given=("policy", "prompts", "heldout"))

@@ -168,8 +168,8 @@ CHECKPOINTED = "policy.gradient_checkpointing=true"
 def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, model, overrides):
     """Network calls and decoding to the byte; training passes within 3 %, for two blocks stand for all.
 
-    A run needs no more than planned and at most a tenth less, 15 % where FLUX's weights are quantised: a plan takes all latents of a
-    rollout to be there at its largest call, and in so small a model they weigh something.
+    A run needs no more than planned and at most a tenth less, 15 % where FLUX's weights are quantised: a plan takes all latents
+    of a rollout to be there at its largest call, and in so small a model they weigh something.
     """
     sizes = [
         "trainer.prompts_per_iteration=4",

@@ -210,7 +210,7 @@ def test_a_run_on_a_quantised_base_keeps_its_ratio(tmp_path, capsys, tiny_config
 
 
 WRONG = {
-    "policy.tuning=full": "weights that stay as they are",
+    "policy.tuning=full": "weights that are not trained",
     "sampling.tails.quantize=int8": "is of tails too",
     "sampling.tails.dtype=bfloat16": "is of tails too",
     "policy.quantize=fp8": "needs policy.dtype=bfloat16",

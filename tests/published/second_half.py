@@ -97,9 +97,9 @@ class Beside:
         t, kept = self.trainer, {}
         sample, update, walk = t.collector.collect, t.updater.update, t.collector.anchors
 
-        def sampling(algorithm, iteration, cond, prompts, watch):
+        def sampling(algorithm, iteration, cond, prompts, *more):
             kept["prompts"] = prompts
-            kept["sampled"] = sample(algorithm, iteration, cond, prompts, watch)
+            kept["sampled"] = sample(algorithm, iteration, cond, prompts, *more)
             return kept["sampled"]
 
         def walking(candidates, iteration, cond, prompts, watch):

@@ -51,8 +51,9 @@ def test_the_pictures_are_compared_from_the_keyboard(browser, address):  # noqa:
     assert divider.input_value() == "0.48" and page.evaluate(f"getComputedStyle({shown}).clipPath") != middle
     page.keyboard.press("Home")
     assert page.locator(".pair").first.evaluate("it => it.style.getPropertyValue('--at')") == "0"
-    places = (".base-side img", ".tuned-side:not([hidden]) img", ".divide")
-    base, tuned, over = (page.locator(place).first.bounding_box() for place in places)
+    places = [".base-side img", ".tuned-side:not([hidden]) img", ".divide"]
+    boxes = "places => places.map(place => document.querySelector(place).getBoundingClientRect().toJSON())"
+    base, tuned, over = page.evaluate(boxes, places)  # at once: the page may still be scrolling
     assert base == tuned and over["y"] == base["y"] and over["height"] == pytest.approx(base["height"], abs=1)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.close()
