@@ -80,14 +80,18 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", default=["flux1-dev-lora", "flux2-klein-lora"], metavar="RECIPE")
     parser.add_argument("--card", default="h200")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--no-training", action="store_true", help="rollouts only")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args(given)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     found = [row for recipe in args.recipes for row in rows(recipe, args.card, not args.no_training, args.ways)]
     print(table(found))
     if args.out is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,16 @@ class TF32(TorchDispatchMode):
         return func(*given, **(kwargs or {}))
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args(given)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     names = [name for name in build_prompts("testbed:heldout", "prompts")[: args.prompts] for _ in range(GROUP)]
     policy = build_policy(resolve(settings("scenes")).policy.model_copy(update={"device": "cpu"}), tuning="frozen")
     pictures = sample_images(policy, names, sigma_grid(args.steps, 3.0), seed=0, batch_size=64, decode_batch_size=32)

@@ -20,6 +20,7 @@ from g2rpo.build.prompts import build_prompts
 from g2rpo.build.rewards import REWARDS, check_devices, check_rewards, reward_kind
 from g2rpo.build.trackers import check_trackers
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
+from g2rpo.config.given import Mentioned
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.files import is_hub_id
@@ -159,7 +160,7 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
         for name in (name for name, entry in config.rewards.items() if entry.tf32):
             found.add(TF32_ASIDE.format(name))
     found.tried(components.check_plans, config.algorithm, config.sampling)
-    if "rewards" not in given and config.algorithm.uses_rewards:
+    if "rewards" not in given and not isinstance(config.algorithm, Mentioned) and config.algorithm.uses_rewards:
         found.tried(_check_gradients, config)
     if "policy" not in given:
         found.tried(components.check_quantized, config)
