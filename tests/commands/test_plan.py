@@ -35,6 +35,7 @@ def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
     assert changed["memory"]["fits"] and changed["memory"]["needed"] == plan["instead"]["needed"]
 
 
+@pytest.mark.slow  # the whole model is traced three times
 def test_eight_cards_hold_in_pieces_what_none_holds_whole(capsys):
     code, out, err = g2rpo(capsys, "plan", "flux1-dev-hps", "--device", "h200", "--ranks", "8")
     assert code == 0, err
