@@ -168,8 +168,8 @@ CHECKPOINTED = "policy.gradient_checkpointing=true"
 def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, model, overrides):
     """Network calls and decoding to the byte; training passes within 3 %, for two blocks stand for all.
 
-    A run needs no more than planned and at most a tenth less, 15 % where FLUX's weights are quantised: a plan takes all latents
-    of a rollout to be there at its largest call, and in so small a model they weigh something.
+    A run needs no more than planned and at most a tenth less, a fifth where FLUX's weights are quantised: a plan takes all
+    latents of a rollout to be there at its largest call, and in so small a model they weigh something.
     """
     sizes = [
         "trainer.prompts_per_iteration=4",
@@ -189,7 +189,7 @@ def test_a_plan_knows_the_memory_that_the_device_counts(run, deep, tmp_path, mod
     assert measured["training"] == pytest.approx(planned.working["training pass"], rel=0.05 if nf4 else 0.03)
     in_all = max(measured["evaluation in all"], measured["iteration in all"])
     light = model == "flux" and any("quantize" in override for override in overrides)
-    assert (0.85 if light else 0.9) < in_all / max(planned.moments.values()) < 1
+    assert (0.8 if light else 0.9) < in_all / max(planned.moments.values()) < 1
 
 
 def test_the_benchmark_of_true_shapes_is_ready_for_a_gpu(run):

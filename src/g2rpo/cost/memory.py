@@ -79,6 +79,7 @@ def plan_memory(
     layers, sampled = _gathered(config, policy)
     working = {
         **work,
+        "finished latents, as rows": finals,
         **({"gathered layers": layers} if layers else {}),
         **({"all weights, gathered to sample": sampled} if config.trainer.sharding == "training" else {}),
         "network call": traced.velocity,
@@ -88,10 +89,10 @@ def plan_memory(
         **({"averaged weights swapped in": trained["weights"]["trained weights"]} if config.optim.ema_decay else {}),
     }
     stays = sum(always.values()) + sum(after.values())
-    held = stays + sum(work.values())
+    held = stays + sum(work.values())  # without what only a rollout and decoding have: `finals` a second time, as rows
     moments = {
         "encoding prompts": encoders if parked else sum(always.values()) + encoders,
-        "rollout": held + sampled + max(traced.velocity, finals),  # at its end they are there as rows and stacked
+        "rollout": held + finals + sampled + traced.velocity,
         "decoding": held + finals + working.get("all weights, gathered to sample", 0) + traced.decode,
         "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers
         "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + max(traced.velocity, traced.decode),
