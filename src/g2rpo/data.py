@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -225,6 +225,10 @@ class Example:
     def mask(self) -> Tensor:
         """Which members count, [G]."""
         return torch.ones_like(self.advantages, dtype=torch.bool) if self.counted is None else self.counted
+
+    def with_group_sum(self, total: Tensor) -> Example:
+        """The same with `data["group_sum"]`, a number of the whole group (`Algorithm.uses_group_sums`)."""
+        return replace(self, data={**self.data, "group_sum": total[None]})
 
     def members(self, start: int, stop: int) -> Example:
         """The same for members start .. stop - 1 only."""

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def training_pass(policy: PipelinePolicy, config: Config, shapes: Shapes, plans:
     part = next(passes([example] * math.ceil(rows / example.rows), rows))
     _, _, cond = inputs(policy, shapes, sum(item.rows for item in part))
     if algorithm.uses_group_sums:
-        part = [replace(item, data={**item.data, "group_sum": torch.zeros(1)}) for item in part]
+        part = [item.with_group_sum(torch.tensor(0.0)) for item in part]
     batch = Batch.of(part, sigma_grid(config.sampling.num_steps), first=False)
     network = _WithoutBase(policy, cond, reward=lambda x, rows: policy.decode(x).flatten(1).mean(1))
     algorithm.loss(batch, network).values.sum().backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -
             if algorithm.uses_group_sums:
                 with torch.no_grad():
                     algorithm.group_term(Batch.of([example], sigma_grid(num_steps), first=True), network)
-                example = replace(example, data={**example.data, "group_sum": torch.zeros(1)})
+                example = example.with_group_sum(torch.tensor(0.0))
             algorithm.loss(Batch.of([example], sigma_grid(num_steps), first=True), network)
     return network.trained, network.without_gradient
 

@@ -153,9 +153,7 @@ class Updater:
             with bounded_by("micro"):
                 terms.append(group_terms_of(self.algorithm, Batch.of(part, self.sigmas, True), self._network(cond)))
         groups = torch.cat(terms).split([len(item.advantages) for item in examples])
-        return [
-            replace(item, data={**item.data, "group_sum": own.sum()[None]}) for item, own in zip(examples, groups, strict=True)
-        ]
+        return [item.with_group_sum(own.sum()) for item, own in zip(examples, groups, strict=True)]
 
     def _accumulate(self, batch: Sequence[Example], cond: Cond, counted: int, first: bool) -> UpdateStats:
         """Computes the gradients of one update, replacing earlier ones; `counted` is the number of members on all ranks."""
