@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from g2rpo import __version__
+from g2rpo.commands import options
 from g2rpo.commands.stopping import stoppable
 from g2rpo.errors import Interrupted, Stopped, UserError, out_of_memory
 
@@ -45,7 +46,7 @@ def print_version(asked: bool) -> None:
 
 
 @app.callback()
-def options(
+def before_any_command(
     version: Annotated[
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -61,26 +62,14 @@ def options(
         allow(source)
 
 
-def recipe_names(incomplete: str) -> list[str]:
-    """Recipes that begin like this, for the shell's completion."""
-    from g2rpo.config import recipes as known
-
-    return [name for name in known.names() if name.startswith(incomplete)]
-
-
-_RECIPE = typer.Argument(help="A recipe's name (see `g2rpo recipes`) or a config.yaml.", autocompletion=recipe_names)
-RecipeOrFile = Annotated[str, _RECIPE]
-RecipeOrNone = Annotated[str | None, _RECIPE]
-
-
 @app.command()
 def train(
-    recipe: RecipeOrNone = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="trainer.iterations=100")] = None,
+    recipe: options.RecipeOrNone = None,
+    overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=100")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir; `g2rpo resume` is shorter.")] = False,
     accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
-    push_to_hub: Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")] = None,
+    push_to_hub: options.PushToHub = None,
 ) -> None:
     """Train a model on rewards."""
     if resume and recipe is not None and "=" in recipe:
@@ -91,13 +80,11 @@ def train(
 @app.command("resume")
 def resume_run(
     run: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted, or that is to go on for longer.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="trainer.iterations=200 sampling.batch_size=32")
-    ] = None,
+    overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=200 sampling.batch_size=32")] = None,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Go on although prompts, model or reward code are not those of before.")
     ] = False,
-    push_to_hub: Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")] = None,
+    push_to_hub: options.PushToHub = None,
 ) -> None:
     """Continue a run where it was stopped, with its own config."""
     _train(None, overrides, run, True, accept_changes, push_to_hub)
@@ -124,8 +111,8 @@ def _train(
 
 @app.command()
 def plan(
-    recipe: RecipeOrFile,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.lora_rank=64")] = None,
+    recipe: options.RecipeOrFile,
+    overrides: Annotated[list[str] | None, options.key_values("policy.lora_rank=64")] = None,
     device: Annotated[str | None, typer.Option(help="A card such as h200 or rtx4090; default this machine.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, a device each, that share the prompts.")] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of these, on one machine; default up to 8.")] = None,
@@ -185,8 +172,8 @@ def push(
 
 @app.command()
 def encode(
-    recipe: RecipeOrFile,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="prompts.cache=FOLDER")] = None,
+    recipe: options.RecipeOrFile,
+    overrides: Annotated[list[str] | None, options.key_values("prompts.cache=FOLDER")] = None,
 ) -> None:
     """Store the text embeddings of a recipe's prompts ahead of training."""
     from g2rpo.commands.encode import encode as run
@@ -198,8 +185,8 @@ def encode(
 def sample(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to draw.")] = None,
     run: Annotated[Path | None, typer.Option(help="A run directory: its model and its tuned weights.")] = None,
-    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")] = None,
-    weights: Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")] = None,
+    model: options.Model = None,
+    weights: options.Weights = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")] = None,
     image: Annotated[
         list[Path] | None, typer.Option(help="An input picture for the prompts given here, for models that edit.")
@@ -208,8 +195,8 @@ def sample(
     strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
     shift: Annotated[float | None, typer.Option(help="Time shift of the sampler; default the run's, else the model's.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")] = None,
-    size: Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")] = None,
+    guidance: options.Guidance = None,
+    size: options.Size = None,
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     video: Annotated[str, typer.Option(help="Files of clips: webp, or mp4 with imageio and ffmpeg.")] = "webp",
@@ -249,20 +236,18 @@ def sample(
 
 @app.command()
 def evaluate(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="policy.dtype=bfloat16 rewards.clip.options.path=...")
-    ] = None,
+    overrides: Annotated[list[str] | None, options.key_values("policy.dtype=bfloat16 rewards.clip.options.path=...")] = None,
     run: Annotated[Path | None, typer.Option(help="A finished run: its model, weights, held-out prompts and rewards.")] = None,
-    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")] = None,
-    weights: Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")] = None,
+    model: options.Model = None,
+    weights: options.Weights = None,
     prompts: Annotated[
         str | None, typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN, testbed:heldout or words:heldout.")
     ] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N prompts.")] = None,
     rewards: Annotated[str | None, typer.Option(help="Names with commas between them, or a YAML file.")] = None,
     steps: Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")] = None,
-    size: Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")] = None,
+    guidance: options.Guidance = None,
+    size: options.Size = None,
     seed: Annotated[int | None, typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pictures at a time.")] = None,
     out: Annotated[Path, typer.Option(help="A folder for the results; one already begun is finished.")] = Path("evaluation"),
@@ -317,14 +302,14 @@ def report(
 @app.command()
 def demo(
     run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
-    model: Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")] = None,
+    model: options.Model = None,
     weights: Annotated[Path | None, typer.Option("--weights", "--adapter", help="An adapter/ or a transformer/.")] = None,
     rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="With --model: guidance scale, default the model's own.")] = None,
-    size: Annotated[int | None, typer.Option(help="With --model: height and width in pixels.")] = None,
-    host: Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")] = "127.0.0.1",
+    guidance: options.Guidance = None,
+    size: options.Size = None,
+    host: options.Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
-    token_env: Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")] = None,
+    token_env: options.TokenEnv = None,
 ) -> None:
     """Show base and tuned pictures and a group of the algorithm in the browser."""
     from g2rpo.commands import demo as command
@@ -342,8 +327,8 @@ def demo(
 
 @app.command()
 def compare(
-    recipe: RecipeOrFile,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of every run.")] = None,
+    recipe: options.RecipeOrFile,
+    overrides: Annotated[list[str] | None, options.key_values("Of every run.")] = None,
     algorithms: Annotated[str, typer.Option(help="Names with commas between them; the recipe's own keeps its values.")] = "",
     cell: Annotated[
         list[str] | None,
@@ -384,7 +369,7 @@ def compare(
 @app.command()
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(help="Show one, with the reason for every value.", autocompletion=recipe_names)
+        str | None, typer.Argument(help="Show one, with the reason for every value.", autocompletion=options.recipe_names)
     ] = None,
 ) -> None:
     """List the recipes, or explain one."""
@@ -402,10 +387,10 @@ def recipes(
 @app.command()
 def serve_reward(
     kind: Annotated[str, typer.Argument(help="A reward's name, e.g. hpsv2 or function.")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="path=..., device=cuda")] = None,
-    host: Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")] = "127.0.0.1",
+    options: Annotated[list[str] | None, options.key_values("path=..., device=cuda")] = None,
+    host: options.Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
-    token_env: Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")] = None,
+    token_env: options.TokenEnv = None,
 ) -> None:
     """Serve a reward over HTTP, for a trainer elsewhere."""
     from g2rpo.commands.serve import serve_reward as serve

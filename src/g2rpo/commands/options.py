@@ -1,0 +1,37 @@
+"""Arguments and options that several commands share, with their help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.models import ArgumentInfo
+
+
+def recipe_names(incomplete: str) -> list[str]:
+    """Recipes that begin like this, for the shell's completion."""
+    from g2rpo.config import recipes as known  # imports pydantic, which `--help` does not need
+
+    return [name for name in known.names() if name.startswith(incomplete)]
+
+
+def key_values(help: str) -> ArgumentInfo:
+    """Any number of KEY=VALUE, shown with `help`, which gives an example of such keys."""
+    argument: ArgumentInfo = typer.Argument(metavar="[KEY=VALUE]...", help=help)
+    return argument
+
+
+_RECIPE = typer.Argument(help="A recipe's name (see `g2rpo recipes`) or a config.yaml.", autocompletion=recipe_names)
+RecipeOrFile = Annotated[str, _RECIPE]
+RecipeOrNone = Annotated[str | None, _RECIPE]
+
+Model = Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")]
+Weights = Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")]
+Guidance = Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")]
+Size = Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")]
+
+PushToHub = Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")]
+
+Host = Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")]
+TokenEnv = Annotated[str | None, typer.Option(help="An environment variable that holds the token to ask for.")]
