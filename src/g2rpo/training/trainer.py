@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from g2rpo.algorithms.contracts import advantages_of, choice_of, plans_of
 from g2rpo.config.schema import Config, grid_of
-from g2rpo.errors import Preempted, RolledBack, Stopped
+from g2rpo.errors import Preempted
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images, scores_after
 from g2rpo.input_pictures import images_of
-from g2rpo.monitor.alarms import ADVICE, alarms_of
+from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
@@ -31,6 +30,7 @@ from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.seeding import generator_for
 from g2rpo.training.collector import Collected, Collector
+from g2rpo.training.early_stop import EarlyStop
 from g2rpo.training.evaluator import Evaluator
 from g2rpo.training.first_group import save_first_group
 from g2rpo.training.header import header_of
@@ -74,8 +74,6 @@ class Trainer:
         self.iteration = 0
         self.stopping = False
         self.rolled_back_from: int | None = None
-        self.endings: set[str] = set()  # "stop" or "rollback", from alarms that are new in this iteration
-        self.unscored = dict.fromkeys(self.rewards, 0)  # iterations in a row without any score
         self.files = RunFiles(self.run_dir, self.world, self.notify)
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self.algorithm = c.algorithm
@@ -85,9 +83,7 @@ class Trainer:
         self.evaluated_on = grid_of(c.sampling.shift, self.policy, c.evaluation.num_steps or c.sampling.num_steps)
         entries = self.policy.noise([generator_for("alarms")]).numel()
         self.alarms = alarms_of(c, self.algorithm, self.sigmas, entries)
-        self.may_roll_back = any(c.alarms.of(name) == "rollback" for name in ADVICE)
-        if self.may_roll_back and self.run_dir is None:
-            raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
+        self.early_stop = EarlyStop(config=c, rewards=list(self.rewards), alarms=self.alarms, files=self.files)
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
         self.order = PromptOrder(self.prompts, c.trainer.seed)
@@ -175,17 +171,17 @@ class Trainer:
             if self._is_to_be_judged():
                 yield logged(self._evaluate_unless_stopped())
                 self._stop_if_asked()
-                self._heed_alarms()
+                self.early_stop.end_if_asked(self.iteration, self.roll_back)
             while self.iteration < c.iterations:
                 yield (row := logged(self.iterate()))
-                self._give_up_on(row)
+                self.early_stop.check_limits(row, self.updater.skipped_in_a_row, self.save)
                 self._stop_if_asked()  # an evaluation that the interrupted run did not finish
                 if self._is_to_be_judged():
                     yield logged(self._evaluate_unless_stopped())
                     self._stop_if_asked()
-                if self.iteration % c.checkpoint_every == 0 or self.iteration == c.iterations or self.endings:
+                if self.iteration % c.checkpoint_every == 0 or self.iteration == c.iterations or self.early_stop.asked:
                     self.save()
-                self._heed_alarms()
+                self.early_stop.end_if_asked(self.iteration, self.roll_back)
 
     def iterate(self) -> Row:
         """Runs one iteration; returns its metrics."""
@@ -250,7 +246,7 @@ class Trainer:
             "seconds_overlapped": collected.seconds_overlapped,
             **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
         }
-        self._announce(self.alarms.see(row), row)
+        self.early_stop.see(row)
         return row
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
@@ -301,8 +297,10 @@ class Trainer:
         watch.lap("evaluation")
         row = self.evaluator.row(self.iteration, evaluation)
         row["seconds"] = watch.seconds["evaluation"]
-        self._announce(self.alarms.see(row, evaluation.scores), row)
-        if self.may_roll_back and self.world.total(self.alarms.best_so_far)[0]:  # on all ranks together: shards are gathered
+        self.early_stop.see(row, evaluation.scores)
+        if (
+            self.early_stop.may_roll_back and self.world.total(self.alarms.best_so_far)[0]
+        ):  # on all ranks together: shards are gathered
             self.persistence.keep_best(self.iteration)
         return row
 
@@ -354,10 +352,12 @@ class Trainer:
         }  # runs of older versions have none
         return [*complaints, *gaps(directory, self.alarms.rows, found)]
 
-    def roll_back(self) -> None:
-        """Restores the weights of the best evaluation, for `finish` and `export`; checkpoints are unchanged."""
+    def roll_back(self) -> int:
+        """Restores the weights of the best evaluation, for `finish` and `export`, and returns its iteration; checkpoints are
+        unchanged."""
         best = self.persistence.take_best(self.iteration)
         self.rolled_back_from, self.iteration = self.iteration, best
+        return best
 
     def _is_to_be_judged(self) -> bool:
         """Whether an evaluation is due that the log lacks: after this iteration, or after the one in which a run was
@@ -383,7 +383,7 @@ class Trainer:
         """Saves and raises `Preempted`, on all ranks, if `stopping` is set on any."""
         if self.world.total(self.stopping)[0]:
             self._save_what_was_learnt()
-            self._heed_alarms()
+            self.early_stop.end_if_asked(self.iteration, self.roll_back)
             raise self._preempted()
 
     def _save_what_was_learnt(self) -> None:
@@ -394,26 +394,6 @@ class Trainer:
         self.stopping = False
         return Preempted(f"stopped after iteration {self.iteration}, as asked; {self.files.command} continues it")
 
-    def _announce(self, new: Sequence[str], row: Row) -> None:
-        """Calls `notify` for the new alarms of a row, and stores their action."""
-        for name in new:
-            self.endings |= {self.config.alarms.of(name)} & {"stop", "rollback"}
-            if self.world.is_main:
-                self.notify(
-                    f"alarm after iteration {row['iteration']}: {name}: {row['alarms'][name]}. What helps: {ADVICE[name]}"
-                )
-
-    def _heed_alarms(self) -> None:
-        """Ends the run, with a checkpoint, if the action of a new alarm is to stop or roll back."""
-        asked, self.endings = self.endings, set()
-        if "rollback" in asked:
-            self.roll_back()
-            best = f"the weights are those of iteration {self.iteration}, the best evaluation kept"
-            stopped = f"stopped by an alarm after iteration {self.rolled_back_from}"
-            raise RolledBack(f"{stopped}; {best}; {self.files.command} continues without going back")
-        if "stop" in asked and self.iteration < self.config.trainer.iterations:
-            raise Stopped(f"stopped by an alarm after iteration {self.iteration}; {self.files.command} continues all the same")
-
     def _find_sizes(self, cond: Cond) -> None:
         """Measures batch sizes that are `auto`, up to the largest that an iteration can use."""
         if self.sizes.auto:
@@ -421,19 +401,3 @@ class Trainer:
             most = max(members, len(self.evaluator.own()))
             with self.shards.sampling():
                 self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)
-
-    def _give_up_on(self, row: Row) -> None:
-        """Raises `Stopped` after too many iterations without a score or a finite gradient; weights are those of the last
-        update."""
-        limits = self.config.trainer
-        for name in self.rewards:
-            self.unscored[name] = self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0
-            if self.unscored[name] >= limits.max_unscored:
-                how_long = f"{self.unscored[name]} iterations in a row (trainer.max_unscored)"
-                raise Stopped(f"iteration {self.iteration}: reward '{name}' gave no score at all in {how_long}")
-        if self.updater.skipped_in_a_row >= limits.max_skipped:
-            self.save()
-            how_long = f"{self.updater.skipped_in_a_row} updates in a row (trainer.max_skipped)"
-            raise Stopped(
-                f"iteration {self.iteration}: the gradient was not finite in {how_long}; the weights before are saved"
-            )
