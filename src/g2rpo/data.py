@@ -100,6 +100,14 @@ Solver = Literal["euler", "ab2", "dpmpp2m"]
 """The ODE solver of a tail (`rollout.tails`)."""
 
 
+def check_pairs(*, shared_noise: bool = True, group_size: int = 2) -> None:
+    """ValueError unless the members of a group can be antithetic pairs."""
+    if not shared_noise:
+        raise ValueError("antithetic pairs need shared_noise=true: the two differ by the sign of their noise alone")
+    if group_size % 2:
+        raise ValueError(f"antithetic pairs need an even group_size, got {group_size}")
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the members of one group are sampled: where noise enters, and how a member is finished.
@@ -128,8 +136,8 @@ class Plan:
             raise ValueError(f"a plan needs 0 <= branch <= merge, got branch={self.branch}, merge={self.merge}")
         if self.branch == self.merge and self.shared_noise:
             raise ValueError("a plan without stochastic steps needs shared_noise=False: all members would be alike")
-        if self.antithetic and not self.shared_noise:
-            raise ValueError("an antithetic plan needs shared_noise=True: a pair differs by the sign of its noise alone")
+        if self.antithetic:
+            check_pairs(shared_noise=self.shared_noise)
         if not self.tails:
             raise ValueError("a plan needs at least one tail")
         for tail in self.tails:

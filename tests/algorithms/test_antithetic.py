@@ -72,9 +72,9 @@ def test_every_algorithm_with_shared_noise_can_have_them(name):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm.group_size=13"], "group_size must be even, got 13"),
-        (["algorithm.name=mixgrpo", "algorithm.group_size=7"], "group_size must be even, got 7"),
-        (["algorithm.name=flow_grpo"], "antithetic=true needs shared_noise=true"),
+        (["algorithm.group_size=13"], "algorithm: antithetic pairs need an even group_size, got 13"),
+        (["algorithm.name=mixgrpo", "algorithm.group_size=7"], "antithetic pairs need an even group_size, got 7"),
+        (["algorithm.name=flow_grpo"], "antithetic pairs need shared_noise=true"),
     ],
 )
 def test_what_cannot_be_paired_is_refused(overrides, message):
@@ -83,7 +83,7 @@ def test_what_cannot_be_paired_is_refused(overrides, message):
 
 
 def test_plans_and_engines_refuse_it_as_well():
-    with pytest.raises(ValueError, match="needs shared_noise=True"):
+    with pytest.raises(ValueError, match="antithetic pairs need shared_noise=true"):
         Plan(0, 1, ((1, 2),), shared_noise=False, antithetic=True)
     with pytest.raises(ValueError, match="even group_size, got 5"):
         rollout(Plan(1, 2, ((2, 3, 4, 5, 6),), antithetic=True), size=5)

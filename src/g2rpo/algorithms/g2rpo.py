@@ -24,8 +24,8 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from g2rpo.algorithms.allocation import Allocator, Auto
-from g2rpo.algorithms.grpo import unpaired
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
+from g2rpo.data import check_pairs
 from g2rpo.flow import TailEnd, flow_sde, sde_kernel, tail
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.seeding import draw_below
@@ -77,7 +77,6 @@ class GranularGRPO(PolicyGradient):
                 self.group_size < 2,
                 f"group_size must be at least 2 (a group of one has no advantage), got {self.group_size}",
             ),
-            *unpaired(self.antithetic, self.group_size),
             (not self.branch_steps, "branch_steps is empty: noise must enter somewhere"),
             (len(set(self.branch_steps)) < len(self.branch_steps), f"branch_steps repeats a step: {self.branch_steps}"),
             (any(step < 0 for step in self.branch_steps), f"branch_steps must be >= 0, got {self.branch_steps}"),
@@ -106,6 +105,8 @@ class GranularGRPO(PolicyGradient):
         ):
             if wrong:
                 raise ValueError(message)
+        if self.antithetic:
+            check_pairs(group_size=self.group_size)
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         return sde_kernel(flow_sde(sigmas, self.eta))

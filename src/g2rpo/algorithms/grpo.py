@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
+from g2rpo.data import check_pairs
 from g2rpo.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
 from g2rpo.types import Kernel, Plan, UpdateEvery
@@ -41,20 +42,6 @@ def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool, antith
     if noisy_last_step:
         return window(0, num_steps, num_steps, shared_noise, tuple(range(last)), antithetic)
     return window(0, last, num_steps, shared_noise, antithetic=antithetic)
-
-
-def unpaired(antithetic: bool, group_size: int, shared_noise: bool = True) -> tuple[tuple[bool, str], ...]:
-    """What keeps the members of a group from being antithetic pairs: (is it so, message)."""
-    return (
-        (
-            antithetic and group_size % 2 > 0,
-            f"antithetic=true takes members in pairs: group_size must be even, got {group_size}",
-        ),
-        (
-            antithetic and not shared_noise,
-            "antithetic=true needs shared_noise=true: a pair differs by the sign of its noise alone",
-        ),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +76,6 @@ class GRPO(PolicyGradient):
         too_noisy = self.sde == "cps" and self.eta >= 1
         for wrong, message in (
             (self.group_size < 2, f"group_size must be at least 2 (a group of one has no advantage), got {self.group_size}"),
-            *unpaired(self.antithetic, self.group_size, self.shared_noise),
             (not self.eta > 0, f"eta must be positive (without noise there is nothing to learn from), got {self.eta}"),
             (too_noisy, f"eta must be below 1 with sde=cps (at 1 a step forgets where it came from), got {self.eta}"),
             (not self.clip_range > 0, f"clip_range must be positive, got {self.clip_range}"),
@@ -102,6 +88,8 @@ class GRPO(PolicyGradient):
         ):
             if wrong:
                 raise ValueError(message)
+        if self.antithetic:
+            check_pairs(shared_noise=self.shared_noise, group_size=self.group_size)
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         if self.sde == "cps":

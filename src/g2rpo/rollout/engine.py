@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from g2rpo.data import check_pairs
 from g2rpo.flow import ode_step
 from g2rpo.rollout.sharing import Node
 from g2rpo.rollout.tails import EXACT, Past, Tails
@@ -198,8 +199,7 @@ def _draw(group_size: int, latent: Sequence[int], generator: torch.Generator, an
     """The members' noise [G, ...], standard normal; `antithetic`: (e_0, -e_0, e_1, -e_1, ...)."""
     if not antithetic:
         return torch.randn(group_size, *latent, generator=generator)
-    if group_size % 2:
-        raise ValueError(f"antithetic pairs need an even group_size, got {group_size}")
+    check_pairs(group_size=group_size)
     half = torch.randn(group_size // 2, *latent, generator=generator)
     return torch.stack([half, -half], 1).flatten(0, 1)
 
