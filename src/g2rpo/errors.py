@@ -1,4 +1,4 @@
-"""Errors that end a command with a message instead of a traceback."""
+"""Errors that end a command with a message instead of a traceback, and what messages share."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ class RankLost(Stopped):
 
 class RewardFailed(Stopped):
     """A reward raised an exception or returned a wrong result. Its cause, if any, has the traceback."""
+
+
+def at_least_one(**numbers: int) -> None:
+    """ValueError that names the first of these numbers that is below 1."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
 
 
 def out_of_memory(error: BaseException) -> bool:

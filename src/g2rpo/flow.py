@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.data import Normal, per_row, precise, times
+from g2rpo.errors import at_least_one
 from g2rpo.types import Kernel
 
 Diffusion = Callable[[Tensor], Tensor]
@@ -31,8 +32,7 @@ def sigma_grid(num_steps: int, shift: float = 1.0) -> Tensor:
     `shift` > 0; 1 leaves the grid uniform, above 1 spends more steps near the noise. Computed in float32, as published code
     does: floor(1000 * sigma), the network's input in G2RPO's code, depends on the last bit.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    at_least_one(num_steps=num_steps)
     if not shift > 0:
         raise ValueError(f"shift must be positive, got {shift}")
     u = torch.linspace(1, 0, num_steps + 1)
@@ -49,8 +49,7 @@ def scheduler_grid(num_steps: int, shift: float = 1.0) -> Tensor:
     (huggingface/diffusers#13243), and the last step is tiny: 0.0089 -> 0 at shift 3. SD3's pipelines use this grid, FLUX's do
     not.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    at_least_one(num_steps=num_steps)
     if not shift > 0:
         raise ValueError(f"shift must be positive, got {shift}")
     lowest = shift * 0.001 / (1 + (shift - 1) * 0.001)
@@ -158,8 +157,7 @@ def tail(start: int, num_steps: int, granularity: int, end: TailEnd = "reference
     """
     if not 0 <= start < num_steps:
         raise ValueError(f"a tail must start before the end: start={start}, num_steps={num_steps}")
-    if granularity < 1:
-        raise ValueError(f"granularity must be at least 1, got {granularity}")
+    at_least_one(granularity=granularity)
     strided = list(range(start + 1, num_steps + 1, granularity))
     visited = strided[:-1] if end == "reference" else [step for step in strided if step < num_steps]
     return (start, *visited, num_steps)

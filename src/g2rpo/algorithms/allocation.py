@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, at_least_one
 from g2rpo.objectives import group_normalize, mix_rewards
 from g2rpo.statistics import ranks
 from g2rpo.types import Plan
@@ -47,12 +47,12 @@ class Auto:
     spend: Literal["members", "time"] = "members"
 
     def __post_init__(self) -> None:
+        at_least_one(calibrate_every=self.calibrate_every)
         for wrong, message in (
             (
                 len(self.candidates) < 2 or any(a >= b for a, b in zip(self.candidates, self.candidates[1:], strict=False)),
                 f"candidates must be two granularities or more, from fine to coarse, got {self.candidates}",
             ),
-            (self.calibrate_every < 1, f"calibrate_every must be at least 1, got {self.calibrate_every}"),
             (not 0 <= self.floor <= 1, f"floor must lie in [0, 1], got {self.floor}"),
             (not 0 < self.forget <= 1, f"forget must lie in (0, 1], got {self.forget}"),
             (not self.image_cost >= 0, f"image_cost must not be negative, got {self.image_cost}"),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, mean_square
 from g2rpo.data import Plan
+from g2rpo.errors import at_least_one
 
 TINY = 1e-10
 """Of the published code: added to an error before it is raised to a power below 1."""
@@ -50,8 +51,7 @@ class AWM(ForwardProcess):
         super().__post_init__()
         if not self.old_weight >= 0:
             raise ValueError(f"old_weight must not be negative, got {self.old_weight}")
-        if self.times < 1:
-            raise ValueError(f"times must be at least 1, got {self.times}")
+        at_least_one(times=self.times)
         if not 0 < self.power <= 1:
             raise ValueError(f"power must lie in (0, 1], got {self.power}")
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, mean_square, noised_at
 from g2rpo.data import Batch, Plan
+from g2rpo.errors import at_least_one
 from g2rpo.types import Network
 
 
@@ -52,8 +53,8 @@ class DGPO(ForwardProcess):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least_one(times=self.times)
         for wrong, message in (
-            (self.times < 1, f"times must be at least 1, got {self.times}"),
             (self.times > self.first_steps, f"times must be at most first_steps={self.first_steps}, got {self.times}"),
             (not self.strength >= 0, f"strength must not be negative, got {self.strength}"),
             (not self.clip_range > 0, f"clip_range must be positive, got {self.clip_range}"),

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.errors import at_least_one
 from g2rpo.objectives import RewardMix
 from g2rpo.seeding import draw_below
 from g2rpo.types import Plan, UpdateEvery
@@ -48,9 +49,8 @@ class MixGRPO(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("window_size", "window_iterations", "stride", "longest_stay", "shortest_stay"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        counts = ("window_size", "window_iterations", "stride", "longest_stay", "shortest_stay")
+        at_least_one(**{name: getattr(self, name) for name in counts})
         if not self.decay_rate >= 0:
             raise ValueError(f"decay_rate must not be negative, got {self.decay_rate}")
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.data import Batch, Example, Loss, Normal, Plan, Rollout, per_row
+from g2rpo.errors import at_least_one
 from g2rpo.flow import ode_step
 from g2rpo.seeding import generator_for
 from g2rpo.types import Algorithm, Draw, Kernel, Network
@@ -42,12 +43,12 @@ class ReFL(Algorithm):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
+        at_least_one(last_steps=self.last_steps)
         for wrong, message in (
             (
                 self.group_size < 2,
                 f"group_size must be at least 2 (the log compares pictures of a prompt), got {self.group_size}",
             ),
-            (self.last_steps < 1, f"last_steps must be at least 1, got {self.last_steps}"),
             (not self.scale > 0, f"scale must be positive, got {self.scale}"),
         ):
             if wrong:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, at_least_one
 from g2rpo.rewards.pixels import check_batch, score_in_batches, to_pil
 from g2rpo.types import Prompt
 
@@ -45,8 +45,7 @@ class OCR:
     def __init__(
         self, *, detect: bool = True, contains: bool = False, exact: bool = False, width: int = 320, workers: int | None = None
     ) -> None:
-        if width < 1 or (workers is not None and workers < 1):
-            raise ValueError(f"width and workers must be at least 1, got {width} and {workers}")
+        at_least_one(width=width, workers=1 if workers is None else workers)
         self.detect, self.contains, self.exact, self.workers = detect, contains, exact, workers
         self.engine = load_engine(width)
         self._warned = False

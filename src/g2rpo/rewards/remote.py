@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.errors import at_least_one
 from g2rpo.rewards.pixels import score_in_batches, to_pil
 from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
 from g2rpo.types import Prompt
@@ -66,8 +67,7 @@ class RemoteReward:
         self.batch_size, self.concurrency = batch_size, concurrency
         self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
         check_patience(timeout_s=timeout_s, retries=retries, backoff_s=backoff_s, concurrency=concurrency)
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        at_least_one(batch_size=batch_size)
         if check:
             url = endpoint(url, "/health")
             self.right = request_json(url, token=self.token, timeout_s=min(timeout_s, 10.0), read=parse_right)

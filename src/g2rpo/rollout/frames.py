@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from g2rpo.errors import at_least_one
 from g2rpo.types import Reward
 
 
@@ -28,9 +29,7 @@ class Frames:
     batch_size: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("every", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        at_least_one(every=self.every, batch_size=self.batch_size)
         if self.reduce not in ("mean", "min"):
             raise ValueError(f"reduce must be mean or min, got {self.reduce!r}")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.data import Cond, Plan, Solver
+from g2rpo.errors import at_least_one
 from g2rpo.flow import ode_step, per_row
 from g2rpo.rollout.sharing import Node, prefix_tree
 
@@ -53,8 +54,7 @@ class Tails:
     quantize: Literal["none", "int8"] = "none"
 
     def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise ValueError(f"stride must be at least 1, got {self.stride}")
+        at_least_one(stride=self.stride)
         if self.stride > 1 and self.solver == "euler":
             raise ValueError(
                 "stride needs a second-order solver (ab2 or dpmpp2m); longer Euler jumps are algorithm.granularities"

@@ -77,7 +77,7 @@ class World:
             padded, counts = self._padded(own)
             parts = [torch.empty_like(padded) for _ in counts]
             dist.all_gather(parts, padded, group=self.group)
-        return [part[:count] for part, count in zip(parts, counts, strict=True)]
+        return _unpadded(parts, counts)
 
     def gather_to_main(self, own: Tensor) -> Tensor:
         """As `gather`, but on rank 0 only; the others return their own rows."""
@@ -87,7 +87,7 @@ class World:
             padded, counts = self._padded(own)
             parts = [torch.empty_like(padded) for _ in counts] if self.is_main else None
             dist.gather(padded, parts, group=self.group, group_dst=0)
-        return own if parts is None else torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return own if parts is None else torch.cat(_unpadded(parts, counts))
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         """The bytes of several ranks, of which each has some, in rank order, on every rank."""
@@ -229,6 +229,11 @@ def _publish(store: Any, words: str) -> None:
     """Publishes why this rank stopped, unless another rank has already."""
     with suppress(RuntimeError):  # the store ends with rank 0
         store.compare_set(_REASON, "", words)
+
+
+def _unpadded(parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Each part without the rows that `World._padded` added."""
+    return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
