@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from benchmarks.second_reader import available, read_words
 from g2rpo.commands.evaluate import evaluate, run_settings
 from g2rpo.commands.train import train
 from g2rpo.monitor.metrics import read_metrics
+from g2rpo.statistics import in_proportion
 from g2rpo.testbed.words.language import parse
 
 SHOWN, COLUMNS = 24, 4  # words in the picture
@@ -117,16 +117,6 @@ def save_picture(judged: list[dict[str, Any]], folder: Path, steps: int, path: P
         ]
         panels.append((f"{heading}: {100 * statistics.mean(marks):.0f} % right", f"of {len(rows)} unseen words", words))
     before_and_after(panels, COLUMNS).quantize(192).save(path, optimize=True)
-
-
-def in_proportion(outcomes: Sequence[tuple[bool, bool]], count: int) -> list[int]:
-    """The indices of `count` words, in their order: of each outcome (right before, right after) as large a share as among all
-    (rounded by the largest remainders), and of that outcome the first ones."""
-    exact = {outcome: count * outcomes.count(outcome) / len(outcomes) for outcome in dict.fromkeys(outcomes)}
-    taken = {outcome: int(share) for outcome, share in exact.items()}
-    for outcome in sorted(exact, key=lambda each: taken[each] - exact[each])[: count - sum(taken.values())]:
-        taken[outcome] += 1
-    return sorted(i for each, n in taken.items() for i in [i for i, outcome in enumerate(outcomes) if outcome == each][:n])
 
 
 def print_row(name: str, values: list[dict[str, float]]) -> None:

@@ -1,11 +1,11 @@
-"""Bootstrap intervals against normal theory, and their edges."""
+"""Bootstrap intervals against normal theory and their edges; samples in proportion."""
 
 import math
 
 import numpy as np
 import pytest
 
-from g2rpo.statistics import bootstrap_mean
+from g2rpo.statistics import bootstrap_mean, in_proportion
 
 
 def sample(count, seed=0, scale=2.0):
@@ -53,3 +53,12 @@ def test_few_values_give_no_interval():
     one, none = bootstrap_mean([2.0]), bootstrap_mean([math.nan])
     assert (one.mean, one.count) == (2.0, 1) and math.isnan(one.low)
     assert math.isnan(none.mean) and none.count == 0
+
+
+def test_a_sample_is_in_proportion():
+    """5 of 12 with outcomes 6, 3, 2, 1 times: 2.5, 1.25, .83 and .42 of them. Rounded down 2, 1, 0, 0; two remainders are
+    largest."""
+    stays, gains, fails, loses = (True, True), (False, True), (False, False), (True, False)
+    outcomes = [fails, stays, stays, gains, stays, loses, stays, gains, stays, fails, stays, gains]
+    assert in_proportion(outcomes, 5) == [0, 1, 2, 3, 4]
+    assert in_proportion(outcomes, 12) == in_proportion(outcomes, 20) == list(range(12))

@@ -1,7 +1,8 @@
-"""Statistics: bootstrap intervals, and spread and rank correlation within groups."""
+"""Statistics: bootstrap intervals, samples in proportion, and spread and rank correlation within groups."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,17 @@ def bootstrap_crossed(values: ArrayLike, *, resamples: int = 2000, level: float 
     counts = ((seeds @ valid) * prompts).sum(1)
     low, high = np.quantile((totals / np.maximum(counts, 1))[counts > 0], [(1 - level) / 2, (1 + level) / 2])
     return Interval(mean, float(low), float(high), count)
+
+
+def in_proportion(outcomes: Sequence[Hashable], count: int) -> list[int]:
+    """The indices of `count` items (all, if there are fewer), in their order: of each outcome as large a share as among all,
+    rounded by the largest remainders, and of that outcome the first ones."""
+    count = min(count, len(outcomes))
+    exact = {outcome: count * outcomes.count(outcome) / len(outcomes) for outcome in dict.fromkeys(outcomes)}
+    taken = {outcome: int(share) for outcome, share in exact.items()}
+    for outcome in sorted(exact, key=lambda each: taken[each] - exact[each])[: count - sum(taken.values())]:
+        taken[outcome] += 1
+    return sorted(i for each, n in taken.items() for i in [i for i, outcome in enumerate(outcomes) if outcome == each][:n])
 
 
 def group_std(rewards: Tensor) -> Tensor:

@@ -71,7 +71,9 @@ class Reward(Protocol):
     """Scores pictures: raw, unweighted, higher is better. NaN means "no score" and is masked out of its group.
 
     If a score separates right pictures from wrong ones, an attribute `right` may give the least score of a right picture:
-    pictures are then marked, and the share of right ones is logged.
+    pictures are then marked, and the share of right ones is logged. `right_in_words` says what a right picture does, for the
+    first sentence of the report: "Spells {} texts" becomes "Spells 71 % of 192 unseen texts"; words without {}, such as "in the
+    asked colour", follow those of another reward.
 
     Clips of a video policy, [B, T, 3, H, W], are scored by their frames (`rollout.frames`). A reward with an attribute
     `video = True` gets whole clips instead, one with `latent = True` the final latents [B, ...] (as `Policy.decode` takes

@@ -15,6 +15,7 @@ from g2rpo.evaluation.heldout import (
     evaluate,
     least_scores,
     load_evaluation,
+    right_in_words,
     save_evaluation,
     verdicts,
 )
@@ -24,7 +25,11 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.pictures import NOTE, RIGHT, WRONG, Strip, figure, save_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
+from g2rpo.rewards.geneval import GenEval
+from g2rpo.rewards.ocr import OCR
 from g2rpo.testbed.rewards import SceneAccuracy
+from g2rpo.testbed.words.judges import WordColour
+from g2rpo.training.evaluator import chosen
 from tests.support.runs import brightness, trainer
 
 NAN = math.nan
@@ -155,6 +160,31 @@ def test_a_function_may_say_what_is_right(tmp_path):
     assert least_scores({"mine": FunctionReward(f"{tmp_path / 'mine.py'}:f")}) == {"mine": 0.5}
 
 
+def test_rewards_say_in_words_what_is_right(tmp_path):
+    def saying(words, right=1.0):
+        reward = Least(right)
+        reward.right_in_words = words
+        return reward
+
+    spells, draws, colour = saying("Spells {} texts"), saying("Draws {} things"), saying("in the asked colour")
+    assert right_in_words({"a": spells, "b": saying("Spells {} texts"), "c": brightness}) == "Spells {} texts"
+    assert right_in_words({"a": colour, "b": spells}) == "Spells {} texts in the asked colour"
+    assert right_in_words({"a": colour, "b": spells, "c": saying("alone")}) == "Spells {} texts in the asked colour and alone"
+    for rewards in ([spells, draws], [spells, Least(1)], [colour], [Least(1)], [brightness]):
+        assert right_in_words(dict(enumerate(rewards))) is None  # some say nothing, or two say different things
+    assert right_in_words({"a": spells, "b": saying("unheard", right=None)}) == "Spells {} texts"
+    for wrong in (3, "{} and {}"):
+        with pytest.raises(UserError, match="reward 'a': `right_in_words` is a text with {} once or never"):
+            least_scores({"a": saying(wrong)})
+    (tmp_path / "mine.py").write_text(
+        "def f(i, p):\n    return [1.0] * len(p)\nf.right = 0.5\nf.right_in_words = 'Fills {} skies'\n"
+    )
+    assert right_in_words({"mine": FunctionReward(f"{tmp_path / 'mine.py'}:f")}) == "Fills {} skies"
+    built_in = {"ocr": OCR, "colour": WordColour}
+    assert right_in_words(built_in) == "Spells {} texts in the asked colour"
+    assert right_in_words({"a": SceneAccuracy, "b": GenEval}) == "Draws what {} prompts ask for"
+
+
 def test_evaluations_keep_their_verdicts(tmp_path):
     rewards = {"bright": Least(0.4), "other": brightness}
     sizes = {"batch_size": 4, "decode_batch_size": 4}
@@ -188,14 +218,31 @@ def test_a_run_says_how_many_pictures_are_right(tmp_path):
     assert results["right"]["base"] == rows[0]["right"] == float((base.scores["bright"] >= 0.5).float().mean())
     assert results["right"]["tuned"] == rows[-1]["right"] == float((tuned.scores["bright"] >= 0.5).float().mean())
     assert results["right"]["error"] == rows[-1]["right_stderr"] and rows[0]["right_stderr"] == 0
+    places, how = chosen([base.right, tuned.right], 2, 3)
     grid = read_grid(tmp_path / "samples" / "before_after.png")
     for cells, right, side in zip(grid.scores, grid.right, (base, tuned), strict=True):
-        assert [cell["bright"] for cell in cells] == side.scores["bright"][:2].tolist()
-        assert right == [bool(value) for value in side.right[:2]]
+        assert [cell["bright"] for cell in cells] == side.scores["bright"][places].tolist()
+        assert right == [bool(value) for value in side.right[places]]
     with Image.open(tmp_path / "samples" / "before_after.png") as canvas:
         note = json.loads(canvas.info[NOTE])["note"]
     shares = f"the base draws {100 * rows[0]['right']:.0f} % right and the tuned model {100 * rows[-1]['right']:.0f} %"
-    assert note == (
-        f"The first 2 of 3 held-out prompts, in their order; both rows from the same noise. Right: bright at least 0.5. "
-        f"Of all 3, {shares}."
+    assert note == (f"{how}.\nBoth rows from the same noise. Right: bright at least 0.5. Of all 3, {shares}.")
+    assert results["right"]["least"] == {"bright": 0.5} and "in_words" not in results["right"]
+    during = read_grid(tmp_path / "samples" / "iteration_000002.png")
+    assert during.note == ("The first 2 of 3 held-out prompts, in their order.\nAfter iteration 2. Right: bright at least 0.5.")
+
+
+def test_pictures_before_and_after_are_in_the_proportions_of_all():
+    """Ten prompts: 4 became right, 1 wrong, 2 stayed right, 2 wrong, 1 has no verdict. Of 4 that is 1.6, .4, .8, .8 and .4:
+    1 by rounding down, and the three largest remainders are those of both that stayed and of what became right."""
+    before = torch.tensor([1.0, 1, 0, 0, 0, 1, 0, 0, 0, NAN])
+    after = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 1, 1, 1])
+    places, how = chosen([before, after], 4, 10)
+    assert places == [0, 2, 3, 6]
+    assert how == (
+        "4 of 10 held-out prompts, in the proportions of all: 2 of 4 that became right, 0 of 1 that became wrong, "
+        "1 of 2 that stayed right, 1 of 2 that stayed wrong, 0 of 1 that have no verdict"
     )
+    for right in ([before], [before, None], [None, None]):
+        assert chosen(right, 4, 10) == ([0, 1, 2, 3], "The first 4 of 10 held-out prompts, in their order")
+    assert chosen([None], 8, 3)[0] == [0, 1, 2]

@@ -234,7 +234,33 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     assert "✓" not in Page(render(read_runs([make_run(tmp_path / "plain")]))).words  # nothing there can tell
 
 
-def said(directory, rewards, right=None, alarms=(), prompts=192):
+def test_pictures_in_the_proportions_of_all_come_first_and_the_first_prompts_during_the_run_below(tmp_path):
+    """A run whose before_after.png has other prompts than its evaluations, as where a reward tells right from wrong."""
+    directory = make_run(tmp_path / "run")
+    how = "3 of 9 held-out prompts, in the proportions of all: 2 of 6 that became right, 1 of 3 that stayed wrong."
+    rows = [
+        Strip(torch.rand(3, 3, 4, 4), side, {}, torch.tensor(right))
+        for side, right in (("base", [0, 0, 0]), ("tuned", [1, 1, 0]))
+    ]
+    save_grid(directory / "samples" / "before_after.png", rows, ["a", "b", "c"], f"{how}\nBoth rows from the same noise.")
+    page = Page(render(read_runs([directory])))
+    pictures = [a["alt"] for a in page.all("img") if not a["alt"].startswith("member ")]
+    assert pictures[:6] == [f"{side}: {prompt}" for prompt in "abc" for side in ("Base model", "After iteration 4")]
+    assert pictures[6:9] == ["Base model: 0", "After iteration 2: 0", "After iteration 4: 0"] and len(pictures) == 12
+    assert how in page.words and "Both rows" not in page.words and page.words.count("✓ right") == 2
+    (slider,) = [a for a in page.all("input") if "data-iterations" in a]
+    assert slider["data-iterations"] == "0,2,4" and page.all("details", class_="progress")
+    shorter = make_run(tmp_path / "shorter", "evaluation.every=4")
+    (directory / "samples" / "before_after.png").rename(shorter / "samples" / "before_after.png")
+    page = Page(render(read_runs([shorter])))
+    assert len(page.all("img", alt="After iteration 4: a")) == 1 and not page.all(
+        "details", class_="progress"
+    )  # no evaluation between
+    (shorter / "results.json").unlink()  # unfinished
+    assert not Page(render(read_runs([shorter]))).all("img", alt="After iteration 4: a")
+
+
+def said(directory, rewards, right=None, alarms=(), prompts=192, words=""):
     """The summary of a run with these results: {name: (trained, base, tuned, error)}."""
     names = {name: {"weight": 1} for name, row in rewards.items() if row[0]}
     judged = {name: {"weight": 1} for name, row in rewards.items() if not row[0]}
@@ -243,7 +269,7 @@ def said(directory, rewards, right=None, alarms=(), prompts=192):
     table = {name: dict(zip(("base", "tuned", "error"), row[1:], strict=True)) for name, row in rewards.items()}
     results = {"iteration": 4, "prompts": prompts, "rewards": table}
     if right:
-        results["right"] = dict(zip(("base", "tuned", "error"), right, strict=True))
+        results["right"] = dict(zip(("base", "tuned", "error"), right, strict=True)) | ({"in_words": words} if words else {})
     (directory / "results.json").write_text(json.dumps(results))
     row = {"kind": "eval", "iteration": 4, "seconds": 1.0, "alarms": dict.fromkeys(alarms, "seen")}
     (directory / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -268,6 +294,10 @@ def test_the_summary_says_what_happened_in_plain_words(tmp_path):
     assert both == (
         "one fell from 0.500 to 0.300 on 192 unseen prompts (± 0.098); other went from 0.500 to 0.510 on 192 unseen prompts "
         "(± 0.098, no clear change). Fallen: one, two. 2 alarms: a, b."
+    )
+    spells = said(tmp_path / "spells", {"one": up}, right=(0.32, 0.71, 0.036), words="Spells {} texts in the asked colour")
+    assert spells == (
+        "Spells 71 % of 192 unseen texts in the asked colour, was 32 % (+39 ± 7 points). No other score was judged. No alarm."
     )
     claim(tmp_path / "e", config())
     assert summary(*read_runs([tmp_path / "e"])).startswith("Nothing can be said yet")

@@ -7,7 +7,6 @@ from PIL import Image
 from benchmarks.fast_tails import agreement
 from benchmarks.machine import matmul_rate
 from benchmarks.published_loop import PublishedLoop
-from benchmarks.quickstart import in_proportion
 from benchmarks.rollout import published_evaluations
 from benchmarks.second_reader import available, read_words
 from g2rpo.algorithms.g2rpo import GranularGRPO
@@ -39,15 +38,6 @@ def test_agreement_of_rewards():
     assert (found["spearman"], found["groups"]) == (pytest.approx(0), 2)
     assert found["spearman_std"] == pytest.approx(2**0.5)  # of +1 and -1
     assert found["spread_in_groups"] == pytest.approx(2 / 3)
-
-
-def test_the_words_of_the_readmes_picture_are_in_proportion():
-    """5 of 12 with outcomes 6, 3, 2, 1 times: 2.5, 1.25, .83 and .42 of them. Rounded down 2, 1, 0, 0; two remainders are
-    largest."""
-    stays, gains, fails, loses = (True, True), (False, True), (False, False), (True, False)
-    outcomes = [fails, stays, stays, gains, stays, loses, stays, gains, stays, fails, stays, gains]
-    assert in_proportion(outcomes, 5) == [0, 1, 2, 3, 4]
-    assert in_proportion(outcomes, 12) == list(range(12))
 
 
 def test_the_rate_of_a_matrix_product_is_counted_right():

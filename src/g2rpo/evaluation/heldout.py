@@ -128,9 +128,27 @@ def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:
     """The least score of a right picture, for each reward that defines it; UserError if that is no number."""
     said = {name: value for name, reward in rewards.items() if (value := getattr(reward, "right", None)) is not None}
     for name, value in said.items():
+        _in_words(name, rewards[name])
         if not isinstance(value, int | float):
             raise UserError(f"reward '{name}': `right` is the least score of a right picture, a number; it is {value!r:.80}")
     return said
+
+
+def right_in_words(rewards: Mapping[str, Reward]) -> str | None:
+    """What right pictures do, such as "Spells {} texts in the asked colour", with {} for a share of so many. None unless every
+    reward that defines right pictures says it by its attribute `right_in_words`, and exactly one of these texts has {}."""
+    said = dict.fromkeys(_in_words(name, rewards[name]) for name in least_scores(rewards))
+    main = [words for words in said if words and "{}" in words]
+    if None in said or len(main) != 1:
+        return None
+    return " ".join([main[0], " and ".join(words for words in said if words and words not in main)]).strip()
+
+
+def _in_words(name: str, reward: Reward) -> str | None:
+    words = getattr(reward, "right_in_words", None)
+    if words is not None and not (isinstance(words, str) and words.count("{}") <= 1):
+        raise UserError(f"reward '{name}': `right_in_words` is a text with {{}} once or never; it is {words!r:.80}")
+    return words
 
 
 def evaluation_of_all(world: World, own: Evaluation, prompts: Sequence[str]) -> Evaluation:

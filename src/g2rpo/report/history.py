@@ -115,6 +115,11 @@ class Run:
         """The number of held-out prompts of `changes`, if known."""
         return None if self.newest_results is None else self.newest_results.get("prompts")
 
+    @property
+    def right_in_words(self) -> str:
+        """What right pictures do, with {} for their share; unfinished runs do not say it."""
+        return ((self.newest_results or {}).get("right") or {}).get("in_words") or "Right on {} prompts"
+
     def changes(self) -> list[Change]:
         """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
         if (results := self.newest_results) is not None:
@@ -171,6 +176,8 @@ def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:
     for row in [*results["rewards"].values(), *([results["right"]] if "right" in results else [])]:
         if not all(isinstance(row[key], int | float) for key in ("base", "tuned", "error")):
             raise ValueError("a reward's result is no number")
+    if not isinstance(results.get("right", {}).get("in_words", ""), str):
+        raise ValueError("what is right is no text")
     if not isinstance(results["iteration"], int):
         raise ValueError("its iteration is no whole number")
     return results

@@ -27,24 +27,29 @@ def summary(run: Run) -> str:
     if not changes:
         return "Nothing can be said yet: there is no second evaluation to compare the base model's with."
     right = run.right()
-    outcome = _right(right) if right is not None else "; ".join(_changed(c) for c in changes if c.trained)
-    prompts = f"{run.judged_prompts} unseen prompts" if run.judged_prompts else "unseen prompts"
-    return f"{outcome.replace('PROMPTS', prompts)}. {_fallen(changes)} {_alarms(run)}"
+    unseen = f"{run.judged_prompts} unseen" if run.judged_prompts else "unseen"
+    if right is not None:
+        outcome = _right(right, run.right_in_words, unseen)
+    else:
+        outcome = "; ".join(_changed(c, unseen) for c in changes if c.trained)
+    return f"{outcome}. {_fallen(changes)} {_alarms(run)}"
 
 
-def _right(change: Change) -> str:
+def _right(change: Change, words: str, unseen: str) -> str:
     points, margin = 100 * (change.tuned - change.base), 100 * Z * change.error
     doubt = {"no clear change": ", no clear change", "unknown": ""}.get(verdict(change), "")
     interval = f" ({signed(points, 0)}{f' ± {margin:.0f}' if math.isfinite(margin) else ''} points{doubt})"
-    return f"Right on {_percent(change.tuned)} of PROMPTS, was {_percent(change.base)}{interval}"
+    return f"{words.replace('{}', f'{_percent(change.tuned)} of {unseen}')}, was {_percent(change.base)}{interval}"
 
 
-def _changed(change: Change) -> str:
+def _changed(change: Change, unseen: str) -> str:
     digits, said = decimals(change.error), verdict(change)
     word = {"higher": "rose", "lower": "fell"}.get(said, "went")
     doubt = ", no clear change" if said == "no clear change" else ""
     margin = f" (± {fixed(Z * change.error, digits)}{doubt})" if math.isfinite(change.error) else ""
-    return f"{change.reward} {word} from {fixed(change.base, digits)} to {fixed(change.tuned, digits)} on PROMPTS{margin}"
+    return (
+        f"{change.reward} {word} from {fixed(change.base, digits)} to {fixed(change.tuned, digits)} on {unseen} prompts{margin}"
+    )
 
 
 def _fallen(changes: Sequence[Change]) -> str:

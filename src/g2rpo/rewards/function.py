@@ -32,8 +32,9 @@ class FunctionReward:
     `target` is the function or class, or its place as "path/to/file.py:name".
 
     The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It returns B
-    numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attributes `right`, `video`,
-    `latent`, `waits`, `state` and `observe`, if it has them, are the reward's (`types.Reward`). Its exceptions are not caught.
+    numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attributes `right`,
+    `right_in_words`, `video`, `latent`, `waits`, `state` and `observe`, if it has them, are the reward's (`types.Reward`). Its
+    exceptions are not caught.
     Raises ValueError if the function cannot be loaded.
     """
 
@@ -43,7 +44,7 @@ class FunctionReward:
         self.target = target if isinstance(target, str) else found.__qualname__
         self.function: Any = found(**given) if isinstance(found, type) else found
         self.options = {} if isinstance(found, type) else given
-        self.right = getattr(self.function, "right", None)
+        self.right, self.right_in_words = (getattr(self.function, name, None) for name in ("right", "right_in_words"))
         self.video, self.latent, self.waits = (bool(getattr(self.function, n, False)) for n in ("video", "latent", "waits"))
 
     @property

@@ -52,6 +52,7 @@ class GenEval:
     """
 
     right = 1.0
+    right_in_words = "Draws what {} prompts ask for"
     wants = "metadata in GenEval's format: `include`, a list of objects with class and count"
 
     def __init__(

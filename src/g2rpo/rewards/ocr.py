@@ -40,6 +40,7 @@ class OCR:
     """
 
     right = 1.0
+    right_in_words = "Spells {} texts"
     wants = "a text to show: put it in quotes, or in the metadata as `text`"
 
     def __init__(

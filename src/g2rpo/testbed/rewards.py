@@ -40,6 +40,7 @@ class SceneAccuracy:
     """
 
     right = 1.0
+    right_in_words = "Draws what {} prompts ask for"
 
     def __init__(self, *, partial: float = 0.0) -> None:
         if not 0 <= partial <= 1:

@@ -19,6 +19,7 @@ from g2rpo.evaluation.heldout import (
     iteration_name,
     least_scores,
     load_evaluation,
+    right_in_words,
     save_evaluation,
     save_scores,
     scores_after,
@@ -31,11 +32,15 @@ from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
+from g2rpo.statistics import in_proportion
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import RESULTS
-from g2rpo.training.run_files import RunFiles, clips_path, pictures_path
+from g2rpo.training.run_files import BEFORE_AFTER, RunFiles, clips_path, pictures_path
 from g2rpo.types import Policy, Reward
 
+OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
+"""What became of a picture by its verdicts before and after training."""
+UNKNOWN = "have no verdict"
 BASELINE = "baseline.safetensors"  # the base model's evaluation: comparing with it needs no second copy of the weights
 
 
@@ -43,7 +48,7 @@ BASELINE = "baseline.safetensors"  # the base model's evaluation: comparing with
 class Evaluator:
     """Evaluates the (averaged) weights on `heldout` prompts by `rewards`, which are trained on, and `judges`, which are not.
 
-    Pictures are sampled on the grid `sigmas` from fixed noise of `seed`; the first `shown` are kept as a grid.
+    Pictures are sampled on the grid `sigmas` from fixed noise of `seed`; `shown` of them are kept as a grid.
     """
 
     policy: Policy
@@ -61,6 +66,10 @@ class Evaluator:
     """The base model's evaluation, once there is one."""
     _base_look: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def judged_by(self) -> Mapping[str, Reward]:
+        return {**self.rewards, **self.judges}
+
     def own(self) -> Sequence[str]:
         """The held-out prompts that this rank evaluates: all of them if there are fewer prompts than ranks."""
         return self.shards.world.shard_or_all(self.heldout)
@@ -73,7 +82,7 @@ class Evaluator:
             return evaluate(
                 self.policy,
                 own,
-                {**self.rewards, **self.judges},
+                self.judged_by,
                 self.sigmas,
                 seed=self.seed,
                 batch_size=self.sizes.rollout,
@@ -96,7 +105,7 @@ class Evaluator:
                     save_evaluation(path, evaluation)
             with self.files.written(scores_after(iteration)) as path:
                 save_scores(path, evaluation)
-            self._save_grid(iteration_name(iteration), {"": evaluation}, f"after iteration {iteration}")
+            self._save_grid(iteration_name(iteration), {"": evaluation}, f"After iteration {iteration}")
         row: Row = {"kind": "eval", "iteration": iteration}
         row |= {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self.base()
@@ -126,8 +135,10 @@ class Evaluator:
         results: dict[str, Any] = {"iteration": iteration, "prompts": len(base.prompts)}
         results["rewards"] = {name: asdict(row) for name, row in table.items()}
         if (right := compare_right(base, tuned)) is not None:
-            results["right"] = asdict(right)
-        self._save_grid("before_after", {"base": base, "tuned": tuned}, "both rows from the same noise", right)
+            results["right"] = {**asdict(right), "least": least_scores(self.judged_by)}
+            if (words := right_in_words(self.judged_by)) is not None:
+                results["right"]["in_words"] = words
+        self._save_grid(BEFORE_AFTER, {"base": base, "tuned": tuned}, "Both rows from the same noise", right)
         if rolled_back_from is not None:
             results["rolled_back_from"] = rolled_back_from
         with self.files.written(RESULTS) as path:
@@ -146,15 +157,20 @@ class Evaluator:
         return dict(json.loads(world.broadcast_text(json.dumps(row))))
 
     def _save_grid(self, name: str, rows: Mapping[str, Evaluation], which: str, right: Comparison | None = None) -> None:
-        """Pictures of the first held-out prompts with the scores that are trained on, a row for each labelled evaluation."""
-        n = self.shown
+        """Pictures of `chosen` held-out prompts with the scores that are trained on, a row for each labelled evaluation."""
+        places, how = chosen([one.right for one in rows.values()], self.shown, len(self.heldout))
         strips = [
-            Strip(one.images[:n], label, {reward: one.scores[reward][:n] for reward in self.rewards}, one.right)
+            Strip(
+                one.images[places],
+                label,
+                {reward: one.scores[reward][places] for reward in self.rewards},
+                None if one.right is None else one.right[places],
+            )
             for label, one in rows.items()
         ]
-        prompts = list(self.heldout)[:n]
-        note = f"The first {len(prompts)} of {len(self.heldout)} held-out prompts, in their order; {which}."
-        if least := least_scores({**self.rewards, **self.judges}):
+        prompts = [self.heldout[place] for place in places]
+        note = f"{how}.\n{which}."
+        if least := least_scores(self.judged_by):
             note += f" Right: {' and '.join(f'{reward} at least {value:g}' for reward, value in least.items())}."
         if right is not None:
             shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
@@ -164,3 +180,18 @@ class Evaluator:
                 save_moving_grid(path, strips, prompts, note, seconds_of(self.policy, strips[0].images.shape[1]))
         with self.files.written(pictures_path(name)) as path:
             save_grid(path, strips, prompts, note)
+
+
+def chosen(right: Sequence[Tensor | None], shown: int, total: int) -> tuple[list[int], str]:
+    """The places of the `shown` held-out prompts of a grid, and how they were chosen: in the proportions of all if `right` has
+    the verdicts before and after training, else the first ones."""
+    before, after = right if len(right) == 2 else (None, None)
+    if before is None or after is None:
+        places = list(range(min(shown, total)))
+        return places, f"The first {len(places)} of {total} held-out prompts, in their order"
+    became = [OUTCOMES.get(pair, UNKNOWN) for pair in zip(before.tolist(), after.tolist(), strict=True)]
+    places = in_proportion(became, shown)
+    of_shown = [became[place] for place in places]
+    kinds = [*OUTCOMES.values(), *([UNKNOWN] if UNKNOWN in became else [])]
+    counts = ", ".join(f"{of_shown.count(kind)} of {became.count(kind)} that {kind}" for kind in kinds)
+    return places, f"{len(places)} of {total} held-out prompts, in the proportions of all: {counts}"

@@ -17,10 +17,11 @@ from g2rpo.config.schema import Config
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.files import is_hub_id, write_whole
 from g2rpo.plain import parse_json, read_text
+from g2rpo.training.run_files import BEFORE_AFTER, clips_path, pictures_path
 
 CARD, RESULTS = "README.md", "results.json"
-PICTURES = ("samples/before_after.png", "curves.png")
-CLIPS = "samples/before_after.webp"  # where a run's pictures move
+PICTURES = (pictures_path(BEFORE_AFTER), "curves.png")
+CLIPS = clips_path(BEFORE_AFTER)  # where a run's pictures move
 
 
 def finished_at(run_dir: Path) -> int | None:

@@ -103,6 +103,9 @@ class RunFiles:
         return f"\nThe whole traceback is in {path}; {self.command} continues from the last checkpoint."
 
 
+BEFORE_AFTER = "before_after"
+
+
 def pictures_path(name: str) -> str:
     """The path of a grid of pictures in a run directory."""
     return f"samples/{name}.png"

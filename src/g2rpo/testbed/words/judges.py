@@ -40,6 +40,7 @@ class WordColour(_Judge):
     """1 where the ink is nearest to the asked colour of the six, else 0."""
 
     right = 1.0
+    right_in_words = "in the asked colour"
 
     def score(self, image: Tensor, word: Word) -> float:
         return float(colour_of(image) == word.colour)
