@@ -243,6 +243,9 @@ def test_pictures_before_and_after_are_in_the_proportions_of_all():
         "4 of 10 held-out prompts, in the proportions of all: 2 of 4 that became right, 0 of 1 that became wrong, "
         "1 of 2 that stayed right, 1 of 2 that stayed wrong, 0 of 1 that have no verdict"
     )
+    assert chosen([before[:5], before[:5]], 2, 5)[1].endswith(
+        "none that became right, none that became wrong, 1 of 2 that stayed right, 1 of 3 that stayed wrong"
+    )
     for right in ([before], [before, None], [None, None]):
         assert chosen(right, 4, 10) == ([0, 1, 2, 3], "The first 4 of 10 held-out prompts, in their order")
     assert chosen([None], 8, 3)[0] == [0, 1, 2]

@@ -193,5 +193,6 @@ def chosen(right: Sequence[Tensor | None], shown: int, total: int) -> tuple[list
     places = in_proportion(became, shown)
     of_shown = [became[place] for place in places]
     kinds = [*OUTCOMES.values(), *([UNKNOWN] if UNKNOWN in became else [])]
-    counts = ", ".join(f"{of_shown.count(kind)} of {became.count(kind)} that {kind}" for kind in kinds)
-    return places, f"{len(places)} of {total} held-out prompts, in the proportions of all: {counts}"
+    counts = [f"{of_shown.count(kind)} of {n}" if (n := became.count(kind)) else "none" for kind in kinds]
+    told = ", ".join(f"{count} that {kind}" for count, kind in zip(counts, kinds, strict=True))
+    return places, f"{len(places)} of {total} held-out prompts, in the proportions of all: {told}"
