@@ -34,6 +34,7 @@ from g2rpo.runtime.memory import batch_sizes
 from g2rpo.types import Algorithm
 
 EXAMPLES = 4
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def of_model(model: str, size: int | None, guidance: float | None, rewards: dict
     return replace(cast, rewards=table, judges={}) if table else cast
 
 
-def open_studio(cast: Cast, weights: Path | None, notify: Callable[[str], None], heldout: Sequence[str] = ()) -> Studio:
+def open_studio(cast: Cast, weights: Path | None, notify: Say, heldout: Sequence[str] = ()) -> Studio:
     """Builds the objects of `cast`, and loads tuned weights."""
     device = components.pick_device(cast.policy.device)
     rewards, judges = (build_rewards(table, device) for table in (cast.rewards, cast.judges))
@@ -193,52 +194,21 @@ def demo(
         if error.name != "gradio":
             raise
         raise UserError("the demo needs Gradio: pip install gradio") from None
-    from g2rpo.demo.views import drawing_html, lesson_html, run_html
+    from g2rpo.demo.views import run_html
 
     def say(words: str) -> None:
         console.print(words, highlight=False, soft_wrap=True, markup=False)
 
     say(f"{cast.title}: building the policy and {len(cast.rewards) + len(cast.judges)} rewards ...")
-    heldout: Sequence[str] = []
-    if cast.prompts:
-        try:
-            heldout = build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
-        except UserError as error:
-            say(f"no examples: {error}")
+    heldout = _heldout(cast, say)
     studio = open_studio(cast, weights, say, heldout)
-    log, opening = None, Opening()
-    if run is not None:
-        try:
-            log = read_runs([run])[0]
-            if own:
-                opening = opening_of(log, {**studio.rewards, **studio.judges}, list(studio.rewards))
-        except UserError as error:
-            say(f"the run's log tells nothing: {error}")
-    elif weights is not None:
+    log, opening = _history(run, studio if own else None, say)
+    if run is None and weights is not None:
         cast = replace(cast, story="with and without tuned weights")
     examples = [str(prompt) for prompt in dict.fromkeys([*heldout[opening.number :][:1], *heldout])][:EXAMPLES]
-    drawn = lesson = ""
-    if examples:
-        say("drawing a held-out prompt to open with ...")
-        scale, steps = studio.policy.guidance_scale, studio.steps or studio.sampling.num_steps
-        try:
-            drawing = draw(studio, examples[0], seed=studio.seed, steps=steps, guidance=scale)
-            drawn = drawing_html(drawing, opening.rule)
-            if cast.policy.path in RECIPES:  # a second or two; of a large model a group takes minutes
-                lesson = lesson_html(learn(studio, examples[0], seed=studio.seed, plan=0, tuned=False))
-        except (UserError, RewardFailed) as error:
-            say(f"it was not drawn: {error}")
-    page = app.build(
-        app.Stage(
-            studio,
-            cast.title,
-            facts(cast, log),
-            examples,
-            drawn,
-            lesson,
-            (lambda: run_html(read_runs([run])[0])) if run is not None else None,
-        )
-    )
+    drawn, lesson = _first_views(cast, studio, examples[0], opening, say) if examples else ("", "")
+    report = (lambda: run_html(read_runs([run])[0])) if run is not None else None
+    page = app.build(app.Stage(studio, cast.title, facts(cast, log), examples, drawn, lesson, report))
     try:
         address = app.serve(page, host, port, token, uploads=studio.input_pictures[1] > 0)
     except OSError as error:
@@ -249,3 +219,45 @@ def demo(
     except KeyboardInterrupt:
         say("stopped")
     page.close(verbose=False)
+
+
+def _heldout(cast: Cast, say: Say) -> Sequence[str]:
+    """The held-out prompts of `cast`; none if their source cannot be read."""
+    if not cast.prompts:
+        return []
+    try:
+        return build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
+    except UserError as error:
+        say(f"no examples: {error}")
+        return []
+
+
+def _history(run: Path | None, studio: Studio | None, say: Say) -> tuple[Run | None, Opening]:
+    """The log of a run, and what a page about its own weights in `studio` opens with."""
+    if run is None:
+        return None, Opening()
+    log = None
+    try:
+        log = read_runs([run])[0]
+        if studio is not None:
+            return log, opening_of(log, {**studio.rewards, **studio.judges}, list(studio.rewards))
+    except UserError as error:
+        say(f"the run's log tells nothing: {error}")
+    return log, Opening()
+
+
+def _first_views(cast: Cast, studio: Studio, prompt: str, opening: Opening, say: Say) -> tuple[str, str]:
+    """HTML of the drawing and the group that the page opens with; of large models no group, which takes minutes."""
+    from g2rpo.demo.views import drawing_html, lesson_html
+
+    say("drawing a held-out prompt to open with ...")
+    scale, steps = studio.policy.guidance_scale, studio.steps or studio.sampling.num_steps
+    drawn = lesson = ""
+    try:
+        drawing = draw(studio, prompt, seed=studio.seed, steps=steps, guidance=scale)
+        drawn = drawing_html(drawing, opening.rule)
+        if cast.policy.path in RECIPES:
+            lesson = lesson_html(learn(studio, prompt, seed=studio.seed, plan=0, tuned=False))
+    except (UserError, RewardFailed) as error:
+        say(f"it was not drawn: {error}")
+    return drawn, lesson

@@ -19,7 +19,7 @@ from g2rpo.flow import ode_step
 from g2rpo.input_pictures import check_counts
 from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.policies.pipelines import PipelinePolicy
-from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import decode, score
 from g2rpo.runtime.memory import BatchSizes
@@ -100,6 +100,18 @@ class Studio:
         if not chosen or not set(chosen) <= set(self.offered):
             raise UserError(f"choose granularities of {', '.join(map(str, self.offered))}")
         return replace(self.algorithm, granularities=chosen, granularity_weights=None)  # type: ignore[type-var]
+
+    def engine(self, prompt: str) -> Engine:
+        """An engine that samples `prompt` as training does, with the policy's own network for tails."""
+        return Engine(
+            policy=self.policy,
+            cond=self.policy.encode([prompt]),
+            sigmas=self.grid(self.sampling.num_steps),
+            batch_size=self.sizes.rollout,
+            anchor_dtype=getattr(torch, self.sampling.anchor_dtype),
+            sample_dtype=getattr(torch, self.sampling.sample_dtype),
+            tails=self.sampling.tails,
+        )
 
     @contextmanager
     def model(self, tuned: bool, guidance: float, strength: float = 1.0) -> Iterator[None]:
@@ -227,14 +239,8 @@ def learn(
     """
     prompt, seed = checked(prompt, seed)
     asked, _ = studio.prompt(prompt, images)
-    if plan not in range(len(studio.plans)):
-        raise UserError(f"there is no such branch: {plan}")
-    s, algorithm = studio.sampling, studio.with_granularities(granularities)
-    chosen = plans_of(algorithm, s.num_steps, 0, studio.seed)[plan]
-    if algorithm.uses_rewards:
-        raise UserError("the algorithm learns from the gradient of its rewards: it has no group to compare")
-    if chosen.branch == chosen.merge:
-        raise UserError("the algorithm learns from finished pictures: its rollout has no stochastic step to show")
+    algorithm, chosen = _group_to_show(studio, plan, granularities)
+    s = studio.sampling
     sigmas = studio.grid(s.num_steps)
     total = count_evaluations([chosen], algorithm.group_size, s.tails) + s.num_steps * chosen.shared_noise
 
@@ -242,30 +248,10 @@ def learn(
         return generator_for(seed, "rollout", 0, row, *purpose)  # the trainer's key
 
     def sampled() -> Lesson:
-        done = 0
-
-        def more(rows: int) -> None:
-            nonlocal done
-            done += rows
-            on_progress(done, total)
-
-        cond = studio.policy.encode([asked])
-        engine = Engine(
-            policy=studio.policy,
-            cond=cond,
-            sigmas=sigmas,
-            batch_size=studio.sizes.rollout,
-            anchor_dtype=getattr(torch, s.anchor_dtype),
-            sample_dtype=getattr(torch, s.sample_dtype),
-            tails=s.tails,
-            on_rows=more,
-        )
+        engine = studio.engine(asked)
+        engine.on_rows = lambda rows: on_progress(engine.evaluations, total)
         (rollout,) = engine.rollout([chosen], algorithm.group_size, algorithm.kernel(sigmas), noise)
-        predictions = None
-        if chosen.shared_noise:
-            anchors = engine.anchors(range(s.num_steps), noise)
-            walk = [ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors.items()]
-            predictions, _ = _decoded(studio, torch.cat(walk))
+        predictions = _predictions(studio, engine, noise) if chosen.shared_noise else None
         shape = rollout.finals.shape[:2]
         finals, scores = _decoded(studio, rollout.finals.flatten(0, 1), studio.rewards, asked)
         rewards = scores.unflatten(1, shape)
@@ -289,6 +275,27 @@ def learn(
 
     with studio.model(tuned, studio.policy.guidance_scale):
         return studio.sizes.fit(sampled)
+
+
+def _group_to_show(studio: Studio, plan: int, granularities: Collection[int] | None) -> tuple[Algorithm, Plan]:
+    """The algorithm with these granularities, and its plan of this number; `UserError` if there is no group to compare."""
+    if plan not in range(len(studio.plans)):
+        raise UserError(f"there is no such branch: {plan}")
+    algorithm = studio.with_granularities(granularities)
+    chosen = plans_of(algorithm, studio.sampling.num_steps, 0, studio.seed)[plan]
+    if algorithm.uses_rewards:
+        raise UserError("the algorithm learns from the gradient of its rewards: it has no group to compare")
+    if chosen.branch == chosen.merge:
+        raise UserError("the algorithm learns from finished pictures: its rollout has no stochastic step to show")
+    return algorithm, chosen
+
+
+def _predictions(studio: Studio, engine: Engine, noise: Noise) -> Tensor:
+    """[T, 3, H, W], the image as the anchor predicts it at every step."""
+    sigmas = engine.sigmas
+    anchors = engine.anchors(range(engine.num_steps), noise)
+    predicted = [ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors.items()]
+    return _decoded(studio, torch.cat(predicted))[0]
 
 
 def _decoded(
