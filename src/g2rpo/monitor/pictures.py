@@ -21,6 +21,7 @@ from g2rpo.monitor.clips import stills, webp
 INK, SOFT, PAPER = (40, 40, 46), (93, 96, 105), (255, 255, 255)
 RIGHT, WRONG = (0, 97, 158), (182, 70, 0)
 LINE = 15  # pixels from one line of text to the next
+HEAD = 46  # pixels above the first row, for the prompts
 CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
 NOTE = "g2rpo-grid"  # the PNG text chunk with the layout
 
@@ -75,40 +76,36 @@ def save_moving_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str]
 
 def _drawn(strips: Sequence[Strip], prompts: Sequence[str], note: str) -> tuple[Image.Image, dict[str, Any]]:
     """A grid, and what is where on it."""
-    font = ImageFont.load_default(size=12)
     width, height = _cell(strips[0].images)
     inputs = [_beside(read_inputs(prompt), width, height) for prompt in prompts]
-    labels = [*(strip.label for strip in strips), *(["input"] if any(inputs) else [])]
-    left, gap = (64 if any(labels) else 8), 8
-    top = 46 + (height + gap if any(inputs) else 0)
+    labelled = any(inputs) or any(strip.label for strip in strips)
+    left, gap = (64 if labelled else 8), 8
+    top = HEAD + (height + gap if any(inputs) else 0)
     under = LINE * max(len(strip.scores) + (strip.right is not None) for strip in strips)
     right, step = left + len(prompts) * (width + gap), height + under + gap
+    bottom = top + len(strips) * step
     words = [line for part in note.split("\n") for line in textwrap.wrap(part, max(20, (right - 16) // 6))]
-    canvas = Image.new("RGB", (right, top + len(strips) * step + LINE * len(words)), PAPER)
+    columns = [left + c * (width + gap) for c in range(len(prompts))]
+    boxes = [[(x, top + r * step) for x in columns] for r in range(len(strips))]
+
+    canvas = Image.new("RGB", (right, bottom + LINE * len(words)), PAPER)
     draw = ImageDraw.Draw(canvas)
-    boxes = [[(left + c * (width + gap), top + r * step) for c in range(len(prompts))] for r in range(len(strips))]
-    for prompt, (x, _) in zip(prompts, boxes[0], strict=True):
-        lines = textwrap.wrap(prompt, width // 6)
-        text = "\n".join([*lines[:2], lines[2] + " ..."] if len(lines) > 3 else lines)
-        draw.multiline_text((x, 3), text, fill=INK, font=font, spacing=1)
+    draw.font = ImageFont.load_default(size=12)
+    for prompt, x in zip(prompts, columns, strict=True):
+        draw.multiline_text((x, 3), _three_lines(prompt, width // 6), fill=INK, spacing=1)
     if any(inputs):
-        draw.text((8, 46 + height // 2 - 8), "input", fill=INK, font=font)
-    for picture, (x, _) in zip(inputs, boxes[0], strict=True):
+        _label(draw, "input", HEAD, height)
+    for picture, x in zip(inputs, columns, strict=True):
         if picture is not None:
-            canvas.paste(picture, (x, 46))
+            canvas.paste(picture, (x, HEAD))
     for strip, corners in zip(strips, boxes, strict=True):
-        draw.text((8, corners[0][1] + height // 2 - 8), strip.label, fill=INK, font=font)
-        for index, (x, y) in enumerate(corners):
-            canvas.paste(_small(stills(strip.images)[index], (width, height)), (x, y))
-            y += height + 1
-            if strip.right is not None:
-                _mark(draw, x, y, strip.verdict(index), font)
-                y += LINE
-            for line in strip.said(index):
-                draw.text((x, y), line, fill=SOFT, font=font)
-                y += LINE
+        _label(draw, strip.label, corners[0][1], height)
+        for index, corner in enumerate(corners):
+            canvas.paste(_small(stills(strip.images)[index], (width, height)), corner)
+            _draw_scores(draw, strip, index, corner[0], corner[1] + height + 1)
     for number, line in enumerate(words):
-        draw.text((8, top + len(strips) * step + LINE * number - 2), line, fill=INK, font=font)
+        draw.text((8, bottom + LINE * number - 2), line, fill=INK)
+
     about: dict[str, Any] = {
         "prompts": list(prompts),
         "size": [width, height],
@@ -118,10 +115,29 @@ def _drawn(strips: Sequence[Strip], prompts: Sequence[str], note: str) -> tuple[
         "note": note,
     }
     if any(inputs):
-        about["inputs"] = [
-            [x, 46, *picture.size] if picture else None for picture, (x, _) in zip(inputs, boxes[0], strict=True)
-        ]
+        about["inputs"] = [[x, HEAD, *picture.size] if picture else None for picture, x in zip(inputs, columns, strict=True)]
     return canvas, about
+
+
+def _three_lines(prompt: str, width: int) -> str:
+    """The first three lines of a prompt wrapped at so many characters."""
+    lines = textwrap.wrap(prompt, width)
+    return "\n".join([*lines[:2], lines[2] + " ..."] if len(lines) > 3 else lines)
+
+
+def _label(draw: ImageDraw.ImageDraw, label: str, top: int, height: int) -> None:
+    """The label of a row of pictures, left of its middle."""
+    draw.text((8, top + height // 2 - 8), label, fill=INK)
+
+
+def _draw_scores(draw: ImageDraw.ImageDraw, strip: Strip, index: int, x: int, y: int) -> None:
+    """The verdict and the scores of a picture, a line each."""
+    if strip.right is not None:
+        _mark(draw, x, y, strip.verdict(index))
+        y += LINE
+    for line in strip.said(index):
+        draw.text((x, y), line, fill=SOFT)
+        y += LINE
 
 
 def _cell(images: Tensor) -> tuple[int, int]:
@@ -154,16 +170,16 @@ def _at_frame(canvas: Image.Image, strips: Sequence[Strip], about: Mapping[str, 
     return moved
 
 
-def _mark(draw: ImageDraw.ImageDraw, x: int, y: int, right: bool | None, font: Any) -> None:
+def _mark(draw: ImageDraw.ImageDraw, x: int, y: int, right: bool | None) -> None:
     """A tick or a cross, and the word, so that no reader depends on colour."""
     if right is None:
-        draw.text((x, y), "no verdict", fill=SOFT, font=font)
+        draw.text((x, y), "no verdict", fill=SOFT)
         return
     colour = RIGHT if right else WRONG
     strokes = [((1, 7), (4, 10), (10, 3))] if right else [((1, 3), (9, 11)), ((1, 11), (9, 3))]
     for stroke in strokes:
         draw.line([(x + across, y + down) for across, down in stroke], fill=colour, width=2)
-    draw.text((x + 15, y), "right" if right else "wrong", fill=colour, font=font)
+    draw.text((x + 15, y), "right" if right else "wrong", fill=colour)
 
 
 def _plain(scores: Mapping[str, Tensor], index: int) -> dict[str, float | None]:
