@@ -60,18 +60,12 @@ def plan_memory(
     trained = {kind: {part: _piece(config, size, group) for part, size in sizes.items()} for kind, sizes in whole.items()}
     encoders = sum(size_of(getattr(policy.pipeline, name)) for name in blueprint.parts if name.startswith("text_encoder"))
     parked = cuda and config.prompts.cache != "off"  # used first and then moved off the device; on a CPU they stay
-    here = "cuda" if cuda else "cpu"
-    scoring = {
-        f"reward {name}": known.bytes
-        for name, known in reward_costs.items()
-        if known is not None and known.bytes and known.device.removesuffix(":0") == here
+    always = {
+        **trained["weights"],
+        "VAE": size_of(policy.pipeline.vae),
+        **_reward_models(reward_costs, "cuda" if cuda else "cpu"),
+        **_other_networks(config, policy, group),
     }
-    always = {**trained["weights"], "VAE": size_of(policy.pipeline.vae), **scoring}
-    if config.policy.tuning == "full" and config.algorithm.uses_base:
-        copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
-        always["base copy for the KL term"] = _piece(config, copy, group)
-    if config.sampling.tails.own_network:
-        always["tails' own network"] = _tail_network(config, policy)
     after = {**trained["optimizer"], **({} if parked else {"text encoders": encoders})}
     kept, finals = _latents(config, counts, shapes)
     work = {"latents": kept, "prompt embeddings": counts.prompts_drawn * _row(policy, shapes)}
@@ -125,6 +119,26 @@ def trained_parts(config: Config, policy: PipelinePolicy) -> dict[str, dict[str,
         optimizer["old weights"] = trained
     frozen = size_of(policy.pipeline.transformer) - trained
     return {"weights": {"frozen weights": frozen, "trained weights": trained}, "optimizer": optimizer}
+
+
+def _reward_models(costs: dict[str, RewardCost | None], device: str) -> dict[str, int]:
+    """Bytes of the rewards whose size is known on a device."""
+    return {
+        f"reward {name}": known.bytes
+        for name, known in costs.items()
+        if known is not None and known.bytes and known.device.removesuffix(":0") == device
+    }
+
+
+def _other_networks(config: Config, policy: PipelinePolicy, group: int) -> dict[str, int]:
+    """Bytes of the transformers that a run keeps beside the policy's."""
+    networks = {}
+    if config.policy.tuning == "full" and config.algorithm.uses_base:
+        copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
+        networks["base copy for the KL term"] = _piece(config, copy, group)
+    if config.sampling.tails.own_network:
+        networks["tails' own network"] = _tail_network(config, policy)
+    return networks
 
 
 def _loaded(config: Config, policy: PipelinePolicy) -> int:
