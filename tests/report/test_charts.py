@@ -108,10 +108,10 @@ def test_markup_in_labels_is_text():
 
 
 def test_intervals_share_a_scale():
-    """On a scale that ends at 2, the change 1 sits half way to the right, and its whiskers are z standard errors long."""
-    d = parsed(interval_plot(1.0, 0.25, 2.0, z=2.0)).find(".//path[@class='whisker']").get("d")
+    """On a scale that ends at 2, the change 1 sits half way to the right, and its whiskers end at .5 and 1.5."""
+    d = parsed(interval_plot(1.0, 0.5, 1.5, 2.0)).find(".//path[@class='whisker']").get("d")
     assert d.startswith("M85.5,9H116.5")  # 70 + 62 * (1 -+ 0.5) / 2
-    assert "whisker" not in interval_plot(1.0, float("nan"), 2.0)
+    assert "whisker" not in interval_plot(1.0, float("nan"), float("nan"), 2.0)
 
 
 def test_shares_add_up():

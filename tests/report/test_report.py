@@ -3,15 +3,18 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from safetensors.torch import load_file
 
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
@@ -22,9 +25,11 @@ from g2rpo.monitor.pictures import Strip, save_grid
 from g2rpo.report.charts import compact
 from g2rpo.report.history import Change, read_runs
 from g2rpo.report.page import FRAMES, render
+from g2rpo.report.seeds import repeats
 from g2rpo.report.verdict import summary, verdict
 from g2rpo.report.words import decimals, signed, span
 from g2rpo.runs.directory import claim, record_start, source_commit
+from g2rpo.statistics import bootstrap_crossed
 from tests.support.commands import g2rpo
 from tests.support.runs import PLAIN, brightness, config, trainer
 
@@ -336,6 +341,100 @@ def test_two_runs_share_their_charts(run_dir, other_dir):
     assert len(page.all("ul", class_="legend")) == 4 and page.words.count("first.") == 1
     assert "algorithm.group_size 6 8" in page.words and "algorithm.granularities [1, 2] [1]" in page.words
     assert {line["name"].split(":")[0] for line in charts["Agreement of tails"]["lines"]} == {"first"}  # one tail: no agreement
+
+
+def marked(images, prompts):
+    return brightness(images, prompts)
+
+
+marked.right, marked.right_in_words = 0.5, "Lights {} rooms"
+
+
+def seeded(directory, seed, *overrides):
+    """A finished run of another seed whose trained reward says what is right."""
+    claim(directory, config(f"trainer.seed={seed}", *overrides))
+    t = trainer(directory, f"trainer.seed={seed}", *overrides, rewards={"bright": marked})
+    list(t.train())
+    t.finish()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seeds")
+    return [seeded(folder / str(seed), seed) for seed in (1, 2, 3)]
+
+
+def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prompts(seeds):
+    scores = [[load_file(run / "scores" / f"iteration_{i:06d}.safetensors") for run in seeds] for i in (0, 2, 4)]
+    bright = np.stack([[one["bright"].double().numpy() for one in after] for after in scores])  # [evaluation, seed, prompt]
+    change = bootstrap_crossed(bright[2] - bright[0])
+    (line,) = repeats(read_runs(seeds))
+    found = {one.reward: one for one in line.changes()}
+    assert (found["bright"].base, found["bright"].tuned) == pytest.approx((bright[0].mean(), bright[2].mean()))
+    assert found["bright"].interval == (change.low, change.high) and found["bright"].seeds == 3 and found["bright"].trained
+    right = (bright >= 0.5).astype(float)
+    share, ends = line.right(), bootstrap_crossed(right[2] - right[0])
+    assert (share.base, share.tuned, share.interval) == (right[0].mean(), right[2].mean(), (ends.low, ends.high))
+    page = Page(render(read_runs(seeds)))
+    points = [signed(100 * value, 0) for value in (ends.mean, ends.low, ends.high)]
+    assert (
+        f"Lights {100 * share.tuned:.0f} % of 3 unseen rooms, was {100 * share.base:.0f} % "
+        f"({points[0]} points, {points[1]} to {points[2]} over 3 seeds" in page.words
+    )
+    digits = decimals(found["bright"].error)
+    assert f"({signed(change.low, digits)} to {signed(change.high, digits)})" in page.words and "bootstrap" in page.words
+    assert page.words.count("Finished: 4 iterations.") == 1 and "trainer.seed 1 2 3" in page.words
+    charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in page.all("svg", class_="chart")}
+    faint, held_out = charts["bright, trained on"]["lines"]
+    assert held_out["y"] == [compact(float(each.mean())) for each in bright] and held_out["x"] == [0, 2, 4]
+    logged = [[row["reward/bright"] for row in read_metrics(run) if row["kind"] == "train"] for run in seeds]
+    assert faint["y"] == [compact(float(np.mean(each))) for each in zip(*logged, strict=True)]
+    assert len(charts["Gradient norm"]["lines"]) == 1 and not page.all("ul", class_="legend")
+    _, y, changes = line.curve("bright")
+    assert y == pytest.approx(bright.mean((1, 2))) and (changes[2].low, changes[2].high) == (change.low, change.high)
+
+
+def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path):
+    again = shutil.copytree(seeds[0], tmp_path / "again")  # the same seed
+    longer = seeded(tmp_path / "longer", 4, "trainer.iterations=6")
+    other_place = seeded(tmp_path / "place", 5, "trackers=[]")
+    runs = read_runs([seeds[0], longer, again, seeds[1], other_place])
+    names = lambda lines: [[run.name for run in line.runs] for line in lines]  # noqa: E731
+    assert names(repeats(runs)) == [["1", "2", "place"], ["longer"], ["again"]]
+    page = Page(render(runs))
+    charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in page.all("svg", class_="chart")}
+    assert [line["name"] for line in charts["Gradient norm"]["lines"]] == ["1 · 2 · place", "longer", "again"]
+    assert page.words.count("1 · 2 · place.") == 1 and "over 3 seeds" in page.words
+    (starts := seeds[1] / "starts.jsonl").write_text(json.dumps({"contents": {"prompts.train": "others"}}) + "\n")
+    assert names(repeats(read_runs(seeds))) == [["1", "3"], ["2"]]
+    starts.unlink()
+    (seeds[2] / "scores" / "iteration_000002.safetensors").rename(tmp_path / "aside")
+    assert names(repeats(read_runs(seeds))) == [["1", "2"], ["3"]]
+    (tmp_path / "aside").rename(seeds[2] / "scores" / "iteration_000002.safetensors")
+
+
+def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of_all(seeds, tmp_path):
+    shorter = shutil.copytree(seeds[1], tmp_path / "shorter")
+    rows = [row for row in read_metrics(shorter) if row["iteration"] <= 2]
+    (shorter / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (shorter / "results.json").unlink()
+    runs = read_runs([seeds[0], shorter])
+    (line,) = repeats(runs)
+    both = [load_file(run / "scores" / "iteration_000002.safetensors")["bright"].double().mean() for run in (seeds[0], shorter)]
+    assert [one.iteration for one in [*line.changes(), line.right()]] == [2, 2, 2]
+    assert line.changes()[0].tuned == pytest.approx(float(sum(both)) / 2)
+    words = Page(render(runs)).words
+    assert "1: Finished: 4 iterations." in words and "shorter: Unfinished: 2 of 4 iterations" in words
+    assert "Lights " in words and "over 2 seeds" in words
+    other = shutil.copytree(seeds[0], tmp_path / "other")
+    (other / "results.json").unlink()
+    (line,) = repeats(read_runs([other, shorter]))
+    assert line.right() is None and line.changes()[0].iteration == 2
+    assert re.match(r"bright (rose|fell|went) from \S+ to \S+ on unseen prompts \(\S+, \S+ to \S+ over 2 seeds", summary(line))
+    rows = [row for row in rows if row["kind"] == "train" or row["iteration"] == 0]
+    (shorter / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "Nothing can be said yet" in Page(render(read_runs([seeds[0], shorter]))).words
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):

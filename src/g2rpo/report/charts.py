@@ -26,7 +26,8 @@ Look = Literal["line", "marked", "faint", "pale", "range"]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart. A None in `y` is a gap; `error` is the half-width of an interval around y, where it is known.
+    """One line of a chart. A None in `y` is a gap; `error` is the half-width of an interval around y, where it is known, or its
+    widths below and above y.
 
     `look`: "line", "marked" (a marker at every point), "faint" (behind the others), "pale" (faded, hollow markers),
     "range" (only the interval, behind the others).
@@ -36,7 +37,7 @@ class Line:
     x: Sequence[float]
     y: Sequence[float | None]
     style: int = 0
-    error: Sequence[float | None] = ()
+    error: Sequence[float | tuple[float, float] | None] = ()
     look: Look = "line"
 
 
@@ -53,9 +54,7 @@ def line_chart(
     `marks` are labelled vertical lines at some x; those outside the range of x are left out.
     """
     xs = [x for line in lines for x in line.x]
-    ys = [
-        y + side * e for line in lines for y, e in zip(line.y, _errors(line), strict=True) if y is not None for side in (-1, 1)
-    ]
+    ys = [end for line in lines for ends in _ends(line) if ends for end in ends]
     x_low, x_high = _span(xs or [0, 1], 0.06 if x_ticks else 0)
     y_low, y_high = _span(ys or [0, 1], 0.06)
     y_ticks = nice_ticks(y_low, y_high, 3)
@@ -105,17 +104,16 @@ def key_mark(style: int, look: Look = "marked") -> Markup:
     )
 
 
-def interval_plot(change: float, error: float, reach: float, style: int = 0, z: float = 1.96) -> Markup:
-    """A change and its interval (z standard errors) beside the zero line, on a scale that ends at +-reach."""
+def interval_plot(change: float, low: float, high: float, reach: float, style: int = 0) -> Markup:
+    """A change and its interval beside the zero line, on a scale that ends at +-reach."""
     scale = 62 / reach if reach > 0 else 0.0
-    centre = 70 + change * scale
     whisker = ""
-    if math.isfinite(error):
-        low, high = centre - z * error * scale, centre + z * error * scale
-        whisker = f'<path class="whisker" d="M{low:.1f},9H{high:.1f}M{low:.1f},5.5V12.5M{high:.1f},5.5V12.5"/>'
+    if math.isfinite(low) and math.isfinite(high):
+        left, right = 70 + low * scale, 70 + high * scale
+        whisker = f'<path class="whisker" d="M{left:.1f},9H{right:.1f}M{left:.1f},5.5V12.5M{right:.1f},5.5V12.5"/>'
     return Markup(
         '<svg class="interval" viewBox="0 0 140 18" aria-hidden="true"><path class="zero" d="M70,1V17"/>'
-        f'<g class="s{style % STYLES} marked">{whisker}{_marker(style, centre, 9, 4.2)}</g></svg>'
+        f'<g class="s{style % STYLES} marked">{whisker}{_marker(style, 70 + change * scale, 9, 4.2)}</g></svg>'
     )
 
 
@@ -179,12 +177,13 @@ def _values(line: Line) -> list[str]:
     """What a line says at each of its x: its value or, of a range, its ends."""
     if line.look != "range":
         return [compact(y) for y in line.y]
-    ends = [(None, None) if y is None else (y - e, y + e) for y, e in zip(line.y, _errors(line), strict=True)]
-    return [f"{compact(low)} to {compact(high)}" for low, high in ends]
+    return [f"{compact(low)} to {compact(high)}" for low, high in (ends or (None, None) for ends in _ends(line))]
 
 
-def _errors(line: Line) -> list[float]:
-    return [error or 0.0 for error in line.error] if line.error else [0.0] * len(line.y)
+def _ends(line: Line) -> list[tuple[float, float] | None]:
+    """The ends of the interval around each y; None for a gap."""
+    widths = [each if isinstance(each, tuple) else (each or 0.0, each or 0.0) for each in line.error or [None] * len(line.y)]
+    return [None if y is None else (y - below, y + above) for y, (below, above) in zip(line.y, widths, strict=True)]
 
 
 def _span(values: Sequence[float], margin: float) -> tuple[float, float]:
@@ -198,10 +197,11 @@ def _span(values: Sequence[float], margin: float) -> tuple[float, float]:
 
 def _draw(line: Line, at: Callable[[float, float], tuple[float, float]]) -> str:
     """Band, stroke and markers of one line."""
-    known = [(x, y, e) for x, y, e in zip(line.x, line.y, _errors(line), strict=True) if y is not None]
+    known = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None]
     band = ""
     if line.error:
-        edge = [at(x, y + e) for x, y, e in known] + [at(x, y - e) for x, y, e in reversed(known)]
+        ends = [(x, each) for x, each in zip(line.x, _ends(line), strict=True) if each]
+        edge = [at(x, high) for x, (_, high) in ends] + [at(x, low) for x, (low, _) in reversed(ends)]
         band = f'<path class="band" d="M{" ".join(_point(*p) for p in edge)}Z"/>' if edge else ""
     if line.look == "range":
         return f'<g class="s{line.style % STYLES} range">{band}</g>'
@@ -214,9 +214,7 @@ def _draw(line: Line, at: Callable[[float, float], tuple[float, float]]) -> str:
             pen = "L"
     marks = ""
     if line.look in ("marked", "pale") or len(known) == 1:
-        marks = "".join(
-            _marker(line.style, *at(x, y), title=f"{line.label}: {compact(y)} at {compact(x)}") for x, y, _ in known
-        )
+        marks = "".join(_marker(line.style, *at(x, y), title=f"{line.label}: {compact(y)} at {compact(x)}") for x, y in known)
     path = f'<path class="stroke" d="{"".join(stroke)}"/>' if len(known) > 1 else ""
     return f'<g class="s{line.style % STYLES} {line.look}">{band}{path}{marks}</g>'
 

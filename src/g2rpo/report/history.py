@@ -14,6 +14,10 @@ from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.plain import parse_json, read_text
 from g2rpo.runs.directory import read_config, read_starts
+from g2rpo.statistics import Z
+
+Points = tuple[list[float], list[float | None]]
+"""The x and y of a curve; a missing value is None."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,15 @@ class Change:
     tuned: float
     error: float
     """Standard error of the mean paired difference; NaN where it is not known."""
+    ends: tuple[float, float] | None = None
+    """Ends of the 95 % interval of the difference, where these are known better than by the standard error."""
+    seeds: int = 1
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the difference."""
+        change, margin = self.tuned - self.base, Z * self.error
+        return self.ends or (change - margin, change + margin)
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,7 @@ class Run:
         """Every reward of the run: the trained ones first."""
         return [*self.config.rewards, *self.config.evaluation.rewards]
 
-    def series(self, key: str, kind: str = "train") -> tuple[list[float], list[float | None]]:
+    def series(self, key: str, kind: str = "train") -> Points:
         """(iterations, values) of one logged number; a missing value is None; rows without it are left out."""
         rows = [row for row in (self.iterations if kind == "train" else self.evaluations) if key in row]
         return [row["iteration"] for row in rows], [row[key] for row in rows]
@@ -117,8 +130,8 @@ class Run:
 
     @property
     def right_in_words(self) -> str:
-        """What right pictures do, with {} for their share; unfinished runs do not say it."""
-        return ((self.newest_results or {}).get("right") or {}).get("in_words") or "Right on {} prompts"
+        """What right pictures do, with {} for their share; runs without results do not say it."""
+        return (self.results or {}).get("right", {}).get("in_words", "Right on {} prompts")
 
     def changes(self) -> list[Change]:
         """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""

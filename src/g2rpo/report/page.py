@@ -23,8 +23,9 @@ from g2rpo.monitor.pictures import figure
 from g2rpo.report.charts import compact, interval_plot, key_mark, stacked_bar
 from g2rpo.report.embedded import clip_uri, data_uri
 from g2rpo.report.group import first_group
-from g2rpo.report.history import Run
+from g2rpo.report.history import Change, Run
 from g2rpo.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
+from g2rpo.report.seeds import Repeats, repeats
 from g2rpo.report.verdict import summary, verdict
 from g2rpo.report.words import decimals, fixed, model_name, signed, span
 from g2rpo.statistics import Z
@@ -46,29 +47,35 @@ def render(runs: Sequence[Run]) -> str:
         loader=PackageLoader("g2rpo.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"compact": compact, "span": span}
-    charts, constants = health(runs)
+    lines = repeats(runs)
+    runs = [run for line in lines for run in line.runs]
+    styles = [style for style, line in enumerate(lines) for _ in line.runs]
+    charts, constants = health(lines)
     return environment.get_template("page.html").render(
         title=" · ".join(run.name for run in runs),
         runs=runs,
         several=len(runs) > 1,
-        keys=[key_mark(style) for style in range(len(runs))],
+        lines=lines,
+        seeds=any(len(line.runs) > 1 for line in lines),
+        keys=[key_mark(style) for style in styles],
+        line_keys=[key_mark(style) for style in range(len(lines))],
         samples={look: key_mark(0, look) for look in ("marked", "faint", "pale", "range")} | {"alarm": ALARM_MARK},
-        summaries=[summary(run) for run in runs],
-        states=[state(run) for run in runs],
+        summaries=[summary(line) for line in lines],
+        states=[states(line) for line in lines],
         facts=table_of(facts, runs),
-        results=results(runs),
-        alarms=alarms(runs),
+        results=results(lines),
+        alarms=alarms(runs, styles),
         pictures=(shown := pictures(runs)),
         marked=any(frame["right"] is not None for run in shown for frame in _frames(run)),
         edited=any(card["input"] for run in shown for card in run["cards"]),
         groups=[first_group(run) for run in runs],
-        looks=look_charts(runs),
-        rewards=reward_charts(runs),
-        steps=step_charts(runs),
-        granularities=granularity_table(runs),
+        looks=look_charts(lines),
+        rewards=reward_charts(lines),
+        steps=step_charts(lines),
+        granularities=granularity_table(lines),
         health=charts,
         constants=constants,
-        cost=cost_charts(runs),
+        cost=cost_charts(lines),
         costs=table_of(costs, runs),
         phases=[phases(run) for run in runs],
         apart=between(runs),
@@ -90,6 +97,14 @@ def state(run: Run) -> str:
     once = run.results if not run.rolled_back else None
     again = f" It had finished after {once['iteration']}, and was extended." if once else ""
     return f"Unfinished: {run.iteration} of {total} iterations are logged; the run goes on, or it stopped early.{again}"
+
+
+def states(line: Repeats) -> list[tuple[bool, str]]:
+    """By run whether it has finished, and a sentence; one for runs of which the same can be said."""
+    told = [(run.finished, state(run)) for run in line.runs]
+    if len(set(told)) == 1:
+        return told[:1]
+    return [(finished, f"{run.name}: {said}") for run, (finished, said) in zip(line.runs, told, strict=True)]
 
 
 def table_of(of: Callable[[Run], dict[str, str]], runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -132,49 +147,55 @@ def facts(run: Run) -> dict[str, str]:
     return told
 
 
-def results(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The headline table: base against tuned for every reward, and for every run that has both."""
-    told = [(style, run, change) for style, run in enumerate(runs) for change in run.changes()]
+def results(lines: Sequence[Repeats]) -> list[dict[str, Any]]:
+    """The headline table: base against tuned for every reward, and for every line that has both."""
+    told = [(style, line, change) for style, line in enumerate(lines) for change in line.changes()]
     reach: dict[str, float] = {}
     for _, _, c in told:
-        ends = abs(c.tuned - c.base) + (Z * c.error if math.isfinite(c.error) else 0)
-        if math.isfinite(ends):
-            reach[c.reward] = max(reach.get(c.reward, 0.0), ends)
+        ends = [abs(end) for end in (c.tuned - c.base, *c.interval) if math.isfinite(end)]
+        reach[c.reward] = max([reach.get(c.reward, 0.0), *ends])
     order = list(dict.fromkeys(c.reward for _, _, c in sorted(told, key=lambda one: not one[2].trained)))
     rows = []
-    for style, run, c in sorted(told, key=lambda one: (order.index(one[2].reward), one[0])):
+    for style, line, c in sorted(told, key=lambda one: (order.index(one[2].reward), one[0])):
         change, digits = c.tuned - c.base, decimals(c.error)
-        known = math.isfinite(change)
         rows.append(
             {
                 "reward": c.reward,
                 "use": "trained on" if c.trained else "judged only",
-                "run": run.name,
+                "run": line.name,
                 "style": style,
-                "iteration": c.iteration,
+                "iteration": ", ".join(str(each) for each in sorted({*line.judged_after})),
                 "base": fixed(c.base, digits),
                 "tuned": fixed(c.tuned, digits),
                 "change": signed(change, digits),
-                "interval": f"± {Z * c.error:.{digits}f}" if math.isfinite(c.error) else "",
-                "plot": interval_plot(change, c.error, reach[c.reward], style) if known else "",
+                "interval": _interval(c, digits),
+                "plot": interval_plot(change, *c.interval, reach[c.reward], style) if math.isfinite(change) else "",
                 "verdict": verdict(c),
             }
         )
     return rows
 
 
-def alarms(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _interval(change: Change, digits: int) -> str:
+    if not math.isfinite(change.error):
+        return ""
+    if change.seeds > 1:
+        return f"({' to '.join(signed(end, digits) for end in change.interval)})"
+    return f"± {Z * change.error:.{digits}f}"
+
+
+def alarms(runs: Sequence[Run], styles: Sequence[int]) -> list[dict[str, Any]]:
     """Every alarm of every run: iteration, observation, and advice."""
     return [
         {
             "name": one.name,
-            "style": style,
+            "key": key_mark(style),
             "run": run.name,
             "when": str(one.first) if one.first == one.last else f"{one.first} to {one.last}",
             "said": one.said,
             "advice": ADVICE.get(one.name, ""),  # logs of other versions may have other alarms
         }
-        for style, run in enumerate(runs)
+        for style, run in zip(styles, runs, strict=True)
         for one in run.alarms()
     ]
 

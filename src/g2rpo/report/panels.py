@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from markupsafe import Markup
 from g2rpo.monitor.metrics import Row
 from g2rpo.report.charts import Line, compact, line_chart, thin
 from g2rpo.report.history import Run
+from g2rpo.report.seeds import Repeats, mean_of
 from g2rpo.report.words import figures
 from g2rpo.statistics import Z
 
@@ -54,7 +56,7 @@ LOOKS = {
 }
 
 
-def reward_charts(runs: Sequence[Run]) -> list[Chart]:
+def reward_charts(runs: Sequence[Repeats]) -> list[Chart]:
     """A chart per reward: held-out evaluations with the interval of their change, and training batches behind them."""
     charts = []
     trained = {name for run in runs for name in run.config.rewards}
@@ -63,16 +65,26 @@ def reward_charts(runs: Sequence[Run]) -> list[Chart]:
         for style, run in enumerate(runs):
             x, y = thin(*run.series(f"reward/{name}"))
             lines.append(Line(_label(runs, run, "training batches"), x, y, style, look="faint"))
-            x, y = run.series(f"reward/{name}", "eval")
-            errors = dict(zip(*run.series(f"stderr/{name}", "eval"), strict=True))
-            error = [Z * (errors.get(i) or 0.0) for i in x]
-            lines.append(Line(_label(runs, run, "held-out"), x, y, style, error, "marked"))
+            lines.append(_heldout(_label(runs, run, "held-out"), run, name, style))
         tag = "trained on" if name in trained else "judged only"
         charts += _chart(name, "", lines, "iteration", tag=tag, marks=_marks(runs, "hacking", "decline"))
     return charts
 
 
-def look_charts(runs: Sequence[Run]) -> list[Chart]:
+def _heldout(label: str, run: Repeats, reward: str, style: int) -> Line:
+    """Held-out means of a reward, with the interval of their change from the base: of one run by its standard error, of several
+    over seeds and prompts."""
+    if len(run.runs) > 1:
+        iterations, means, changes = run.curve(reward)
+        around = [(one.mean - one.low, one.high - one.mean) if math.isfinite(one.low) else None for one in changes]
+        y = [mean if math.isfinite(mean) else None for mean in means]
+        return Line(label, iterations, y, style, around, "marked")
+    x, logged = run.series(f"reward/{reward}", "eval")
+    errors = dict(zip(*run.series(f"stderr/{reward}", "eval"), strict=True))
+    return Line(label, x, logged, style, [Z * (errors.get(i) or 0.0) for i in x], "marked")
+
+
+def look_charts(runs: Sequence[Repeats]) -> list[Chart]:
     """A chart for each statistic of the held-out pictures, with the base's range (5 to 95 % of its pictures) behind it."""
     charts = []
     for name, note in LOOKS.items():
@@ -84,7 +96,7 @@ def look_charts(runs: Sequence[Run]) -> list[Chart]:
     return charts
 
 
-def _range(label: str, run: Run, key: str, style: int) -> Line:
+def _range(label: str, run: Repeats, key: str, style: int) -> Line:
     """The range from KEY/low to KEY/high at every evaluation."""
     (x, low), (_, high) = (run.series(f"{key}/{end}", "eval") for end in ("low", "high"))
     ends = [None if a is None or b is None else (a, b) for a, b in zip(low, high, strict=True)]
@@ -92,7 +104,7 @@ def _range(label: str, run: Run, key: str, style: int) -> Line:
     return Line(label, x, middle, style, [None if end is None else (end[1] - end[0]) / 2 for end in ends], "range")
 
 
-def step_charts(runs: Sequence[Run]) -> list[Chart]:
+def step_charts(runs: Sequence[Repeats]) -> list[Chart]:
     """Charts of `diagnostics.diagnose` by branch step: means of the first and last fifth, and agreement over time."""
     logged = _split(runs, "step")
     charts = []
@@ -107,12 +119,12 @@ def step_charts(runs: Sequence[Run]) -> list[Chart]:
     steps = [f"step/{step}/agreement" for step, what in logged if what == "agreement"]
     over_time = []
     for style, run in enumerate(runs):
-        means = [_mean(row.get(key) for key in steps) for row in run.iterations]
-        over_time.append(Line(_label(runs, run), *thin([row["iteration"] for row in run.iterations], means), style))
+        means = mean_of([(_numbers(one), [_mean(row.get(key) for key in steps) for row in one.iterations]) for one in run.runs])
+        over_time.append(Line(_label(runs, run), *thin(*means), style))
     return charts + _chart("Agreement over time", "the same, mean over branch steps", over_time, "iteration")
 
 
-def health(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
+def health(runs: Sequence[Repeats]) -> tuple[list[Chart], list[str]]:
     """A chart for every number of the update that varies, and text for constant ones."""
     charts, constants = [], []
     for key, title, note in HEALTH:
@@ -125,21 +137,20 @@ def health(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
     return charts, constants
 
 
-def cost_charts(runs: Sequence[Run]) -> list[Chart]:
+def cost_charts(runs: Sequence[Repeats]) -> list[Chart]:
     """Speed during the run."""
     rates, lengths = [], []
     for style, run in enumerate(runs):
-        x = [row["iteration"] for row in run.iterations]
-        speed = [row["evaluations"] / row["seconds/rollout"] for row in run.iterations]
-        rates.append(Line(_label(runs, run), *thin(x, speed), style))
-        lengths.append(Line(_label(runs, run), *thin(x, [row["seconds"] for row in run.iterations]), style))
+        speed = [(_numbers(one), [row["evaluations"] / row["seconds/rollout"] for row in one.iterations]) for one in run.runs]
+        rates.append(Line(_label(runs, run), *thin(*mean_of(speed)), style))
+        lengths.append(Line(_label(runs, run), *thin(*run.series("seconds")), style))
     return [
         *_chart("Evaluations a second", "network evaluations of the rollout by its time", rates, "iteration"),
         *_chart("Seconds an iteration", "all phases, without held-out evaluations", lengths, "iteration"),
     ]
 
 
-def granularity_table(runs: Sequence[Run]) -> dict[str, Any]:
+def granularity_table(runs: Sequence[Repeats]) -> dict[str, Any]:
     """The same by granularity: heads, and rows of (style, run, granularity, "first fifth → last fifth" by head)."""
     logged = _split(runs, "granularity")
     kinds = list(dict.fromkeys(what for _, what in logged))
@@ -155,13 +166,17 @@ def granularity_table(runs: Sequence[Run]) -> dict[str, Any]:
     return {"heads": heads, "rows": rows}
 
 
-def fifths(run: Run) -> tuple[list[Row], list[Row]]:
-    """The first and the last fifth of a run's iterations, at least one each."""
-    count = max(1, len(run.iterations) // 5)
-    return run.iterations[:count], run.iterations[-count:]
+def fifths(run: Repeats) -> tuple[list[Row], list[Row]]:
+    """The first and the last fifth of each run's iterations, at least one each."""
+    counts = [(one.iterations, max(1, len(one.iterations) // 5)) for one in run.runs]
+    return [row for rows, n in counts for row in rows[:n]], [row for rows, n in counts for row in rows[-n:]]
 
 
-def _split(runs: Sequence[Run], axis: str) -> list[tuple[str, str]]:
+def _numbers(run: Run) -> list[float]:
+    return [row["iteration"] for row in run.iterations]
+
+
+def _split(runs: Sequence[Repeats], axis: str) -> list[tuple[str, str]]:
     """(index, what) of every logged `axis/INDEX/WHAT`."""
     keys = _union((key for row in run.iterations for key in row if key.startswith(f"{axis}/")) for run in runs)
     return [(key.split("/", 2)[1], key.split("/", 2)[2]) for key in keys]
@@ -176,7 +191,7 @@ def _step_words(what: str) -> tuple[str, str]:
     }.get(kind, (what, ""))
 
 
-def _marks(runs: Sequence[Run], *names: str) -> list[tuple[float, str]]:
+def _marks(runs: Sequence[Repeats], *names: str) -> list[tuple[float, str]]:
     """The iterations at which alarms of these names were raised."""
     return [
         (one.first, f"{_label(runs, run, 'alarm')}: {one.name}, {one.said}")
@@ -211,7 +226,7 @@ def _ends(line: Line, x_label: str) -> str:
     return f"{line.label or 'From'}: {compact(y0)} at {x_label} {compact(x0)}, {compact(y1)} at {compact(x1)}."
 
 
-def _label(runs: Sequence[Run], run: Run, what: str = "") -> str:
+def _label(runs: Sequence[Repeats], run: Repeats, what: str = "") -> str:
     return " ".join(part for part in (run.name + (":" if what else "") if len(runs) > 1 else "", what) if part)
 
 

@@ -6,21 +6,22 @@ import math
 from collections.abc import Sequence
 
 from g2rpo.report.history import Change, Run
+from g2rpo.report.seeds import Repeats
 from g2rpo.report.words import decimals, fixed, signed
 from g2rpo.statistics import Z
 
 
 def verdict(change: Change) -> str:
     """ "higher", "lower" or no clear change, by the interval."""
-    difference = change.tuned - change.base
-    if not math.isfinite(difference) or not math.isfinite(change.error):
+    low, high = change.interval
+    if not math.isfinite(low) or not math.isfinite(high):
         return "unknown"
-    if abs(difference) <= Z * change.error:
+    if low <= 0 <= high:
         return "no clear change"
-    return "higher" if difference > 0 else "lower"
+    return "higher" if low > 0 else "lower"
 
 
-def summary(run: Run) -> str:
+def summary(run: Run | Repeats) -> str:
     """Some sentences: the share of right pictures, or the trained rewards if no reward defines right pictures; scores that
     fell; alarms."""
     changes = run.changes()
@@ -36,9 +37,12 @@ def summary(run: Run) -> str:
 
 
 def _right(change: Change, words: str, unseen: str) -> str:
-    points, margin = 100 * (change.tuned - change.base), 100 * Z * change.error
-    doubt = {"no clear change": ", no clear change", "unknown": ""}.get(verdict(change), "")
-    interval = f" ({signed(points, 0)}{f' ± {margin:.0f}' if math.isfinite(margin) else ''} points{doubt})"
+    points, margin, (low, high) = 100 * (change.tuned - change.base), 100 * Z * change.error, change.interval
+    if change.seeds > 1:
+        said = f"{signed(points, 0)} points, {_over_seeds(100 * low, 100 * high, 0, change)}"
+    else:
+        said = f"{signed(points, 0)}{f' ± {margin:.0f}' if math.isfinite(margin) else ''} points"
+    interval = f" ({said}{', no clear change' if verdict(change) == 'no clear change' else ''})"
     return f"{words.replace('{}', f'{_percent(change.tuned)} of {unseen}')}, was {_percent(change.base)}{interval}"
 
 
@@ -46,10 +50,17 @@ def _changed(change: Change, unseen: str) -> str:
     digits, said = decimals(change.error), verdict(change)
     word = {"higher": "rose", "lower": "fell"}.get(said, "went")
     doubt = ", no clear change" if said == "no clear change" else ""
-    margin = f" (± {fixed(Z * change.error, digits)}{doubt})" if math.isfinite(change.error) else ""
+    if change.seeds > 1:
+        margin = f" ({signed(change.tuned - change.base, digits)}, {_over_seeds(*change.interval, digits, change)}{doubt})"
+    else:
+        margin = f" (± {fixed(Z * change.error, digits)}{doubt})" if math.isfinite(change.error) else ""
     return (
         f"{change.reward} {word} from {fixed(change.base, digits)} to {fixed(change.tuned, digits)} on {unseen} prompts{margin}"
     )
+
+
+def _over_seeds(low: float, high: float, digits: int, change: Change) -> str:
+    return f"{signed(low, digits)} to {signed(high, digits)} over {change.seeds} seeds"
 
 
 def _fallen(changes: Sequence[Change]) -> str:
@@ -59,7 +70,7 @@ def _fallen(changes: Sequence[Change]) -> str:
     return "No other score clearly fell." if any(not change.trained for change in changes) else "No other score was judged."
 
 
-def _alarms(run: Run) -> str:
+def _alarms(run: Run | Repeats) -> str:
     raised = run.alarms()
     names = ", ".join(dict.fromkeys(one.name for one in raised))
     return f"{len(raised)} alarm{'s' if len(raised) > 1 else ''}: {names}." if raised else "No alarm."
