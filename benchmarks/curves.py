@@ -30,13 +30,20 @@ SMALL = "algorithm.group_size=12"
 FORWARD = {
     "diffusion_nft": ["algorithm.name=diffusion_nft", "algorithm.share=0.2", SMALL],
     "awm": ["algorithm.name=awm", "algorithm.times=2", SMALL],
+    "dgpo": ["algorithm.name=dgpo", "algorithm.times=2", SMALL],
 }
 DPPO = ["algorithm.name=flow_dppo", "algorithm.update_every=6", "trainer.prompts_per_iteration=2", SMALL]
+REFL = [
+    *("algorithm.name=refl", "algorithm.last_steps=4", "algorithm.ceiling=2"),
+    *("rewards.scene_accuracy=", "rewards.scene_clip=1", "evaluation.rewards.scene_clip="),
+    "evaluation.rewards.scene_accuracy.options={partial: 0.33}",
+]
+"""Trained on the learned score `scene_clip`, whose gradient it takes: no such score reads words, so `words` has no such cell."""
 RATES = [4e-4, 1e-3, 2.5e-3]
 SHOWN = {"scenes": ("scene_accuracy", "scene_correct"), "words": ("ocr", "ocr_exact")}
 
 
-def cells(steps: int) -> dict[str, list[str]]:
+def cells(world: str, steps: int) -> dict[str, list[str]]:
     """Overrides by cell; the G2RPO family branches at one of the first `steps` steps an iteration, in turn."""
     turns = [f"algorithm.branch_steps={list(range(steps))}", *TURNS]
     return {
@@ -45,6 +52,7 @@ def cells(steps: int) -> dict[str, list[str]]:
         "adagrpo": ["algorithm.name=adagrpo", "algorithm.candidates=4", *turns],
         **FORWARD,
         "flow_dppo": DPPO,
+        **({"refl": REFL} if world == "scenes" else {}),
     }
 
 
@@ -55,7 +63,7 @@ def study(world: str, seeds: int) -> Study:
     }
     recipe, steps = {"scenes": ("scenes-fast", 8), "words": ("words", 6)}[world]
     fixed: dict[str, Any] = {"budget": 10000, "unit": "evaluations", "rates": RATES, "pilots": 1, "steps": [10]}
-    return Study(recipe=recipe, overrides=overrides[world], cells=cells(steps), seeds=seeds, **fixed)
+    return Study(recipe=recipe, overrides=overrides[world], cells=cells(world, steps), seeds=seeds, **fixed)
 
 
 def rates(workspace: Workspace, iterations: Mapping[str, int], workers: Workers) -> tuple[dict[str, float], dict[str, Any]]:
