@@ -3,7 +3,8 @@
     python -m benchmarks.curves --out runs/curves --seeds scenes=3,words=1
 
 On `scenes-fast` each cell's learning rate is the best of three, by one pilot on training prompts with a seed of its own; on
-`words` it is the same rate. With 0 seeds the curves of `scenes` are the pilots'. Runs that are finished are not repeated.
+`words` it is the same rate. With 0 seeds the curves of `scenes` are the pilots'. Runs that are finished are not repeated, and
+`--pilots FILE`, the curves.json of an earlier call, spares the pilots of the cells that it has.
 Writes curves.json and curves.png in the folder.
 """
 
@@ -38,7 +39,7 @@ REFL = [
     *("rewards.scene_accuracy=", "rewards.scene_clip=1", "evaluation.rewards.scene_clip="),
     "evaluation.rewards.scene_accuracy.options={partial: 0.33}",
 ]
-"""Trained on the learned score `scene_clip`, whose gradient it takes: no such score reads words, so `words` has no such cell."""
+"""Trained on the learned score `scene_clip`, whose gradient it takes; no differentiable score reads words."""
 RATES = [4e-4, 1e-3, 2.5e-3]
 SHOWN = {"scenes": ("scene_accuracy", "scene_correct"), "words": ("ocr", "ocr_exact")}
 
@@ -66,17 +67,32 @@ def study(world: str, seeds: int) -> Study:
     return Study(recipe=recipe, overrides=overrides[world], cells=cells(world, steps), seeds=seeds, **fixed)
 
 
-def rates(workspace: Workspace, iterations: Mapping[str, int], workers: Workers) -> tuple[dict[str, float], dict[str, Any]]:
-    """The rate of each cell, and its pilots' gains by rate."""
-    pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in iterations}
+def rates(
+    workspace: Workspace, iterations: Mapping[str, int], known: Mapping[str, Mapping[float, Sequence[float]]], workers: Workers
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The rate of each cell, and its pilots' gains by rate, which are `known` for some."""
+    pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in iterations if cell not in known}
     train(workspace, [(cell, *pilot) for cell, own in pilots.items() for pilot in own.values()], workers)
-    gains: dict[str, dict[float, list[float]]] = {}
+    gains: dict[str, dict[float, list[float]]] = {cell: dict(own) for cell, own in known.items() if cell in iterations}
     for cell, own in pilots.items():
         weights = {name: entry.weight for name, entry in workspace.config(workspace.study.overrides_of(cell)).rewards.items()}
         for (rate, _), (folder, overrides) in own.items():
             found = gain(read_run(workspace.config(overrides), folder), weights)
             gains.setdefault(cell, {}).setdefault(rate, []).append(found)
-    return {cell: best_rate(own) for cell, own in gains.items()}, gains
+    return {cell: best_rate(gains[cell]) for cell in iterations}, gains
+
+
+def earlier(path: Path | None, study: Study) -> dict[str, dict[float, Sequence[float]]]:
+    """The pilots' gains by cell and rate in a curves.json, of cells that are the same in `study`."""
+    if path is None:
+        return {}
+    found = json.loads(path.read_text())["scenes"]
+    same = {cell for cell, own in found["study"]["cells"].items() if own == study.cells.get(cell)}
+    for key in ("recipe", "overrides", "budget", "unit", "rates", "pilots"):
+        if found["study"][key] != study.model_dump(mode="json")[key]:
+            raise SystemExit(f"{path}: another study, whose {key} is {found['study'][key]!r}")
+    gains = found["pilots"]["gain_in_std"]
+    return {cell: {float(rate): own for rate, own in gains[cell].items()} for cell in gains if cell in same}
 
 
 def train(workspace: Workspace, runs: Sequence[tuple[str, Path, list[str]]], workers: Workers) -> None:
@@ -140,7 +156,7 @@ def main() -> None:
             iterations = {cell: iterations_within(config, workspace.study.budget) for cell, config in configs.items()}
             gains: dict[str, Any] = {}
             if world == "scenes":
-                chosen, gains = rates(workspace, iterations, workers)
+                chosen, gains = rates(workspace, iterations, earlier(args.pilots, workspace.study), workers)
             runs = histories(workspace, chosen, iterations, seeds[world], workers)
             curves[world] = {reward: {cell: curve(own, reward) for cell, own in runs.items()} for reward in SHOWN[world]}
             found[world] = summary(workspace.study, chosen, iterations, gains, runs, curves[world])
@@ -173,6 +189,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/curves"))
     parser.add_argument("--seeds", default="scenes=3,words=3", help="training seeds by world")
+    parser.add_argument("--pilots", type=Path, help="curves.json whose pilots are not repeated")
     return parser.parse_args()
 
 
