@@ -8,6 +8,7 @@ import pytest
 from g2rpo.config.algorithms import ALGORITHMS
 from tests.support.commands import g2rpo
 from tests.support.runs import fits
+from tests.support.variants import few
 
 
 def told(capsys, *arguments):
@@ -71,7 +72,15 @@ def schedules():
         yield from ([f"algorithm.name={name}", *fits(name), *word] for word in words or [[]])
 
 
-@pytest.mark.parametrize("words", list(schedules()), ids=" ".join)
+OF_EACH_FAMILY = ("g2rpo", "mixgrpo", "flow_grpo", "awm", "refl")
+
+
+def quick(words):
+    name = words[0].removeprefix("algorithm.name=")
+    return name in OF_EACH_FAMILY and (len(words) == 1 or words[-1].endswith("=random") or "schedule" not in words[-1])
+
+
+@pytest.mark.parametrize("words", few(schedules(), quick), ids=" ".join)
 def test_every_schedule_of_every_algorithm_can_be_planned(capsys, tiny_config, words):
     """What is drawn anew in every iteration is drawn from real numbers, though memory is traced with fake tensors."""
     words = [*words, "algorithm.group_size=3", "sampling.num_steps=8"]

@@ -45,14 +45,15 @@ def test_ranks_learn_what_one_process_learns(tmp_path, variant):
     their sizes. Adam divides by the gradient's own size, and lr = 0.05: 1e-5 in the weights leaves room for entries whose sum
     is up to twenty times smaller than its terms. A wrong normalisation shows as 1e-2."""
     weights, logs = {}, {}
-    for size in (1, 2, 4):
+    sizes = (1, 2, 4) if variant == "g2rpo" else (1, 4)
+    for size in sizes:
         folder = tmp_path / str(size)
         logs[size], *_ = ranks.run(size, train_gaussian, folder, VARIANTS[variant])
         files = [load_file(folder / f"weights_{rank}.safetensors")["mean"] for rank in range(size)]
         assert all(torch.equal(file, files[0]) for file in files), "ranks have parted"
         weights[size] = files[0]
     assert float(weights[1].abs().mean()) > 0.02  # it begins at 0
-    for size in (2, 4):
+    for size in sizes[1:]:
         torch.testing.assert_close(weights[size], weights[1], atol=1e-5, rtol=0)
         for ours, alone in zip(logs[size], logs[1], strict=True):
             assert ours.keys() == alone.keys()
@@ -85,7 +86,7 @@ def test_ranks_train_a_flux_lora_as_one_process_does(tmp_path, flux_directory):
     sums differs, of 8 branch points, by at most 8 x 2^-24 of gradients that are clipped at 1. With eps = 1 Adam's step is
     lr x m / (sqrt(v) + 1), which changes by at most lr = 0.5 times as much: 2.4e-7."""
     first = None
-    for size in (1, 2, 4):
+    for size in (1, 2):
         folder = tmp_path / str(size)
         ranks.run(size, train_flux, folder, str(flux_directory))
         for rank in range(size):

@@ -1,5 +1,7 @@
 """Batch sizes: found by measuring, halved when memory runs out, and without influence on what a run computes."""
 
+import gc
+
 import pytest
 import torch
 
@@ -10,6 +12,15 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, largest_batch
 from g2rpo.seeding import generator_for
 from tests.support.runs import trainer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect():
+    """Garbage is collected whenever memory runs out; after other files' tests there is much to look at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Small(GaussianPolicy):

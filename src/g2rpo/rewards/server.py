@@ -268,6 +268,7 @@ class RewardServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # socketserver's 5 make some of a hundred ranks that connect at once wait a second
 
     def __init__(
         self,
