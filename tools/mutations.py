@@ -211,7 +211,7 @@ def _tested(copy: Path, tests: str) -> int:
         *(place for place in sys.path if Path(place or ".").resolve() not in (ROOT, ROOT / "src")),
     ]
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests.split()]))
+    return int(pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests.split()]))
 
 
 def main(words: list[str]) -> int:
