@@ -83,6 +83,31 @@ def test_a_weight_in_the_config_is_that_of_the_object():
     assert trainer.weights.tolist() == [0.25, 1.0] and trainer.judges == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompts": "a red circle"}, r"prompts: should be a list of texts, such as \['a red circle'\], is 'a red circle'"),
+        ({"prompts": [1, 2]}, r"prompts: should be a list of texts, .* is \[1, 2\]"),
+        ({"heldout": []}, "heldout: is empty; give at least one prompt"),
+        ({"overrides": "trainer.iterations=2"}, r"overrides: should be a list of texts, such as \['trainer.iterations=2'\]"),
+        ({"overrides": {"trainer.iterations": 2}}, "overrides: should be a list of texts"),
+        ({"rewards": brightness}, "rewards: should be a mapping from names to functions or objects, is <function brightness"),
+        ({"judges": {"red": "red.py:red"}}, r"judges\['red'\]: should be a function or an object that can be called"),
+        ({"rewards": {"own": Notes}}, r"rewards\['own'\]: is a class; give an object of it, such as Notes\(\)"),
+    ],
+)
+def test_what_is_no_list_and_no_mapping_of_rewards_is_refused_before_anything_is_loaded(monkeypatch, given, message):
+    monkeypatch.setattr(api, "load_config", None)  # would be called next
+    with pytest.raises(UserError, match=message):
+        api.trainer("scenes", **given)
+
+
+@pytest.mark.parametrize("call", [lambda text: api.sample("none", text), lambda text: api.evaluate("none", {}, text)])
+def test_one_text_is_no_list_of_prompts(call):
+    with pytest.raises(UserError, match="prompts: should be a list of texts"):
+        call("a red circle")
+
+
 def test_without_objects_it_is_what_the_recipe_says():
     trainer = api.trainer("scenes", ["evaluation.num_prompts=2", "trainer.iterations=1"])
     assert trainer.config == load_config("scenes", ["evaluation.num_prompts=2", "trainer.iterations=1"])

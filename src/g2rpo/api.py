@@ -23,6 +23,7 @@ from g2rpo.commands.report import report as write_report
 from g2rpo.commands.train import build_trainer, load_config, open_run
 from g2rpo.config.given import OBJECT, mention
 from g2rpo.config.schema import Config, RewardConfig, grid_of
+from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import Comparison, Evaluation, compare, sample_images
 from g2rpo.evaluation.heldout import evaluate as score_heldout
 from g2rpo.input_pictures import check_inputs
@@ -58,6 +59,8 @@ def trainer(
     reward code have changed. Its config.yaml only mentions objects (as "object:module.Class"), so commands that need them
     refuse: resume such a run from the program that began it. Raises UserError as the command does.
     """
+    _check_lists(overrides=overrides, prompts=prompts, heldout=heldout)
+    _check_tables(rewards=rewards, judges=judges)
     config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
     config = _mentioning(config, algorithm, policy, rewards, judges, prompts, heldout)
     objects = {
@@ -73,6 +76,30 @@ def trainer(
         return build_trainer(config, None, notify, given=given)
     with entered(config, Path(run_dir), resume, notify) as directory:
         return open_run(config, directory, resume, accept_changes, notify, given=given)
+
+
+def _check_lists(**lists: Any) -> None:
+    """Refuses one text where a list of texts is wanted, whose characters would be the list, and a list of no prompts."""
+    for name, given in lists.items():
+        if given is None:
+            continue
+        if isinstance(given, str | Mapping) or not all(isinstance(text, str) for text in given):
+            example = "trainer.iterations=2" if name == "overrides" else "a red circle"
+            raise UserError(f"{name}: should be a list of texts, such as ['{example}'], is {given!r:.80}")
+        if name != "overrides" and not given:
+            raise UserError(f"{name}: is empty; give at least one prompt")
+
+
+def _check_tables(**tables: Any) -> None:
+    """Refuses rewards without names, and what is no function or object that can be called."""
+    for key, table in tables.items():
+        if table is not None and not isinstance(table, Mapping):
+            raise UserError(f"{key}: should be a mapping from names to functions or objects, is {table!r:.80}")
+        for name, reward in (table or {}).items():
+            if isinstance(reward, type):
+                raise UserError(f"{key}[{name!r}]: is a class; give an object of it, such as {reward.__name__}()")
+            if not callable(reward):
+                raise UserError(f"{key}[{name!r}]: should be a function or an object that can be called, is {reward!r:.80}")
 
 
 def _mentioning(
@@ -132,6 +159,7 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
 
     Picture i starts from noise (seed, i). A model that edits takes `Prompt("make it red", ["in.png"])`.
     """
+    _check_lists(prompts=prompts)
     check_inputs(prompts)
     config = read_config(Path(run))
     loaded = components.load_pipeline(config.policy, tuning="frozen")
@@ -143,6 +171,8 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
 
 def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
     """Base against tuned for any rewards on any prompts, from the same noise. Bootstrap intervals: `g2rpo evaluate`."""
+    _check_lists(prompts=prompts)
+    _check_tables(rewards=rewards)
     check_inputs(prompts)
     config, weights = read_config(Path(run)), weights_path(Path(run))
     loaded = components.load_pipeline(config.policy, tuning="frozen")

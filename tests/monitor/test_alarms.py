@@ -245,6 +245,11 @@ def test_judged_gain_is_in_the_bases_own_units():
     assert judged_gain(base, tuned, ["flat"]) == pytest.approx(0.25)
 
 
+def test_a_reward_without_any_score_has_no_gain_and_warns_of_nothing(recwarn):
+    nothing = torch.full((4,), torch.nan)
+    assert math.isnan(judged_gain({"a": nothing}, {"a": nothing}, ["a"])) and not list(recwarn)
+
+
 # Pictures
 
 

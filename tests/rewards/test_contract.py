@@ -292,8 +292,10 @@ def test_any_function_is_a_reward(tmp_path: Path) -> None:
     assert torch.isnan(listed[1])
     counter = FunctionReward(f"{file}:Counter", options={"start": 5})
     assert [counter(images, ["a", "b"]).tolist() for _ in range(2)] == [[6, 6], [7, 7]]
-    with pytest.raises(ValueError, match=r"answered \[1\] numbers for 2 images"):
+    with pytest.raises(ValueError, match=r"short should return 2 numbers, one per image, but returned the shape \[1\]"):
         FunctionReward(f"{file}:short")(images, ["a", "b"])
+    with pytest.raises(ValueError, match="should return 2 numbers, one per image, but returned None"):
+        FunctionReward(lambda images, prompts: None)(images, ["a", "b"])
 
 
 def test_a_function_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:

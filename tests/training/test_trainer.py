@@ -227,6 +227,8 @@ def test_rewards_find_their_rollouts_whatever_the_decoding_batch(monkeypatch):
 def test_a_reward_of_the_wrong_shape_is_named():
     with pytest.raises(RewardFailed, match="reward 'bright' should return 64 scores"):
         trainer(None, rewards={"bright": lambda images, prompts: torch.zeros(3)}).iterate()
+    with pytest.raises(RewardFailed, match="reward 'bright' .* should return 64 scores, one per image, but returned None"):
+        trainer(None, rewards={"bright": lambda images, prompts: None}).iterate()
 
 
 def test_a_non_finite_gradient_is_counted_and_not_applied():

@@ -229,7 +229,8 @@ def pick_device(name: str, key: str = "policy.device") -> str:
         raise UserError(f"{key}={name}: is no device; write cpu, cuda, cuda:1 or, for policy.device, auto") from None
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise UserError(f"{key}={name}: torch sees {count} CUDA devices here; policy.device=auto takes what there is")
+        remedy = "policy.device=auto takes what there is" if key == "policy.device" else f"{key}=cpu needs none"
+        raise UserError(f"{key}={name}: torch sees {count} CUDA devices here; {remedy}")
     return name
 
 

@@ -159,7 +159,7 @@ def _check_folder(out: Path, config: JudgingConfig) -> None:
 def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None:
     """Builds the policy and rewards and evaluates the missing chunks."""
     config, out = judging.config, judging.directory
-    console.print(f"building the policy and {len(config.rewards)} rewards ...")
+    console.print(f"building the policy and {len(config.rewards)} reward{'s' if len(config.rewards) > 1 else ''} ...")
     prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.cache, prompts, console, warn_on(console))

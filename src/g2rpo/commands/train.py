@@ -42,6 +42,8 @@ def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], N
     """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the keys that an override drops."""
     if recipe.endswith((".yaml", ".yml")):
         return resolve(read_yaml(Path(recipe)), overrides, recipe, notify)
+    if "=" in recipe:
+        raise UserError(f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it")
     if os.path.isdir(recipe):
         raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
     return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", notify)

@@ -84,7 +84,8 @@ def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
     for name in names:
         change, _, _ = paired(base[name], tuned[name])
         before = base[name].double()
-        spread = float(before[~before.isnan()].std(correction=0))
+        scored = before[~before.isnan()]
+        spread = float(scored.std(correction=0)) if len(scored) else 0.0
         gains.append(change / spread if spread > 0 else change)
     return sum(gains) / len(gains)
 

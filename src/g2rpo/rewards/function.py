@@ -69,7 +69,10 @@ class FunctionReward:
         answer = self.function(images, list(prompts), **self.options)
         if isinstance(answer, list | tuple):
             answer = [torch.nan if value is None else float(value) for value in answer]
+        wanted = f"should return {len(images)} numbers, one per image, but returned"
+        if answer is None:
+            raise ValueError(f"{self.target} {wanted} None")
         scores = torch.as_tensor(answer, dtype=torch.float32).detach().cpu()
         if scores.shape != (len(images),):
-            raise ValueError(f"{self.target} answered {list(scores.shape)} numbers for {len(images)} images")
+            raise ValueError(f"{self.target} {wanted} the shape {list(scores.shape)}")
         return scores.where(torch.isfinite(scores), torch.nan)

@@ -63,7 +63,10 @@ def score(
         if (given := latents if scores_latents(reward) else images) is None:
             raise UserError(f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here")
         with naming_reward(name, f"failed on {count} pictures"), tf32_matmuls(getattr(reward, "tf32", False)):
-            values = torch.as_tensor(_scored(reward, given, prompts)).detach().float().cpu()
+            answer = _scored(reward, given, prompts)
+            if answer is None:
+                raise ValueError(f"should return {count} scores, one per image, but returned None")
+            values = torch.as_tensor(answer).detach().float().cpu()
         if values.shape != (count,):
             raise RewardFailed(
                 f"reward '{name}' should return {count} scores, one per image, but returned {list(values.shape)}"

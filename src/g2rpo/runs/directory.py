@@ -70,7 +70,8 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
     if (directory / CONFIG).is_file():
         if not resume:
             raise UserError(
-                f"{directory} already holds a run; `g2rpo resume {directory}` continues it, or name another --run-dir"
+                f"{directory} already holds a run; `g2rpo resume {directory}` (from Python resume=True) continues it, "
+                "or name another --run-dir"
             )
         _check_same(config, read_config(directory), directory)
     elif not is_empty(directory):
