@@ -111,7 +111,7 @@ def histories(
             for (own, _), (folder, words) in workspace.pilots(cell, iterations[cell]).items()
             if own == rate
         }
-    runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in chosen}
+    runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in iterations}
     train(workspace, [(cell, *own[seed]) for seed in next(iter(runs.values())) for cell, own in runs.items()], workers)
     return {cell: [read_run(workspace.config(words), folder) for folder, words in own.values()] for cell, own in runs.items()}
 

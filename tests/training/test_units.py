@@ -8,6 +8,7 @@ import torch
 from g2rpo.data import Cond, Plan, Rollout, Transition
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.distributed import ALONE
+from g2rpo.training import collector
 from g2rpo.training.collector import waited_for
 from g2rpo.training.units import Queue, Work, _pack, _pack_cond, _unpack, _unpack_cond
 from tests.support import ranks
@@ -53,6 +54,25 @@ def test_a_fast_rank_takes_over_and_the_run_is_the_same_to_the_bit(tmp_path):
     half = slow["fixed"]["evaluations"]
     assert fast["fixed"]["evaluations"] == half and slow["slow"]["evaluations"] <= half / 2
     assert slow["slow"]["evaluations"] + fast["slow"]["evaluations"] == 2 * half
+
+
+class Nothing(Queue):
+    """On rank 0: others take all units before it asks for its first."""
+
+    def take(self):
+        return None
+
+
+def train_idle(world, folder):
+    if world.is_main:
+        collector.Queue = Nothing
+    return trainer(None, *OPTIONS, world=world).iterate()["seconds/rollout"]
+
+
+def test_a_rank_that_finds_no_unit_has_a_row_that_can_be_read(tmp_path):
+    """A row without the seconds of its rollout is refused as damaged."""
+    idle, busy = ranks.run(2, train_idle, tmp_path)
+    assert 0 < idle < busy
 
 
 def test_a_rank_by_itself_takes_its_units_in_order():

@@ -70,7 +70,7 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
     if (directory / CONFIG).is_file():
         if not resume:
             raise UserError(
-                f"{directory} already holds a run; `g2rpo resume {directory}` (from Python resume=True) continues it, "
+                f"{directory} already holds a run; `g2rpo resume {directory}` continues it (from Python: resume=True), "
                 "or name another --run-dir"
             )
         _check_same(config, read_config(directory), directory)

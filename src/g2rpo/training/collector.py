@@ -119,6 +119,7 @@ class Collector:
             collection = Collection(self, drawn, works, Queue(world, works), thread, watch)
             with self.shards.sampling():
                 collection.roll_out_all(aside=self.scores_aside, last_too=self._together)
+            watch.lap("rollout")  # others may have taken all units, and every row of the log has this phase
             collection.score_all()
         done = collection.done()
         if len(works) > 1:
