@@ -24,7 +24,8 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.pictures import Strip, save_grid
 from g2rpo.report.charts import compact
 from g2rpo.report.history import Change, read_runs
-from g2rpo.report.page import FRAMES, render
+from g2rpo.report.page import render
+from g2rpo.report.pictures import FRAMES
 from g2rpo.report.seeds import repeats
 from g2rpo.report.verdict import summary, verdict
 from g2rpo.report.words import decimals, signed, span

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,8 +107,16 @@ class Repeats:
     def _scores(self, after: Sequence[int]) -> dict[str, Tensor]:
         """Scores [S, N] by reward, of S runs each after its own iteration."""
         paths = [run.directory / scores_after(iteration) for run, iteration in zip(self.runs, after, strict=True)]
-        by_run = [load_tensors(path) for path in paths]
+        for path in paths:
+            if path not in self._files:
+                self._files[path] = load_tensors(path)
+        by_run = [self._files[path] for path in paths]
         return {name: torch.stack([scores[name] for scores in by_run]) for name in self.rewards()}
+
+    @cached_property
+    def _files(self) -> dict[Path, dict[str, Tensor]]:
+        """Scores that have been read: every reward's curve asks for all of them."""
+        return {}
 
     def _change(self, reward: str, base: Tensor, tuned: Tensor) -> Change:
         """From the base's values [S, N] to the tuned ones; prompts that have both count."""
