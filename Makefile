@@ -28,7 +28,7 @@ check: $(READY)
 # One process more than cores, for tests of several ranks wait for each other, and each with one thread; files stay whole, so
 # that what a file builds is built once.
 PROCESSES = $$($(PYTHON) -c 'import os; print(min(4, 1 + os.cpu_count()))')
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
 	$(PYTEST) -m "not slow"

@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
@@ -49,8 +50,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker("quick")
 
 
+def pytest_collection():
+    """What imports make is no garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """What has been imported by now stays, so the garbage collector need not look at it again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

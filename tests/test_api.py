@@ -93,6 +93,12 @@ def test_a_weight_in_the_config_is_that_of_the_object():
         ({"overrides": {"trainer.iterations": 2}}, "overrides: should be a list of texts"),
         ({"rewards": brightness}, "rewards: should be a mapping from names to functions or objects, is <function brightness"),
         ({"judges": {"red": "red.py:red"}}, r"judges\['red'\]: should be a function or an object that can be called"),
+        (
+            {"algorithm": "mixgrpo"},
+            r"algorithm: should be an object; a name goes into the overrides: \['algorithm.name=mixgrpo'\]",
+        ),
+        ({"policy": "runs/model"}, r"policy: should be an object; .*\['policy.path=runs/model'\]"),
+        ({"algorithm": MixGRPO}, r"algorithm: is a class; give an object of it, such as MixGRPO\(\)"),
         ({"rewards": {"own": Notes}}, r"rewards\['own'\]: is a class; give an object of it, such as Notes\(\)"),
     ],
 )

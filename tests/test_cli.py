@@ -123,6 +123,7 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
     ("arguments", "message"),
     [
         (["train", "scnes"], "unknown recipe 'scnes'. Did you mean 'scenes' or 'scenes-fast'?"),
+        (["train", "klein"], "unknown recipe 'klein'. Did you mean 'flux2-klein-lora' or 'flux2-klein-lora-24gb'?"),
         (["train", "policy.path=testbed"], "policy.path=testbed is an override; name a recipe"),
         (["train", "scenes", "rewards.red=red.py:red"], "rewards: red should be a weight, got 'red.py:red'; for a reward"),
         (["train", "scenes", "algorithm.gruop_size=4"], "unknown key 'algorithm.gruop_size'. Did you mean 'group_size'?"),
@@ -289,6 +290,7 @@ def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(capsys, tmp_p
     assert code == 1 and "Traceback" not in err and len(said.splitlines()) == 2
     assert f"g2rpo: after iteration 0: reward 'mine' failed on 12 pictures: {message}" in " ".join(err.split())
     assert "Traceback" in (tmp_path / "run" / "traceback_rank0.txt").read_text()
+    assert err.strip().endswith(f"`g2rpo resume {tmp_path / 'run'}` begins again.")  # there is no checkpoint yet
 
 
 def test_a_reward_server_that_refuses_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, tiny_config):

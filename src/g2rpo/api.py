@@ -61,6 +61,7 @@ def trainer(
     """
     _check_lists(overrides=overrides, prompts=prompts, heldout=heldout)
     _check_tables(rewards=rewards, judges=judges)
+    _check_objects(algorithm=algorithm, policy=policy)
     config = recipe if isinstance(recipe, Config) else load_config(recipe, overrides, notify)
     config = _mentioning(config, algorithm, policy, rewards, judges, prompts, heldout)
     objects = {
@@ -100,6 +101,16 @@ def _check_tables(**tables: Any) -> None:
                 raise UserError(f"{key}[{name!r}]: is a class; give an object of it, such as {reward.__name__}()")
             if not callable(reward):
                 raise UserError(f"{key}[{name!r}]: should be a function or an object that can be called, is {reward!r:.80}")
+
+
+def _check_objects(**objects: Any) -> None:
+    """Refuses a name or a class where an object is wanted."""
+    for key, given in objects.items():
+        if isinstance(given, str):
+            path = "algorithm.name" if key == "algorithm" else "policy.path"
+            raise UserError(f"{key}: should be an object; a name goes into the overrides: ['{path}={given}']")
+        if isinstance(given, type):
+            raise UserError(f"{key}: is a class; give an object of it, such as {given.__name__}()")
 
 
 def _mentioning(

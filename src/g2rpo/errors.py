@@ -13,6 +13,9 @@ from pickle import UnpicklingError
 LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent), "<frozen")
 """Path prefixes of the standard library, installed packages and this package."""
 
+SHORTEST_PART = 3
+"""Characters of a word that is offered the names that contain it."""
+
 
 class UserError(Exception):
     """Wrong input. The message says what is wrong, where, and what would be right; the command line exits with 2."""
@@ -87,10 +90,17 @@ def where(error: BaseException) -> str:
     return f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 reward", "2 rewards"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " Did you mean 'x' or 'y'?" for near matches of `word`, else the known words, as the end of a message."""
+    """ " Did you mean 'x' or 'y'?" for near matches of `word`, else for words that contain it, else all known words, as the end
+    of a message."""
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    near = near or [other for other in known if len(word) >= SHORTEST_PART and word in other][:3]
     if near:
         return f" Did you mean {' or '.join(repr(match) for match in near)}?"
-    return f" Known: {', '.join(known)}."
+    return f" Known: {', '.join(known)}." if known else " There are none."

@@ -250,6 +250,14 @@ def test_a_reward_without_any_score_has_no_gain_and_warns_of_nothing(recwarn):
     assert math.isnan(judged_gain({"a": nothing}, {"a": nothing}, ["a"])) and not list(recwarn)
 
 
+def test_an_evaluation_in_which_a_reward_gives_no_score_raises_masked_at_once():
+    watch = Alarms(["r"], ["other"], drift_limit=1.0)
+    some, none = torch.tensor([1.0, torch.nan]), torch.full((2,), torch.nan)
+    assert watch.see({"kind": "eval", "iteration": 0}, {"r": some, "other": some}) == []
+    assert watch.see(row := {"kind": "eval", "iteration": 1}, {"r": some, "other": none}) == ["masked"]
+    assert row["alarms"] == {"masked": "other gave no score for any of 2 pictures"}
+
+
 # Pictures
 
 

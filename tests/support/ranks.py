@@ -21,9 +21,9 @@ SLOW_IMPORTS = (
     "torch.utils.tensorboard",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
-    "tests.support.tiny",
+    "tests.support.warm",
 )
-CONTEXT.set_forkserver_preload([*SLOW_IMPORTS, "tests.support.runs"])
+CONTEXT.set_forkserver_preload(list(SLOW_IMPORTS))
 
 
 def free_port() -> int:

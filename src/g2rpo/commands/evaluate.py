@@ -23,7 +23,7 @@ from g2rpo.commands.progress import add_names, counter, say, warn_on
 from g2rpo.commands.stopping import stoppable
 from g2rpo.config.resolve import differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
-from g2rpo.errors import UserError, loading
+from g2rpo.errors import UserError, counted, loading
 from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.files import FileDigests, local, write_whole
 from g2rpo.input_pictures import digest_of_prompts
@@ -159,7 +159,7 @@ def _check_folder(out: Path, config: JudgingConfig) -> None:
 def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None:
     """Builds the policy and rewards and evaluates the missing chunks."""
     config, out = judging.config, judging.directory
-    console.print(f"building the policy and {len(config.rewards)} reward{'s' if len(config.rewards) > 1 else ''} ...")
+    console.print(f"building the policy and {counted(len(config.rewards), 'reward')} ...")
     prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.cache, prompts, console, warn_on(console))

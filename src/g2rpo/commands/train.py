@@ -27,7 +27,7 @@ from g2rpo.commands.watching import show_results, watch_training
 from g2rpo.config import recipes
 from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, RewardConfig
-from g2rpo.errors import RolledBack, UserError
+from g2rpo.errors import RolledBack, UserError, counted
 from g2rpo.files import digest_of
 from g2rpo.input_pictures import check_counts, check_inputs
 from g2rpo.runs.directory import check_contents, claim, entered, read_config, record_start
@@ -204,7 +204,7 @@ def _run(
     stopping = stopping or Stopping("")
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
-    rewards = f"{len(config.rewards)} reward{'s' if len(config.rewards) > 1 else ''}"
+    rewards = counted(len(config.rewards), "reward")
     console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {rewards} and the prompts ...")
     notify = warn_on(console) if world.is_main else partial(_warn_from, world.rank)
     trainer = open_run(config, directory, resume, accept_changes, notify, world, console=console)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.contracts import advantages_of, plans_of
 from g2rpo.config.schema import SamplingConfig, grid_of
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, counted
 from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.flow import ode_step
 from g2rpo.input_pictures import check_counts
@@ -184,7 +184,7 @@ def draw(
     settings = [
         *([f"held-out prompt {number + 1}"] if number is not None else []),
         f"seed {seed}",
-        f"{steps} step{'s' if steps > 1 else ''}",
+        counted(steps, "step"),
         f"guidance {guidance:g}",
         *([f"strength {strength:g}"] if studio.tuned == "adapter" else []),
     ]

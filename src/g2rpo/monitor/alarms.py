@@ -16,6 +16,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.contracts import plans_of
 from g2rpo.config.schema import Config
+from g2rpo.errors import counted
 from g2rpo.monitor.image_statistics import TAIL
 from g2rpo.monitor.metrics import Row
 from g2rpo.statistics import Z
@@ -36,7 +37,7 @@ CROWD, CROWD_LEVEL = 0.25, 1e-4
 ADVICE = {
     "drift": "rollout and training disagree about the model: find what differs, or use float32 or a larger clip range",
     "silent": "zero-variance groups have no gradient: a finer reward, harder or easier prompts, more noise (eta)",
-    "masked": "a reward gives no scores: look at the log of its server",
+    "masked": "a reward gives no scores: look at its code, or at the log of its server",
     "saturated": "advantages are mostly signs: raise algorithm.advantage_clip, or lower the weights of the rewards",
     "hacking": "the reward is being gamed: train on the fallen reward too, lower the learning rate, add algorithm.kl_weight",
     "decline": "the model is getting worse: lower the learning rate, or stop earlier",
@@ -64,7 +65,8 @@ class Alarms:
             raised = training_alarms([other for other in self.rows if other["kind"] == "train"][-WINDOW:], self.drift_limit)
         else:
             self.history[row["iteration"]] = scores
-            raised = fallen_rewards(self.history, self.trained) | picture_alarms(row, len(next(iter(scores.values()))))
+            pictures = picture_alarms(row, len(next(iter(scores.values()))))
+            raised = unscored(scores) | fallen_rewards(self.history, self.trained) | pictures
         raised = {name: said for name, said in raised.items() if name not in self.off}
         if raised:
             row["alarms"] = raised
@@ -109,6 +111,13 @@ def training_alarms(rows: Sequence[Row], drift_limit: float) -> dict[str, str]:
         if share > limit:
             raised[name] = f"{share:.0%} {what} in the last {len(rows)} iterations, limit {limit:.0%}"
     return raised
+
+
+def unscored(scores: Scores) -> dict[str, str]:
+    """Whether a reward has no score for any held-out picture."""
+    silent = [name for name, values in scores.items() if values.isnan().all()]
+    said = [f"{name} gave no score for any of {counted(len(scores[name]), 'picture')}" for name in silent]
+    return {"masked": "; ".join(said)} if said else {}
 
 
 def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dict[str, str]:

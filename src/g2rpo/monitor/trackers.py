@@ -13,7 +13,6 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -162,7 +161,7 @@ class Feed:
         self.notify, self.patience = notify, patience
         self.lines = [_Line(tracker) for tracker in trackers]
         for line in self.lines:
-            line.calls.put(partial(line.tracker.start, run_dir, iteration, config))
+            line.calls.put(("start", run_dir, iteration, config))
             line.start()
 
     def __enter__(self) -> Feed:
@@ -170,7 +169,7 @@ class Feed:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for line in self.lines:
-            line.calls.put(partial(line.tracker.finish, kind is None))
+            line.calls.put(("finish", kind is None))
             line.calls.put(None)
         for line in self.lines:
             line.join(self.patience)
@@ -181,7 +180,7 @@ class Feed:
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
         for line in self.lines:
             if line.error is None:
-                line.calls.put(partial(line.tracker.log, dict(row), dict(pictures)))
+                line.calls.put(("log", dict(row), dict(pictures)))
             if line.calls.qsize() > BACKLOG:
                 self._tell(line, f"is {BACKLOG} rows behind; training does not wait for it")
         self._complain()
@@ -198,18 +197,19 @@ class Feed:
 
 
 class _Line(threading.Thread):
-    """One tracker's thread: does what is in `calls` until None, or until something fails."""
+    """One tracker's thread: calls the methods named in `calls` until None, or until something fails."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__(daemon=True)  # one that hangs must not keep the process alive
         self.tracker = tracker
-        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()  # a method's name and arguments
         self.error: Exception | None = None
         self.told: set[str] = set()
 
     def run(self) -> None:
         try:
             while (call := self.calls.get()) is not None:
-                call()
+                method, *arguments = call
+                getattr(self.tracker, method)(*arguments)
         except Exception as error:  # whatever a tracker's library comes up with; reported by Feed
             self.error = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from g2rpo.errors import counted
 from g2rpo.report.history import Change, Run
 from g2rpo.report.seeds import Repeats
 from g2rpo.report.words import decimals, fixed, signed
@@ -73,7 +74,7 @@ def _fallen(changes: Sequence[Change]) -> str:
 def _alarms(run: Run | Repeats) -> str:
     raised = run.alarms()
     names = ", ".join(dict.fromkeys(one.name for one in raised))
-    return f"{len(raised)} alarm{'s' if len(raised) > 1 else ''}: {names}." if raised else "No alarm."
+    return f"{counted(len(raised), 'alarm')}: {names}." if raised else "No alarm."
 
 
 def _percent(share: float) -> str:

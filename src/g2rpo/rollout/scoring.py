@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.errors import RewardFailed, UserError, where
+from g2rpo.errors import RewardFailed, UserError, counted, where
 from g2rpo.rollout.frames import OnFrames
 from g2rpo.runtime.memory import bounded_by
 from g2rpo.types import Policy, Reward, Rollout
@@ -62,7 +62,7 @@ def score(
     for name, reward in rewards.items():
         if (given := latents if scores_latents(reward) else images) is None:
             raise UserError(f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here")
-        with naming_reward(name, f"failed on {count} pictures"), tf32_matmuls(getattr(reward, "tf32", False)):
+        with naming_reward(name, f"failed on {counted(count, 'picture')}"), tf32_matmuls(getattr(reward, "tf32", False)):
             answer = _scored(reward, given, prompts)
             if answer is None:
                 raise ValueError(f"should return {count} scores, one per image, but returned None")
@@ -82,7 +82,7 @@ def weighted_scores(
     images = policy.decode(x) if not all(map(scores_latents, rewards.values())) else x
     total, asked = torch.zeros(len(x), device=x.device), [prompts[row] for row in rows]
     for (name, reward), weight in zip(rewards.items(), weights.tolist(), strict=True):
-        with naming_reward(name, f"failed on {len(x)} pictures"):
+        with naming_reward(name, f"failed on {counted(len(x), 'picture')}"):
             total = total + weight * reward(x if scores_latents(reward) else images, asked).to(total)
     return total
 

@@ -17,7 +17,7 @@ import torch
 from g2rpo import __version__
 from g2rpo.config.resolve import absent_reward, differences, read_yaml, resolve
 from g2rpo.config.schema import AlarmsConfig, Config
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, counted
 from g2rpo.files import append_line, write_whole
 from g2rpo.plain import read_json_lines
 from g2rpo.runtime.devices import accelerator
@@ -94,7 +94,7 @@ def record_start(directory: Path, iteration: int, device: torch.device, contents
     """Appends a start (or resume, after `iteration` > 0) to starts.jsonl: time, software, device, and digests of what the
     config names (`commands.contents`)."""
     threads = torch.get_num_threads()
-    cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    cpu = f"CPU, {counted(threads, 'thread')}"
     start = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "iteration": iteration,

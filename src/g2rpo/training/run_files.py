@@ -17,6 +17,7 @@ from g2rpo.monitor.metrics import MetricsLog, Row
 from g2rpo.monitor.trackers import Feed, Tracker
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import held, writing
+from g2rpo.training.checkpoint import newest_iteration
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class RunFiles:
             path.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
         except OSError as full:
             return f"\nThe whole traceback could not be written to {path} ({full.strerror})."
-        return f"\nThe whole traceback is in {path}; {self.command} continues from the last checkpoint."
+        begins = "continues from the last checkpoint" if newest_iteration(self.folder / "checkpoints") else "begins again"
+        return f"\nThe whole traceback is in {path}; {self.command} {begins}."
 
 
 BEFORE_AFTER = "before_after"
