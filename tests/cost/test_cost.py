@@ -86,7 +86,9 @@ def test_what_loading_takes_of_the_host_is_one_copy_of_the_files(tmp_path, flux_
 # --- counting ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("granularities", "each"), [("[1]", 1112), ("[1,2]", 1496), ("[1,2,3]", 1700)])
+@pytest.mark.parametrize(
+    ("granularities", "each"), few([("[1]", 1112), ("[1,2]", 1496), ("[1,2,3]", 1700)], lambda variant: variant[1] == 1700)
+)
 def test_the_papers_setting_takes_what_the_engine_takes(granularities, each):
     counts = count(load_config("flux1-dev-hps", [f"algorithm.granularities={granularities}"]), 400)
     ((iteration, times),) = counts.kinds
@@ -300,7 +302,7 @@ def one_thread():
             ("sd3", ["policy.dtype=bfloat16"]),
             ("sd3", ["policy.gradient_checkpointing=true", "policy.tuning=full"]),
         ],
-        lambda variant: len(variant[1]) == 0 or "policy.gradient_checkpointing=true" in variant[1],
+        lambda variant: variant[1] in ([], ["policy.gradient_checkpointing=true", "policy.tuning=full"]),
     ),
     ids=str,
 )
@@ -352,7 +354,7 @@ def test_cudas_norms_need_more_than_the_cpus(deep):
     assert cpu.training < cuda.training < 2 * cpu.training
 
 
-@pytest.mark.parametrize("batch_size", [4, 16, 64])
+@pytest.mark.parametrize("batch_size", few([4, 16, 64], lambda size: size == 16))
 def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory, batch_size):
     c = config(flux_directory, "algorithm.group_size=12", f"sampling.batch_size={batch_size}")
     trainer = train(c)

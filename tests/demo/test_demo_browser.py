@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
@@ -15,6 +13,8 @@ import pytest
 
 from g2rpo.cli import main
 from tests.support.contrast import FAINT_TEXT
+from tests.support.processes import Forked
+from tests.support.ranks import free_port
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NEEDED = bool(os.environ.get("G2RPO_NEEDS_CHROMIUM"))  # set by .ci/run
@@ -34,33 +34,24 @@ MINUTE = 60_000
 
 
 @contextmanager
-def served(*arguments, **environment):
+def served(folder, *arguments, **environment):
     """The address of `g2rpo demo`, run until the end of the block and then interrupted."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port, log = free_port(), folder / "demo.log"
     command = [sys.executable, "-m", "g2rpo", "demo", *map(str, arguments), "--port", str(port)]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background has it ignored
-    ) as process:
-        try:
-            said = []
-            for line in process.stdout:
-                said.append(line)
-                if line.startswith("http"):
-                    break
-            assert said and said[-1].startswith(f"http://127.0.0.1:{port}/"), (said, process.stderr.read())
-            yield said[-1].split()[0]
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
-            assert process.returncode == 0 and out == "stopped\n" and "Traceback" not in err, (out, err)
-        finally:
-            process.kill()
+    with log.open("wb") as out:
+        process = Forked(command, stdout=out, env={**os.environ, **environment})
+    try:
+        ends = time.monotonic() + 60
+        while not (said := [line for line in log.read_text().splitlines() if line.startswith("http")]):
+            assert time.monotonic() < ends and process.alive, log.read_text()
+            time.sleep(0.05)
+        assert said[0].startswith(f"http://127.0.0.1:{port}/")
+        yield said[0].split()[0]
+        process.interrupt()
+        told = log.read_text() if (code := process.wait()) is not None else ""
+        assert code == 0 and told.endswith("stopped\n") and "Traceback" not in told, (code, told)
+    finally:
+        process.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +64,8 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(run):
-    with served(run) as where:
+def address(run, tmp_path_factory):
+    with served(tmp_path_factory.mktemp("demo"), run) as where:
         yield where
 
 
@@ -148,6 +139,7 @@ def test_what_is_typed_as_soon_as_it_can_be_stays(browser, address):
     page.wait_for_timeout(1000)  # more than two late frames
     assert (seed.input_value(), strength.input_value()) == ("7", "0")
     page.get_by_role("tab", name="How it learns").click()
+    page.wait_for_selector("#branch", timeout=MINUTE)  # the view changes with a late frame too
     write(page, "three blue stars")
     page.wait_for_timeout(1000)
     assert page.locator("textarea:visible").input_value() == "three blue stars"
@@ -223,8 +215,9 @@ def test_draw_two_pictures_with_their_scores(page):
     page.keyboard.press("ArrowLeft")
     over = "getComputedStyle(document.querySelector('#drawing .tuned-side img')).clipPath"
     assert divider.input_value() == "0.49" and "49%" in page.evaluate(over)
-    places = (".base-side img", ".tuned-side img", ".divide")
-    base, tuned, divide = (page.locator(f"#drawing {place}").bounding_box() for place in places)
+    places = [".base-side img", ".tuned-side img", ".divide"]
+    box = "document.querySelector(`#drawing ${place}`).getBoundingClientRect().toJSON()"
+    base, tuned, divide = page.evaluate(f"places => places.map(place => {box})", places)  # at once: the page may still move
     assert base == tuned and divide["y"] == base["y"] and divide["height"] == pytest.approx(base["height"], abs=1)
     assert fits(page)
 
@@ -348,8 +341,8 @@ def test_nothing_is_open_but_the_page(address):
         assert refused.value.code == status
 
 
-def test_a_token_is_asked_for(browser):
-    with served("--model", "testbed", "--token-env", "DEMO_TOKEN", DEMO_TOKEN="tell no one") as address:
+def test_a_token_is_asked_for(browser, tmp_path):
+    with served(tmp_path, "--model", "testbed", "--token-env", "DEMO_TOKEN", DEMO_TOKEN="tell no one") as address:
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{address}config")
         assert refused.value.code == 401

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from g2rpo.build.trackers import build_trackers, check_trackers
@@ -103,6 +104,9 @@ def test_tensorboard_shows_every_number_and_picture_once_though_the_run_was_cut_
     assert {(tag, step) for tag, step, _ in shown} == {(name, step) for name, step, _ in logged}
     assert [e.step for e in board.Scalars("train/loss")] == [1, 2, 3, 4]
     assert [e.step for e in board.Images("eval/samples")] == [0, 2, 4]
+    last = board.Images("eval/samples")[-1]
+    assert last.encoded_image_string == (path := run / "samples" / "iteration_000004.png").read_bytes()
+    assert (last.width, last.height) == Image.open(path).size
     losses = {row["iteration"]: row["loss"] for row in read_metrics(run) if row["kind"] == "train"}
     assert {e.step: e.value for e in board.Scalars("train/loss")} == pytest.approx(losses, rel=1e-6)  # float32 there
 

@@ -64,7 +64,7 @@ def save_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note:
     info = PngInfo()
     info.add_itxt(NOTE, json.dumps(about, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path, pnginfo=info)
+    canvas.save(path, pnginfo=info, compress_level=1)  # a seventh larger than by default, in half the time
 
 
 def save_moving_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note: str, seconds: float) -> None:

@@ -52,16 +52,18 @@ class TensorBoard:
         self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=later)
 
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
-        import numpy as np
         from PIL import Image
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
         for name, value in scalars(row).items():
             self.board.add_scalar(name, value, row["iteration"])
         for name, said in row.get("alarms", {}).items():
             self.board.add_text(f"alarms/{name}", said, row["iteration"])
         for name, path in pictures.items():
-            with Image.open(path) as picture:
-                self.board.add_image(name, np.asarray(picture.convert("RGB")), row["iteration"], dataformats="HWC")
+            with Image.open(path) as picture:  # as it is stored: SummaryWriter.add_image takes pixels, and encodes them again
+                width, height = picture.size
+            stored = Summary.Image(encoded_image_string=path.read_bytes(), height=height, width=width, colorspace=3)
+            self.board.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=stored)]), row["iteration"])
 
     def finish(self, ok: bool) -> None:
         self.board.close()
