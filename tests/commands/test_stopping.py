@@ -39,7 +39,7 @@ def brightness(images, prompts):
             os.kill(os.getpid(), int(number))
     return images.flatten(1).mean(1)
 """
-# Its calls: the base's evaluation; iteration 1, its evaluation; iteration 2, its evaluation; base against tuned
+# Its calls: the base's evaluation; iteration 1, its evaluation; iteration 2, its evaluation; resumed, base against tuned
 SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
 
 
@@ -86,6 +86,9 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_comes_to_the_same_end(
     (tmp_path / "signals").write_text(" ".join(str(int(number)) for number in signals))
     stopped, _, err = train(capfd, tmp_path, flux_directory)
     run = tmp_path / "run"
+    if call == 6:
+        assert stopped == 0
+        stopped, _, err = g2rpo(capfd, "resume", run)
     assert stopped == code and message in err and f"`g2rpo resume {run}`" in err and "Traceback" not in err, err
     asked = "stopping after this iteration; press again to stop at once" if signals[0] == SIGINT else "(SIGTERM)"
     assert (asked in err) == (call != 6)

@@ -74,6 +74,18 @@ def test_without_a_run_dir_a_whole_run_leaves_nothing(tmp_path, monkeypatch):
     assert t.finish()["bright"].tuned > 0 and not list(tmp_path.iterdir())
 
 
+def test_base_and_tuned_are_compared_by_the_evaluation_after_the_last_iteration_if_weights_are_still_those():
+    t = trainer(None)
+    list(t.train())
+    inner, calls = t.policy.velocity, []
+    t.policy.velocity = lambda *given: calls.append(1) or inner(*given)
+    table = t.finish()
+    assert not calls and table["bright"].tuned == t.score_heldout().means()["bright"]
+    t.iterate()
+    calls.clear()
+    assert t.finish()["bright"].tuned != table["bright"].tuned and calls
+
+
 def test_updates_per_branch_step_once_for_each():
     calls = []
     t = trainer(None, "algorithm.update_every=branch")

@@ -95,8 +95,7 @@ class Counts:
 def count(config: Config, heldout: int) -> Counts:
     """Counts of a run of `config` (with settled batch sizes) with `heldout` held-out prompts.
 
-    Held-out pictures are evaluated before the first iteration, every `evaluation.every` iterations and after the last; then
-    once more for the before/after table.
+    Held-out pictures are evaluated before the first iteration, every `evaluation.every` iterations and after the last.
     """
     trainer = config.trainer
     kinds = Counter(tuple(plans_in(config, iteration)) for iteration in range(trainer.iterations))
@@ -106,7 +105,7 @@ def count(config: Config, heldout: int) -> Counts:
         prompts_drawn=trainer.prompts_per_iteration * config.algorithm.candidates,
         heldout=heldout,
         heldout_steps=config.evaluation.num_steps or config.sampling.num_steps,
-        times_evaluated=2 + _times(trainer.iterations, config.evaluation.every),
+        times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
         checkpoints=_times(trainer.iterations, trainer.checkpoint_every),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour-blind readers
 ACROSS = 3  # panels beside each other, at most
+LEFT, RIGHT, BELOW, ABOVE, BESIDE, BETWEEN = 0.6, 0.12, 0.6, 0.3, 0.65, 0.75
+"""Inches beside, below, above and between panels; matplotlib's own layouts draw everything twice."""
 KEY = "Points: held-out prompts. Band: 95 % interval of their change from the base. Faint: batches that were trained on."
 
 
@@ -25,7 +28,7 @@ def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str]) -> None
 
     figure = curves(rows, trained)
     FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, pil_kwargs={"compress_level": 1})
 
 
 def curves(rows: Sequence[Row], trained: Sequence[str]) -> Figure:
@@ -37,15 +40,33 @@ def curves(rows: Sequence[Row], trained: Sequence[str]) -> Figure:
     names = [key.removeprefix("reward/") for key in (evaluations[0] if evaluations else {}) if key.startswith("reward/")]
     lines = math.ceil(len(names) / ACROSS) or 1
     across = [len(names) // lines + (line < len(names) % lines) for line in range(lines)]
-    figure = Figure(figsize=(4.2 * max(1, *across), 3 * lines + 0.3), layout="constrained")
-    grid = figure.add_gridspec(lines, math.lcm(*(count or 1 for count in across)))
+    width, height, columns = 4.2 * max(1, *across), 3 * lines + 0.3, math.lcm(*(count or 1 for count in across))
+    figure = Figure(figsize=(width, height))
+    key = textwrap.wrap(KEY, round(18 * width))
+    below = BELOW + 0.15 * len(key)
+    inside = width - LEFT - RIGHT, height - below - ABOVE
+    grid = figure.add_gridspec(
+        lines,
+        columns,
+        left=LEFT / width,
+        right=1 - RIGHT / width,
+        bottom=below / height,
+        top=1 - ABOVE / height,
+        wspace=_relative(BESIDE, columns, inside[0]),
+        hspace=_relative(BETWEEN, lines, inside[1]),
+    )
     places = [(line, place) for line, count in enumerate(across) for place in range(count)]
     for number, (name, (line, place)) in enumerate(zip(names, places, strict=True)):
         span = grid.ncols // across[line]
         axis = figure.add_subplot(grid[line, place * span : (place + 1) * span])
         _panel(axis, name, evaluations, iterations, COLOURS[number % len(COLOURS)], name in trained)
-    figure.supxlabel(KEY, fontsize=8, color="#5d6069")
+    figure.text(0.5, 0.06 / height, "\n".join(key), fontsize=8, color="#5d6069", ha="center")
     return figure
+
+
+def _relative(gap: float, count: int, length: float) -> float:
+    """A gap between `count` panels that fill `length`, in units of a panel, as a GridSpec takes it."""
+    return gap * count / (length - gap * (count - 1))
 
 
 def _panel(axis: Axes, name: str, evaluations: Sequence[Row], iterations: Sequence[Row], colour: str, trained: bool) -> None:
@@ -59,6 +80,7 @@ def _panel(axis: Axes, name: str, evaluations: Sequence[Row], iterations: Sequen
     axis.plot(x, y, color=colour, marker="o", markersize=4)
     axis.set_title(f"{name} ({'trained on' if trained else 'judged only'})", fontsize=10)
     axis.set_xlabel("iteration", fontsize=9)
+    axis.tick_params(labelsize=9)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -74,6 +74,7 @@ class Trainer:
         self.iteration = 0
         self.stopping = False
         self.rolled_back_from: int | None = None
+        self.final: Evaluation | None = None  # of the weights as they are, after the last iteration
         self.files = RunFiles(self.run_dir, self.world, self.notify)
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self.algorithm = c.algorithm
@@ -185,6 +186,7 @@ class Trainer:
 
     def iterate(self) -> Row:
         """Runs one iteration; returns its metrics."""
+        self.final = None
         watch = Stopwatch()
         prompts = self.prompts_of(self.iteration)
         cond = self.policy.encode(prompts)
@@ -294,6 +296,8 @@ class Trainer:
         """Evaluates the (averaged) weights on held-out prompts; returns the row for the log."""
         watch = Stopwatch()
         evaluation = self.score_heldout()
+        if self.iteration >= self.config.trainer.iterations:
+            self.final = evaluation
         watch.lap("evaluation")
         row = self.evaluator.row(self.iteration, evaluation)
         row["seconds"] = watch.seconds["evaluation"]
@@ -320,7 +324,8 @@ class Trainer:
     def finish(self) -> dict[str, Comparison]:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid, curves and a model card."""
         weights = self.export() if self.run_dir is not None else Path()
-        table = self.evaluator.finish(self.score_heldout(), self.iteration, self.rolled_back_from)
+        tuned = self.score_heldout() if self.final is None else self.final
+        table = self.evaluator.finish(tuned, self.iteration, self.rolled_back_from)
         if self.files.writes:
             with self.files.holding(), writing(weights):
                 edits = any(images_of(prompt) for prompt in self.heldout)
@@ -340,6 +345,7 @@ class Trainer:
     def resume(self) -> list[str]:
         """Restores the newest checkpoint that is intact and fits, if there is one; returns what is wrong with newer ones and
         with the log."""
+        self.final = None
         found, complaints = self.persistence.resume()
         if found is None:
             return complaints
@@ -355,6 +361,7 @@ class Trainer:
     def roll_back(self) -> int:
         """Restores the weights of the best evaluation, for `finish` and `export`, and returns its iteration; checkpoints are
         unchanged."""
+        self.final = None
         best = self.persistence.take_best(self.iteration)
         self.rolled_back_from, self.iteration = self.iteration, best
         return best
