@@ -25,9 +25,8 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# One process more than cores, for tests of several ranks wait for each other, and each with one thread; files stay whole, so
-# that what a file builds is built once.
-PROCESSES = $$($(PYTHON) -c 'import os; print(min(4, 1 + os.cpu_count()))')
+# A process for each core, with one thread; files stay whole, so that what a file builds is built once.
+PROCESSES = $$($(PYTHON) -c 'import os; print(min(4, os.cpu_count()))')
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test: $(READY)

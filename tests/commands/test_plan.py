@@ -72,7 +72,7 @@ def schedules():
         yield from ([f"algorithm.name={name}", *fits(name), *word] for word in words or [[]])
 
 
-OF_EACH_FAMILY = ("g2rpo", "mixgrpo", "flow_grpo", "awm", "refl")
+OF_EACH_FAMILY = ("g2rpo", "mixgrpo", "refl")
 
 
 def quick(words):

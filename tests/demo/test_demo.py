@@ -5,7 +5,6 @@ import dataclasses
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -395,10 +394,10 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(("model", "message"), [("testbed", "pip install gradio"), ("/no/such", "is no directory")])
-def test_without_gradio_the_extra_is_named_after_all_other_mistakes(model, message):
-    code = f"import sys; sys.modules['gradio'] = None; from g2rpo.cli import main; main(['demo', '--model', '{model}'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+def test_without_gradio_the_extra_is_named_after_all_other_mistakes(capsys, monkeypatch, model, message):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    code, _, err = g2rpo(capsys, "demo", "--model", model)
+    assert code == 2 and message in err and "Traceback" not in err
 
 
 def asked(method="POST", path="/gradio_api/queue/join", *, local=True, **headers):

@@ -20,6 +20,7 @@ from g2rpo.policies.quantized import KINDS, QuantizedLinear, check, weights_of
 from g2rpo.policies.sd3 import SD3Policy
 from g2rpo.seeding import generator_for
 from tests.support.commands import g2rpo
+from tests.support.variants import few
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
@@ -163,6 +164,7 @@ def test_nearly_equal_inputs_are_rounded_apart_to_float8():
     assert 2 * torch.finfo(torch.bfloat16).eps < apart <= torch.finfo(torch.float8_e4m3fn).eps / 6**0.5
 
 
+@pytest.mark.parametrize("kind", few(sorted(KINDS), lambda kind: kind == "fp8"), indirect=True)
 def test_tails_share_the_base(flux_directory, kind):
     policy = load(flux_directory, quantize=kind)
     network = FastNetwork(policy, compile=True, backend="eager")
