@@ -396,6 +396,8 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.parametrize(("model", "message"), [("testbed", "pip install gradio"), ("/no/such", "is no directory")])
 def test_without_gradio_the_extra_is_named_after_all_other_mistakes(capsys, monkeypatch, model, message):
     monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "g2rpo.demo.app", raising=False)  # if another test has imported it
+    monkeypatch.delattr("g2rpo.demo.app", raising=False)
     code, _, err = g2rpo(capsys, "demo", "--model", model)
     assert code == 2 and message in err and "Traceback" not in err
 
