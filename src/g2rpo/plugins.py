@@ -48,6 +48,11 @@ def allow(name: str) -> None:
     _allowed.add(_key(source))
 
 
+def allowed() -> list[str]:
+    """The files (absolute) and modules that this process may import."""
+    return sorted(_allowed)
+
+
 def require(name: str) -> None:
     """Raises `CodeNotAllowed` unless the file or module of `name` was allowed; nothing is imported."""
     source = name.rpartition(":")[0]

@@ -280,6 +280,17 @@ def test_a_budget_in_seconds_is_measured_first(capsys, tmp_path, tiny_config, mo
     assert read_config(out / "probes/a").trainer.iterations == 3
 
 
+def test_code_that_the_user_has_allowed_is_allowed_in_every_run(capsys, tmp_path, tiny_config, forked_jobs):
+    """A reward that a config names, in a mapping."""
+    (tmp_path / "mine.py").write_text("def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    reward = f"rewards={{red: {{kind: '{tmp_path / 'mine.py'}:red'}}}}"
+    once = ["--budget", "iterations=1", "--seeds", "1", "--out", tmp_path / "study"]
+    study = ["compare", tiny_config, reward, "--cell", "a: algorithm.group_size=2", *once]
+    code, _, err = g2rpo(capsys, *study, "--plugin", tmp_path / "mine.py")
+    assert code == 0, err
+    assert "red" in (tmp_path / "study" / "results.md").read_text()
+
+
 def test_a_failing_run_is_named_with_what_it_said(tmp_path, tiny_config, forked_jobs):
     reward = tmp_path / "mine.py"
     reward.write_text("def broken(images, prompts):\n    raise RuntimeError('no such judge')\n")

@@ -46,6 +46,7 @@ def test_an_override_can_take_a_reward_out():
         ("learning_rate=1", "unknown key 'learning_rate'. Did you mean 'optim.learning_rate'?"),
         ("rewards.brigt=", "rewards.brigt=: there is no reward 'brigt' to remove. Did you mean 'bright'?"),
         ("evaluation.rewards.x=", "evaluation.rewards.x=: there is no reward 'x' to remove."),
+        ("rewards={bright:1.0}", "rewards.bright:1.0 is no name: write letters, digits and . _ + -; YAML needs a space after"),
         ("rewards.bright.wieght=1", "unknown key 'rewards.bright.wieght'. Did you mean 'weight'?"),
         ("algorithm.group_size=1", "group_size must be at least 2"),
         ("algorithm.group_size=many", "algorithm.group_size: input should be a valid integer"),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from g2rpo import plugins
 from g2rpo.commands.progress import say
 from g2rpo.commands.stopping import stoppable
 from g2rpo.errors import UserError
@@ -31,7 +32,8 @@ class Job:
 
 @dataclass
 class Workers:
-    """Runs jobs, `count` at a time, each with its share of the CPU's cores and the GPUs in turn."""
+    """Runs jobs, `count` at a time, each with its share of the CPU's cores and the GPUs in turn, and with the code that this
+    process may import."""
 
     count: int
     console: Console
@@ -65,7 +67,7 @@ class Workers:
         try:
             with job.log.open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "g2rpo", *job.arguments],
+                    [sys.executable, "-m", "g2rpo", *(f"--plugin={code}" for code in plugins.allowed()), *job.arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

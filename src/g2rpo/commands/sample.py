@@ -16,7 +16,7 @@ from g2rpo.build import components
 from g2rpo.commands.progress import say
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps, grid_of
-from g2rpo.errors import UserError, loading
+from g2rpo.errors import UserError, counted, loading
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.input_pictures import check_inputs, images_of
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
@@ -73,8 +73,8 @@ def sample(
     save_grid(out / "grid.png", [Strip(shown)], prompts[:SHOWN])
     if clips:
         save_moving_grid(out / "grid.webp", [Strip(shown)], prompts[:SHOWN], "", seconds)
-    what, grid = ("clips", out / "grid.webp") if clips else ("pictures", out / "grid.png")
-    say(console, f"{len(prompts)} {what} in {out}, the first {len(shown)} side by side in {grid}")
+    what, grid = ("clip", out / "grid.webp") if clips else ("picture", out / "grid.png")
+    say(console, f"{counted(len(prompts), what)} in {out}, the first {len(shown)} side by side in {grid}")
 
 
 def _check(prompts: Sequence[str], options: SampleOptions, out: Path) -> None:

@@ -267,6 +267,9 @@ def _complaints(error: ValidationError, source: str, prefix: str = "") -> Iterat
         key = prefix + ".".join(str(part) for part in problem["loc"] if not _is_member(part))
         if isinstance(inner := problem.get("ctx", {}).get("error"), ValidationError):  # an algorithm's own fields
             yield from _complaints(inner, source, f"{key}.")
+        elif problem["loc"][-1:] == ("[key]",):
+            space = "; YAML needs a space after ':'" if ":" in problem["input"] else ""
+            yield f"{source}: {key.removesuffix('.[key]')} is no name: write letters, digits and . _ + -{space}"
         elif problem["type"] == "missing":
             yield f"{source}: '{key}' is missing"
         else:
