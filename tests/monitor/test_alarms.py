@@ -315,6 +315,13 @@ def test_pictures_that_leave_the_bases_range():
         assert f"{said} " in alarm_of(torch.where(half, pictures, base), base), f"{said}, two fifths of the pictures"
 
 
+def test_a_crowd_of_pictures_raises_the_alarm_and_one_less_does_not():
+    for count, enough in ((64, 22), (20, 13)):  # as docs/alarms.md has it
+        row = {"image/detail": 0.5, "image/detail/low": 0.1, "image/detail/high": 0.4, "image/detail/below": 0.0}
+        for outside, raised in ((enough - 1, False), (enough, True)):
+            assert bool(picture_alarms(row | {"image/detail/above": outside / count}, count)) == raised, (count, outside)
+
+
 def test_a_crowd_is_more_than_other_noise_brings():
     """Ranks are all that counts, so uniform numbers stand for any statistic; both ends, 1e-4 each, of 10,000 draws."""
     assert crowd(3) == crowd(5) == math.inf
