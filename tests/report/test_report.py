@@ -23,7 +23,7 @@ from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.pictures import Strip, save_grid
 from g2rpo.report.charts import compact
-from g2rpo.report.history import Change, read_runs
+from g2rpo.report.history import Change, read_runs, rollout_seconds
 from g2rpo.report.page import render
 from g2rpo.report.pictures import FRAMES
 from g2rpo.report.seeds import repeats
@@ -136,6 +136,12 @@ def test_charts_hold_the_logged_numbers(run_dir, html):
         assert row["kind"] == "train" and line["x"] == [0, 1, 2]
         assert [float(y) for y in line["y"]] == [pytest.approx(row[f"step/{k}/spread/bright"], rel=1e-3) for k in range(3)]
     assert {"Advantage size", "Agreement of tails", "Agreement over time", "Gradient norm", "Loss"} <= set(charts)
+
+
+def test_with_several_ranks_evaluations_take_as_long_as_the_last_rank():
+    """Whose units others have rolled out waits for them; a single rank waits for scores at most."""
+    row = {"seconds/rollout": 0.5, "seconds/waiting": 3.5}
+    assert [rollout_seconds(row | ranks) for ranks in ({}, {"ranks": 1}, {"ranks": 2})] == [0.5, 0.5, 4.0]
 
 
 def test_constants_are_said_and_not_drawn(html):

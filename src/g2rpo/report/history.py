@@ -170,6 +170,13 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     ]
 
 
+def rollout_seconds(row: Row) -> float:
+    """The time in which all ranks made the evaluations of a training row. Its times are those of one rank; with several, that
+    rank also waits while others still roll out."""
+    waiting: float = row.get("seconds/waiting", 0.0) if row.get("ranks", 1) > 1 else 0.0
+    return float(row["seconds/rollout"]) + waiting
+
+
 def _read(directory: Path, name: str) -> Run:
     config = read_config(directory)
     rows = read_metrics(directory)

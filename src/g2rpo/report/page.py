@@ -17,7 +17,7 @@ from g2rpo.config.resolve import differences, resolve
 from g2rpo.monitor.alarms import ADVICE
 from g2rpo.report.charts import compact, interval_plot, key_mark, stacked_bar
 from g2rpo.report.group import first_group
-from g2rpo.report.history import Change, Run
+from g2rpo.report.history import Change, Run, rollout_seconds
 from g2rpo.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
 from g2rpo.report.pictures import frames_of, pictures
 from g2rpo.report.seeds import Repeats, repeats
@@ -197,10 +197,10 @@ def costs(run: Run) -> dict[str, str]:
     iterations = run.iterations
     if not iterations:
         return {}
-    total = {key: sum(row[key] for row in iterations) for key in ("evaluations", "images", "seconds", "seconds/rollout")}
+    total = {key: sum(row[key] for row in iterations) for key in ("evaluations", "images", "seconds")}
     return {
         "Network evaluations": f"{total['evaluations']:,}",
-        "… a second of rollout": compact(total["evaluations"] / total["seconds/rollout"], 3),
+        "… a second of rollout": compact(total["evaluations"] / sum(map(rollout_seconds, iterations)), 3),
         "Pictures scored": f"{total['images']:,}",
         "… a second": compact(total["images"] / total["seconds"], 3),
         "Training": span(total["seconds"]),

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from g2rpo.monitor.metrics import Row
 from g2rpo.report.charts import Line, compact, line_chart, thin
-from g2rpo.report.history import Run
+from g2rpo.report.history import Run, rollout_seconds
 from g2rpo.report.seeds import Repeats, mean_of
 from g2rpo.report.words import figures
 from g2rpo.statistics import Z
@@ -141,7 +141,7 @@ def cost_charts(runs: Sequence[Repeats]) -> list[Chart]:
     """Speed during the run."""
     rates, lengths = [], []
     for style, run in enumerate(runs):
-        speed = [(_numbers(one), [row["evaluations"] / row["seconds/rollout"] for row in one.iterations]) for one in run.runs]
+        speed = [(_numbers(one), [row["evaluations"] / rollout_seconds(row) for row in one.iterations]) for one in run.runs]
         rates.append(Line(_label(runs, run), *thin(*mean_of(speed)), style))
         lengths.append(Line(_label(runs, run), *thin(*run.series("seconds")), style))
     return [
