@@ -88,8 +88,9 @@ def test_every_schedule_of_every_algorithm_can_be_planned(capsys, tiny_config, w
     assert plan["counts"]["an_iteration"]["training_rows"] > 0 and plan["memory"]["working"]["training pass"] > 0
 
 
-def test_tables_tell_the_same(capsys):
-    code, out, err = g2rpo(capsys, "plan", "sd35-medium-lora", "--device", "a100", "--utilisation", "0.25")
+def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
+    model = [f"policy.path={sd3_directory}", "policy.guidance_scale=4.5"]
+    code, out, err = g2rpo(capsys, "plan", tiny_config, *model, "--device", "a100", "--utilisation", "0.25")
     assert code == 0, err
     text = " ".join(out.split())
     assert "guidance takes two" in text and "25% are assumed" in text and "It fits" in text

@@ -18,6 +18,7 @@ from g2rpo.config.resolve import _fields, resolve
 from g2rpo.config.schema import Config
 from tests.support.pages import BEGINS, PAGES, ROOT, blocks, calls, check, environment_of_make, inline, inline_commands, prose
 from tests.support.runs import brightness, trainer
+from tests.support.variants import few
 
 QUICK = ("recipes", "train", "sample", "evaluate", "report")
 SMALLEST = [
@@ -89,7 +90,11 @@ def test_commands_and_code_are_marked_as_what_they_are(page):
             assert not lost, f"in a block without a language: {lost}"
 
 
-@page
+LONG_PAGES = ("train", "tutorial")  # several trainings each; their commands are checked above
+in_the_suite = few(PAGES, lambda page: page.stem not in LONG_PAGES)
+
+
+@pytest.mark.parametrize("page", in_the_suite, ids=lambda page: page.stem)
 def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
     """Python blocks in order, in one namespace and folder; commands of marked blocks in between, at the smallest size."""
     monkeypatch.chdir(tmp_path)

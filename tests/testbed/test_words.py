@@ -120,6 +120,7 @@ def test_the_pipeline_writes_words() -> None:
     assert WordColour()(images, texts).mean() >= 0.9 and WordPaper()(images, texts).mean() >= 0.9
 
 
+@pytest.mark.slow  # what builds the weights that are in the package
 def test_a_quick_build_runs_end_to_end_and_continues(tmp_path: Path) -> None:
     from g2rpo.testbed.build.words import build
 
