@@ -26,8 +26,7 @@ check: $(READY)
 	$(BIN)/lint-imports --no-cache
 
 # A process for each core, with one thread; files stay whole, so that what a file builds is built once.
-PROCESSES = $$($(PYTHON) -c 'import os; print(min(4, os.cpu_count()))')
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
 	$(PYTEST) -m "not slow"

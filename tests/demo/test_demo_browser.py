@@ -48,7 +48,7 @@ def served(folder, *arguments, **environment):
         assert said[0].startswith(f"http://127.0.0.1:{port}/")
         yield said[0].split()[0]
         process.interrupt()
-        told = log.read_text() if (code := process.wait()) is not None else ""
+        code, told = process.wait(timeout=60), log.read_text()
         assert code == 0 and told.endswith("stopped\n") and "Traceback" not in told, (code, told)
     finally:
         process.terminate()

@@ -18,8 +18,8 @@ class Forked:
         self._process = CONTEXT.Process(target=_command, args=(command[3:], stdout.name, env))
         self._process.start()
 
-    def wait(self):
-        self._process.join()
+    def wait(self, timeout=None):
+        self._process.join(timeout)
         return self._process.exitcode
 
     def terminate(self):
