@@ -1,5 +1,7 @@
 import gc
 import os
+import re
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,6 +37,26 @@ LONGEST = (
 def place_in(path, names):
     """The place of the first of `names` that is `path` or a folder above it; len(names) if none is."""
     return next((place for place, name in enumerate(names) if path.is_relative_to(HERE / name)), len(names))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files stay whole, and all that fork go to one process: what ranks and commands are forked from takes 6 s to start."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "forking" if forks(file) else file
+
+    return Files(config, log)
+
+
+@cache
+def forks(file):
+    """Whether a file of tests starts processes of `tests.support.ranks` or `tests.support.processes`."""
+    text = (HERE.parent / file).read_text("utf-8")
+    return bool(re.search(r"^from tests\.support.*\b(ranks|processes)\b|\bforked_jobs\b", text, re.MULTILINE))
 
 
 def pytest_ignore_collect(collection_path, config):

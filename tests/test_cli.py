@@ -161,10 +161,10 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
         (["train", "scenes", "algorithm.name=mixgrpo_flash", "algorithm.eta=1e-300"], "algorithm.eta: should be 0, or from"),
         (["train", "scenes", "optim.betas=[0.9,1e-300]"], "optim.betas: should be 0, or from 1e-18 to 1e+18 in size"),
         (["train", "scenes", "evaluation.num_steps=1000"], "evaluation.num_steps: input should be less than or equal to 250"),
-        (["serve-reward", "brigthness"], "unknown reward 'brigthness'. Did you mean 'brightness'?"),
+        (["serve-reward", "brigthness", "--port", "0"], "unknown reward 'brigthness'. Did you mean 'brightness'?"),
         (["serve-reward", "brightness", "--host", "0.0.0.0"], "without a token"),
         (["serve-reward", "brightness", "--token-env", "NOT_SET"], "is not set"),
-        (["serve-reward", "function", "target=nowhere.py:f"], "there is no file"),
+        (["serve-reward", "function", "target=nowhere.py:f", "--port", "0"], "there is no file"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):

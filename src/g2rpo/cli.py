@@ -9,6 +9,7 @@ import sys
 import textwrap
 import traceback
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 testbed_app = typer.Typer(no_args_is_help=True, help="The embedded world: a tiny FLUX, its prompts and its rewards.")
 app.add_typer(testbed_app, name="testbed")
+command_of = cache(typer.main.get_command)  # reading the parameters of all commands takes 18 ms
 console = Console(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
 
 
@@ -424,7 +426,7 @@ def main(arguments: list[str] | None = None) -> None:
     for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # about kernels for other devices, at every import
         logging.getLogger(library).setLevel(logging.ERROR)
     try:
-        app(plugins_first(sys.argv[1:] if arguments is None else arguments))
+        command_of(app)(plugins_first(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
         _tell(str(error), "bold red")
         sys.exit(2)

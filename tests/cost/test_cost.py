@@ -399,6 +399,18 @@ def test_ranks_share_the_work_and_with_pieces_the_state(deep):
         make_plan(config(deep["flux"]), cuda=False, heldout=3, distinct_prompts=6, ranks=3)
 
 
+def test_what_earlier_plans_know_changes_no_number(flux_directory):
+    def plan(*overrides, known=()):
+        return make_plan(config(flux_directory, *overrides), cuda=False, heldout=3, distinct_prompts=6, known=known)
+
+    first = plan()
+    judged = plan("evaluation.rewards.brightness=1", known=[first])
+    small = plan("sampling.batch_size=1", known=[first])
+    assert first.policy is judged.policy is small.policy and first.traced is judged.traced is not small.traced
+    assert small.memory == plan("sampling.batch_size=1").memory
+    assert plan("policy.lora_rank=3", known=[first]).policy is not first.policy
+
+
 def test_pieces_are_advised_before_anything_is_given_up(flux_directory):
     c = config(flux_directory, "policy.tuning=full", "policy.gradient_checkpointing=true")
 

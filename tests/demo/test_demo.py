@@ -37,6 +37,7 @@ from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import scores_after
 from g2rpo.types import Plan, no_kernel
 from tests.support.commands import TINY, g2rpo
+from tests.support.ports import free_port
 from tests.support.runs import fits
 
 PROMPT = "a red circle"
@@ -377,8 +378,9 @@ def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, ar
     monkeypatch.setenv("BLANK", " \n")
     (tmp_path / "bad.yaml").write_text("brightness: {wieght: 2}")
     with socket.create_server(("127.0.0.1", 0)) as taken:  # what is not refused would be served, without end
-        code, _, err = g2rpo(capsys, "demo", *arguments, "--port", taken.getsockname()[1])
+        code, out, err = g2rpo(capsys, "demo", *arguments, "--port", taken.getsockname()[1])
     assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
+    assert "building" not in out  # loading a model takes minutes
 
 
 def test_a_run_without_weights_is_named(capsys, run, tmp_path):
@@ -398,7 +400,7 @@ def test_without_gradio_the_extra_is_named_after_all_other_mistakes(capsys, monk
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.delitem(sys.modules, "g2rpo.demo.app", raising=False)  # if another test has imported it
     monkeypatch.delattr("g2rpo.demo.app", raising=False)
-    code, _, err = g2rpo(capsys, "demo", "--model", model)
+    code, _, err = g2rpo(capsys, "demo", "--model", model, "--port", free_port())
     assert code == 2 and message in err and "Traceback" not in err
 
 

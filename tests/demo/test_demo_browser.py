@@ -13,8 +13,8 @@ import pytest
 
 from g2rpo.cli import main
 from tests.support.contrast import FAINT_TEXT
+from tests.support.ports import free_port
 from tests.support.processes import Forked
-from tests.support.ranks import free_port
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NEEDED = bool(os.environ.get("G2RPO_NEEDS_CHROMIUM"))  # set by .ci/run

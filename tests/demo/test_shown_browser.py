@@ -19,7 +19,7 @@ from g2rpo.runs.directory import claim, record_start
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.types import Prompt
 from tests.demo.test_demo_browser import CHROMIUM, MINUTE, NEEDED, browser  # noqa: F401
-from tests.support.ranks import free_port
+from tests.support.ports import free_port
 from tests.support.runs import Clips, Editing, brightness, config, picture, trainer
 
 needs_chromium = pytest.mark.skipif(

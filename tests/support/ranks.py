@@ -4,12 +4,12 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import traceback
 from pathlib import Path
 
 from g2rpo.runtime.distributed import joined
+from tests.support.ports import free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
 SLOW_IMPORTS = (
@@ -24,12 +24,6 @@ SLOW_IMPORTS = (
     "tests.support.warm",
 )
 CONTEXT.set_forkserver_preload(list(SLOW_IMPORTS))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(size, work, folder: Path, *arguments, timeout_s=60.0, device="cpu", prepare=None):

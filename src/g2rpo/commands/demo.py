@@ -16,6 +16,7 @@ from g2rpo.build import components
 from g2rpo.build.prompts import build_prompts
 from g2rpo.build.rewards import build_rewards, check_rewards
 from g2rpo.commands.evaluate import model_settings
+from g2rpo.commands.serving import check_address, refused, token_for
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.resolve import resolve, resolve_as
@@ -26,8 +27,6 @@ from g2rpo.errors import UserError, loading
 from g2rpo.report.history import Run, read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.report.words import model_name
-from g2rpo.rewards.server import is_loopback
-from g2rpo.rewards.transport import token_from
 from g2rpo.rollout.scoring import RewardFailed
 from g2rpo.runs.directory import read_config, weights_path
 from g2rpo.runtime.memory import batch_sizes
@@ -151,17 +150,6 @@ def _grammar(prompt: str) -> str:
     return ""
 
 
-def _token(variable: str | None, host: str) -> str | None:
-    """The token that requests need; None is allowed for a loopback host only."""
-    try:
-        token = token_from(variable)
-    except ValueError as error:
-        raise UserError(f"--token-env {variable}: {error}") from None
-    if not token and not is_loopback(host):
-        raise UserError(f"serving on {host} without a token would let anyone use this machine; name one with --token-env")
-    return token
-
-
 def facts(cast: Cast, log: Run | None) -> str:
     """A description of model, training and results for the top of the page."""
     name = model_name(cast.policy)
@@ -181,13 +169,14 @@ def demo(
     stop: threading.Event | None = None,
 ) -> None:
     """Serves the demo until interrupted, or until `stop` is set."""
-    token = _token(token_env, host)
+    token = token_for(host, token_env)
     own = run is not None and weights is None
     if run is not None:
         weights = weights or weights_path(run)
     if weights is not None and not weights.is_dir():
         raise UserError(f"weights {weights}: is no folder; name an adapter/ or a transformer/ that training wrote")
     cast.check()
+    check_address(host, port)
     try:
         from g2rpo.demo import app
     except ModuleNotFoundError as error:
@@ -209,10 +198,8 @@ def demo(
     drawn, lesson = _first_views(cast, studio, examples[0], opening, say) if examples else ("", "")
     report = (lambda: run_html(read_runs([run])[0])) if run is not None else None
     page = app.build(app.Stage(studio, cast.title, facts(cast, log), examples, drawn, lesson, report))
-    try:
+    with refused(host, port):
         address = app.serve(page, host, port, token, uploads=studio.input_pictures[1] > 0)
-    except OSError as error:
-        raise UserError(f"cannot serve on {host}:{port}: {error}") from error
     say(f"{address} (ends with Ctrl-C)")
     try:
         (stop or threading.Event()).wait()

@@ -57,8 +57,10 @@ def plan(
     notes: list[str] = []
     heldout, distinct = listed_prompts(config, notes)
 
+    known: list[Estimate] = []
+
     def made(config: Config, cuda: bool = target.cuda) -> Estimate:
-        return make_plan(
+        estimate = make_plan(
             config,
             cuda=cuda,
             heldout=heldout,
@@ -66,7 +68,10 @@ def plan(
             ranks=ranks,
             ranks_per_node=ranks_per_node,
             network=network,
+            known=known,
         )
+        known.append(estimate)
+        return estimate
 
     result = made(config)
     alone = ranks == 1 and target.own and target.holds(result)

@@ -62,12 +62,21 @@ def on_cards(
     components.check_sharding(config, ranks, nodes_of(ranks, ranks_per_node))
     heldout, distinct = listed_prompts(config, [])
 
+    known: list[Estimate] = []
+
     @cache
     def changed(*extra: str) -> Estimate:
-        asked = load_config(recipe, [*overrides, *extra])
-        return make_plan(
-            asked, cuda=True, heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node
+        estimate = make_plan(
+            load_config(recipe, [*overrides, *extra]),
+            cuda=True,
+            heldout=heldout,
+            distinct_prompts=distinct,
+            ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            known=known,
         )
+        known.append(estimate)
+        return estimate
 
     @cache
     def fitting(capacity: int) -> list[str] | None:

@@ -9,26 +9,21 @@ from rich.console import Console
 from g2rpo import plugins
 from g2rpo.build.rewards import build_rewards
 from g2rpo.commands.progress import say
+from g2rpo.commands.serving import check_address, refused, token_for
 from g2rpo.config.resolve import parse_options
 from g2rpo.config.schema import RewardConfig
-from g2rpo.errors import UserError
 from g2rpo.rewards.server import RewardServer
-from g2rpo.rewards.transport import token_from
 
 
 def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, console: Console) -> None:
     """Loads reward `kind` with key=value `options` and serves it until interrupted."""
-    try:
-        token = token_from(token_env)
-    except ValueError as error:
-        raise UserError(f"--token-env {token_env}: {error}") from None
+    token = token_for(host, token_env)
+    check_address(host, port)
     if plugins.is_code(kind):
         plugins.allow(kind)
     reward = build_rewards({kind: RewardConfig(kind=kind, options=parse_options(options))})[kind]
-    try:
+    with refused(host, port):
         server = RewardServer(reward, host, port, token=token)
-    except (ValueError, OSError, OverflowError) as error:
-        raise UserError(f"cannot serve on {host}:{port}: {error}") from error
     with server:
         say(console, f"{kind} at {server.address}; use it as")
         console.print(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from g2rpo.build import components, pipeline_check
 from g2rpo.config.schema import PolicyConfig
@@ -72,6 +73,18 @@ def _read(pipeline: str, file: str) -> dict[str, Any]:
         raise UserError(f"policy.path={pipeline}: its {file} cannot be read: {error}") from None
 
 
+class Uninitialised(TorchFunctionMode):
+    """While entered, torch's initialisers do nothing: on the meta device they take time and have no effect."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__module__", None) == nn.init.__name__ or func in RANDOM:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+RANDOM = (torch.Tensor.normal_, torch.Tensor.uniform_)
+
+
 def on_meta(part: Part) -> nn.Module:
     """The module of a part, on the meta device."""
     target, config = part
@@ -83,7 +96,7 @@ def on_meta(part: Part) -> nn.Module:
     kind: Any = getattr(importlib.import_module(library), name, None)
     if nn.Module not in getattr(kind, "__mro__", ()):
         raise UserError(f"policy.path: its model_index.json names {library}'s {name}, which is no model")
-    with torch.device("meta"):
+    with torch.device("meta"), Uninitialised():
         return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
 
 
@@ -111,7 +124,8 @@ def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.
     config = config.model_copy(update={"attention": "auto", "compile": False})  # no kernel runs here
     policy, options = components.policy_options(config, blueprint.kind, device="meta")
     try:
-        return policy(pipeline, **options)
+        with Uninitialised():
+            return policy(pipeline, **options)
     except ValueError as error:
         raise UserError(f"policy.path={config.path}: {error}") from error
 

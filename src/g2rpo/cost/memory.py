@@ -12,7 +12,7 @@ from g2rpo.config.schema import Config
 from g2rpo.cost.blueprint import Blueprint, size_of
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.rewards import RewardCost
-from g2rpo.cost.trace import working_sets
+from g2rpo.cost.trace import WorkingSets
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 from g2rpo.policies.quantized import weights_of
 
@@ -45,6 +45,7 @@ def plan_memory(
     shapes: Shapes,
     reward_costs: dict[str, RewardCost | None],
     counts: Counts,
+    traced: WorkingSets,
     *,
     cuda: bool,
     distinct_prompts: int,
@@ -69,7 +70,6 @@ def plan_memory(
     after = {**trained["optimizer"], **({} if parked else {"text encoders": encoders})}
     kept, finals = _latents(config, counts, shapes)
     work = {"latents": kept, "prompt embeddings": counts.prompts_drawn * _row(policy, shapes)}
-    traced = working_sets(blueprint, config, counts, like_cuda=cuda)
     layers, sampled = _gathered(config, policy)
     working = {
         **work,

@@ -21,6 +21,7 @@ from g2rpo.cost.memory import Memory, plan_memory
 from g2rpo.cost.network import NETWORK, Layout, Limit, Traffic, limit_of, nodes_of, traffic
 from g2rpo.cost.rewards import RewardCost, cost_of_reward
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
+from g2rpo.cost.trace import WorkingSets, working_sets
 from g2rpo.errors import UserError
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 from g2rpo.policies.quantized import weights_of
@@ -75,8 +76,10 @@ class Estimate:
 
     config: Config
     """The config of one rank, with its share of the prompts."""
+    cuda: bool
     counts: Counts
     memory: Memory
+    traced: WorkingSets
     blueprint: Blueprint
     policy: PipelinePolicy
     """On the meta device."""
@@ -128,10 +131,12 @@ def make_plan(
     ranks: int = 1,
     ranks_per_node: int | None = None,
     network: float = NETWORK,
+    known: Sequence[Estimate] = (),
 ) -> Estimate:
     """The plan of one rank of a run of `config` on CUDA devices or a CPU.
 
     The run has `heldout` held-out prompts and `distinct_prompts` different ones in all; nodes send `network` GB/s to others.
+    From estimates that are `known`, it takes the model and the traced calls where they are the same.
     """
     node = nodes_of(ranks, ranks_per_node)
     components.check_sharding(config, ranks, node)
@@ -140,7 +145,10 @@ def make_plan(
     heldout = math.ceil(heldout / ranks) if heldout >= ranks else heldout
     counts = count(config, heldout)
     blueprint = read_blueprint(config.policy)
-    policy = build_on_meta(blueprint, config.policy)
+    alike = [it for it in known if (it.blueprint, it.config.policy) == (blueprint, config.policy)]
+    policy = alike[0].policy if alike else build_on_meta(blueprint, config.policy)
+    same = [it.traced for it in alike if _calls(it.config, it.counts, it.cuda) == _calls(config, counts, cuda)]
+    traced = same[0] if same else working_sets(blueprint, config, counts, like_cuda=cuda)
     shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
@@ -152,6 +160,7 @@ def make_plan(
         shapes,
         reward_costs,
         counts,
+        traced,
         cuda=cuda,
         distinct_prompts=distinct_prompts,
         ranks=node,
@@ -159,8 +168,10 @@ def make_plan(
     )
     return Estimate(
         config=config,
+        cuda=cuda,
         counts=counts,
         memory=memory,
+        traced=traced,
         blueprint=blueprint,
         policy=policy,
         shapes=shapes,
@@ -168,6 +179,11 @@ def make_plan(
         distinct_prompts=distinct_prompts,
         layout=Layout(ranks, node, group, network),
     )
+
+
+def _calls(config: Config, counts: Counts, cuda: bool) -> tuple[Any, ...]:
+    """What calls of one model are traced from."""
+    return config.algorithm, config.sampling, config.trainer.sharding, counts, cuda
 
 
 def _dealt(config: Config, ranks: int) -> Config:

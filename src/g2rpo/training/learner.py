@@ -38,9 +38,8 @@ class Learner:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            fused=any(
-                accelerator(p.device) is not None for p in self.parameters
-            ),  # one kernel, without a temporary copy of the moments
+            # one operation, without a temporary copy of the moments, and for shards without the planning of each one's parts
+            fused=shards.divided or any(accelerator(p.device) is not None for p in self.parameters),
         )
         self.average = AveragedModel(self.parameters, multi_avg_fn=self._blend) if config.ema_decay else None
         if self.average is not None and config.ema_warmup:

@@ -1,0 +1,37 @@
+"""A wrong token or address is refused before anything is loaded."""
+
+import socket
+
+import pytest
+
+from g2rpo.commands import serve
+from g2rpo.commands.serving import check_address, token_for
+from g2rpo.errors import UserError
+from tests.support.commands import g2rpo
+from tests.support.ports import free_port
+
+
+def test_only_this_machine_needs_no_token(monkeypatch):
+    monkeypatch.setenv("SECRET", " s3cret\n")
+    assert [token_for(host, None) for host in ("127.0.0.1", "localhost", "::1")] == [None] * 3
+    assert token_for("0.0.0.0", "SECRET") == "s3cret"
+    with pytest.raises(UserError, match="serving on 0.0.0.0 without a token"):
+        token_for("0.0.0.0", None)
+    with pytest.raises(UserError, match="--token-env NOT_SET: the environment variable NOT_SET should hold a token"):
+        token_for("127.0.0.1", "NOT_SET")
+
+
+def test_an_address_can_be_listened_on_or_is_refused():
+    port = free_port()
+    check_address("127.0.0.1", port)
+    check_address("127.0.0.1", port)  # it is free again
+    for host in ("no such host", "192.0.2.1"):  # the second is kept for documentation (RFC 5737)
+        with pytest.raises(UserError, match=f"cannot serve on {host}:{port}: "):
+            check_address(host, port)
+
+
+def test_a_reward_is_not_loaded_for_a_port_that_is_taken(capsys, monkeypatch):
+    monkeypatch.setattr(serve, "build_rewards", lambda table: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, _, err = g2rpo(capsys, "serve-reward", "brightness", "--port", taken.getsockname()[1])
+    assert code == 2 and "cannot serve on 127.0.0.1:" in err
