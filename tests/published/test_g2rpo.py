@@ -83,7 +83,7 @@ SEEN = [
 
 @pytest.mark.parametrize(
     ("override", "quantity"),
-    few(SEEN, lambda seen: seen[1] in ("finals", "advantages", "weights")),
+    few(SEEN, lambda seen: seen[1] in ("advantages", "weights")),
 )
 def test_the_comparison_sees_every_setting(flux_directory, undisturbed, override, quantity):
     """With one setting of `reference` undone, the quantity that it rules differs: at all, or several times as much."""

@@ -14,7 +14,9 @@ from tests.support.ports import free_port
 CONTEXT = multiprocessing.get_context("forkserver")
 SLOW_IMPORTS = (
     "peft",
-    "g2rpo.commands.train",
+    "g2rpo.api",
+    "g2rpo.cost.plan",
+    "g2rpo.demo.app",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
