@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 # The suite tries the same examples every time. `--hypothesis-profile=long` tries new ones, many of them (docs/security.md).
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile("suite", max_examples=50, derandomize=True, deadline=None, suppress_health_check=_QUIET)
+settings.register_profile("suite", max_examples=30, derandomize=True, deadline=None, suppress_health_check=_QUIET)
 settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=_QUIET, print_blob=True)
 settings.load_profile("suite")
 
@@ -82,6 +82,11 @@ def pytest_collection_finish():
     gc.enable()
     gc.set_threshold(100_000)  # a twentieth less of the suite's time than with 700
     gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    """The process ends: what pytest and Python would still look through, for seconds, is gone with it."""
     gc.freeze()
 
 

@@ -141,6 +141,7 @@ def test_a_model_alone_has_no_tuned_side(flux_directory):
         ({"seed": -1}, "the seed"),
         ({"seed": MAX_SEED + 1}, "the seed"),
         ({"seed": float("nan")}, "the seed"),
+        ({"seed": 1.5}, "the seed"),
         ({"seed": None}, "the seed"),
         ({"steps": 0}, "steps should be a whole number from 1 to 100, got 0"),
         ({"steps": 2.5}, "steps should be a whole number from 1 to 100, got 2.5"),

@@ -188,6 +188,7 @@ def test_weights_that_have_parted_are_not_saved(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow  # three processes that import everything; ranks with torchrun's variables are forked in all other tests
 def test_torchrun_is_all_it_takes_and_ends_when_a_rank_is_killed(capsys, tmp_path, tiny_config):
     """The whole launch, as a user starts it: two iterations, then rank 1 is killed within an evaluation, and nothing waits."""
     lines = ["import os, signal", "calls = 0", "def it(images, prompts):", "    global calls", "    calls += 1"]

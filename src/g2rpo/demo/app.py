@@ -38,7 +38,10 @@ TO_SETTINGS = """() => {
   const open = document.getElementById("settings").toggleAttribute("data-open");
   document.getElementById("to-settings").setAttribute("aria-expanded", open);
 }"""
-TO_OUTPUT = "() => { if (innerWidth < 640) document.getElementById('%s').scrollIntoView({behavior: 'smooth'}) }"
+TO_OUTPUT = """() => {
+  const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "instant" : "smooth";
+  if (innerWidth < 640) document.getElementById("%s").scrollIntoView({behavior});
+}"""
 WAITING = 16  # questions in the queue; more are refused
 SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 
