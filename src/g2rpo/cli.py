@@ -272,13 +272,16 @@ def evaluate(
     if prompts is not None:
         settings["num_prompts"] = None  # a run's is for its own prompts
     settings |= {key: value for key, value in named.items() if value is not None}
+    command.check_named(settings, overrides or [])
     command.evaluate(settings, overrides or [], out, console)
 
 
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    format: Annotated[str, typer.Option(help="diffusers, comfyui or merged (the base model with the weights in it).")],
+    format: Annotated[
+        str | None, typer.Option(help="diffusers, comfyui or merged (the base model with the weights in it).")
+    ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="An iteration, last or best; default the final weights.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="A new folder, or for comfyui a .safetensors file; default in RUN/export.")
@@ -287,7 +290,7 @@ def export(
     """Write a run's weights as other programs read them."""
     from g2rpo.commands.export import export as write
 
-    write(run, format, checkpoint, out, console)
+    write(run, format or "", checkpoint, out, console)
 
 
 @app.command()

@@ -28,6 +28,8 @@ Base = Callable[[], Path]
 def export(run: Path, format: str, checkpoint: str | None, out: Path | None, console: Console) -> Path:
     """Writes a new folder, for ComfyUI a new file, and returns where; the base model is read only where its weights are
     needed. UserError for a run without weights, and for models and modules that a format has no names for."""
+    if not format:
+        raise UserError(f"say which --format: {', '.join(FORMATS)}")
     if format not in FORMATS:
         raise UserError(f"--format {format}: is no format.{did_you_mean(format, FORMATS)}")
     config = read_config(run)

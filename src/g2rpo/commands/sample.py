@@ -74,7 +74,8 @@ def sample(
     if clips:
         save_moving_grid(out / "grid.webp", [Strip(shown)], prompts[:SHOWN], "", seconds)
     what, grid = ("clip", out / "grid.webp") if clips else ("picture", out / "grid.png")
-    say(console, f"{counted(len(prompts), what)} in {out}, the first {len(shown)} side by side in {grid}")
+    beside = f"the first {len(shown)} side by side" if len(shown) < len(prompts) else "side by side"
+    say(console, f"{counted(len(prompts), what)} in {out}{f', {beside} in {grid}' if len(prompts) > 1 else ''}")
 
 
 def _check(prompts: Sequence[str], options: SampleOptions, out: Path) -> None:

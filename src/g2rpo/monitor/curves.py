@@ -78,9 +78,8 @@ def _panel(axis: Axes, name: str, evaluations: Sequence[Row], iterations: Sequen
     low, high = ([value + side * e for value, e in zip(y, error, strict=True)] for side in (-1, 1))
     axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     axis.plot(x, y, color=colour, marker="o", markersize=4)
-    axis.set_title(
-        f"{name} ({'trained on' if trained else 'judged only'})", fontsize=10, y=1
-    )  # as by default, but without a search
+    title = f"{name} ({'trained on' if trained else 'judged only'})"
+    axis.set_title(title, fontsize=10, y=1)  # where matplotlib would put it after a search
     axis.set_xlabel("iteration", fontsize=9)
     axis.tick_params(labelsize=9)
     axis.locator_params("x", nbins=6, integer=True)
