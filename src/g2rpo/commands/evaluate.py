@@ -72,7 +72,7 @@ def check_named(settings: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """UserError if a pipeline without a run lacks what a run would say."""
     given = {*settings, *(override.partition("=")[0].partition(".")[0] for override in overrides)}
     if missing := [f"--{key}" for key in ("prompts", "rewards", "steps") if key not in given]:
-        raise UserError(f"a pipeline that is no run needs also {' and '.join(missing)} (`g2rpo evaluate --help`)")
+        raise UserError(f"a pipeline that is no run needs also {', '.join(missing)} (`g2rpo evaluate --help`)")
 
 
 def named_rewards(names: str) -> dict[str, Any]:
