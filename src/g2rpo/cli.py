@@ -272,7 +272,6 @@ def evaluate(
     if prompts is not None:
         settings["num_prompts"] = None  # a run's is for its own prompts
     settings |= {key: value for key, value in named.items() if value is not None}
-    command.check_named(settings, overrides or [])
     command.evaluate(settings, overrides or [], out, console)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,6 @@ def model_settings(model: str, size: int | None, guidance: float | None) -> dict
     height, width = (height, width) if size is None else (size, size)
     policy = {"path": model, "height": height, "width": width, "guidance_scale": guidance}
     return {"policy": {**policy, "max_sequence_length": length}}
-
-
-def check_named(settings: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """UserError if a pipeline without a run lacks what a run would say."""
-    given = {*settings, *(override.partition("=")[0].partition(".")[0] for override in overrides)}
-    if missing := [f"--{key}" for key in ("prompts", "rewards", "steps") if key not in given]:
-        raise UserError(f"a pipeline that is no run needs also {', '.join(missing)} (`g2rpo evaluate --help`)")
 
 
 def named_rewards(names: str) -> dict[str, Any]:
