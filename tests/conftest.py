@@ -98,6 +98,14 @@ def own_cache(tmp_path_factory, monkeypatch):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def nothing_allowed(monkeypatch):
+    """No test may import the code that another has allowed."""
+    from g2rpo import plugins
+
+    monkeypatch.setattr(plugins, "_allowed", set())
+
+
 @pytest.fixture(scope="session")
 def flux_directory(tmp_path_factory):
     from tests.support.tiny import save_flux

@@ -291,7 +291,8 @@ def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(capsys, tmp_p
     assert code == 1 and "Traceback" not in err and len(said.splitlines()) == 2
     assert f"g2rpo: after iteration 0: reward 'mine' failed on 12 pictures: {message}" in " ".join(err.split())
     assert "Traceback" in (tmp_path / "run" / "traceback_rank0.txt").read_text()
-    assert err.strip().endswith(f"`g2rpo resume {tmp_path / 'run'}` begins again.")  # there is no checkpoint yet
+    again = f"`g2rpo resume {tmp_path / 'run'} --plugin {tmp_path / 'mine.py'}` begins again."
+    assert err.strip().endswith(again)  # there is no checkpoint yet
 
 
 def test_a_reward_server_that_refuses_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, tiny_config):

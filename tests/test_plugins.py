@@ -1,5 +1,7 @@
 """Code from outside the package, by name: algorithms of every kind, rewards, and what is refused."""
 
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,11 +23,6 @@ from tests.support.runs import config, trainer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plugin"
 KINDS = {"forward": "Forward", "substeps": "SubSteps", "baseline": "Baseline"}
-
-
-@pytest.fixture(autouse=True)
-def nothing_allowed(monkeypatch):
-    monkeypatch.setattr(plugins, "_allowed", set())
 
 
 def named(kind: str) -> str:
@@ -177,3 +174,16 @@ def test_an_installed_package_offers_names(importable, capsys, tmp_path, monkeyp
     assert "redness" in card and "forward" in card
     code, _, err = g2rpo(capsys, "plan", "scenes", "algorithm.name=forwrad")
     assert code == 2 and "Did you mean 'forward'?" in err
+
+
+def test_suggested_commands_allow_the_code_that_they_need(capsys, tmp_path, monkeypatch, tiny_config):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from g2rpo.policies.flux import FluxPolicy\n\n\nclass Mine(FluxPolicy):\n    pass\n")
+    code, out, err = g2rpo(capsys, "train", tiny_config, "policy.kind=mine.py:Mine", "trainer.iterations=1", "--run-dir", "run")
+    assert code == 0, err
+    for what in ("draw", "repeat"):
+        (command,) = re.findall(f" +{what}  g2rpo (.*)", out)
+        plugins._allowed.clear()
+        code, _, err = g2rpo(capsys, *shlex.split(command))
+        assert code == 0 and command.endswith(" --plugin mine.py"), err
+    assert trainer(Path("run")).files.command == "`g2rpo resume run --plugin mine.py`"

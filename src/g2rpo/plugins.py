@@ -53,6 +53,13 @@ def allowed() -> list[str]:
     return sorted(_allowed)
 
 
+def repeated() -> list[str]:
+    """The options that allow the same code in another command; files below the current folder by their relative path."""
+    here = Path.cwd()
+    codes = [str(Path(code).relative_to(here)) if Path(code).is_relative_to(here) else code for code in allowed()]
+    return [word for code in codes for word in ("--plugin", code)]
+
+
 def require(name: str) -> None:
     """Raises `CodeNotAllowed` unless the file or module of `name` was allowed; nothing is imported."""
     source = name.rpartition(":")[0]

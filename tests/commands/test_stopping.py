@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from g2rpo import plugins
 from g2rpo.cli import main
 from g2rpo.commands.jobs import Job, Workers, locked
 from g2rpo.commands.stopping import EXIT_CODES, Stopping, stoppable
@@ -93,13 +94,15 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_comes_to_the_same_end(
     if call == 6:
         assert stopped == 0
         stopped, _, err = g2rpo(capfd, "resume", run)
-    assert stopped == code and message in err and f"`g2rpo resume {run}`" in err and "Traceback" not in err, err
+    command = f"resume {run} --plugin {tmp_path / 'reward.py'}"
+    assert stopped == code and message in err and f"`g2rpo {command}`" in err and "Traceback" not in err, err
     asked = "stopping after this iteration; press again to stop at once" if signals[0] == SIGINT else "(SIGTERM)"
     assert (asked in err) == (call != 6)
     assert newest_iteration(run / "checkpoints") == iteration
     assert all(signal.getsignal(number) != Stopping.handle for number in EXIT_CODES)
 
-    assert g2rpo(capfd, "resume", run)[0] == 0
+    plugins._allowed.clear()  # as for another process
+    assert g2rpo(capfd, *command.split())[0] == 0
     assert log(run) == log(straight)
     one, two = (load_file(folder / "adapter" / "pytorch_lora_weights.safetensors") for folder in (run, straight))
     assert all(torch.equal(one[name], two[name]) for name in two)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.table import Table
 
+from g2rpo import plugins
 from g2rpo.commands.progress import QUIET, Fitted, Items, Rate, Steady, add_names, pace, say, say_items
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.monitor.metrics import Row
@@ -93,15 +94,15 @@ def show_results(trainer: Trainer, table: dict[str, Comparison], directory: Path
     """Shows the results of a finished run, and commands to continue with."""
     console.print(results_table(table, len(trainer.heldout), list(trainer.rewards), console.width))
     say(console, summary(*read_runs([directory])))
-    again = fresh_directory(directory.parent, directory.resolve().name)
+    again, code = fresh_directory(directory.parent, directory.resolve().name), plugins.repeated()
     for what, where in (
         ("before/after", next(path for path in map(directory.joinpath, (CLIPS, PICTURES[0])) if path.is_file())),
         ("curves", directory / "curves.png"),
         ("weights", weights_path(directory)),
         ("metrics", directory / "metrics.jsonl"),
         ("report", _command("report", directory)),
-        ("draw", _command("sample", "--run", directory, trainer.heldout[0])),
-        ("repeat", _command("train", directory / "config.yaml", "--run-dir", again)),
+        ("draw", _command("sample", "--run", directory, trainer.heldout[0], *(code if trainer.config.policy.kind else []))),
+        ("repeat", _command("train", directory / "config.yaml", "--run-dir", again, *code)),
     ):
         say(console, f"{what:>13}  {where}")
 

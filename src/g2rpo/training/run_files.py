@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from g2rpo import plugins
 from g2rpo.errors import RewardFailed
 from g2rpo.evaluation.heldout import iteration_name
 from g2rpo.files import whole_file
@@ -43,7 +44,9 @@ class RunFiles:
     @property
     def command(self) -> str:
         """The command that continues the run, for messages."""
-        return f"`g2rpo resume {shlex.quote(str(self.folder))}`" if self.folder is not None else "nothing that was kept"
+        if self.folder is None:
+            return "nothing that was kept"
+        return f"`{shlex.join(['g2rpo', 'resume', str(self.folder), *plugins.repeated()])}`"
 
     @contextmanager
     def holding(self) -> Iterator[None]:
