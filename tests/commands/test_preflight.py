@@ -114,6 +114,15 @@ def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(t
     assert built == [] and "rewards.slow" not in message and "rewards.http" in message
 
 
+def test_what_a_large_model_refuses_is_told_before_it_is_loaded(capsys, tmp_path, monkeypatch, tiny_config):
+    monkeypatch.setattr(preflight, "LARGE", 0)
+    monkeypatch.setattr(components, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
+    wrong = ["policy.width=33", "rewards.brightnes=1"]
+    code, _, err = g2rpo(capsys, "train", tiny_config, *wrong, "--run-dir", tmp_path / "run")
+    assert code == 2 and "height and width must be multiples of 4 for this model, got 32x33" in " ".join(err.split())
+    assert "Did you mean 'brightness'" in err and not (tmp_path / "run").exists()
+
+
 def check_in_vain(config, directory):
     with pytest.raises(UserError) as refusal:
         check(config, (), directory)

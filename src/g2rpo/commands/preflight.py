@@ -22,6 +22,7 @@ from g2rpo.build.trackers import check_trackers
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.config.given import Mentioned
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
+from g2rpo.cost.blueprint import build_shallow, read_blueprint
 from g2rpo.errors import UserError
 from g2rpo.files import is_hub_id
 from g2rpo.rewards.hpsv3 import INSTRUCTION
@@ -33,6 +34,8 @@ from g2rpo.training.updater import check_differentiable
 
 SECONDS = 1.5
 """Seconds for servers to answer. Slower ones are not reported: they may be busy."""
+LARGE = 2**28
+"""Bytes of a transformer from which on it takes longer to load than to build without weights."""
 CLIP = ("open_clip_config.json", "config.json")
 TOKENIZER = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
 FILES = {"path": CLIP, "clip": CLIP, "tokenizer": TOKENIZER, "processor": TOKENIZER, "instruction": INSTRUCTION}
@@ -178,7 +181,8 @@ def _check_gradients(config: Config) -> None:
 
 
 def _check_pipeline(config: PolicyConfig) -> Path | None:
-    """The folder of a pipeline that is on this machine; UserError if a part of it is missing and cannot be downloaded."""
+    """The folder of a pipeline that is on this machine. UserError if a part of it is missing and cannot be downloaded, or if a
+    model that takes long to load refuses a size or an option."""
     path, _ = components.locate_pipeline(config.path, config.pipeline, config.kind)
     index = hub.cached(path, "model_index.json") if is_hub_id(path) else None
     folder = index.parent if index else Path(path)
@@ -188,6 +192,8 @@ def _check_pipeline(config: PolicyConfig) -> Path | None:
     why = hub.obstacle(path, SECONDS) if missing and index else ""
     if missing and why is not None:
         raise UserError(f"policy.path={config.path}: {missing}{why and f' ({path} {why})'}")
+    if missing or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors")) > LARGE:
+        build_shallow(read_blueprint(config), config)
     return None if missing else folder
 
 
