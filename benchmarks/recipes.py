@@ -1,6 +1,6 @@
 """Plans of every recipe for a real model, as it is, on every card: memory, and the run's time where it fits.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.recipes --out benchmarks/results/recipes.json    # five minutes of one core
+    OMP_NUM_THREADS=1 python -m benchmarks.recipes --out benchmarks/results/recipes.json    # a minute of one core
 
 By datasheets and an assumed 40 % of their rates, as `g2rpo plan`; nothing is measured. `g2rpo plan RECIPE --cards` says what to
 change where a recipe does not fit.

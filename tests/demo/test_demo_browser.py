@@ -36,20 +36,20 @@ MINUTE = 60_000
 @contextmanager
 def served(folder, *arguments, **environment):
     """The address of `g2rpo demo`, run until the end of the block and then interrupted."""
-    port, log = free_port(), folder / "demo.log"
+    port, log, errors = free_port(), folder / "demo.log", folder / "errors.log"
     command = [sys.executable, "-m", "g2rpo", "demo", *map(str, arguments), "--port", str(port)]
-    with log.open("wb") as out:
-        process = Forked(command, stdout=out, env={**os.environ, **environment})
+    with log.open("wb") as out, errors.open("wb") as err:
+        process = Forked(command, stdout=out, stderr=err, env={**os.environ, **environment})
     try:
         ends = time.monotonic() + 60
         while not (said := [line for line in log.read_text().splitlines() if line.startswith("http")]):
-            assert time.monotonic() < ends and process.alive, log.read_text()
+            assert time.monotonic() < ends and process.alive, errors.read_text()
             time.sleep(0.05)
         assert said[0].startswith(f"http://127.0.0.1:{port}/")
         yield said[0].split()[0]
         process.interrupt()
-        code, told = process.wait(timeout=60), log.read_text()
-        assert code == 0 and told.endswith("stopped\n") and "Traceback" not in told, (code, told)
+        code, told, wrong = process.wait(timeout=60), log.read_text(), errors.read_text()
+        assert code == 0 and told.endswith(f"{said[0]}\nstopped\n") and "Traceback" not in wrong, (code, told, wrong)
     finally:
         process.terminate()
 

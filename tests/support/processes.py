@@ -13,9 +13,10 @@ from tests.support.ranks import CONTEXT
 class Forked:
     """In the place of `subprocess.Popen([python, "-m", "g2rpo", ...], stdout=log)`, as `commands.jobs` uses it."""
 
-    def __init__(self, command, *, stdout, env, **_):
+    def __init__(self, command, *, stdout, env, stderr=subprocess.STDOUT, **_):
         assert command[:3] == [sys.executable, "-m", "g2rpo"]
-        self._process = CONTEXT.Process(target=_command, args=(command[3:], stdout.name, env))
+        logs = [stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name]
+        self._process = CONTEXT.Process(target=_command, args=(command[3:], logs, env))
         self._process.start()
 
     def wait(self, timeout=None):
@@ -37,10 +38,10 @@ FORKING = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subpr
 """What `commands.jobs` needs of the module subprocess."""
 
 
-def _command(arguments, log, environment):
+def _command(arguments, logs, environment):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    for stream, log in enumerate(logs, start=1):
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), stream)
     os.environ |= environment
     main(arguments)

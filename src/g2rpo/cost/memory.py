@@ -79,7 +79,7 @@ def plan_memory(
         "network call": traced.velocity,
         "decoding": traced.decode,
         "training pass": traced.training,
-        "optimizer step": _piece(config, _optimizer_scratch(policy, cuda), group),
+        "optimizer step": 0 if cuda or config.trainer.sharding != "none" else _optimizer_scratch(policy),
         **({"averaged weights swapped in": trained["weights"]["trained weights"]} if config.optim.ema_decay else {}),
     }
     stays = sum(always.values()) + sum(after.values())
@@ -178,10 +178,9 @@ def in_calls_dtype(policy: PipelinePolicy) -> int:
     return sum(p.numel() for p in policy.pipeline.transformer.parameters()) * policy.dtype.itemsize
 
 
-def _optimizer_scratch(policy: PipelinePolicy, cuda: bool) -> int:
-    """Temporary bytes of one AdamW step: a square root of the second moments of one tensor after the other; none on CUDA, where
-    one kernel does it all."""
-    return 0 if cuda else max(p.nbytes for p in policy.trainable_parameters())
+def _optimizer_scratch(policy: PipelinePolicy) -> int:
+    """Temporary bytes of an AdamW step that is not fused: a square root of the second moments of one tensor after the other."""
+    return max(p.nbytes for p in policy.trainable_parameters())
 
 
 def _latents(config: Config, counts: Counts, shapes: Shapes) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class Learner:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            # one operation, without a temporary copy of the moments, and for shards without the planning of each one's parts
+            # one operation, without a temporary copy of the moments; of shards DTensor plans one and not a dozen
             fused=shards.divided or any(accelerator(p.device) is not None for p in self.parameters),
         )
         self.average = AveragedModel(self.parameters, multi_avg_fn=self._blend) if config.ema_decay else None
