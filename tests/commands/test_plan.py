@@ -72,7 +72,7 @@ def schedules():
         yield from ([f"algorithm.name={name}", *fits(name), *word] for word in words or [[]])
 
 
-OF_EACH_FAMILY = ("g2rpo", "mixgrpo", "refl")
+OF_EACH_FAMILY = ("mixgrpo", "refl")
 
 
 def quick(words):

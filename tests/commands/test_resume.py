@@ -12,6 +12,7 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.directory import read_config, read_starts
 from tests.support.commands import g2rpo
 from tests.support.runs import brightness, trainer
+from tests.support.variants import few
 from tests.training.test_faults import log
 
 REWARD = "def it(images, prompts):\n    return images.flatten(1).mean(1)\n"
@@ -51,7 +52,7 @@ def test_a_run_goes_on_by_its_directory_alone(capsys, begun, tmp_path):
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
 
 
-@pytest.mark.parametrize("words", [[], ["trainer.iterations=3"]])
+@pytest.mark.parametrize("words", few([[], ["trainer.iterations=3"]], bool))
 def test_the_longer_form_needs_no_recipe_and_no_override_again(capsys, begun, words):
     run, _ = begun
     assert g2rpo(capsys, "train", *words, "--run-dir", run, "--resume")[0] == 0

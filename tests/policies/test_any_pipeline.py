@@ -148,7 +148,7 @@ def test_pictures_equal_the_pipelines_own_at_the_same_seed(kind, guided, prompts
     assert difference(*expected) > 0.05  # the prompts, and the noise, are seen
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", A_FEW)
 def test_guidance_is_seen_in_the_pictures(kind, prompts):
     """Otherwise parity above would compare the same pictures twice."""
     assert difference(pictures(load(kind, "on"), prompts), pictures(load(kind, "off"), prompts)) > 1e-3
@@ -159,7 +159,7 @@ def inputs(policy, prompts):
     return x, torch.tensor([0.8, 0.3]), policy.encode(prompts)
 
 
-@pytest.mark.parametrize(("kind", "guided"), BOTH)
+@pytest.mark.parametrize(("kind", "guided"), few(BOTH, lambda each: each[1] == "on"))
 @torch.no_grad()
 def test_velocity_equals_a_call_of_the_transformer_by_hand(kind, guided, prompts):
     """Two rows with a sigma each, prompts of two lengths."""
@@ -284,7 +284,7 @@ def test_fully_tuned_weights_load_with_from_pretrained(kind, prompts, tmp_path):
     ("kind", "tuning", "dtype"),
     few(
         product(CLASSES, ("lora", "full"), (torch.float32, torch.bfloat16)),
-        lambda variant: variant[0] in DIFFERENT or variant[1:] == ("lora", torch.bfloat16),
+        lambda variant: variant[0] in DIFFERENT[:2] or variant[1:] == ("lora", torch.bfloat16),
     ),
 )
 def test_ratio_is_exactly_one_before_the_first_update(kind, prompts, tuning, dtype):

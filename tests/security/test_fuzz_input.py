@@ -23,6 +23,7 @@ from g2rpo.plain import is_text, parse_yaml
 from g2rpo.prompts.sources import read_prompts
 from tests.support import runs
 from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts, values
+from tests.support.variants import few
 
 encoded = st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "latin-1"])
 
@@ -180,7 +181,10 @@ def _float_keys(config):
             yield key, leaf
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+OF_EACH_KIND = ("g2rpo", "mixgrpo_flash", "tempflow_grpo", "flow_dppo", "diffusion_nft", "dgpo")
+
+
+@pytest.mark.parametrize("algorithm", few(ALGORITHMS, OF_EACH_KIND.__contains__))
 def test_numbers_that_are_allowed_train_or_stop_with_a_message(algorithm):
     """The largest and the smallest of every setting, one at a time, through every line of the trainer."""
     words = [f"algorithm.name={algorithm}", "algorithm.group_size=3", "trainer.iterations=2", "trainer.max_skipped=2"]
