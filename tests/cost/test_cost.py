@@ -252,7 +252,7 @@ def test_rewards_weigh_what_their_published_state_dicts_do():
             ("sd3", ["optim.ema_decay=0.9"]),
             ("sd3", ["policy.tuning=full", "policy.dtype=bfloat16", "optim.ema_decay=0.9"]),
         ],
-        lambda variant: (variant[0] == "flux") == ("policy.tuning=full" in variant[1]),
+        lambda variant: variant[0] == "flux" and "policy.tuning=full" in variant[1],
     ),
     ids=str,
 )

@@ -157,7 +157,7 @@ def runs(tmp_path_factory, flux_directory):
     return finished
 
 
-@pytest.mark.parametrize(("size", "mode"), few(RUNS[1:], lambda run: run[0] == 2))
+@pytest.mark.parametrize(("size", "mode"), few(RUNS[1:], (2, "full").__eq__))
 def test_pieces_learn_what_whole_weights_learn(runs, flux_directory, size, mode):
     """1 x 4 prompts with whole weights = 2 x 2 = 4 x 1 with pieces; of two ranks, one has two of the three held-out prompts."""
     alone, ours = runs(*RUNS[0]), runs(size, mode)
