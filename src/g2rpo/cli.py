@@ -278,9 +278,7 @@ def evaluate(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    format: Annotated[
-        str | None, typer.Option(help="diffusers, comfyui or merged (the base model with the weights in it).")
-    ] = None,
+    format: Annotated[str, typer.Option(help="diffusers, comfyui or merged (the base model with the weights in it).")] = "",
     checkpoint: Annotated[str | None, typer.Option(help="An iteration, last or best; default the final weights.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="A new folder, or for comfyui a .safetensors file; default in RUN/export.")
@@ -289,7 +287,7 @@ def export(
     """Write a run's weights as other programs read them."""
     from g2rpo.commands.export import export as write
 
-    write(run, format or "", checkpoint, out, console)
+    write(run, format, checkpoint, out, console)
 
 
 @app.command()

@@ -48,15 +48,11 @@ def allow(name: str) -> None:
     _allowed.add(_key(source))
 
 
-def allowed() -> list[str]:
-    """The files (absolute) and modules that this process may import."""
-    return sorted(_allowed)
-
-
 def repeated() -> list[str]:
-    """The options that allow the same code in another command; files below the current folder by their relative path."""
+    """The options that allow the same code in another command that is given here; files below the current folder by their
+    relative path."""
     here = Path.cwd()
-    codes = [str(Path(code).relative_to(here)) if Path(code).is_relative_to(here) else code for code in allowed()]
+    codes = [str(Path(code).relative_to(here)) if Path(code).is_relative_to(here) else code for code in sorted(_allowed)]
     return [word for code in codes for word in ("--plugin", code)]
 
 

@@ -67,7 +67,7 @@ class Workers:
         try:
             with job.log.open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "g2rpo", *(f"--plugin={code}" for code in plugins.allowed()), *job.arguments],
+                    [sys.executable, "-m", "g2rpo", *plugins.repeated(), *job.arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

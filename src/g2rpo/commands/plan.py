@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 
 from rich.console import Console
 
@@ -19,7 +19,7 @@ from g2rpo.config.schema import Config
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.network import nodes_of
-from g2rpo.cost.plan import SMALL, Answer, Estimate, Instead, Target, find_target, make_plan
+from g2rpo.cost.plan import SMALL, Answer, Estimate, Instead, Target, find_target, remembering
 from g2rpo.cost.probe import by_probe
 from g2rpo.cost.seconds import Seconds
 from g2rpo.errors import UserError
@@ -57,22 +57,8 @@ def plan(
     notes: list[str] = []
     heldout, distinct = listed_prompts(config, notes)
 
-    known: list[Estimate] = []
-
-    def made(config: Config, cuda: bool = target.cuda) -> Estimate:
-        estimate = make_plan(
-            config,
-            cuda=cuda,
-            heldout=heldout,
-            distinct_prompts=distinct,
-            ranks=ranks,
-            ranks_per_node=ranks_per_node,
-            network=network,
-            known=known,
-        )
-        known.append(estimate)
-        return estimate
-
+    plans = remembering(heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node, network=network)
+    made = partial(plans, cuda=target.cuda)
     result = made(config)
     alone = ranks == 1 and target.own and target.holds(result)
     quick = alone and _on_disk(config) and (target.cuda or result.parameters < SMALL)
@@ -84,7 +70,7 @@ def plan(
             if probe:
                 raise
             notes.append(f"No probe of this machine: {error}")
-    cards = {} if seconds else _cards(result if target.cuda else made(config, True), utilisation)
+    cards = {} if seconds else _cards(result if target.cuda else plans(config, cuda=True), utilisation)
     instead = None if target.holds(result) else _instead(recipe, overrides, config, ranks, made, target, utilisation)
     answer = Answer(
         recipe=recipe,

@@ -19,7 +19,7 @@ from g2rpo.commands.train import load_config
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.network import nodes_of
-from g2rpo.cost.plan import Estimate, find_target, make_plan
+from g2rpo.cost.plan import Estimate, find_target, remembering
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,11 @@ def on_cards(
     components.check_sharding(config, ranks, nodes_of(ranks, ranks_per_node))
     heldout, distinct = listed_prompts(config, [])
 
-    known: list[Estimate] = []
+    made = remembering(cuda=True, heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node)
 
     @cache
     def changed(*extra: str) -> Estimate:
-        estimate = make_plan(
-            load_config(recipe, [*overrides, *extra]),
-            cuda=True,
-            heldout=heldout,
-            distinct_prompts=distinct,
-            ranks=ranks,
-            ranks_per_node=ranks_per_node,
-            known=known,
-        )
-        known.append(estimate)
-        return estimate
+        return made(load_config(recipe, [*overrides, *extra]))
 
     @cache
     def fitting(capacity: int) -> list[str] | None:
