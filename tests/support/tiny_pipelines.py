@@ -23,6 +23,10 @@ from diffusers import (
     LTXVideoTransformer3DModel,
     Lumina2Pipeline,
     Lumina2Transformer2DModel,
+    OvisImagePipeline,
+    OvisImageTransformer2DModel,
+    PRXPipeline,
+    PRXTransformer2DModel,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
@@ -509,6 +513,42 @@ def krea2():
     )
 
 
+def ovis():
+    """A class that the catalogue does not describe."""
+    transformer = OvisImageTransformer2DModel(
+        in_channels=16,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(4, 6, 6),
+    )
+    louder(transformer.proj_out, 0.3)
+    return OvisImagePipeline(
+        scheduler=dynamic(),
+        vae=kl_vae(),
+        text_encoder=qwen3(16, 2, causal=False),
+        tokenizer=chat_tokenizer(),
+        transformer=transformer,
+    )
+
+
+def prx():
+    """A class whose transformer takes no adapters; not described either."""
+    transformer = PRXTransformer2DModel(
+        in_channels=4, context_in_dim=16, hidden_size=16, mlp_ratio=2.0, num_heads=2, depth=1, axes_dim=[4, 4]
+    )
+    return PRXPipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=gemma2(16),
+        tokenizer=tokenizer(24),
+        vae=kl_vae(),
+    )
+
+
 MAKERS = {
     "FluxPipeline": flux_pipeline,
     "StableDiffusion3Pipeline": sd3_pipeline,
@@ -525,6 +565,8 @@ MAKERS = {
     "CogView4Pipeline": cogview4,
     "SanaPipeline": sana,
     "Krea2Pipeline": krea2,
+    "OvisImagePipeline": ovis,
+    "PRXPipeline": prx,
 }
 
 

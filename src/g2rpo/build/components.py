@@ -19,7 +19,7 @@ from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig
 from g2rpo.errors import UserError, did_you_mean, loading
 from g2rpo.files import is_hub_id, local
 from g2rpo.plain import parse_json, read_text
-from g2rpo.policies import attention, quantized
+from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.policies.text import TextEncoders
@@ -29,22 +29,9 @@ from g2rpo.runtime.sharding import Sharded
 from g2rpo.types import Algorithm
 
 POLICIES = {
+    **{name: f"{kind.__module__}:{kind.__name__}" for name, kind in catalogue.classes().items()},
     "FluxPipeline": "g2rpo.policies.flux:FluxPolicy",
     "StableDiffusion3Pipeline": "g2rpo.policies.sd3:SD3Policy",
-    "Flux2Pipeline": "g2rpo.policies.catalogue:Flux2",
-    "Flux2KleinPipeline": "g2rpo.policies.catalogue:Flux2Klein",
-    "QwenImagePipeline": "g2rpo.policies.catalogue:QwenImage",
-    "ZImagePipeline": "g2rpo.policies.catalogue:ZImage",
-    "FluxKontextPipeline": "g2rpo.policies.catalogue:FluxKontext",
-    "QwenImageEditPipeline": "g2rpo.policies.catalogue:QwenImageEdit",
-    "QwenImageEditPlusPipeline": "g2rpo.policies.catalogue:QwenImageEditPlus",
-    "WanPipeline": "g2rpo.policies.catalogue:Wan",
-    "LTXPipeline": "g2rpo.policies.catalogue:LTX",
-    "Lumina2Pipeline": "g2rpo.policies.catalogue:Lumina2",
-    "ChromaPipeline": "g2rpo.policies.catalogue:Chroma",
-    "CogView4Pipeline": "g2rpo.policies.catalogue:CogView4",
-    "SanaPipeline": "g2rpo.policies.catalogue:Sana",
-    "Krea2Pipeline": "g2rpo.policies.catalogue:Krea2",
 }
 EMBEDDED = ("testbed", "words")
 """Names of the pipelines that come with the package."""
@@ -164,6 +151,8 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
     quantized.check(config.quantize, tuning=tuning or config.tuning, dtype=config.dtype, device=device)
     attention.check(config.attention, device)
     kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
+    if options["tuning"] == "lora" and issubclass(kind, PipelinePolicy):
+        pipeline_check.check_adapters(path)
     with _loading(config.path):
         pipeline = kind.load_pipeline(path, **options)
         return Loaded(config, kind, options, pipeline, kind.encoders(pipeline, **options))

@@ -10,6 +10,7 @@ from typing import Any
 from g2rpo.build import hub
 from g2rpo.errors import UserError
 from g2rpo.plain import parse_json, read_text
+from g2rpo.policies.tuning import check_lora
 
 REFUSED = {
     "HiDreamImagePipeline": "its Llama embeddings are stacked by layer instead of by prompt, and its folder has no Llama",
@@ -45,6 +46,16 @@ def check_files(name: str, folder: str) -> None:
             f"policy.path={name}: its scheduler, {kind} with prediction_type={predicts}, is not for flow matching; "
             "this trains flow models alone"
         )
+
+
+def check_adapters(folder: str) -> None:
+    """UserError for a transformer that takes no adapters."""
+    import diffusers
+
+    library, name = (_read(folder, "model_index.json").get("transformer") or [None, None])[:2]
+    kind = getattr(diffusers, str(name), None) if library == "diffusers" else None
+    if isinstance(kind, type):
+        check_lora(kind)
 
 
 def parts_in(index: Mapping[str, Any]) -> list[str]:

@@ -158,6 +158,11 @@ class PipelinePolicy(Policy, ABC):
         """Arguments with which the pipeline itself samples as this policy does, besides size, steps and prompt."""
         return {"guidance_scale": self.guidance_scale}
 
+    @property
+    def lora_loader(self) -> str:
+        """The method of the pipeline, or of a part of it, that loads a saved adapter in plain diffusers."""
+        return "load_lora_weights" if hasattr(self.pipeline, "load_lora_weights") else "transformer.load_lora_adapter"
+
     def grid(self, num_steps: int) -> Tensor:
         """The sigmas [num_steps + 1] that sampling.shift=model means."""
         return sigma_grid(num_steps, self.shift)
@@ -177,7 +182,7 @@ class PipelinePolicy(Policy, ABC):
 
     def save(self, directory: Path) -> Path:
         """Writes the tuned weights in diffusers' format; returns their path."""
-        return self.tuning.save(directory, type(self.pipeline))
+        return self.tuning.save(directory)
 
 
 def _lists(transformer: nn.Module) -> list[nn.ModuleList]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +23,12 @@ TuningMode = Literal["lora", "full", "frozen"]
 
 ADAPTER = "pytorch_lora_weights.safetensors"
 """The file of a saved adapter."""
+
+
+def check_lora(transformer: type) -> None:
+    """UserError for a class of transformers that takes no adapters."""
+    if not hasattr(transformer, "add_adapter"):
+        raise UserError(f"policy.tuning=lora: diffusers has no adapters for {transformer.__name__}; set policy.tuning=full")
 
 
 class Tuning:
@@ -61,6 +69,7 @@ class Tuning:
         if mode == "lora":
             from peft import LoraConfig
 
+            check_lora(type(transformer))
             transformer.requires_grad_(False).to(dtype)
             with torch.random.fork_rng(devices=[]):  # the weights are on the CPU; do not initialise other GPUs
                 torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
@@ -116,12 +125,11 @@ class Tuning:
     def load(self, path: Path, pipeline: Any, strength: float) -> None:
         """Loads saved weights: an adapter folder at `strength`, or the folder of a fully tuned transformer."""
         if (path / ADAPTER).is_file():
-            what = {"weight_name": ADAPTER, "adapter_name": "tuned"}
-            if is_quantized(self.transformer):  # pipelines compare adapters with weights by name, which are not there
-                self.transformer.load_lora_adapter(path, prefix="transformer", **what)
-            else:
-                pipeline.load_lora_weights(path, **what)
-            pipeline.set_adapters("tuned", strength)
+            # pipelines compare adapters with weights by name, which quantized ones lack; some pipelines have no loader
+            own = is_quantized(self.transformer) or not hasattr(pipeline, "load_lora_weights")
+            load = self.transformer.load_lora_adapter if own else pipeline.load_lora_weights
+            load(path, weight_name=ADAPTER, adapter_name="tuned")
+            self.scale(strength)
         elif (path / "config.json").is_file():
             if is_quantized(self.transformer):
                 raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
@@ -137,7 +145,7 @@ class Tuning:
         """Sets the strength of the loaded adapter; 0 is the base model."""
         self.transformer.set_adapters("tuned", strength)
 
-    def save(self, directory: Path, pipeline_class: Any) -> Path:
+    def save(self, directory: Path) -> Path:
         """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where.
 
         The factor alpha / rank of an adapter goes into its weights: loaders that know no alpha, as ComfyUI's does not read
@@ -153,14 +161,14 @@ class Tuning:
         adapter = self.transformer.peft_config["default"].to_dict()
         rank, scale = adapter["r"], adapter["lora_alpha"] / adapter["r"]
         metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in adapter.items()}
-        pipeline_class.save_lora_weights(
-            directory,
-            transformer_lora_layers={name: _folded(name, value, scale) for name, value in layers.items()},
-            transformer_lora_adapter_metadata={**metadata, "lora_alpha": rank},  # sorted: equal runs must write equal bytes
-        )
+        config = {f"transformer.{key}": value for key, value in {**metadata, "lora_alpha": rank}.items()}
         saved = directory / ADAPTER
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file({f"transformer.{name}": _folded(name, value, scale) for name, value in layers.items()}, saved)
         trained = {"g2rpo.transformer": self._kind.__name__, "g2rpo.lora_alpha": f"{adapter['lora_alpha']:g}"}
-        add_metadata(saved, {"ss_network_dim": str(rank), "ss_network_alpha": str(rank), **trained})
+        size = {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
+        peft = {"lora_adapter_metadata": json.dumps(config, indent=2, sort_keys=True)}  # equal runs must write equal bytes
+        add_metadata(saved, {"format": "pt", **peft, **size, **trained})
         return saved
 
     def _whole(self) -> Any:

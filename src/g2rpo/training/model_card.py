@@ -47,10 +47,12 @@ def write_card(
     prompts: int,
     edits: bool = False,
     deployed: Mapping[str, Any] | None = None,
+    lora_loader: str = "load_lora_weights",
 ) -> Path:
     """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder.
 
-    `edits` says that the prompts have input pictures; `deployed` are further arguments of the pipeline's call.
+    `edits` says that the prompts have input pictures; `deployed` are further arguments of the pipeline's call,
+    and its `lora_loader` is what loads an adapter.
     """
     folder = weights if weights.is_dir() else weights.parent
     moves = (run_dir / CLIPS).is_file()
@@ -76,7 +78,9 @@ def write_card(
                 _results(config, table, prompts),
                 "![curves](curves.png)",
                 "## Use",
-                _block("python", (_lora_usage if lora else _full_usage)(config, task, deployed)),
+                _block(
+                    "python", _lora_usage(config, task, deployed, lora_loader) if lora else _full_usage(config, task, deployed)
+                ),
                 "`g2rpo export RUN --format comfyui` writes the file that ComfyUI reads, `--format merged` the base model with "
                 "these weights in it.",
                 "## Config",
@@ -125,11 +129,11 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
     return "## Results\n\n" + "".join(rows) + f"\n{caption}"
 
 
-def _lora_usage(config: Config, task: str, deployed: Mapping[str, Any] | None) -> str:
+def _lora_usage(config: Config, task: str, deployed: Mapping[str, Any] | None, loader: str) -> str:
     return f"""from diffusers import DiffusionPipeline{_helpers(task)}
 
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r})
-pipe.load_lora_weights("THIS FOLDER OR REPOSITORY", weight_name="pytorch_lora_weights.safetensors")
+pipe.{loader}("THIS FOLDER OR REPOSITORY", weight_name="pytorch_lora_weights.safetensors")
 {_call(config, task, deployed)}"""
 
 

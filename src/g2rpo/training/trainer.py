@@ -329,8 +329,8 @@ class Trainer:
         if self.files.writes:
             with self.files.holding(), writing(weights):
                 edits = any(images_of(prompt) for prompt in self.heldout)
-                deployed = getattr(self.policy, "deployed", None)
-                write_card(self.files.directory, weights, self.config, table, len(self.heldout), edits, deployed)
+                own = {name: getattr(self.policy, name) for name in ("deployed", "lora_loader") if hasattr(self.policy, name)}
+                write_card(self.files.directory, weights, self.config, table, len(self.heldout), edits, **own)
         return table
 
     def export(self) -> Path:
