@@ -4,9 +4,9 @@
     python -m benchmarks.quickstart --recipe scenes --name scenes 'algorithm.granularities=[1,2]'   # another, with overrides
 
 A seed changes everything random: prompts' order, exploration, adapters, and the noise of the evaluation. Runs that are
-finished already are read, not repeated. Of words, base and tuned are judged at the recipe's steps and, as a control for the
-first seed, at two and five times as many; Tesseract reads the pictures too, where it is installed. Writes
-benchmarks/results/NAME.json.
+finished already are read, not repeated. For the first seed the untrained model is also judged with every free knob: all scales
+of the first noise (or, where the model takes guidance, of the guidance scale) at once, two and five times the steps, and every
+solver. Of words, Tesseract reads the pictures too, where it is installed. Writes benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from benchmarks.drawing import Word, before_and_after
 from benchmarks.second_reader import available, read_words
 from g2rpo.commands.evaluate import evaluate, run_settings
 from g2rpo.commands.train import train
+from g2rpo.evaluation.controls import Control, best_control, default_controls
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.statistics import in_proportion
 from g2rpo.testbed.words.language import parse
@@ -38,9 +40,7 @@ def main() -> None:
     print(f"{'':20} {'base':>9} {'tuned':>9}   change, mean over {len(runs)} seeds (their range)")
     for name in runs[0]["rewards"]:
         print_row(name, [run["rewards"][name] for run in runs])
-    if "control" in runs[0]:
-        for steps, row in runs[0]["control"].items():
-            print(f"base, untrained, at {steps} steps: " + ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    print_controls(runs[0])
     print(
         "seconds:", ", ".join(f"{run['seconds']:.0f}" for run in runs), " of a processor:", [run["cpu_seconds"] for run in runs]
     )
@@ -62,50 +62,82 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     rows = read_metrics(folder)
     run = {"seed": seed, "seconds": sum(row["seconds"] for row in rows), "iterations": rows[-1]["iteration"]}
     run |= {"cpu_seconds": json.loads(clock.read_text()), **json.loads((folder / "results.json").read_text())}
-    if args.recipe != "words":
-        return run
     first = seed == args.seeds[0]
-    judged = judge(folder, controls=first)
-    steps = min(int(row["steps"]) for row in judged)
-    if available():
-        run["rewards"]["tesseract_exact"] = second_reading(judged, folder / "judged", steps)
-    if first:
-        run["control"] = {str(n): base_means(judged, n) for n in sorted({int(row["steps"]) for row in judged}) if n > steps}
-        save_picture(judged, folder / "judged", steps, Path(f"docs/images/{args.name}.png"))
+    if first or args.recipe == "words":
+        judged = judge(folder, controls=first)
+        read = read_by_tesseract(judged, folder / "judged") if args.recipe == "words" and available() else None
+        if read is not None:
+            run["rewards"]["tesseract_exact"] = {side: statistics.mean(read[side]) for side in ("base", "tuned")}
+        if first:
+            run["controls"] = controls_of(folder / "judged", read)
+            if args.recipe == "words":
+                save_picture(judged, folder / "judged", Path(f"docs/images/{args.name}.png"))
     return run
 
 
+def grid(num_steps: int, guidance: float | None) -> list[Control]:
+    """Every free knob of the untrained model, noise or guidance at every number of steps."""
+    alone = default_controls(num_steps, guidance)
+    noises, scales = (1.0, *(c.noise for c in alone if c.noise != 1)), (None, *(c.guidance for c in alone if c.guidance))
+    steps = (None, *(c.steps for c in alone if c.steps))
+    pairs = [{"noise": noise} for noise in noises] + [{"guidance": scale} for scale in scales if scale]
+    crossed = [Control(**pair, steps=many) for pair in pairs for many in steps]
+    return [*(c for c in crossed if c.knobs), *(c for c in alone if c.solver != "euler")]
+
+
 def judge(folder: Path, *, controls: bool) -> list[dict[str, Any]]:
-    """Every picture of base and tuned, and its scores: `g2rpo evaluate` at the recipe's steps and, as controls, more."""
+    """Every picture of base and tuned, and with `controls` of the base's free knobs, with scores: `g2rpo evaluate`."""
     settings = run_settings(folder)
-    (steps,) = settings["steps"]
     out = folder / "judged"
     if not (out / "pictures.jsonl").is_file():
-        given = {**settings, "steps": [steps, 2 * steps, 5 * steps] if controls else [steps]}
-        evaluate(given, [], out, Console())
+        if controls:
+            (steps,) = settings["steps"]
+            scale = settings["policy"]["guidance_scale"]
+            settings["controls"] = [c.model_dump() for c in grid(steps, scale if scale and scale > 1 else None)]
+        evaluate(settings, [], out, Console())
     return [json.loads(line) for line in (out / "pictures.jsonl").read_text().splitlines()]
 
 
-def second_reading(judged: list[dict[str, Any]], folder: Path, steps: int) -> dict[str, float]:
-    """The share of words that Tesseract reads without an error, base and tuned."""
-    shares = {}
-    for side in ("base", "tuned"):
-        rows = [row for row in judged if row["side"] == side and int(row["steps"]) == steps]
-        read = read_words([folder / row["picture"] for row in rows])
-        right = [text == word.letters for text, row in zip(read, rows, strict=True) if (word := parse(row["prompt"]))]
-        shares[side] = sum(right) / len(right)
-    return shares
+def read_by_tesseract(judged: list[dict[str, Any]], folder: Path) -> dict[str, list[bool]]:
+    """Whether Tesseract reads each word without an error, for base, tuned and every control."""
+    right: dict[str, list[bool]] = {}
+    text = read_words([folder / row["picture"] for row in judged])
+    for row, letters in zip(judged, text, strict=True):
+        word = parse(row["prompt"])
+        assert word is not None
+        right.setdefault(row.get("control") or row["side"], []).append(letters == word.letters)
+    return right
 
 
-def base_means(judged: list[dict[str, Any]], steps: int) -> dict[str, float]:
-    """The base's mean scores at so many steps."""
-    rows = [row["scores"] for row in judged if row["side"] == "base" and int(row["steps"]) == steps]
-    return {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
+def controls_of(folder: Path, read: dict[str, list[bool]] | None) -> dict[str, Any]:
+    """By reward the mean of every control, and the best one against the tuned model."""
+    results = json.loads((folder / "results.json").read_text())
+    found: dict[str, Any] = {name: {"means": {}, **best} for name, best in results["best_control"].items()}
+    for line in results["controls"]:
+        found[line["reward"]]["means"][line["control"]] = line["mean"]["mean"]
+    if read is not None:
+        tuned = read["tuned"]
+        others = {name: values for name, values in read.items() if name not in ("base", "tuned")}
+        best = best_control(others, tuned)
+        assert best is not None
+        found["tesseract_exact"] = {"means": {name: statistics.mean(v) for name, v in others.items()}, **asdict(best)}
+    return found
 
 
-def save_picture(judged: list[dict[str, Any]], folder: Path, steps: int, path: Path) -> None:
+def print_controls(run: dict[str, Any]) -> None:
+    """The best free knob of the untrained model by reward, and the tuned model minus it, of one seed."""
+    print(f"\n{'':20} {'base':>9} {'tuned':>9} {'control':>9}   tuned minus best control of {run['prompts']} prompts, which")
+    for name, best in run["controls"].items():
+        own, lead = run["rewards"][name], best["lead"]
+        said = f"{lead['mean']:+.4g} [{lead['low']:+.4g}, {lead['high']:+.4g}]  {best['control']}"
+        print(f"{name:20} {own['base']:9.4g} {own['tuned']:9.4g} {best['mean']:9.4g}   {said}")
+    for name, best in run["controls"].items():
+        print(f"\n{name}, untrained:", ", ".join(f"{control} {mean:.4g}" for control, mean in best["means"].items()))
+
+
+def save_picture(judged: list[dict[str, Any]], folder: Path, path: Path) -> None:
     """Some held-out words before and after, from the same noise, and the share of right ones among all."""
-    sides = [[row for row in judged if row["side"] == side and int(row["steps"]) == steps] for side in ("base", "tuned")]
+    sides = [[row for row in judged if row["side"] == side] for side in ("base", "tuned")]
     right = [[row["scores"]["ocr_exact"] == 1 for row in rows] for rows in sides]
     chosen = in_proportion(list(zip(*right, strict=True)), SHOWN)
     panels = []

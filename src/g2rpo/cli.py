@@ -252,6 +252,9 @@ def evaluate(
     size: options.Size = None,
     seed: Annotated[int | None, typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pictures at a time.")] = None,
+    controls: Annotated[
+        bool, typer.Option("--controls", help="Also the base with less first noise, more steps, other guidance and solvers.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="A folder for the results; one already begun is finished.")] = Path("evaluation"),
 ) -> None:
     """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
@@ -272,7 +275,7 @@ def evaluate(
     if prompts is not None:
         settings["num_prompts"] = None  # a run's is for its own prompts
     settings |= {key: value for key, value in named.items() if value is not None}
-    command.evaluate(settings, overrides or [], out, console)
+    command.evaluate(settings, overrides or [], out, console, controls)
 
 
 @app.command()

@@ -155,6 +155,26 @@ def test_without_weights_only_the_base_is_judged(tmp_path):
     assert "tuned" not in json.loads(judged.write_results().read_text())["results"][0]
 
 
+def test_controls_are_the_untrained_model_and_stand_against_the_tuned(tmp_path):
+    """Without first noise the base's pictures have its mean, sigmoid(prompt); the tuned mean is .5 higher."""
+    controls = [{"noise": 0}, {"steps": 4}, {"noise": 0.5, "solver": "ab2"}]
+    judged = judging(tmp_path, controls=controls)
+    run(judged)
+    report = json.loads(judged.write_results().read_text())
+    bright = {line["control"]: line for line in report["controls"] if line["reward"] == "bright"}
+    assert list(bright) == ["first noise x 0", "steps 4", "first noise x 0.5, solver ab2"]
+    drawn = torch.tensor([float(prompt) for prompt in PROMPTS]).sigmoid()
+    assert bright["first noise x 0"]["mean"]["mean"] == pytest.approx(float(drawn.mean()), abs=1e-5)
+    base = {line["steps"]: line for line in report["results"] if line["reward"] == "bright"}
+    assert bright["steps 4"]["mean"]["mean"] == pytest.approx(base[4]["base"]["mean"], abs=1e-6)
+    for name in ("bright", "dark"):
+        best, at = report["best_control"][name], next(line for line in report["results"] if line["reward"] == name)
+        means = {line["control"]: line["mean"]["mean"] for line in report["controls"] if line["reward"] == name}
+        assert best["mean"] == pytest.approx(max(means.values())) == pytest.approx(means[best["control"]])
+        assert at["steps"] == 2 and best["lead"]["mean"] == pytest.approx(at["tuned"]["mean"] - best["mean"], abs=1e-6)
+    assert judged.missing() == [] and len(list((tmp_path / "pictures" / "steps_002").iterdir())) == 4
+
+
 def test_a_full_disk_is_named_and_finished_chunks_are_kept(tmp_path):
     judged = judging(tmp_path)
     run(judged, judged.chunks()[:2])
@@ -295,3 +315,15 @@ def test_a_folder_with_other_things_is_left_alone(model, tmp_path, capsys):
     (tmp_path / "out" / "thesis.tex").write_text("precious")
     code, _, err = g2rpo(capsys, *model, "--steps", "2", "--out", tmp_path / "out")
     assert code == 2 and "is not empty" in err and len(files(tmp_path / "out")) == 1
+
+
+def test_controls_from_the_command_line(model, tiny_config, tmp_path, capsys):
+    weights = adapter(tiny_config, tmp_path / "run", capsys) / "adapter"
+    arguments = [*model, "--weights", weights, "--steps", "2", "--guidance", "2", "--controls", "--out", tmp_path / "out"]
+    code, shown, err = g2rpo(capsys, *arguments)
+    assert code == 0, err
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {"first noise x 0", "steps 4", "guidance 4", "solver ab2"} <= {line["control"] for line in report["controls"]}
+    best = report["best_control"]["red"]
+    words = " ".join(shown.split())
+    assert "tuned minus best control" in words and f"{best['lead']['mean']:+.3f} [" in words

@@ -24,6 +24,7 @@ from g2rpo.commands.stopping import stoppable
 from g2rpo.config.resolve import differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
 from g2rpo.errors import UserError, counted, loading
+from g2rpo.evaluation.controls import default_controls
 from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.files import FileDigests, local, write_whole
 from g2rpo.input_pictures import digest_of_prompts
@@ -83,9 +84,22 @@ def step_counts(text: str) -> list[int]:
         raise UserError(f"--steps {text}: should be numbers with commas between them, like 10,20,50") from None
 
 
-def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console: Console) -> None:
-    """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes one begun there."""
+def with_controls(config: JudgingConfig) -> JudgingConfig:
+    """The evaluation with the default controls of its model."""
+    c = config.policy
+    _, name = components.locate_pipeline(c.path, c.pipeline, c.kind)
+    kind, _ = components.policy_options(c, name, device="cpu")
+    scale = getattr(kind, "guidance", None) if c.guidance_scale is None else c.guidance_scale
+    controls = default_controls(min(config.steps), scale if scale is not None and scale > 1 else None)
+    return config.model_copy(update={"controls": controls})
+
+
+def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console: Console, controls: bool = False) -> None:
+    """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes one begun there. `controls`
+    adds the default ones."""
     config = resolve_as(JudgingConfig, given, overrides, "evaluation")
+    if controls:
+        config = with_controls(config)
     check_rewards(config.rewards)  # cheap checks first
     prompts = build_prompts(config.prompts, "prompts")[: config.num_prompts]
     config = config.model_copy(update={"contents": _contents(config, prompts)})
@@ -99,6 +113,8 @@ def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console
             _judge(judging, missing, console)
         results = judging.write_results()
         console.print(results_table(judging, console.width))
+        if config.controls:
+            console.print(controls_table(judging, console.width))
         for steps in sorted(set(config.steps)):
             _save_grid(judging, steps)
     for what, where in (("numbers", results), ("pictures", out / "pictures.jsonl"), ("grids", out / "grid_steps_*.png")):
@@ -116,12 +132,33 @@ def results_table(judging: Judging, width: int) -> Table:
     for line in judging.results():
         cells = [str(line["steps"]), line["reward"], *(_cell(line[side]) for side in sides)]
         if len(sides) == 2:
-            change = line["change"]
-            colour = "green" if change.low > 0 else "red" if change.high < 0 else "white"
-            cells.append(f"[{colour}]{_cell(change, '+')}[/]")
+            cells.append(_coloured(line["change"]))
         scored = list(line.values())[-1].count
         table.add_row(*cells, str(len(judging.prompts) - scored) if scored < len(judging.prompts) else "")
     return table
+
+
+def controls_table(judging: Judging, width: int) -> Table:
+    """The best control of the base by reward, beside base and tuned at the smallest number of steps."""
+    steps = min(judging.config.steps)
+    means, best = judging.controls()
+    plain = {line["reward"]: line for line in judging.results() if line["steps"] == steps}
+    out = Table(
+        title=f"{len(judging.config.controls)} free knobs of the untrained model, {steps} steps unless others are named"
+    )
+    add_names(out, "reward", list(judging.config.rewards), width)
+    for column in (*judging.sides, "best control", "", *(["tuned minus best control"] if best else [])):
+        out.add_column(column, justify="left" if not column else "right", overflow="fold")
+    for name, line in plain.items():
+        top = max((row for row in means if row["reward"] == name), key=lambda row: np.nan_to_num(row["mean"].mean, nan=-np.inf))
+        cells = [*(f"{line[side].mean:.3f}" for side in judging.sides), f"{top['mean'].mean:.3f}", top["control"]]
+        out.add_row(name, *cells, *([_coloured(best[name].lead)] if name in best else []))
+    return out
+
+
+def _coloured(change: Interval) -> str:
+    colour = "green" if change.low > 0 else "red" if change.high < 0 else "white"
+    return f"[{colour}]{_cell(change, '+')}[/]"
 
 
 def _cell(interval: Interval, sign: str = "") -> str:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo.errors import UserError
+from g2rpo.evaluation.controls import PLAIN, Control
 from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import decode, score_in_batches
@@ -78,11 +79,19 @@ def sample_images(
 
 @torch.no_grad()
 def _sample(
-    policy: Policy, prompts: Sequence[str], sigmas: Tensor, seed: int, first: int, on_rows: Callable[[int], None]
+    policy: Policy,
+    prompts: Sequence[str],
+    sigmas: Tensor,
+    seed: int,
+    first: int,
+    on_rows: Callable[[int], None],
+    control: Control = PLAIN,
 ) -> Tensor:
     """Final latents of one batch of prompts, the first of which has the index `first`."""
     engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas, batch_size=len(prompts), on_rows=on_rows)
-    return engine.sample(policy.noise([generator_for(seed, "picture", first + i) for i in range(len(prompts))]))
+    noise = policy.noise([generator_for(seed, "picture", first + i) for i in range(len(prompts))])
+    with control.guiding(policy):
+        return control.sample(engine, noise, seed, first)
 
 
 def evaluate(
@@ -97,8 +106,10 @@ def evaluate(
     first: int = 0,
     on_rows: Callable[[int], None] = lambda rows: None,
     kept: Callable[[Tensor], Tensor] = reduced,
+    control: Control = PLAIN,
 ) -> Evaluation:
-    """Samples and scores `prompts`, `batch_size` at a time; num_steps network evaluations per prompt.
+    """Samples and scores `prompts`, `batch_size` at a time; num_steps network evaluations per prompt. `sigmas` have the steps
+    that `control` asks for.
 
     What is `kept` of pictures or clips, in 8 bit, is in the result: by default pictures as they are, and clips reduced.
 
@@ -107,7 +118,7 @@ def evaluate(
     pictures, scores = [], []
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
-        latents = _sample(policy, part, sigmas, seed, first + start, on_rows)
+        latents = _sample(policy, part, sigmas, seed, first + start, on_rows, control)
         with torch.no_grad():
             images = decode(policy, latents, decode_batch_size)
         scores.append(score_in_batches(rewards, images, part, decode_batch_size, latents))

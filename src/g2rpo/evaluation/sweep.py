@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from pydantic import Field
 
 from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps, grid_of
 from g2rpo.errors import UserError
+from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control
 from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.files import write_whole
 from g2rpo.input_pictures import images_of
@@ -27,7 +29,7 @@ from g2rpo.rewards.pixels import to_uint8
 from g2rpo.statistics import Interval, bootstrap_mean
 from g2rpo.types import Policy, Reward
 
-Side = Literal["base", "tuned"]
+Side = Literal["base", "control", "tuned"]
 Row = dict[str, Any]
 RESAMPLES, LEVEL = 2000, 0.95
 
@@ -52,6 +54,8 @@ class JudgingConfig(Section):
     shift: Shift = "model"
     seed: int = 0
     batch_size: Count = 16
+    controls: list[Control] = Field(default_factory=list)
+    """Free knobs of the base model, sampled beside it with the smallest of `steps` or their own."""
     contents: dict[str, str] = Field(default_factory=dict)
     """Digests of the prompts, weights and model named above."""
 
@@ -68,14 +72,19 @@ class Chunk:
     steps: int
     start: int
     stop: int
+    control: Control = PLAIN
+
+    @property
+    def _whose(self) -> str:
+        return re.sub("[^a-z0-9.]+", "_", str(self.control)) or self.side
 
     @property
     def name(self) -> str:
-        return f"steps_{self.steps:03d}_{self.side}_{self.start:06d}"
+        return f"steps_{self.steps:03d}_{self._whose}_{self.start:06d}"
 
     def picture(self, index: int) -> str:
         """The path of a prompt's picture (of a clip the middle frame) in the evaluation's folder."""
-        return f"pictures/steps_{self.steps:03d}/{self.side}/{index:06d}.png"
+        return f"pictures/steps_{self.steps:03d}/{self._whose}/{index:06d}.png"
 
     def clip(self, index: int) -> str:
         """Where a prompt's clip lies."""
@@ -99,10 +108,14 @@ class Judging:
     def chunks(self) -> list[Chunk]:
         """All chunks, the base's first, because loading tuned weights may replace the base's."""
         c, count = self.config, len(self.prompts)
+        plain: dict[Side, list[tuple[int, Control]]] = {
+            side: [(steps, PLAIN) for steps in sorted(set(c.steps))] for side in self.sides
+        }
+        turned = [(control.steps or min(c.steps), control) for control in c.controls]
         return [
-            Chunk(side, steps, start, min(start + c.batch_size, count))
-            for side in self.sides
-            for steps in sorted(set(c.steps))
+            Chunk(side, steps, start, min(start + c.batch_size, count), control)
+            for side, settings in {"base": [], "control": turned, **plain}.items()
+            for steps, control in settings
             for start in range(0, count, c.batch_size)
         ]
 
@@ -137,6 +150,7 @@ class Judging:
                 decode_batch_size=self.config.batch_size,
                 first=chunk.start,
                 kept=to_uint8,
+                control=chunk.control,
             )
             self._store(chunk, evaluation, policy)
             advance(chunk.stop - chunk.start)
@@ -168,20 +182,48 @@ class Judging:
                 table.append(line)
         return table
 
+    def controls(self) -> tuple[list[Row], dict[str, Best]]:
+        """The means of every control by reward; and by reward the best control against the tuned model at the smallest of
+        `steps`, on the same prompts and noise."""
+        at = min(self.config.steps)
+        tuned: dict[str, list[float]] = {}
+        scores: dict[str, dict[str, list[float]]] = {name: {} for name in self.config.rewards}
+        for row in self.rows():
+            for name, value in row["scores"].items():
+                score = math.nan if value is None else value
+                if row["side"] == "control":
+                    scores[name].setdefault(row["control"], []).append(score)
+                elif row["side"] == "tuned" and row["steps"] == at:
+                    tuned.setdefault(name, []).append(score)
+        table = [
+            {
+                "control": str(control),
+                **control.model_dump(),
+                "steps": control.steps or at,
+                "reward": name,
+                "mean": self._interval(own[str(control)]),
+            }
+            for control in self.config.controls
+            for name, own in scores.items()
+        ]
+        best = {name: best_control(own, tuned[name], self.config.seed) for name, own in scores.items() if name in tuned}
+        return table, {name: found for name, found in best.items() if found is not None}
+
     def write_results(self) -> Path:
         """Writes results.json and pictures.jsonl; returns the path of the former."""
         c = self.config
-        report = {
+        report: Row = {
             "model": c.policy.path,
             "weights": c.weights,
             "prompts": len(self.prompts),
             "seed": c.seed,
             "intervals": f"{LEVEL:.0%} percentile bootstrap over prompts, {RESAMPLES} resamples",
-            "results": [
-                {key: _numbers(value) if isinstance(value, Interval) else value for key, value in line.items()}
-                for line in self.results()
-            ],
+            "results": [_plain(line) for line in self.results()],
         }
+        if c.controls:
+            table, best = self.controls()
+            report["controls"] = [_plain(line) for line in table]
+            report["best_control"] = {name: _plain(vars(found)) for name, found in best.items()}
         path = self.directory / "results.json"
         with self._writing():
             write_whole(self.directory / "pictures.jsonl", "".join(_json(row) + "\n" for row in self.rows()).encode())
@@ -217,6 +259,7 @@ class Judging:
                 "seed": self.config.seed,
                 "side": chunk.side,
                 "steps": chunk.steps,
+                **({"control": str(chunk.control)} if chunk.side == "control" else {}),
                 "scores": {name: _number(float(values[place])) for name, values in evaluation.scores.items()},
             }
             for place, prompt in enumerate(evaluation.prompts)
@@ -252,6 +295,10 @@ def _json(value: Any) -> str:
 def _number(value: float) -> float | None:
     """JSON has no NaN: a missing score is null."""
     return value if math.isfinite(value) else None
+
+
+def _plain(line: Mapping[str, Any]) -> Row:
+    return {key: _numbers(value) if isinstance(value, Interval) else value for key, value in line.items()}
 
 
 def _numbers(interval: Interval) -> Row:

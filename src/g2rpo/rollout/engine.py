@@ -70,10 +70,11 @@ class Engine:
         ]
 
     @torch.no_grad()
-    def sample(self, x: Tensor) -> Tensor:
-        """Latents at sigma = 0 by the plain ODE from x [prompts, ...] at sigma = 1; num_steps evaluations a row."""
-        walk = EXACT.tree([range(self.num_steps + 1)])
-        finals = self._finish([(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))], EXACT, None)
+    def sample(self, x: Tensor, tails: Tails = EXACT) -> Tensor:
+        """Latents at sigma = 0 by the ODE from x [prompts, ...] at sigma = 1, by Euler's or another solver; num_steps
+        evaluations a row."""
+        walk = tails.tree([range(self.num_steps + 1)])
+        finals = self._finish([(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))], tails, None)
         return torch.cat([final[0] for final in finals])
 
     def initial(self, noise: Noise) -> Tensor:
