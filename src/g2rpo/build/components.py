@@ -13,10 +13,10 @@ import torch
 
 from g2rpo import plugins
 from g2rpo.algorithms.contracts import name_of, plans_of
-from g2rpo.build import hub, pipeline_check
+from g2rpo.build import hub, pipeline_check, refusals
 from g2rpo.config.given import Mentioned, refuse_mention
 from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig
-from g2rpo.errors import UserError, did_you_mean, loading
+from g2rpo.errors import UserError, loading
 from g2rpo.files import is_hub_id, local
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies import attention, catalogue, quantized
@@ -253,8 +253,7 @@ def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | Non
     """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not the `expected` one."""
     if chosen is None and kind not in POLICIES and kind not in (known := plugins.available("policies", POLICIES)):
         own = "policy.kind=FILE.py:NAME takes a policy of your own"
-        why = f": {pipeline_check.REFUSED[kind]}" if kind in pipeline_check.REFUSED else f".{did_you_mean(kind, known)}"
-        raise UserError(f"policy.path={name}: is a {kind}, which has no policy here{why}. Known: {', '.join(known)}; {own}.")
+        raise UserError(f"policy.path={name}: is a {kind}, which has no policy here: {refusals.why(kind, known)} {own}.")
     if expected is not None and kind != expected:
         hint = "take a recipe for it, or set policy.pipeline= and check every value"
         raise UserError(f"policy.path={name}: is a {kind}, but this recipe is for a {expected}; {hint}")

@@ -12,15 +12,6 @@ from g2rpo.errors import UserError
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.tuning import check_lora
 
-REFUSED = {
-    "HiDreamImagePipeline": "its Llama embeddings are stacked by layer instead of by prompt, and its folder has no Llama",
-    "HunyuanImagePipeline": "its guidance has a momentum from step to step, so its velocity depends on the steps before",
-    "HunyuanVideo15Pipeline": "its guidance has a momentum from step to step, so its velocity depends on the steps before",
-    "HunyuanVideoPipeline": "it is not described and tested here yet (docs/models.md says how)",
-    "LTX2Pipeline": "it makes sound as well, and guides predicted pictures instead of velocities",
-    "WanImageToVideoPipeline": "it continues a first frame, which is not supported; WanPipeline makes videos of prompts",
-}
-"""Pipelines of flow models that have no policy, and why."""
 OPTIONAL = ("text_encoder_3",)
 """Text encoders that a pipeline may lack: T5 of Stable Diffusion 3."""
 FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", re.IGNORECASE)
@@ -36,8 +27,8 @@ def check_files(name: str, folder: str) -> None:
             raise UserError(f"policy.path={name}: has no {part}, which encodes prompts; download the whole pipeline")
     if index.get("transformer_2", [None, None]) != [None, None]:
         raise UserError(
-            f"policy.path={name}: has two transformers, for high and for low noise (Wan2.2-A14B), and only one can be trained; "
-            "take Wan2.1 or Wan2.2-TI2V-5B"
+            f"policy.path={name}: has two transformers, for high and for low noise (Wan2.2-A14B), and training one on its "
+            "part of the steps is not supported; take Wan2.1 or Wan2.2-TI2V-5B"
         )
     scheduler = _read(folder, "scheduler/scheduler_config.json")
     if scheduler and not is_flow(scheduler):
