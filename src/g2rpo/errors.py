@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
@@ -60,9 +61,18 @@ def at_least_one(**numbers: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {number}")
 
 
+NO_ROOM = re.compile(r"\bCU(BLAS|DNN)_STATUS_(\w+_)?(ALLOC|ALLOCATION)_FAILED\b")
+"""What cuBLAS and cuDNN say where a device has no room for their workspace; torch raises a RuntimeError of it."""
+
+
+def out_of_device_memory(error: BaseException) -> bool:
+    """Whether torch, or a library that computes for it, ran out of a device's memory."""
+    return type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and bool(NO_ROOM.search(str(error))))
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether Python or torch ran out of memory; does not import torch, so that `g2rpo --help` stays fast."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError) or out_of_device_memory(error) or "DefaultCPUAllocator" in str(error)
 
 
 @contextmanager

@@ -185,6 +185,15 @@ def test_a_lesson_is_the_first_iteration_of_the_run(run, studio):
     assert (tuned.finals - lesson.finals).abs().max() > 0.01
 
 
+def test_a_lesson_is_rolled_out_in_the_dtypes_of_training(studio):
+    """The engine's own, whatever they are; a group in others is not the one that the run learnt from."""
+    for kind in ("anchor", "sample", "step"):
+        sampling = studio.sampling.model_copy(update={f"{kind}_dtype": "bfloat16"})
+        other = replace(studio, sampling=sampling)
+        assert getattr(other.engine(PROMPT), f"{kind}_dtype") is torch.bfloat16
+        assert learn(other, PROMPT, seed=0, plan=1, tuned=False).finals.isfinite().all()
+
+
 def test_a_lesson_may_look_at_other_granularities(studio):
     own = learn(studio, PROMPT, seed=0, plan=1, tuned=False)
     assert studio.offered == [1, 2, 3] and own.granularities == (1, 2)

@@ -129,7 +129,8 @@ def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(sde, entries)
 def test_rounding_is_of_the_coarsest_dtype_and_float8_inputs_count():
     narrow = ("policy.dtype=bfloat16", "policy.tuning=lora")
     assert rounding_of(config()) == 2**-22
-    assert rounding_of(config("sampling.anchor_dtype=bfloat16")) == rounding_of(config(*narrow)) == 2**-6
+    for kind in ("anchor", "sample", "step"):
+        assert rounding_of(config(f"sampling.{kind}_dtype=bfloat16")) == rounding_of(config(*narrow)) == 2**-6
     assert rounding_of(config(*narrow, "policy.quantize=int8")) == 2**-6  # weights alone are rounded, once for all calls
     assert rounding_of(config(*narrow, "policy.quantize=fp8")) == pytest.approx(math.sqrt(2 * 0.125**2 / 12))
 

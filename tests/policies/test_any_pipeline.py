@@ -3,7 +3,7 @@
 import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 
 import pytest
@@ -15,10 +15,12 @@ from PIL import Image
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.data import Cond, Prompt
+from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.policies.conditioning import SIZES
 from g2rpo.policies.fast import FastNetwork
 from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.sd3 import SD3Policy
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
@@ -387,3 +389,39 @@ def test_what_a_model_card_calls_is_what_was_sampled():
     assert load("WanPipeline").deployed == {"guidance_scale": 5.0, "num_frames": FRAMES, "negative_prompt": ""}
     assert load("Flux2KleinPipeline").deployed == {"guidance_scale": 4.0}
     assert load("FluxKontextPipeline").deployed == {"guidance_scale": 3.5, "max_area": 32 * 48}
+
+
+@pytest.mark.parametrize("kind", few(CLASSES, ("FluxPipeline", "QwenImagePipeline", "WanPipeline").__contains__))
+@torch.no_grad()
+def test_flash_attention_is_refused_exactly_where_a_mask_is_passed(kind, prompts):
+    """Before anything is loaded; what it would do is asked of a policy without the check."""
+    unchecked = type(kind, (CLASSES[kind],), {"is_masked": classmethod(lambda cls: False)})
+    try:
+        size = {**size_of(kind), "max_sequence_length": 64}
+        policy = unchecked(pipeline_of(kind), **size, tuning="frozen", attention="flash")
+    except UserError as error:
+        assert "has no choice of attention" in str(error)
+        return
+    long = Prompt("two blue square left of a circle " * 6, prompts[0].images)  # Z-Image pads to multiples of 32 tokens
+    x, sigma, cond = inputs(policy, [prompts[0], long])
+    with pytest.raises(ValueError, match="attn_mask") if CLASSES[kind].is_masked() else nullcontext():
+        policy.velocity(x, sigma, cond)
+    with pytest.raises(UserError, match="takes no mask") if CLASSES[kind].is_masked() else nullcontext():
+        CLASSES[kind].check_options(PolicyOptions(**size_of(kind), attention="flash"))
+
+
+class Uncalled(CLASSES["SanaPipeline"]):
+    """Its call has no guidance scale and no negative prompt of these names."""
+
+    scale = "real_guidance_scale"
+
+
+def test_an_option_that_a_model_cannot_follow_is_refused_from_python_too():
+    pipeline = pipeline_of("ChromaPipeline")
+    with pytest.raises(UserError, match=r"policy\.gradient_checkpointing"):
+        CLASSES["ChromaPipeline"](pipeline, **SIZE, gradient_checkpointing=True)
+    Uncalled.check_options(PolicyOptions(**SIZE))
+    with pytest.raises(UserError, match=r"policy\.guidance_scale: the call of a SanaPipeline has no such argument"):
+        Uncalled.check_options(PolicyOptions(**SIZE, guidance_scale=1.0))
+    with pytest.raises(UserError, match=r"policy\.num_frames"):
+        FluxPolicy.check_options(PolicyOptions(**SIZE, num_frames=5))

@@ -248,3 +248,15 @@ def test_a_plan_counts_the_operations_of_quantised_layers(tiny_config, kind):
     )
     count = [operations(read_blueprint(config.policy), config) for config in (plain, quantized)]
     assert count[0] == count[1] and count[0].linear > 0
+
+
+def test_float8_is_tried_before_a_run_begins(monkeypatch):
+    """A build of torch may lack the kernel for a card that has float8, and CUDA says so in the product."""
+
+    def lacking(*arguments, **more):
+        raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
+
+    check("fp8", tuning="lora", dtype="bfloat16", device="cpu")
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lacking)
+    with pytest.raises(UserError, match=r"cannot multiply float8 on this device \(CUDA error: no kernel image is available\)"):
+        check("fp8", tuning="lora", dtype="bfloat16", device="cpu")

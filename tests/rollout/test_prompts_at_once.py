@@ -15,6 +15,7 @@ from g2rpo.rewards.function import FunctionReward
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.vlm import VLMJudge
 from g2rpo.rollout.frames import OnFrames
+from g2rpo.rollout.scoring import tf32_matmuls
 from tests.runtime.test_memory import Small
 from tests.support.runs import trainer
 
@@ -141,3 +142,19 @@ def test_tf32_is_on_for_its_reward_alone_and_never_beside_a_rollout():
         check(load_config("scenes", ["rewards.scene_accuracy.tf32=true", "sampling.prompts_at_once=1"]))
     (built,) = build_rewards({"red": RewardConfig(kind="brightness", tf32=True)}).values()
     assert built.tf32 and not hasattr(build_rewards({"red": RewardConfig(kind="brightness")})["red"], "tf32")
+
+
+def test_tf32_follows_whichever_of_torchs_two_settings_was_used():
+    """Once the newer one has been used, torch refuses to read the older."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for chosen in ("tf32", "ieee"):
+            matmul.fp32_precision = chosen
+            with tf32_matmuls(False):
+                assert matmul.fp32_precision == chosen
+            with tf32_matmuls(True):
+                assert matmul.fp32_precision == "tf32"
+            assert matmul.fp32_precision == chosen
+    finally:
+        matmul.fp32_precision = before

@@ -1,15 +1,16 @@
 """Batch sizes: found by measuring, halved when memory runs out, and without influence on what a run computes."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, out_of_memory
 from g2rpo.evaluation.heldout import evaluate, sample_images
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.runtime.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, largest_batch
+from g2rpo.runtime.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, bounded_by, largest_batch
 from g2rpo.seeding import generator_for
 from tests.support.runs import trainer
 
@@ -258,3 +259,30 @@ def test_where_nothing_halves_the_user_hears_what_to_lower():
     policy = Small(rollout=1)
     with pytest.raises(UserError, match="--batch-size of g2rpo sample"):
         sample_images(policy, ["0", "0"], sigma_grid(4), seed=0, batch_size=2, decode_batch_size=2)
+
+
+NO_ROOM = (
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)
+OTHERS = ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED", "CUDA error: device-side assert triggered")
+
+
+def test_libraries_that_find_no_room_for_their_workspace_halve_the_batch_and_nothing_else_does():
+    sizes = BatchSizes(rollout=8, decode=8, micro=8, notify=lambda words: None)
+
+    def attempt(message):
+        with bounded_by("rollout"):
+            if sizes.rollout > 4:
+                raise RuntimeError(message)
+
+    for message in NO_ROOM:
+        sizes.rollout = 8
+        sizes.fit(partial(attempt, message))
+        assert sizes.rollout == 4 and out_of_memory(RuntimeError(message))
+    sizes.rollout = 8
+    for message in OTHERS:
+        with pytest.raises(RuntimeError, match=message):
+            sizes.fit(partial(attempt, message))
+    assert sizes.rollout == 8 and not out_of_memory(ValueError(NO_ROOM[0]))

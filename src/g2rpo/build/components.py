@@ -172,12 +172,11 @@ def policy_options(
 ) -> tuple[type[PipelinePolicy], dict[str, Any]]:
     """The policy class for pipelines of class `kind`, and its constructor's options from `config`."""
     policy = plugins.find("policies", config.kind or kind, POLICIES)
-    for name in getattr(policy, "unsupported", ()):
-        if getattr(config, name) not in (None, False):
-            raise UserError(f"policy.{name}: a {kind} has no such option; take it out")
     given = {field.name: getattr(config, field.name) for field in fields(PolicyOptions) if hasattr(config, field.name)}
     changed = {"dtype": getattr(torch, config.dtype), "device": device, "tuning": tuning or config.tuning}
-    return policy, {**given, **changed, "seed": seed, "keep_base": keep_base}
+    options = {**given, **changed, "seed": seed, "keep_base": keep_base}
+    policy.check_options(PolicyOptions(**options))
+    return policy, options
 
 
 def check_prompts(config: PolicyConfig, prompts: Sequence[str]) -> None:

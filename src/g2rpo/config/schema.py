@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 import yaml
 from pydantic import (
     BaseModel,
@@ -172,6 +173,11 @@ class SamplingConfig(Section):
     """Dtype of velocities and noise while training, and so of their products with a step's coefficients."""
     tails: Tails = Tails()
     """Cheaper, approximate tails of rollouts; exact by default."""
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        """The dtypes of a rollout, as `rollout.engine.Engine` takes them."""
+        return {f"{name}_dtype": getattr(torch, getattr(self, f"{name}_dtype")) for name in ("anchor", "sample", "step")}
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]

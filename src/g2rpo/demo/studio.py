@@ -108,9 +108,8 @@ class Studio:
             cond=self.policy.encode([prompt]),
             sigmas=self.grid(self.sampling.num_steps),
             batch_size=self.sizes.rollout,
-            anchor_dtype=getattr(torch, self.sampling.anchor_dtype),
-            sample_dtype=getattr(torch, self.sampling.sample_dtype),
             tails=self.sampling.tails,
+            **self.sampling.dtypes,
         )
 
     @contextmanager

@@ -210,11 +210,11 @@ def alarms_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int
 def rounding_of(config: Config) -> float:
     """How far apart two velocities of one latent may lie, relative to their size, in the batches of rollout and training pass.
 
-    Two eps of the coarsest dtype of network and latents. With policy.quantize=fp8 a difference that small can round an input of
-    a layer to another float8 number; at worst both calls round independently, each with a variance of eps^2 / 12.
+    Two eps of the coarsest dtype of network, latents and velocities. With policy.quantize=fp8 a difference that small can round
+    an input of a layer to another float8 number; at worst both calls round independently, each with a variance of eps^2 / 12.
     """
-    dtypes = (config.policy.dtype, config.sampling.anchor_dtype, config.sampling.sample_dtype)
-    rounding = max(2 * torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes)
+    dtypes = (getattr(torch, config.policy.dtype), *config.sampling.dtypes.values())
+    rounding = max(2 * torch.finfo(dtype).eps for dtype in dtypes)
     return max(rounding, torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(6)) if config.policy.quantize == "fp8" else rounding
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.data import Cond
+from g2rpo.errors import UserError
+from g2rpo.policies.attention import MASKLESS
 from g2rpo.policies.conditioning import NEGATIVE, SIZES, Conditioning, PipelineText, sizes_in
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
@@ -50,6 +52,23 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         ]
         latents, *self._beside = self._prepared(self.blank(1, 1).to(self._device), [torch.Generator()])
         self._latent, self._latent_dtype = tuple(latents.shape[1:]), latents.dtype
+
+    @classmethod
+    def check_options(cls, options: PolicyOptions) -> None:
+        super().check_options(options)
+        if unknown := cls.not_taken(cls.pipeline_class, options):
+            raise UserError(f"policy.{unknown[0]}: the call of a {cls.pipeline_class} has no such argument; take it out")
+        if options.attention in MASKLESS and cls.is_masked():
+            raise UserError(
+                f"policy.attention={options.attention}: takes no mask, which a {cls.pipeline_class} needs for its prompts; "
+                "take auto, cudnn, efficient or math"
+            )
+
+    @classmethod
+    def is_masked(cls) -> bool:
+        """Whether attention gets a mask, which leaves out the padding of prompts."""
+        padded = bool(cls.masks or cls.lists) and not cls.one_row
+        return padded or any(name.removeprefix(NEGATIVE) not in cls.masks.values() for name in cls.encoded if "mask" in name)
 
     @classmethod
     def encoders(cls, pipeline: Any, **options: Any) -> PipelineText:

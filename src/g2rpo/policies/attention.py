@@ -21,6 +21,8 @@ BACKENDS: Mapping[str, str] = {
 }
 """diffusers' names. Left out are kernels that round to fewer bits, that have no gradient, or whose code comes from a hub."""
 PACKAGES: Mapping[str, str] = {"flash2": "flash_attn", "flash3": "flash_attn_interface"}
+MASKLESS = ("flash", "flash2", "flash3")
+"""Kernels that take no mask."""
 CUDA_ONLY = ("cudnn", "efficient", *PACKAGES)
 
 

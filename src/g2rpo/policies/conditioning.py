@@ -21,6 +21,8 @@ from g2rpo.policies.text import TextEncoders
 
 NEGATIVE = "negative_"
 """Before the names of what belongs to the negative prompt."""
+CALLED = ("height", "width", "num_frames", "negative_prompt", "guidance_scale", "max_sequence_length")
+"""Options that are arguments of a pipeline's call."""
 SIZES = "picture_sizes"
 """Widths and heights of a prompt's input pictures, [pictures, 2]."""
 
@@ -65,6 +67,15 @@ class Conditioning:
         """Whether a velocity takes two evaluations at that scale."""
         scale = cls.guidance if scale is None else scale
         return cls.unguided is not None and scale > cls.unguided
+
+    @classmethod
+    def not_taken(cls, pipeline_class: str, o: PolicyOptions) -> list[str]:
+        """The options in `o` that the pipeline's call has no argument for."""
+        import diffusers
+
+        known = {*_parameters(getattr(diffusers, pipeline_class).__call__), *cls.fixed}
+        names = {**{name: name for name in CALLED}, "guidance_scale": cls.scale}
+        return [name for name, argument in names.items() if getattr(o, name) is not None and argument not in known]
 
     @classmethod
     def check_pictures(cls, prompt: str) -> None:

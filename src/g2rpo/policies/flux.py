@@ -28,7 +28,7 @@ class FluxPolicy(PipelinePolicy):
     lora_targets = LORA_TARGETS
     guidance = 3.5
     tokens = 512
-    unsupported = ("negative_prompt",)
+    unsupported = ("negative_prompt", "num_frames")
 
     def __init__(self, pipeline: Any, **options: Any) -> None:
         super().__init__(pipeline, **options)

@@ -59,6 +59,7 @@ class PipelinePolicy(Policy, ABC):
         self, pipeline: Any, *, sharding: Sharded | None = None, text: TextEncoders | None = None, **options: Any
     ) -> None:
         o = self.options = PolicyOptions(**options)
+        self.check_options(o)
         self.sharded = sharding is not None
         self.pipeline = pipeline
         self.guidance_scale = self.guidance if o.guidance_scale is None else o.guidance_scale
@@ -102,6 +103,13 @@ class PipelinePolicy(Policy, ABC):
         import diffusers
 
         return load_pipeline(getattr(diffusers, cls.pipeline_class), path, dtype, options.get("tuning", "lora"))
+
+    @classmethod
+    def check_options(cls, options: PolicyOptions) -> None:
+        """UserError for an option that this model lacks; nothing needs to be loaded."""
+        for name in cls.unsupported:
+            if getattr(options, name) not in (None, False):
+                raise UserError(f"policy.{name}: a {cls.pipeline_class} has no such option; take it out")
 
     @classmethod
     @abstractmethod

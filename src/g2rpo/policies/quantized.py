@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, out_of_memory
 
 Quantize = Literal["none", "int8", "fp8", "nf4"]
 FLOAT8 = torch.float8_e4m3fn
@@ -185,6 +185,22 @@ def check(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
         raise UserError(f"{asked} needs torch 2.10 or newer, this is {torch.__version__}; int8 takes as little memory")
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f"{asked}: {torch.cuda.get_device_name(device)} has no float8; {NO_FLOAT8}")
+    try:
+        _try_float8(device)
+    except (RuntimeError, ValueError) as error:
+        if out_of_memory(error):
+            raise
+        raise UserError(
+            f"{asked}: torch {torch.__version__} cannot multiply float8 on this device ({str(error).splitlines()[0]}); "
+            "int8 takes as little memory"
+        ) from error
+
+
+def _try_float8(device: str) -> None:
+    """One small product: not every build of torch has the kernel for every card with float8."""
+    layer = Float8Linear(nn.Linear(64, 64, device=device, dtype=torch.bfloat16), torch.device(device))
+    with torch.no_grad():
+        layer.product(torch.ones(32, 64, device=device, dtype=torch.bfloat16)).cpu()
 
 
 def _installed(library: str) -> bool:

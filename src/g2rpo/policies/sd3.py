@@ -33,6 +33,7 @@ class SD3Policy(PipelinePolicy):
     lora_targets = LORA_TARGETS
     guidance = 4.5
     tokens = 256
+    unsupported = ("num_frames",)
 
     def __init__(self, pipeline: Any, **options: Any) -> None:
         super().__init__(pipeline, **options)

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from g2rpo.errors import RewardFailed, UserError, counted, where
+from g2rpo.errors import RewardFailed, UserError, counted, out_of_device_memory, where
 from g2rpo.rollout.frames import OnFrames
 from g2rpo.runtime.memory import bounded_by
 from g2rpo.types import Policy, Reward, Rollout
@@ -92,21 +93,31 @@ def naming_reward(name: str, what: str) -> Iterator[None]:
     """Raises `RewardFailed` with the name of the reward whose code raised something else."""
     try:
         yield
-    except (torch.OutOfMemoryError, UserError):
+    except UserError:
         raise
     except (Exception, SystemExit) as error:
+        if out_of_device_memory(error):
+            raise
         raise RewardFailed(f"reward '{name}' {what}: {type(error).__name__}: {error}{where(error)}") from error
 
 
 @contextmanager
 def tf32_matmuls(wanted: bool) -> Iterator[None]:
     """While entered, CUDA multiplies float32 matrices in TF32 if `wanted`, in the whole process."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = wanted or before
+    if not wanted:
+        yield
+        return
+    matmul: Any = torch.backends.cuda.matmul
+    chosen: tuple[str, Any] = "allow_tf32", True
+    try:
+        before = matmul.allow_tf32
+    except RuntimeError:  # once the newer setting has been used, torch refuses to read the older one
+        chosen, before = ("fp32_precision", "tf32"), matmul.fp32_precision
+    setattr(matmul, *chosen)
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        setattr(matmul, chosen[0], before)
 
 
 def _scored(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, out_of_device_memory
 from g2rpo.runtime.devices import accelerator, empty_cache
 from g2rpo.types import Cond, Policy
 
@@ -46,10 +46,12 @@ class OutOfMemory(UserError):
 
 @contextmanager
 def bounded_by(kind: Kind) -> Iterator[None]:
-    """Turns torch's out-of-memory errors inside into `OutOfMemory` with the batch size `kind`."""
+    """Turns errors inside that say that a device has no memory left into `OutOfMemory` with the batch size `kind`."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not out_of_device_memory(error):
+            raise
         raise OutOfMemory(kind) from None
 
 
@@ -172,7 +174,7 @@ def largest_batch(peak: Callable[[int], int], limit: int, most: int) -> int:
     """The largest number of rows found, at least 1 and at most `most`, for which `peak(rows)` bytes stay within `limit`.
 
     Rows are doubled while a line through the last two measurements stays within `limit`; the last trial is where that line
-    reaches it. `peak` may raise torch.OutOfMemoryError, which ends the search; with one row it is passed on.
+    reaches it. `peak` may run out of memory, which ends the search; with one row the error is passed on.
     """
     rows, used, per_row = 1, peak(1), 0.0
     while rows < most:
@@ -183,7 +185,9 @@ def largest_batch(peak: Callable[[int], int], limit: int, most: int) -> int:
             break
         try:
             needed = peak(trial)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_device_memory(error):
+                raise
             break
         if needed > limit:
             break

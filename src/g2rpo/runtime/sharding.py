@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from g2rpo.errors import Stopped, UserError
+from g2rpo.errors import Stopped, UserError, out_of_device_memory
 from g2rpo.runtime.distributed import ALONE, World
 
 ShardingMode = Literal["none", "training", "full"]
@@ -185,8 +185,8 @@ class Sharded(Replicated):
                 part.unshard()
             self._gathered = True
             yield
-        except torch.OutOfMemoryError:
-            if self._gathered:
+        except RuntimeError as error:
+            if self._gathered or not out_of_device_memory(error):
                 raise
             raise UserError("out of memory: no room for all weights at once; trainer.sharding=full needs none") from None
         finally:

@@ -125,7 +125,7 @@ class Trainer:
             sizes=self.sizes,
             max_grad_norm=self.config.optim.max_grad_norm,
             shards=self.shards,
-            step_dtype=getattr(torch, self.config.sampling.step_dtype),
+            step_dtype=self.config.sampling.dtypes["step_dtype"],
             old=self.learner.as_old,
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.contracts import group_terms_of, loss_of, name_of
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, out_of_device_memory
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
 from g2rpo.runtime.sharding import WHOLE, Replicated
@@ -215,7 +215,9 @@ class Updater:
         """The optimizer's step. It cannot be repeated when memory runs out, because some weights may have changed."""
         try:
             self.optimizer.step()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_device_memory(error):
+                raise
             remedy = "set policy.tuning=lora, or take a device with more memory (`g2rpo plan` tells how much)"
             raise UserError(
                 f"out of memory in the optimizer step: {remedy}; `g2rpo resume RUN` continues from the last checkpoint"
