@@ -15,9 +15,9 @@ from g2rpo.errors import UserError
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 
-WITH_SHAPES_FROM_VALUES = ["Lumina2Pipeline"]
+WITH_VALUES_READ = ["Lumina2Pipeline"]
 BY_HAND = ["FluxPipeline", "StableDiffusion3Pipeline"]  # in test_cost
-KINDS = [kind for kind in CLASSES if kind not in (*BY_HAND, *WITH_SHAPES_FROM_VALUES) and not CLASSES[kind].pictured]
+KINDS = [kind for kind in CLASSES if kind not in (*BY_HAND, *WITH_VALUES_READ) and not CLASSES[kind].pictured]
 """Those that edit take a megapixel of input, which is too much for a real call here."""
 
 
@@ -64,8 +64,8 @@ def test_memory_is_traced_with_gradients_and_decoding(kind, tmp_path):
     assert sets.training > 0 and sets.velocity > 0 and sets.decode > 0
 
 
-@pytest.mark.parametrize("kind", WITH_SHAPES_FROM_VALUES)
+@pytest.mark.parametrize("kind", WITH_VALUES_READ)
 def test_a_model_that_cannot_be_planned_is_one_message(kind, tmp_path):
     c = planned(kind, tmp_path)
-    with pytest.raises(UserError, match="shapes from values"):
+    with pytest.raises(UserError, match="reads values of tensors"):
         operations(read_blueprint(c.policy), c)

@@ -137,24 +137,16 @@ def shallow_policy(blueprint: Blueprint, config: Config, whole: bool = False) ->
     policy, times = build_shallow(blueprint, config.policy, whole)
     if config.trainer.sharding != "none":
         nn.Module.to(policy.pipeline.transformer, policy.dtype)  # diffusers' own warns
-    with FakeTensorMode(), _Times(), warnings.catch_warnings():
+    with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that fake tensors do not run
         _materialise(policy)
         try:
             yield policy, times
         except DataDependentOutputException:
             raise UserError(
-                f"policy.path={config.policy.path}: a {blueprint.kind} computes shapes from values, which plans do not have"
+                f"policy.path={config.policy.path}: cannot be planned: the call of a {blueprint.kind} reads values of tensors (a time, "
+                "the length of a mask), and a plan has shapes alone; training does not need that"
             ) from None
-
-
-class _Times(TorchDispatchMode):
-    """While entered, a fractional value that code reads from a tensor is .5: pipelines read times, on which no shape depends."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
-            return 0.5
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
