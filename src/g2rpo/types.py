@@ -25,8 +25,9 @@ from g2rpo.data import Batch, Cond, Example, Loss, Normal, Plan, Prompt, Rollout
 class Policy(Protocol):
     """A generator that can be trained. Guidance, packing, timestep scaling and dtype are inside; callers see sigma only.
 
-    Two attributes are optional: `input_pictures`, the least and the most pictures of a prompt that the model takes, (0, 0)
-    without; and `seconds`, how long a clip is, 1/16 per frame without.
+    Three attributes are optional: `input_pictures`, the least and the most pictures of a prompt that the model takes, (0, 0)
+    without; `seconds`, how long a clip is, 1/16 per frame without; and `in_loss`, a context like `base` that is entered where
+    `velocity` is for a loss.
     """
 
     @property

@@ -157,7 +157,7 @@ def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():
     ("override", "message"),
     [
         ("algorithm.last_steps=0", "last_steps must be at least 1, got 0"),
-        ("algorithm.group_size=1", "group_size must be at least 2"),
+        ("algorithm.group_size=0", "group_size must be at least 1"),
         ("algorithm.scale=0", "scale must be positive, got 0"),
         ("algorithm.eta=0.7", "unknown key 'algorithm.eta'"),
     ],

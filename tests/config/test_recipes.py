@@ -1,11 +1,15 @@
 """Recipes for real models: complete, explained, and clear about what is missing where they are run."""
 
 import re
+import shlex
 import subprocess
+from functools import reduce
 from pathlib import Path
 
 import pytest
 
+from g2rpo.algorithms.awm import AWM
+from g2rpo.algorithms.dgpo import DGPO
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.build.rewards import check_rewards
 from g2rpo.commands.train import build_trainer, load_config
@@ -153,6 +157,77 @@ def test_flow_grpos_recipe_is_its_pickscore_config():
     assert config.sampling.shift == "scheduler" and config.sampling.num_steps == 10
     assert (config.optim.ema_decay, config.optim.ema_every, config.optim.ema_warmup) == (0.9, 8, True)
     assert config.rewards["pickscore"].weight == pytest.approx(1 / 26, abs=5e-7)  # six digits
+
+
+ROWS = re.findall(r"^\| ([\w-]+) \| `([\w-]+)` \| `([^`]+)` \|", (ROOT / "docs/recipes.md").read_text(), flags=re.MULTILINE)
+"""(algorithm, recipe, overrides) of the table of published values over the nearest recipe."""
+
+SD35 = {
+    "sampling.num_steps": 10,
+    "sampling.tails.solver": "dpmpp2m",
+    "policy.max_sequence_length": 128,
+    "optim.ema_warmup": True,
+}
+LORA = {"policy.tuning": "lora", "policy.lora_init": "gaussian", "optim.learning_rate": 3e-4}
+PICKSCORE = {"rewards": ["pickscore"], "policy.guidance_scale": 1.0, "policy.height": 512, "optim.weight_decay": 1e-4}
+FLUX_LORA = ["attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj"]
+FLUX_LORA += ["attn.to_add_out", *(f"{ff}.{layer}" for ff in ("ff", "ff_context") for layer in ("net.0.proj", "net.2"))]
+GRPO_SERIES = {
+    "policy.max_sequence_length": 256, "policy.tuning": "full", "policy.lora_rank": 64, "policy.lora_alpha": 128,
+    "policy.lora_targets": FLUX_LORA, "policy.lora_init": "gaussian", "policy.guidance_scale": 3.5, "sampling.num_steps": 16,
+    "sampling.shift": 3.0, "algorithm.branch_steps": (0, 2, 4, 6), "algorithm.group_size": 12, "rewards": ["hpsv3"],
+    "optim.learning_rate": 2e-6, "optim.ema_decay": 0.0, "trainer.iterations": 300, "trainer.prompts_per_iteration": 8,
+}  # fmt: skip
+FROM_THE_CODE = {
+    "sd35-medium-nft": {  # DiffusionNFT 24af555, sd3_pickscore
+        **SD35, **LORA, **PICKSCORE, "policy.truncate_timesteps": "rollout", "algorithm.group_size": 24,
+        "algorithm.kl_weight": 1e-4, "trainer.prompts_per_iteration": 48, "optim.ema_decay": 0.9, "optim.ema_every": 1,
+    },
+    "AWM": {  # be51372, pickscore_sd3_no_cfg: 6 pictures on each of 8 GPUs 12 times, in groups of 24
+        **SD35, **LORA, **PICKSCORE, "sampling.num_steps": 14, "trainer.prompts_per_iteration": 6 * 8 * 12 // 24,
+        "algorithm.group_size": 24, "algorithm.times": 6, "algorithm.kl_weight": 1e-4, "algorithm.power": 0.25,
+        "algorithm.old_weight": 1.0, "optim.ema_decay": 0.99, "optim.ema_every": 1, "policy.lora_rank": 32,
+        "policy.truncate_timesteps": False,
+    },
+    "DGPO": {  # 01ceb4b, pickscore_sd3_4gpu
+        **SD35, **LORA, **PICKSCORE, "sampling.shift": 3.0, "trainer.prompts_per_iteration": 8, "algorithm.group_size": 24,
+        "algorithm.strength": 10, "algorithm.clip_range": 0.05, "algorithm.kl_weight": 1e-3, "algorithm.times": 4,
+        "algorithm.first_steps": 7, "algorithm.old_after": 200, "optim.ema_decay": 0.9, "optim.ema_every": 8,
+        "policy.lora_rank": 64, "policy.lora_alpha": 128,
+    },
+    "ReFL": {  # FlowBP 93b220a, sd3_5_refl.yaml: 8 GPUs with 8 prompts each, one picture of each
+        "trainer.prompts_per_iteration": 64, "algorithm.group_size": 1, "algorithm.last_steps": 11, "algorithm.ceiling": 0.55,
+        "algorithm.scale": 1.0, "sampling.num_steps": 25, "sampling.shift": 3.0, "sampling.tails.solver": "euler",
+        "policy.guidance_scale": 3.5, "policy.detach_negative": True, "policy.tuning": "full", "policy.negative_prompt": None,
+        "policy.max_sequence_length": 512, "policy.truncate_timesteps": False, "policy.height": 512, "rewards": ["hpsv2"],
+        "optim.learning_rate": 1e-5, "optim.weight_decay": 1e-4, "optim.max_grad_norm": 1.0, "optim.ema_decay": 0.995,
+        "optim.ema_every": 1, "optim.ema_warmup": False, "trainer.iterations": 300, "trainer.seed": 42,
+        "evaluation.num_steps": 40,
+    },
+    "flux1-dev-pave": {  # GRPO-Series c4028f9
+        **GRPO_SERIES, "algorithm.eta": 0.8, "algorithm.segments": (2, 3), "trainer.seed": 72,
+    },
+    "AdaGRPO": {
+        **GRPO_SERIES, "algorithm.eta": 0.7, "algorithm.segments": (), "algorithm.candidates": 10, "algorithm.forget": 0.8,
+        "trainer.seed": 42,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FROM_THE_CODE)
+def test_a_recipe_or_row_has_the_values_of_the_published_code(name):
+    """Written down from the published configs and scripts, not from this package."""
+    rows = {algorithm: (recipe, shlex.split(overrides)) for algorithm, recipe, overrides in ROWS}
+    config = load_config(*rows.get(name, (name, [])))
+    found = {key: reduce(getattr, key.split("."), config) for key in FROM_THE_CODE[name]}
+    assert {**found, "rewards": list(config.rewards)} == FROM_THE_CODE[name]
+
+
+def test_the_defaults_of_awm_and_dgpo_are_those_of_ocr():
+    """AWM be51372, ocr_sd3_no_cfg; DGPO 01ceb4b, general_ocr_sd3_4gpu."""
+    assert (AWM().kl_weight, AWM().times, AWM().old_weight) == (0.003, 6, 1)
+    dgpo = DGPO()
+    assert (dgpo.kl_weight, dgpo.strength, dgpo.clip_range, dgpo.group_size) == (0.02, 100, 0.01, 16)
 
 
 def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, flux_directory):

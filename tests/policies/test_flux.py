@@ -103,6 +103,18 @@ def test_truncated_timesteps_are_the_published_ones(flux_directory):
         assert not torch.allclose(fed, plain.velocity(x, torch.tensor([0.8338]), cond), atol=1e-6, rtol=0)
 
 
+def test_adapters_start_gaussian_where_that_is_asked_for(flux_directory):
+    """Their first factor has std 1 / rank, as published codes have it; peft's default is uniform, and narrower here."""
+    spreads = []
+    for init in ("gaussian", "kaiming"):
+        policy = load(flux_directory, tuning="lora", lora_rank=4, lora_init=init)
+        adapters = dict(policy.pipeline.transformer.named_parameters())
+        first = torch.cat([p.flatten() for name, p in adapters.items() if "lora_A" in name])
+        assert not any(p.any() for name, p in adapters.items() if "lora_B" in name)
+        spreads.append(float(first.detach().std() * 4))
+    assert spreads[0] == pytest.approx(1, abs=0.05) and spreads[1] < 0.7
+
+
 def test_a_size_the_model_cannot_draw_is_refused(flux_directory):
     with pytest.raises(ValueError, match="multiples of 4"):
         load(flux_directory, height=34)

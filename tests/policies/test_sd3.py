@@ -12,6 +12,7 @@ from g2rpo.flow import sigma_grid
 from g2rpo.policies.sd3 import SD3Policy
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
+from g2rpo.training.updater import Trained
 from tests.support.tiny import save_sd3
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
@@ -124,6 +125,39 @@ def test_truncated_timesteps_are_the_published_ones(sd3_directory):
         fed = truncating.velocity(x, torch.tensor([0.8338]), cond)
         torch.testing.assert_close(fed, plain.velocity(x, torch.tensor([0.833]), cond), atol=1e-5, rtol=0)
         assert not torch.allclose(fed, plain.velocity(x, torch.tensor([0.8338]), cond), atol=1e-5, rtol=0)
+
+
+def test_times_truncated_in_rollouts_alone_are_exact_in_a_loss(sd3_directory):
+    """As DiffusionNFT's code has it: the sampler sees 833, the loss 833.8."""
+    policy, sigma = load(sd3_directory, truncate_timesteps="rollout"), torch.tensor([0.8338])
+    cond, x = policy.encode(PROMPTS[:1]), policy.noise([generator_for(0)])
+    fed = []
+    policy.tuning.active.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(float(kwargs["timestep"][0])), with_kwargs=True
+    )
+    engine = Engine(policy=policy, cond=cond, sigmas=torch.tensor([0.8338, 0.0]))
+    engine.sample(x)
+    trained = Trained(policy, cond)
+    for velocity in (trained.velocity, trained.base_velocity, trained.old_velocity):
+        velocity(x, sigma, [0])
+    engine.sample(x)
+    assert fed == pytest.approx([833, 833.8, 833.8, 833.8, 833], abs=1e-3)
+
+
+def test_a_detached_negative_prediction_passes_no_gradient(sd3_directory):
+    """FlowBP's cfg_detach_neg: the guided velocity is the same, its gradient scale times that of the prediction with the prompt."""
+    gradients, velocities = [], []
+    for options in ({}, {"detach_negative": True}, {"guidance_scale": 1.0}):
+        policy = load(sd3_directory, **{"guidance_scale": 3.5, "tuning": "full", **options})
+        cond, x = policy.encode(PROMPTS[:1]), policy.noise([generator_for(0)])
+        v = policy.velocity(x, torch.tensor([0.6]), cond)
+        v.square().sum().backward() if not velocities else v.backward(2 * velocities[0])
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None]))
+        velocities.append(v.detach())
+    plain, detached, prompted = gradients
+    assert torch.equal(velocities[0], velocities[1])
+    torch.testing.assert_close(detached, 3.5 * prompted, atol=1e-4 * float(detached.norm()), rtol=0)
+    assert float((plain - detached).norm()) > 0.1 * float(plain.norm())
 
 
 @pytest.mark.parametrize(("size", "message"), [({"height": 34}, "multiples of 4"), ({"width": 52}, "up to 48 pixels")])

@@ -43,16 +43,9 @@ class ReFL(Algorithm):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        at_least_one(last_steps=self.last_steps)
-        for wrong, message in (
-            (
-                self.group_size < 2,
-                f"group_size must be at least 2 (the log compares pictures of a prompt), got {self.group_size}",
-            ),
-            (not self.scale > 0, f"scale must be positive, got {self.scale}"),
-        ):
-            if wrong:
-                raise ValueError(message)
+        at_least_one(last_steps=self.last_steps, group_size=self.group_size)
+        if not self.scale > 0:
+            raise ValueError(f"scale must be positive, got {self.scale}")
 
     @property
     def uses_rewards(self) -> bool:

@@ -15,8 +15,8 @@ from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder, ca
 
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
-    "lora_targets", "gradient_checkpointing", "truncate_timesteps", "published_pictures", "vae_tiling", "quantize",
-    "attention", "autocast", "compile",
+    "lora_targets", "lora_init", "gradient_checkpointing", "truncate_timesteps", "detach_negative", "published_pictures",
+    "vae_tiling", "quantize", "attention", "autocast", "compile",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 

@@ -22,6 +22,7 @@ from g2rpo.config.algorithms import dump, parse
 from g2rpo.flow import scheduler_grid, sigma_grid
 from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
+from g2rpo.policies.tuning import LoraInit
 from g2rpo.rollout.frames import Frames
 from g2rpo.rollout.tails import Tails
 from g2rpo.runtime.sharding import ShardingMode
@@ -74,6 +75,8 @@ class PolicyConfig(Section):
     lora_rank: Count = 32
     lora_alpha: PositiveFloat = 64.0
     lora_targets: list[str] | None = None
+    lora_init: LoraInit = "kaiming"
+    """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 / rank."""
     dtype: Dtype = "float32"
     quantize: Quantize = "none"
     """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one (nf4)."""
@@ -86,8 +89,11 @@ class PolicyConfig(Section):
     """Of attention: torch's choice, one of torch's (cudnn, flash, efficient, math) or a package's (flash2, flash3)."""
     device: str = "auto"
     gradient_checkpointing: bool = False
-    truncate_timesteps: bool = False
-    """The network sees floor(1000 sigma) / 1000, as in the published code of G2RPO."""
+    truncate_timesteps: bool | Literal["rollout"] = False
+    """The network sees floor(1000 sigma) / 1000, as in the published code of G2RPO, DanceGRPO and MixGRPO; "rollout": where
+    pictures are sampled, and sigma in the loss (DiffusionNFT)."""
+    detach_negative: bool = False
+    """For SD3's guidance: no gradient goes through the prediction without the prompt (FlowBP)."""
     published_pictures: bool = False
     """Latents become pictures with the roundings of the published code of G2RPO (`policies.pipelines.decode_latents`)."""
     vae_tiling: bool = False

@@ -60,7 +60,7 @@ def reward_metrics(names: Sequence[str], rewards: Tensor, advantages: Tensor, cl
     return {
         **row,
         "missing_scores": float(rewards.isnan().float().mean()),
-        "masked_groups": float(((~rewards.isnan()).sum(-1) < 2).flatten(1).all(1).float().mean()),
+        "masked_groups": float(((~rewards.isnan()).sum(-1) < min(2, rewards.shape[-1])).flatten(1).all(1).float().mean()),
         "silent_groups": float((advantages == 0).all(-1).float().mean()),
         "advantage_size": float(advantages.abs().mean()),
         "advantage_clipped": float((advantages.abs() >= clip).float().mean()),

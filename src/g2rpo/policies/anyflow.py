@@ -227,7 +227,7 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         config = self.pipeline.scheduler.config
-        step = OneStep(config, sigma, truncate=self.options.truncate_timesteps, alike=self.one_time)
+        step = OneStep(config, sigma, truncate=self.truncates, alike=self.one_time)
         return self._replay(cond, x.to(self._latent_dtype), {"scheduler": step}, guided=self.guided)
 
     def decode(self, x: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class EncodedPrompts:
 P = TypeVar("P", bound=Policy)
 
 
-OPTIONAL = ("grid", "deployed", "lora_loader", "input_pictures", "seconds")
+OPTIONAL = ("grid", "deployed", "lora_loader", "input_pictures", "seconds", "in_loss")
 """Attributes that some policies have (`types.Policy`)."""
 
 

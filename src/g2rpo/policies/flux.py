@@ -28,7 +28,7 @@ class FluxPolicy(PipelinePolicy):
     lora_targets = LORA_TARGETS
     guidance = 3.5
     tokens = 512
-    unsupported = ("negative_prompt", "num_frames")
+    unsupported = ("negative_prompt", "num_frames", "detach_negative")
 
     def __init__(self, pipeline: Any, **options: Any) -> None:
         super().__init__(pipeline, **options)
@@ -62,7 +62,7 @@ class FluxPolicy(PipelinePolicy):
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         timestep = sigma * 1000
-        timestep = timestep.floor() if self.options.truncate_timesteps else timestep.to(self.dtype)  # as the pipeline rounds it
+        timestep = timestep.floor() if self.truncates else timestep.to(self.dtype)  # as the pipeline rounds it
         sequence = cond.tensors["sequence"]
         guidance = None
         if self.tuning.active.config.guidance_embeds:

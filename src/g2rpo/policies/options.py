@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
-from g2rpo.policies.tuning import TuningMode
+from g2rpo.policies.tuning import LoraInit, TuningMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,10 @@ class PolicyOptions:
     """The options of `config.PolicyConfig` as policies take them, and what a run adds; None is the policy's own default.
 
     height, width: of pictures, in pixels.
-    truncate_timesteps: the network sees floor(1000 sigma), as in the published code of G2RPO; diffusers' pipelines do not.
+    truncate_timesteps: the network sees floor(1000 sigma), as in some published code; diffusers' pipelines do not. "rollout":
+    only in sampling, not in a loss.
+    detach_negative: guidance lets no gradient through the prediction without the prompt.
+    lora_init: how the first factor of an adapter is drawn (`tuning.LoraInit`).
     published_pictures: see `pipelines.decode_latents`.
     quantize: how frozen weights are stored (`policies.quantized`).
     compile: see `pipelines.PipelinePolicy.compile`.
@@ -34,6 +38,7 @@ class PolicyOptions:
     lora_rank: int = 32
     lora_alpha: float = 64
     lora_targets: Sequence[str] | None = None
+    lora_init: LoraInit = "kaiming"
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     quantize: Quantize = "none"
@@ -41,7 +46,8 @@ class PolicyOptions:
     autocast: bool = True
     compile: bool = False
     gradient_checkpointing: bool = False
-    truncate_timesteps: bool = False
+    truncate_timesteps: bool | Literal["rollout"] = False
+    detach_negative: bool = False
     published_pictures: bool = False
     vae_tiling: bool = False
     seed: int = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -54,6 +54,7 @@ class PipelinePolicy(Policy, ABC):
     """The defaults of lora_targets, guidance_scale and max_sequence_length."""
     unsupported: ClassVar[Sequence[str]] = ()
     """Options that this model lacks."""
+    _for_loss = False
 
     def __init__(
         self, pipeline: Any, *, sharding: Sharded | None = None, text: TextEncoders | None = None, **options: Any
@@ -73,6 +74,7 @@ class PipelinePolicy(Policy, ABC):
             rank=o.lora_rank,
             alpha=o.lora_alpha,
             targets=o.lora_targets or self.lora_targets,
+            init=o.lora_init,
             seed=o.seed,
             dtype=o.dtype,
             device=self._device,
@@ -91,6 +93,21 @@ class PipelinePolicy(Policy, ABC):
         choose_attention(pipeline.transformer, o.attention)
         if o.compile:
             self.compile()
+
+    @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """While entered, velocities are those of a loss."""
+        self._for_loss = True
+        try:
+            yield
+        finally:
+            self._for_loss = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the network sees floor(1000 sigma)."""
+        wanted = self.options.truncate_timesteps
+        return wanted is True or (wanted == "rollout" and not self._for_loss)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:

@@ -92,7 +92,7 @@ class SD3Policy(PipelinePolicy):
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         timestep = sigma * 1000
-        timestep = timestep.floor() if self.options.truncate_timesteps else timestep
+        timestep = timestep.floor() if self.truncates else timestep
         sequence, pooled = cond.tensors["sequence"], cond.tensors["pooled"]
         if self.guided:
             sequence = torch.cat([cond.tensors["negative_sequence"], sequence])
@@ -109,6 +109,7 @@ class SD3Policy(PipelinePolicy):
         if not self.guided:
             return v
         without, toward = v.float().chunk(2)  # the small difference is amplified, so it is taken in float32
+        without = without.detach() if self.options.detach_negative else without
         return without + self.guidance_scale * (toward - without)
 
     def decode(self, x: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from g2rpo.policies.quantized import Quantize, is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded
 
 TuningMode = Literal["lora", "full", "frozen"]
+LoraInit = Literal["kaiming", "gaussian"]
+"""The distribution of an adapter's first factor: peft's default, or a normal one with std 1 / rank."""
 
 ADAPTER = "pytorch_lora_weights.safetensors"
 """The file of a saved adapter."""
@@ -50,6 +52,7 @@ class Tuning:
         rank: int,
         alpha: float,
         targets: Sequence[str],
+        init: LoraInit = "kaiming",
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -73,7 +76,10 @@ class Tuning:
             transformer.requires_grad_(False).to(dtype)
             with torch.random.fork_rng(devices=[]):  # the weights are on the CPU; do not initialise other GPUs
                 torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
-                transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets)))
+                how: Any = "gaussian" if init == "gaussian" else True
+                transformer.add_adapter(
+                    LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights=how)
+                )
             for parameter in self.named().values():
                 parameter.data = parameter.data.float()
             if not autocast:

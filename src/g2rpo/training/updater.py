@@ -91,7 +91,8 @@ class Trained:
     reward: Callable[[Tensor, Sequence[int]], Tensor] = no_reward
 
     def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
-        return self.policy.velocity(x, sigma, self.cond.rows(prompts)).to(self.dtype)
+        with getattr(self.policy, "in_loss", nullcontext)():
+            return self.policy.velocity(x, sigma, self.cond.rows(prompts)).to(self.dtype)
 
     @torch.no_grad()
     def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
