@@ -175,8 +175,8 @@ def test_sde_reaches_the_marginals_of_the_ode(algorithm):
 
 @pytest.mark.parametrize("num_steps", [16, 1024])
 def test_the_first_stochastic_steps_widen_the_marginal_on_every_grid(num_steps):
-    """From the exact marginal: the variance after step i is too large by eta^4 / (4 i^2), step 0 as step 1, and by what falls with
-    the grid; at step 0 exactly eta^4 / 4 + eta^2 h - h^2 s^2, h the step's width, s the image's spread."""
+    """From the exact marginal: the variance after step i is too large by eta^4 / (4 i^2), step 0 as step 1, and by what falls
+    with the grid; at step 0 exactly eta^4 / 4 + eta^2 h - h^2 s^2, h the step's width, s the image's spread."""
     policy, sigmas, eta, spread = GaussianPolicy(std=0.6, size=1), sigma_grid(num_steps, 3.0), 0.7, 0.6
     kernel, cond, ends = GranularGRPO(eta=eta).kernel(sigmas), policy.encode(["0", "0"]), torch.tensor([0.0, 1.0])
     x, excess = ends.reshape(2, 1, 1, 1).expand(2, 3, 1, 1), []

@@ -145,7 +145,7 @@ def test_times_truncated_in_rollouts_alone_are_exact_in_a_loss(sd3_directory):
 
 
 def test_a_detached_negative_prediction_passes_no_gradient(sd3_directory):
-    """FlowBP's cfg_detach_neg: the guided velocity is the same, its gradient scale times that of the prediction with the prompt."""
+    """FlowBP's cfg_detach_neg: the same velocity, and the gradient of the prediction with the prompt times the scale."""
     gradients, velocities = [], []
     for options in ({}, {"detach_negative": True}, {"guidance_scale": 1.0}):
         policy = load(sd3_directory, **{"guidance_scale": 3.5, "tuning": "full", **options})

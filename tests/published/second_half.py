@@ -61,9 +61,10 @@ Objective = Callable[[Models, Seen], list[Callable[[], Tensor]]]
 """The terms of an update's loss, to be added up."""
 
 
-def tiny(folder: Path, *overrides: str, rewards: Sequence[Callable] = (tilt,), **more) -> Trainer:
-    """A trainer of all weights of the tiny FLUX."""
-    policy = FluxPolicy.from_pretrained(folder, height=32, width=32, max_sequence_length=12, tuning="full", keep_base=True)
+def tiny(folder: Path, *overrides: str, rewards: Sequence[Callable] = (tilt,), kind=FluxPolicy, options=(), **more) -> Trainer:
+    """A trainer of all weights of the tiny FLUX, or of a policy of another `kind`; `options` are the policy's."""
+    size = {"height": 32, "width": 32, "max_sequence_length": 12}
+    policy = kind.from_pretrained(folder, **size, tuning="full", keep_base=True, **dict(options))
     named = {reward.__name__: reward for reward in rewards}
     return trainer(None, *TINY, *overrides, policy=policy, rewards=named, prompts=PROMPTS, **more)
 

@@ -1,14 +1,16 @@
-"""DiffusionNFT's and AWM's training steps against restatements of their formulas, on the tiny FLUX.
+"""DiffusionNFT's, AWM's and guided ReFL's training steps against restatements of their formulas, on the tiny FLUX.
 
 The old weights are made to trail by a third to a half after each iteration, so that they differ from the trained ones.
 """
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
-from tests.published.neighbours import batch_normalised
+from g2rpo.policies.sd3 import SD3Policy
+from tests.published.neighbours import Flux, batch_normalised
 from tests.published.second_half import Beside, tiny
 
 COMMON = (
@@ -70,6 +72,92 @@ def trail(models, updates):
     with torch.no_grad():
         for old, new in zip(models.old.parameters(), models.trained.parameters(), strict=True):
             old.copy_(old * decay + new * (1 - decay))
+
+
+def walked(t, models, prompt):
+    """The group of a prompt as DiffusionNFT's sampler walks it: the network sees int(1000 sigma), the step sigma."""
+    network = Flux(models.old, models.text, side=8, truncate=True)
+    x = t.policy.noise([t.collector.noise(0, prompt, "initial", member) for member in range(3)])
+    for sigma, after in pairwise(t.sigmas):
+        x = x + (after - sigma) * torch.cat([network(row[None], sigma, prompt) for row in x])
+    return x.detach()
+
+
+def test_diffusion_nft_samples_at_whole_thousandths_and_learns_at_exact_times(flux_directory):
+    """Finals by a walk of our own, loss and gradient by the formula at sigma itself; truncated in both they are others."""
+    small, apart = ("algorithm.mixing=0.5", "algorithm.share=0.4"), []
+    for truncated in ("rollout", True):
+        ours = tiny(
+            flux_directory,
+            "algorithm.name=diffusion_nft",
+            *COMMON,
+            *small,
+            options={"truncate_timesteps": truncated},
+        )
+        finals = []
+
+        def terms(models, seen, ours=ours, finals=finals):
+            finals += [(example.x, walked(ours, models, example.prompt)) for example in seen.examples]
+            return objective(nft, ours.sigmas, models, seen)
+
+        beside = Beside(ours, terms, iterations=1)
+        assert len(finals) == 4 and max(float((one - other).abs().max()) for one, other in finals) < 1e-5
+        apart.append(beside.differences())
+    exact, both = apart
+    assert exact["loss"] < 1e-6 and exact["gradient"] < 2e-5 and both["gradient"] > 1e-4
+
+
+def guided(models, x, sigma, prompt):
+    """FlowBP's guidance of 3.5: the prediction without the prompt has no gradient."""
+    given = models.text[prompt]
+
+    def velocity(which):
+        said = {"encoder_hidden_states": given[f"{which}sequence"], "pooled_projections": given[f"{which}pooled"]}
+        return models.trained(hidden_states=x, timestep=1000 * sigma.reshape(1), **said, return_dict=False)[0]
+
+    with torch.no_grad():
+        without = velocity("negative_")
+    return without + 3.5 * (velocity("") - without)
+
+
+def bright(images, prompts):
+    return images.flatten(1).mean(1)
+
+
+bright.differentiable = True
+
+
+def test_refl_with_guidance_is_flowbps(sd3_directory):
+    """One picture of each prompt: relu(ceiling - r(decode(x - sigma v))), v with a detached negative prediction; gradients that
+    go through both predictions are far off."""
+    small = (
+        "algorithm.name=refl",
+        "algorithm.group_size=1",
+        "algorithm.last_steps=3",
+        "algorithm.ceiling=2",
+        "rewards={bright: 1.0}",
+    )
+    apart = []
+    for detached in (True, False):
+        options = {"guidance_scale": 3.5, "detach_negative": detached}
+        ours = tiny(
+            sd3_directory, *small, "trainer.prompts_per_iteration=3", kind=SD3Policy, options=options, rewards=(bright,)
+        )
+        vae = ours.policy.pipeline.vae
+
+        def terms(models, seen, ours=ours, vae=vae):
+            def one(example):
+                sigma = ours.sigmas[example.step]
+                latent = example.x - sigma * guided(models, example.x, sigma, example.prompt)
+                picture = vae.decode(latent / vae.config.scaling_factor + vae.config.shift_factor).sample / 2 + 0.5
+                return torch.relu(2 - picture.clamp(0, 1).mean()) / len(seen.examples)
+
+            return [partial(one, example) for example in seen.examples]
+
+        apart.append(Beside(ours, terms, iterations=1).differences())
+    published, through_both = apart
+    assert published["loss"] < 1e-6 and published["gradient"] < 2e-5
+    assert through_both["loss"] < 1e-6 and through_both["gradient"] > 0.1
 
 
 @pytest.mark.parametrize(

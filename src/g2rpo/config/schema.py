@@ -22,7 +22,6 @@ from g2rpo.config.algorithms import dump, parse
 from g2rpo.flow import scheduler_grid, sigma_grid
 from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
-from g2rpo.policies.tuning import LoraInit
 from g2rpo.rollout.frames import Frames
 from g2rpo.rollout.tails import Tails
 from g2rpo.runtime.sharding import ShardingMode
@@ -75,7 +74,7 @@ class PolicyConfig(Section):
     lora_rank: Count = 32
     lora_alpha: PositiveFloat = 64.0
     lora_targets: list[str] | None = None
-    lora_init: LoraInit = "kaiming"
+    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
     """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 / rank."""
     dtype: Dtype = "float32"
     quantize: Quantize = "none"
