@@ -7,8 +7,11 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.config.schema import grid_of
+from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
+from g2rpo.policies.catalogue import StableDiffusion3
+from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.sd3 import SD3Policy
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
@@ -154,6 +157,8 @@ def test_a_detached_negative_prediction_passes_no_gradient(sd3_directory):
         v.square().sum().backward() if not velocities else v.backward(2 * velocities[0])
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None]))
         velocities.append(v.detach())
+    with pytest.raises(UserError, match="detach_negative"):
+        StableDiffusion3.check_options(PolicyOptions(**SIZE, detach_negative=True))
     plain, detached, prompted = gradients
     assert torch.equal(velocities[0], velocities[1])
     torch.testing.assert_close(detached, 3.5 * prompted, atol=1e-4 * float(detached.norm()), rtol=0)

@@ -44,6 +44,7 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
     one_row: ClassVar[bool] = False
     """Whether a call takes a single row."""
     lora_targets: ClassVar[Sequence[str]] = ATTENTION
+    unsupported: ClassVar[Sequence[str]] = ("published_pictures", "detach_negative")
 
     def __init__(self, pipeline: Any, **options: Any) -> None:
         super().__init__(pipeline, **options)

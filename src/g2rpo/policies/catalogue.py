@@ -10,7 +10,7 @@ from g2rpo.policies.anyflow import ATTENTION, DiffusersPolicy
 from g2rpo.policies.options import PolicyOptions
 
 Sizes = dict[str, tuple[int, ...]]
-VIDEOS = ("published_pictures", "detach_negative")
+VIDEOS = DiffusersPolicy.unsupported
 PICTURES = ("num_frames", *VIDEOS)
 """Options that models of videos, and of pictures, do not have."""
 
