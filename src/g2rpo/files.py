@@ -1,12 +1,14 @@
-"""Atomic writes of files, and digests of their contents."""
+"""Durable and atomic writes of files, and digests of their contents."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +19,8 @@ UNFINISHED = ".unfinished_"  # the name prefix of files and folders that are bei
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file under another name and renames it: `path` has the new or the old content, never a part.
+    """Writes a file under another name and renames it: `path` has the new or the old content, never a part, also after a loss
+    of power. A link at `path` is replaced, not followed.
 
     Raises OSError if the disk is full or fails, and then leaves no file.
     """
@@ -27,14 +30,51 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path with the same suffix. It is renamed to `path` on leaving, and removed after an exception."""
-    unfinished = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex}{path.suffix}")
+    """A temporary path of the same name. On leaving, it is synced to disk and replaces `path`; it is removed after an
+    exception. It lies in a folder of its own, where libraries may put temporary files beside it.
+    """
+    folder = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
+    folder.mkdir()
     try:
-        yield unfinished
-        os.replace(unfinished, path)
-    except BaseException:  # also after an interrupt
-        unfinished.unlink(missing_ok=True)
-        raise
+        yield folder / path.name
+        settle(folder)
+        os.replace(folder / path.name, path)
+    finally:  # also after an interrupt
+        shutil.rmtree(folder, ignore_errors=True)
+    sync(path.parent)
+
+
+def settle(folder: Path) -> None:
+    """Syncs a new folder and all in it to disk, and gives its files the mode that the umask gave the folder: some libraries
+    write files that only their owner may read."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+        sync(path)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: str | Path, flags: int) -> int:
+    """`os.open` for a file that is kept open (an `opener` of `open`); OSError for a link, a pipe or a device."""
+    refused = OSError(errno.EINVAL, f"{Path(path).name} is a link, or no file")
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise refused if error.errno in (errno.ELOOP, errno.ENXIO) else error from None  # a link; a pipe that nobody reads
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise refused
+    return descriptor
 
 
 def append_line(path: Path, line: str) -> None:

@@ -516,10 +516,13 @@ def test_the_recipe_and_what_was_changed(tmp_path):
 
 def test_the_command(capsys, tmp_path, run_dir, other_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "report.html").symlink_to(tmp_path / "mine")
     code, out, err = g2rpo(capsys, "report", run_dir)
     assert code == 0, err
     assert str(run_dir / "report.html") in out and (run_dir / "report.html").stat().st_size < 5e6
-    assert g2rpo(capsys, "report", run_dir, other_dir)[0] == 0 and (tmp_path / "report.html").is_file()
+    assert g2rpo(capsys, "report", run_dir, other_dir)[0] == 0 and (tmp_path / "report.html").stat().st_size > 1e4
+    assert (tmp_path / "mine").read_text() == "mine"
     assert g2rpo(capsys, "report", run_dir, "--out", tmp_path / "new" / "page.html")[0] == 0
     Page((tmp_path / "new" / "page.html").read_text("utf-8"))
 

@@ -5,11 +5,14 @@ import fcntl
 import os
 import platform
 import signal
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from g2rpo.errors import Stopped, UserError
-from g2rpo.files import whole_file, write_whole
+from g2rpo.files import open_regular, whole_file, write_whole
 from g2rpo.runs.directory import claim, entered
 from g2rpo.runtime.folders import LOCK, InUse, held, is_empty, remove_unfinished, whole, writing
 from tests.support.commands import g2rpo, small_files
@@ -131,6 +134,56 @@ def test_what_was_left_unfinished_is_removed(tmp_path):
     (tmp_path / "c").touch()
     remove_unfinished(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_was_left_unfinished_in_a_run_is_removed_when_it_is_opened(tmp_path):
+    claim(tmp_path, config())
+    for left in (tmp_path / "samples" / ".unfinished_1", tmp_path / "checkpoints" / ".unfinished_2"):
+        left.mkdir(parents=True)
+        (left / ".tmpAb12Cd").touch()  # as safetensors leaves it
+    claim(tmp_path, config())
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "config.yaml", "samples"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_kept_open_is_a_file_and_no_link(tmp_path, kind):
+    target, place = tmp_path / "target", tmp_path / "run" / LOCK
+    target.write_text("mine")
+    place.parent.mkdir()
+    if kind == "link":
+        place.symlink_to(target)
+    else:
+        os.mkfifo(place)
+    with pytest.raises(UserError, match=r"cannot be written \(\.lock is a link, or no file\)"), held(place.parent):
+        pass
+    for mode in ("ab", "w"):
+        with pytest.raises(OSError, match="is a link, or no file"), open(place, mode, opener=open_regular):
+            pass
+    assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_all_files_have_the_mode_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        with whole(tmp_path / "adapter") as folder:
+            save_file({"a": torch.zeros(1)}, folder / "weights.safetensors")  # it writes files for their owner alone
+        with whole_file(tmp_path / "one.safetensors") as file:
+            save_file({"a": torch.zeros(1)}, file)
+        write_whole(tmp_path / "text", b"")
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o666 & ~umask)} and len(files) == 3
+
+
+def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_it_is_used(tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("renamed"), replace(*paths)))
+    write_whole(tmp_path / "x", b"1")
+    assert done[0] == "x" and done[-2:] == ["renamed", tmp_path.name]
 
 
 def test_a_full_disk_is_a_message(tmp_path):

@@ -42,6 +42,15 @@ def test_a_damaged_newer_checkpoint_neither_counts_nor_outlives_the_intact_one(t
     assert names(tmp_path) == ([5] if keep == 1 else [4, 5]) and load_checkpoint(tmp_path / "iteration_000005")[0] == 5
 
 
+def test_a_checkpoint_too_many_goes_when_the_run_is_resumed(tmp_path):
+    """As of a process that was killed between a checkpoint and the removal of the oldest."""
+    save_too_many = trainer(tmp_path, "trainer.keep_checkpoints=9", "trainer.checkpoint_every=1")
+    list(save_too_many.train())
+    assert names(tmp_path / "checkpoints") == [1, 2, 3, 4]
+    trainer(tmp_path, "trainer.keep_checkpoints=2").resume()
+    assert names(tmp_path / "checkpoints") == [3, 4]
+
+
 def test_a_damaged_older_checkpoint_does_not_count_either(tmp_path):
     for iteration in (1, 2, 3):
         save(tmp_path, iteration, keep=9)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from g2rpo.commands.progress import say
 from g2rpo.errors import UserError
+from g2rpo.files import write_whole
 from g2rpo.report.history import read_runs
 from g2rpo.report.page import render
 
@@ -20,7 +21,7 @@ def report(directories: Sequence[Path], out: Path | None, console: Console) -> P
     page = render(runs).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(page)
+        write_whole(path, page)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
     say(console, f"{path} ({len(page) / 1e6:.1f} MB)")

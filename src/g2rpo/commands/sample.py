@@ -18,6 +18,7 @@ from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps, grid_of
 from g2rpo.errors import UserError, counted, loading
 from g2rpo.evaluation.heldout import sample_images
+from g2rpo.files import whole_file
 from g2rpo.input_pictures import check_inputs, images_of
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
@@ -126,14 +127,14 @@ def _inputs(prompt: str) -> dict[str, list[str]]:
 
 def _save(path: Path, image: Tensor, seconds: float, video: str) -> Path:
     """Writes a picture or a clip beside `path`, with a suffix, and returns where."""
-    if image.ndim == 3:
-        to_pil(image).save(path.with_suffix(".png"))
-        return path.with_suffix(".png")
-    path = path.with_suffix(f".{video}")
-    if video == "mp4":
-        from diffusers.utils import export_to_video
+    path = path.with_suffix(".png" if image.ndim == 3 else f".{video}")
+    with whole_file(path) as unfinished:
+        if image.ndim == 3:
+            to_pil(image).save(unfinished)
+        elif video == "mp4":
+            from diffusers.utils import export_to_video
 
-        export_to_video(frames_of(image), str(path), fps=len(image) / seconds)
-    else:
-        save_clip(path, image, seconds)
+            export_to_video(frames_of(image), str(unfinished), fps=len(image) / seconds)
+        else:
+            save_clip(unfinished, image, seconds)
     return path

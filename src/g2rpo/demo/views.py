@@ -40,7 +40,7 @@ environment = Environment(
 
 def style() -> str:
     """The style sheet of everything here, and the report's of compared pictures."""
-    return files("g2rpo.demo").joinpath("templates/style.css").read_text() + compare_style()
+    return files("g2rpo.demo").joinpath("templates/style.css").read_text(encoding="utf-8") + compare_style()
 
 
 def drawing_html(drawing: Drawing, note: str = "") -> str:

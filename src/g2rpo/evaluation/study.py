@@ -20,6 +20,7 @@ from g2rpo.algorithms.contracts import plans_of
 from g2rpo.config.schema import Config, Section
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import load_tensors, scores_after
+from g2rpo.files import whole_file
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rollout.planning import count_per_prompt, count_trained
 from g2rpo.statistics import Interval, bootstrap_crossed
@@ -231,5 +232,6 @@ def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]],
         row[0].set_ylabel("change", fontsize=9)
         row[0].set_title(f"{reward} ({'trained on' if reward in trained else 'judged only'})", fontsize=10, loc="left")
     axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished, dpi=120)
     pyplot.close(figure)

@@ -20,7 +20,7 @@ from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, S
 from g2rpo.errors import UserError
 from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control
 from g2rpo.evaluation.heldout import Evaluation, evaluate
-from g2rpo.files import write_whole
+from g2rpo.files import whole_file, write_whole
 from g2rpo.input_pictures import images_of
 from g2rpo.monitor.clips import save_clip, seconds_of, stills
 from g2rpo.monitor.pictures import to_pil
@@ -268,9 +268,11 @@ class Judging:
             for row, image, still in zip(rows, evaluation.images, stills(evaluation.images), strict=True):
                 path = self.directory / str(row["picture"])
                 path.parent.mkdir(parents=True, exist_ok=True)
-                to_pil(still).save(path)
+                with whole_file(path) as unfinished:
+                    to_pil(still).save(unfinished)
                 if moving:
-                    save_clip(self.directory / str(row["clip"]), image, seconds_of(policy, len(image)))
+                    with whole_file(self.directory / str(row["clip"])) as unfinished:
+                        save_clip(unfinished, image, seconds_of(policy, len(image)))
             scores = self._scores(chunk)
             scores.parent.mkdir(exist_ok=True)
             write_whole(scores, _json(rows).encode())

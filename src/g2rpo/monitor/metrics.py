@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from g2rpo.errors import UserError
-from g2rpo.files import write_whole
+from g2rpo.files import open_regular, write_whole
 from g2rpo.plain import read_json_lines
 from g2rpo.runtime.folders import writing
 
@@ -29,9 +29,8 @@ class MetricsLog:
         kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
         with writing(self.path):
             write_whole(self.path, "".join(_line(row) for row in kept).encode())
-            self._file = self.path.open(
-                "ab", buffering=0
-            )  # unbuffered, so that closing does not repeat a write that a full disk refused
+            # unbuffered, so that closing does not repeat a write that a full disk refused
+            self._file = open(self.path, "ab", buffering=0, opener=open_regular)  # noqa: SIM115
 
     def __enter__(self) -> MetricsLog:
         return self

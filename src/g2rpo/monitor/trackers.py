@@ -84,7 +84,7 @@ class Hosted:
         self.memory = run_dir / "trackers" / f"{self.name}.json"
         self.memory.parent.mkdir(exist_ok=True)
         fresh = {"id": secrets.token_hex(4), "sent": {}}
-        self.state: dict[str, Any] = json.loads(self.memory.read_text()) if self.memory.exists() else fresh
+        self.state: dict[str, Any] = json.loads(self.memory.read_text(encoding="utf-8")) if self.memory.exists() else fresh
         self.module: Any = importlib.import_module(self.name)
         self.run = self.init(run_dir, config)
 

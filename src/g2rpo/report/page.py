@@ -30,7 +30,7 @@ ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><pa
 
 def compare_style() -> str:
     """The style sheet of pairs of pictures that lie beside each other or one over the other."""
-    return files("g2rpo.report").joinpath("templates/compare.css").read_text()
+    return files("g2rpo.report").joinpath("templates/compare.css").read_text(encoding="utf-8")
 
 
 def render(runs: Sequence[Run]) -> str:

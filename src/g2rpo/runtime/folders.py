@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from g2rpo.errors import Stopped, UserError
-from g2rpo.files import UNFINISHED
+from g2rpo.files import UNFINISHED, open_regular, settle, sync
 
 LOCK = ".lock"
 ATTEMPTS = 100  # attempts to enter a folder that others create and remove meanwhile
@@ -75,8 +75,8 @@ def is_empty(folder: Path) -> bool:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes unfinished files of a killed process from `folder`, whose lock the caller must hold."""
-    for left in folder.glob(f"{UNFINISHED}*"):
+    """Removes unfinished files of a killed process from `folder` and its folders; the caller must hold its lock."""
+    for left in sorted(folder.rglob(f"{UNFINISHED}*"), reverse=True):  # what lies in another one first
         remove(left)
 
 
@@ -95,8 +95,7 @@ def whole(folder: Path) -> Iterator[Path]:
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        for path in unfinished.iterdir():
-            sync(path)
+        settle(unfinished)
         if folder.exists():
             remove(folder)
         unfinished.rename(folder)
@@ -104,15 +103,6 @@ def whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished)
         raise
     sync(folder.parent)
-
-
-def sync(path: Path) -> None:
-    """fsync of a file or a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -151,7 +141,7 @@ def _make_and_lock(folder: Path, notify: Callable[[str], None]) -> tuple[int, li
 def _lock(folder: Path, notify: Callable[[str], None]) -> int:
     """The descriptor of the lock file."""
     file = folder / LOCK
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = open_regular(file, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -173,7 +163,7 @@ def _is_at(descriptor: int, file: Path) -> bool:
 def _holder(file: Path) -> str:
     """A description of the process that holds the lock."""
     try:
-        owner = json.loads(file.read_text())
+        owner = json.loads(file.read_text(encoding="utf-8"))
         since = datetime.fromtimestamp(file.stat().st_mtime)
         return f"process {owner['pid']} on {owner['host']}, or one that it started, since {since:%Y-%m-%d %H:%M}"
     except (OSError, ValueError, TypeError, KeyError):  # not written yet

@@ -47,8 +47,7 @@ def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]]
             _write(folder, iteration, tensors, state)
     except Exception as error:  # such as a full disk, for which safetensors and torch have their own error classes
         raise Stopped(f"checkpoint {final}: cannot be written ({error}); the checkpoints before it are kept") from error
-    with writing(root):
-        _rotate(root, iteration, keep)
+    rotate(root, iteration, keep)
     return final
 
 
@@ -57,14 +56,14 @@ def _write(folder: Path, iteration: int, tensors: dict[str, list[Tensor]], state
         save_file({f"{i:05d}": v.detach().contiguous().cpu() for i, v in enumerate(values)}, folder / f"{name}.safetensors")
     torch.save(state, folder / "state.pt")
     files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps({"iteration": iteration, "files": files}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({"iteration": iteration, "files": files}, indent=1), encoding="utf-8")
 
 
-def _rotate(root: Path, newest: int, keep: int) -> None:
-    """Removes checkpoints before `newest`, which has just been written, except the last `keep` - 1 intact ones.
+def rotate(root: Path, newest: int, keep: int) -> None:
+    """Removes checkpoints before `newest`, which has just been written or read, except the last `keep` - 1 intact ones.
 
     Later ones are damaged (otherwise the run would have resumed from them): they are not counted and not removed, and the run
-    will overwrite them.
+    will overwrite them. `Stopped` if the disk refuses.
     """
     earlier = [path for path in checkpoints(root) if _iteration(path) < newest]
     if len(earlier) < keep:
@@ -74,7 +73,8 @@ def _rotate(root: Path, newest: int, keep: int) -> None:
         if kept < keep and _is_intact(path):
             kept += 1
         else:
-            remove(path)
+            with writing(path):
+                remove(path)
 
 
 def checkpoints(root: Path) -> list[Path]:

@@ -142,7 +142,7 @@ class Evaluator:
         if rolled_back_from is not None:
             results["rolled_back_from"] = rolled_back_from
         with self.files.written(RESULTS) as path:
-            path.write_text(json.dumps(results, indent=1))
+            path.write_text(json.dumps(results, indent=1), encoding="utf-8")
         with self.files.written("curves.png") as path:
             save_curves(path, read_metrics(self.files.directory), list(self.rewards))
         return table

@@ -12,7 +12,7 @@ from g2rpo.errors import Stopped, UserError
 from g2rpo.files import add_metadata
 from g2rpo.runtime.folders import remove_unfinished, whole, writing
 from g2rpo.runtime.sharding import Replicated
-from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, rotate, save_checkpoint
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import copy_card, finished_at
 from g2rpo.training.reward_states import restore, states
@@ -72,6 +72,9 @@ class Persistence:
         if self.shards.world.differing(torch.tensor([found[0] if found else 0])):
             folder = self.files.folder
             raise UserError(f"ranks see different checkpoints in {folder}: it must be a folder that all of them share")
+        if found and self.files.writes:  # a process that was killed before it could leaves one more
+            with self.files.holding():
+                rotate(self.files.directory / "checkpoints", found[0], self.keep)
         return (found[0] if found else None), complaints
 
     def keep_best(self, iteration: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from g2rpo import plugins
 from g2rpo.errors import RewardFailed
 from g2rpo.evaluation.heldout import iteration_name
-from g2rpo.files import whole_file
+from g2rpo.files import whole_file, write_whole
 from g2rpo.monitor.metrics import MetricsLog, Row
 from g2rpo.monitor.trackers import Feed, Tracker
 from g2rpo.runtime.distributed import World
@@ -101,7 +101,7 @@ class RunFiles:
             return ""
         path = self.folder / f"traceback_rank{self.world.rank}.txt"
         try:
-            path.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
+            write_whole(path, "".join(traceback.format_exception(error.__cause__)).encode(errors="replace"))
         except OSError as full:
             return f"\nThe whole traceback could not be written to {path} ({full.strerror})."
         begins = "continues from the last checkpoint" if newest_iteration(self.folder / "checkpoints") else "begins again"

@@ -73,12 +73,12 @@ def build_dataset(ctx: Context) -> Dataset:
     """Draws the training pictures, or reads back the ones an earlier run drew."""
     pictures_file, prompts_file = ctx.work / "pictures.npy", ctx.work / "prompts.json"
     if prompts_file.exists():
-        scenes = [parse(prompt) for prompt in json.loads(prompts_file.read_text())]
+        scenes = [parse(prompt) for prompt in json.loads(prompts_file.read_text(encoding="utf-8"))]
         return Dataset(np.load(pictures_file, mmap_mode="r"), scenes)
     dataset = draw_dataset(ctx.rng("world"), ctx.scaled(100_000, 256))
     ctx.work.mkdir(parents=True, exist_ok=True)
     np.save(pictures_file, dataset.pictures)
-    prompts_file.write_text(json.dumps([render_prompt(scene) for scene in dataset.scenes]))
+    prompts_file.write_text(json.dumps([render_prompt(scene) for scene in dataset.scenes]), encoding="utf-8")
     return dataset
 
 

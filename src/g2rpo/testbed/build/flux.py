@@ -204,9 +204,9 @@ def save_pipeline(pipe: FluxPipeline, folder: Path) -> None:
     pipe.to(torch.float16).save_pretrained(folder, safe_serialization=True)
     pipe.to(torch.float32)
     for file in folder.rglob("*.json"):
-        settings = json.loads(file.read_text())
+        settings = json.loads(file.read_text(encoding="utf-8"))
         if settings.pop("_name_or_path", None) is not None:
-            file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+            file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def load_pipeline(folder: Path) -> FluxPipeline:

@@ -26,7 +26,8 @@ def build(out: Path, *, seed: int = 0, quick: bool = False, log: Log = print) ->
     vae = build_vae(ctx)
     pipe = build_flux(ctx, vae, build_readers(ctx))
     figures = measure(ctx, vae, pipe)
-    (ctx.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
-    (ctx.out / "README.md").write_text(CARD + "".join(f"| {name} | {value:.4g} |\n" for name, value in figures.items()))
+    (ctx.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in figures.items())
+    (ctx.out / "README.md").write_text(CARD + rows, encoding="utf-8")
     torch.random.set_rng_state(before)
     return figures
