@@ -93,6 +93,20 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("is nested too deeply") from None
 
 
+LOCAL_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+"""Implementations of attention and experts that transformers contains; for others it can import code from the hub."""
+
+
+def refuse_hub_kernels(config: Any, place: str) -> None:
+    """ValueError, which begins with `place`, for the config of a transformers model that names an implementation of attention
+    or experts from elsewhere, also in a part of it."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if not key.endswith("_implementation"):
+            refuse_hub_kernels(value, place)
+        elif any(name not in LOCAL_KERNELS for name in (value.values() if isinstance(value, dict) else [value])):
+            raise ValueError(f"{place} has {key}={value!r:.80}, which could be code from the hub; take it out of the file")
+
+
 def read_text(path: Path, largest: int | None = None) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises ValueError (not OSError) if it cannot be read."""
     return _decoded(_read(path, largest))

@@ -23,6 +23,7 @@ from g2rpo.build.components import build_policy
 from g2rpo.build.rewards import build_rewards
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.cost.blueprint import on_meta, read_blueprint
+from g2rpo.cost.rewards import cost_of_reward
 from g2rpo.errors import UserError
 from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
@@ -219,6 +220,26 @@ def test_a_pipeline_that_names_a_module_of_its_own_runs_nothing(tmp_path, monkey
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize("where", ["text_encoder", "text_encoder_2", "reward"])
+def test_a_config_that_names_kernels_of_the_hub_is_refused_before_a_model_is_made(tmp_path, where):
+    """transformers imports what such a line names, if the library `kernels` is installed."""
+    named = {"attn_implementation": "kernels-community/x@deadbeef:f"}
+    if where == "reward":
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", "text_config": named}))
+        entry = RewardConfig(kind="clip_score", options={"path": str(tmp_path)})
+        for use in (lambda: build_rewards({"it": entry}), lambda: cost_of_reward(entry, "cpu")):
+            with pytest.raises(UserError, match="attn_implementation='kernels-community"):
+                use()
+        return
+    pipe = save_flux(tmp_path / "pipe")
+    config = json.loads((pipe / where / "config.json").read_text())
+    (pipe / where / "config.json").write_text(json.dumps({**config, **named}))
+    policy = PolicyConfig(path=str(pipe), height=32, width=32)
+    for use in (lambda: build_policy(policy), lambda: on_meta(read_blueprint(policy).parts[where])):
+        with pytest.raises(UserError, match="attn_implementation='kernels-community"):
+            use()
+
+
 def calls(tree):
     return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
@@ -233,6 +254,8 @@ def test_no_source_unpickles_evaluates_or_trusts():
             assert name != "torch.load" or options.get("weights_only") == "True", file
             assert name != "yaml.load" or file.name == "plain.py", file
             assert not {"trust_remote_code", "allow_pickle", "shell"} & options.keys(), file
+            if name.endswith((".read_text", ".write_text")):  # whatever the locale
+                assert "encoding" in options, (file, ast.unparse(call))
 
 
 # --- secrets

@@ -20,7 +20,7 @@ from g2rpo.build import components, pipeline_check
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.cost import published
 from g2rpo.errors import UserError
-from g2rpo.plain import parse_json, read_text
+from g2rpo.plain import parse_json, read_text, refuse_hub_kernels
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes, thin
 
 LIBRARIES = ("diffusers", "transformers")
@@ -96,6 +96,10 @@ def on_meta(part: Part) -> nn.Module:
     kind: Any = getattr(importlib.import_module(library), name, None)
     if nn.Module not in getattr(kind, "__mro__", ()):
         raise UserError(f"policy.path: its model_index.json names {library}'s {name}, which is no model")
+    try:
+        refuse_hub_kernels(config, f"the config.json of its {name}")
+    except ValueError as error:
+        raise UserError(f"policy.path: {error}") from None
     with torch.device("meta"), Uninitialised():
         return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
 

@@ -13,8 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo.config.schema import RewardConfig
 from g2rpo.cost.blueprint import size_of
+from g2rpo.errors import loading
 from g2rpo.files import local
 from g2rpo.rewards.open_clip import VIT_H_14, clip_config
+from g2rpo.rewards.weights import check_config
 from g2rpo.rollout.frames import Frames
 
 LARGE_14 = {
@@ -98,7 +100,11 @@ def _clip(kind: str, options: dict[str, Any]) -> Any:
     folder = local(path)
     if (folder / "open_clip_config.json").is_file():
         return clip_config(json.loads((folder / "open_clip_config.json").read_text(encoding="utf-8"))["model_cfg"])
-    return CLIPConfig.from_pretrained(folder) if (folder / "config.json").is_file() else None
+    if not (folder / "config.json").is_file():
+        return None
+    with loading(f"the plan of reward {kind}"):
+        check_config(folder)
+    return CLIPConfig.from_pretrained(folder)
 
 
 def _image_reward() -> tuple[int, float]:

@@ -6,7 +6,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from g2rpo.errors import UserError
 from g2rpo.flow import sigma_grid
+from g2rpo.plain import refuse_hub_kernels
 from g2rpo.policies.attention import BACKENDS, Attention
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.text import TextEncoders
@@ -254,8 +255,14 @@ def load_pipeline(pipeline_class: Any, path: str | Path, dtype: torch.dtype, tun
     A fully trained transformer is loaded as it is stored: rounding to `dtype` first would change the initial master weights.
     What is loaded in its stored dtype is mapped from its file, of which the processes of a machine share one copy.
     """
+    from transformers import PreTrainedConfig
+
     index = pipeline_class.load_config(str(path))
     empty = {name: None for name, entry in index.items() if entry == [None, None]}
+    for name, entry in index.items():
+        if isinstance(entry, list) and entry[0] == "transformers":
+            with suppress(OSError):  # no config.json: no model, but a tokenizer
+                refuse_hub_kernels(PreTrainedConfig.get_config_dict(str(path), subfolder=name)[0], f"{name}/config.json")
     dtypes = {"transformer": stored_dtype(path) if tuning == "full" else dtype, "default": dtype}
     pipeline = pipeline_class.from_pretrained(str(path), dtype=dtypes, use_safetensors=True, **empty)
     pipeline.set_progress_bar_config(disable=True)

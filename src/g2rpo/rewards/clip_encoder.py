@@ -13,7 +13,7 @@ from torch import Tensor
 
 from g2rpo.rewards.open_clip import clean_prompt, clip_config, clip_state, preprocess_from
 from g2rpo.rewards.pixels import Preprocess
-from g2rpo.rewards.weights import MissingFile, build, fetch, guess_model, parse_dtype, read_state_dict
+from g2rpo.rewards.weights import MissingFile, build, check_config, fetch, guess_model, parse_dtype, read_state_dict
 
 TEXT_CACHE_SIZE = 1024
 _OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -111,7 +111,7 @@ def load_clip(
     if format not in ("auto", "transformers", "open_clip"):
         raise ValueError(f"format must be 'auto', 'transformers' or 'open_clip', got {format!r}")
     if format == "open_clip" or (format == "auto" and _has_open_clip(path)):
-        config = json.loads(fetch(path, "open_clip_config.json").read_text())
+        config = json.loads(fetch(path, "open_clip_config.json").read_text(encoding="utf-8"))
         file = fetch(path, *_OPEN_CLIP_WEIGHTS)
         model = build_open_clip(config["model_cfg"], read_state_dict(file), "open_clip_config.json beside it", file)
         preprocess = preprocess_from(config["model_cfg"], config.get("preprocess_cfg", {}))
@@ -119,6 +119,7 @@ def load_clip(
         return ClipEncoder(model, words, preprocess, device=device, dtype=dtype, clean=clean_prompt)
     from transformers import CLIPModel
 
+    check_config(path)
     model, report = CLIPModel.from_pretrained(path, output_loading_info=True)
     missing = sorted(report["missing_keys"])
     if missing:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from g2rpo.rewards.geneval_scoring import Detection
 from g2rpo.rewards.pixels import to_pil
-from g2rpo.rewards.weights import parse_dtype
+from g2rpo.rewards.weights import check_config, parse_dtype
 
 
 class TransformersDetector:
@@ -23,6 +23,7 @@ class TransformersDetector:
     def __init__(self, path: str, *, least: float = 0.3, device: str = "cpu", dtype: str | torch.dtype = "float32") -> None:
         from transformers import AutoConfig, AutoImageProcessor
 
+        check_config(path)
         kind = _kind(path, AutoConfig.from_pretrained(path))
         model, report = kind.from_pretrained(path, output_loading_info=True)
         if report["missing_keys"]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from g2rpo.rewards.instructions import read_instruction
 from g2rpo.rewards.pixels import normalise, score_in_batches, to_pil, to_tensor
-from g2rpo.rewards.weights import build, fetch, guess_model, parse_dtype, read_state_dict
+from g2rpo.rewards.weights import build, check_config, fetch, guess_model, parse_dtype, read_state_dict
 
 WEIGHTS = "HPSv3.safetensors"
 INSTRUCTION = ("data_collator_qwen.py", "hpsv3/dataset/data_collator_qwen.py")
@@ -49,6 +49,7 @@ class HPSv3:
         from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, Qwen2VLTextModel
 
         self.instruction = _instruction(fetch(instruction, *INSTRUCTION))
+        check_config(processor)
         file, config = fetch(path, WEIGHTS), AutoConfig.from_pretrained(processor)
         state = read_state_dict(file)
         if not {"rm_head.0.weight", "model.embed_tokens.weight"} <= state.keys():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.files import is_hub_id, local
+from g2rpo.plain import refuse_hub_kernels
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -21,6 +22,13 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if value is None or value not in named.values():
         raise ValueError(f"dtype must be one of {', '.join(named)}, got {dtype!r}")
     return value
+
+
+def check_config(path: str | Path) -> None:
+    """Raises ValueError for a transformers model whose config.json could import code; OSError if there is none."""
+    from transformers import PreTrainedConfig
+
+    refuse_hub_kernels(PreTrainedConfig.get_config_dict(str(path))[0], f"{path}: its config.json")
 
 
 class MissingFile(FileNotFoundError):
