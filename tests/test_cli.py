@@ -41,6 +41,18 @@ def test_help_answers_at_once_and_loads_no_model_library():
     assert time.perf_counter() - began < 10  # a generous bound for a loaded machine; the promise is in the README
 
 
+def test_a_locale_without_utf_8_shows_what_it_can_and_refuses_what_it_cannot_read():
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    def said(*arguments):
+        return subprocess.run([sys.executable, "-m", "g2rpo", *arguments], capture_output=True, check=False, env=plain)
+
+    helped = said("--help")  # which names G²RPO
+    assert (helped.returncode, helped.stderr) == (0, b"") and b"G?RPO" in helped.stdout
+    refused = said("sample", "ein rotes Dreieck für mich", "--model", "testbed")
+    assert refused.returncode == 2 and b"no text in this locale" in refused.stderr and b"Traceback" not in refused.stderr
+
+
 def test_version_and_short_help(capsys):
     assert g2rpo(capsys, "--version") == (0, f"g2rpo {__version__}\n", "")
     for arguments in (["-h"], ["train", "-h"], ["testbed", "build", "-h"]):

@@ -79,6 +79,18 @@ def test_unusable_pictures_are_refused_by_file_and_line(tmp_path, monkeypatch, h
         read_prompts(file)
 
 
+@pytest.mark.parametrize("path", ["../private.png", "{}/private.png", "linked/../../private.png"])
+def test_a_record_reaches_no_picture_outside_its_folder(tmp_path, path):
+    picture(tmp_path / "private.png", format="PNG")
+    (tmp_path / "prompts" / "deep").mkdir(parents=True)
+    (tmp_path / "prompts" / "linked").symlink_to(tmp_path / "prompts" / "deep")
+    file = write_prompts(tmp_path / "prompts" / "p.jsonl", {"prompt": "a", "image": path.format(tmp_path)})
+    with pytest.raises(UserError, match=r"line 1: input picture .*private\.png is outside .*prompts"):
+        read_prompts(file)
+    above = write_prompts(tmp_path / "p.jsonl", {"prompt": "a", "image": f"{tmp_path}/private.png"})
+    assert read_prompts(above)[0].images == (f"{tmp_path}/private.png",)
+
+
 def test_a_truncated_picture_is_named_with_its_prompt(tmp_path):
     whole = picture(tmp_path / "in.jpg", size=(64, 64))
     (tmp_path / "in.jpg").write_bytes((tmp_path / "in.jpg").read_bytes()[:400])

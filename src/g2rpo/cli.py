@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -428,6 +429,8 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
     for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # about kernels for other devices, at every import
         logging.getLogger(library).setLevel(logging.ERROR)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what a locale without UTF-8 cannot show must not end a run
     try:
         command_of(app)(plugins_first(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
@@ -445,11 +448,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plugins_first(arguments: list[str]) -> list[str]:
-    """Moves every `--plugin CODE` to the front, so that it may be given anywhere."""
+    """Moves every `--plugin CODE` to the front, so that it may be given anywhere; UserError for what is no text."""
     first: list[str] = []
     rest: list[str] = []
     words = iter(arguments)
     for word in words:
+        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
+            raise UserError(f"{word!a:.80} is no text in this locale; set LC_ALL=C.UTF-8, and write UTF-8")
         if word == "--plugin":
             first += [word, *([value] if (value := next(words, None)) is not None else [])]
         else:

@@ -1,11 +1,13 @@
 """A wrong token or address is refused before anything is loaded."""
 
+import shlex
 import socket
 
 import pytest
 
 from g2rpo.commands import serve
 from g2rpo.commands.serving import check_address, token_for
+from g2rpo.commands.train import load_config
 from g2rpo.errors import UserError
 from tests.support.commands import g2rpo
 from tests.support.ports import free_port
@@ -28,6 +30,20 @@ def test_an_address_can_be_listened_on_or_is_refused():
     for host in ("no such host", "192.0.2.1"):  # the second is kept for documentation (RFC 5737)
         with pytest.raises(UserError, match=f"cannot serve on {host}:{port}: "):
             check_address(host, port)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("{}/own.py:redness", "redness"), ("hpsv2", "hpsv2")])
+def test_the_overrides_that_it_prints_are_taken(capsys, monkeypatch, tmp_path, kind, name):
+    (tmp_path / "own.py").write_text("def redness(images, prompts): return images.mean((1, 2, 3))\n")
+    kind = kind.format(tmp_path)
+    if name == "hpsv2":
+        monkeypatch.setattr(serve, "build_rewards", lambda table: dict.fromkeys(table, lambda images, prompts: None))
+    monkeypatch.setattr(serve.RewardServer, "serve_forever", lambda server: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setenv("SCORES", "secret")
+    code, out, _ = g2rpo(capsys, "serve-reward", kind, "--port", free_port(), "--token-env", "SCORES")
+    (line,) = [line for line in out.splitlines() if line.startswith("  rewards.")]
+    reward = load_config("flux1-dev-lora", shlex.split(line)).rewards[name]
+    assert code == 0 and reward.kind == "http" and reward.options.keys() == {"url", "token_env"}
 
 
 def test_a_reward_is_not_loaded_for_a_port_that_is_taken(capsys, monkeypatch):

@@ -192,12 +192,14 @@ def test_an_evaluation_that_is_stopped_is_finished_by_the_same_command(capsys, t
     assert g2rpo(capsys, *words)[0] == 0 and (tmp_path / "calls").read_text() == "3"
 
 
-def test_the_jobs_of_a_study_end_with_it(tmp_path):
+def test_the_jobs_of_a_study_end_with_it_and_import_nothing_of_the_current_folder(tmp_path, monkeypatch):
     """A server stands for a run: it would not end by itself."""
     log = tmp_path / "server.log"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "yaml.py").write_text("open('imported', 'w')\n")
 
     def stop():
-        while not log.exists() or "at http" not in log.read_text():
+        while not log.exists() or not any(said in log.read_text() for said in ("at http", "Error")):
             time.sleep(0.05)
         os.kill(os.getpid(), SIGTERM)
 
@@ -207,6 +209,7 @@ def test_the_jobs_of_a_study_end_with_it(tmp_path):
     assert end.value.exit_code == 75
     with held(tmp_path / "study"):  # which the job would keep from being entered
         pass
+    assert not (tmp_path / "imported").exists()
 
 
 # --- code that is not ours

@@ -11,12 +11,12 @@ from tests.support.ranks import CONTEXT
 
 
 class Forked:
-    """In the place of `subprocess.Popen([python, "-m", "g2rpo", ...], stdout=log)`, as `commands.jobs` uses it."""
+    """In the place of `subprocess.Popen([python, "-P", "-m", "g2rpo", ...], stdout=log)`, as `commands.jobs` uses it."""
 
     def __init__(self, command, *, stdout, env, stderr=subprocess.STDOUT, **_):
-        assert command[:3] == [sys.executable, "-m", "g2rpo"]
+        assert command[:4] == [sys.executable, "-P", "-m", "g2rpo"]
         logs = [stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name]
-        self._process = CONTEXT.Process(target=_command, args=(command[3:], logs, env))
+        self._process = CONTEXT.Process(target=_command, args=(command[4:], logs, env))
         self._process.start()
 
     def wait(self, timeout=None):

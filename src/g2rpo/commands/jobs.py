@@ -18,6 +18,7 @@ from g2rpo import plugins
 from g2rpo.commands.progress import say
 from g2rpo.commands.stopping import stoppable
 from g2rpo.errors import UserError
+from g2rpo.files import open_regular
 from g2rpo.runtime.folders import held
 
 
@@ -65,9 +66,9 @@ class Workers:
         slot = slots.get()
         job.log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with job.log.open("ab") as log:
+            with open(job.log, "ab", opener=open_regular) as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "g2rpo", *plugins.repeated(), *job.arguments],
+                    [sys.executable, "-P", "-m", "g2rpo", *plugins.repeated(), *job.arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -21,14 +23,15 @@ def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, tok
     check_address(host, port)
     if plugins.is_code(kind):
         plugins.allow(kind)
-    reward = build_rewards({kind: RewardConfig(kind=kind, options=parse_options(options))})[kind]
+    name = kind.rpartition(":")[2]  # a config's names have no dots, as the path of a file has
+    reward = build_rewards({name: RewardConfig(kind=kind, options=parse_options(options))})[name]
     with refused(host, port):
         server = RewardServer(reward, host, port, token=token)
     with server:
         say(console, f"{kind} at {server.address}; use it as")
-        console.print(
-            f"  rewards.{kind}.kind=http rewards.{kind}.options.url={server.address}", highlight=False, soft_wrap=True
-        )
+        given = {"url": server.address, **({"token_env": token_env} if token_env else {})}
+        overrides = shlex.join([f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"])
+        console.print(f"  {overrides}", highlight=False, soft_wrap=True, markup=False)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

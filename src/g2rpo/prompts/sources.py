@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" 
 def read_prompts(source: str | Path) -> list[Prompt]:
     """The prompts of a source, in its order; `UserError` names an unusable source and the reason.
 
-    In tables a column "images" (or "image") holds paths of input pictures, beside the file if they are relative, which must be
+    In tables a column "images" (or "image") holds paths of input pictures in the folder of the file or below it, which must be
     there; all other columns of plain data are the prompt's metadata, those of a column "metadata" as they are.
 
     - `FILE`: UTF-8 text, one prompt a line, blank lines skipped;
@@ -116,7 +117,7 @@ def _no_column(source: str, column: str, known: Sequence[str]) -> str:
 def _usable(
     source: str, records: Sequence[Mapping[str, Any]], column: str, unit: str, beside: Path | None = None
 ) -> list[Prompt]:
-    """The records as prompts; UserError if one has no text. Relative paths of pictures are relative to the folder `beside`."""
+    """The records as prompts; UserError if one has no text, or names a picture outside the folder `beside`."""
     for number, record in enumerate(records, 1):
         value = record.get(column)
         if not isinstance(value, str) or not value.strip():
@@ -137,6 +138,20 @@ def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | N
     if not isinstance(named, Mapping):
         raise UserError(f"{place}: metadata should be an object, is {named!r:.80}")
     rest = {key: value for key, value in record.items() if key not in (column, "images", "image", "metadata")}
-    paths = [str(local(image) if beside is None else beside / local(image)) for image in images]
+    paths = [_picture(image, place, beside) for image in images]
     check_files(paths, place)
     return Prompt(record[column].strip(), paths, {**rest, **named})
+
+
+def _picture(image: str, place: str, beside: Path | None) -> str:
+    """The path of an input picture. A run shows and publishes them, so a file from elsewhere must not reach any picture that
+    its user can read."""
+    if beside is None:
+        raise UserError(f"{place}: names the file {image}; a dataset has none, take a .jsonl file beside its pictures")
+    path = os.path.normpath(beside / local(image))
+    if not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(beside)):
+        raise UserError(
+            f"{place}: input picture {image} is outside {beside}, the folder of the file that names it; "
+            "move that file above its pictures, or link them there"
+        )
+    return path

@@ -144,7 +144,7 @@ def source_commit(root: Path) -> str | None:
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
