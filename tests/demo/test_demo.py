@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import sys
+import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -464,6 +465,45 @@ def test_the_gate_bounds_bodies():
     assert asked(content_length=str(MAX_BODY + 1)) == 413
     assert asked(transfer_encoding="chunked", content_length=None) == asked(content_length="-1") == 411
     assert asked(content_length="9" * 5000) == 413 and asked(content_length="²") == 411
+
+
+def test_a_question_that_breaks_the_page_is_an_answer_and_a_line_in_the_log(caplog):
+    async def page(scope, receive, send):
+        raise KeyError("data")
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
+    asyncio.run(Gate(page, True)(scope, None, send))
+    assert sent[0]["status"] == 400 and caplog.text.count("\n") == 1 and "KeyError" in caplog.text
+
+
+def test_strangers_keep_nobody_out_and_choose_no_address():
+    """The page as it is served, with a token: 300 connections that say nothing, then somebody who logs in."""
+    gradio = pytest.importorskip("gradio")
+    from g2rpo.demo import app
+
+    with gradio.Blocks(analytics_enabled=False) as page:
+        gradio.Textbox()
+    port = free_port()
+    app.serve(page, "127.0.0.1", port, "secret")
+    idle = []
+    try:
+        idle += [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(300)]
+        assert idle[0].recv(1) == b""  # closed for a newer one
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        address = f"http://127.0.0.1:{port}"
+        browser.open(f"{address}/login", b"username=a&password=secret", timeout=10).close()
+        headers = {"X-Forwarded-Host": "evil.example", "X-Gradio-Server": "http://evil.example"}
+        with browser.open(urllib.request.Request(f"{address}/config", headers=headers), timeout=10) as config:
+            assert b"evil.example" not in config.read()
+    finally:
+        for connection in idle:
+            connection.close()
+        page.close(verbose=False)
 
 
 NAMES = st.sampled_from(["host", "origin", "content-length", "transfer-encoding"])

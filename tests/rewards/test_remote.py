@@ -216,6 +216,38 @@ def test_requests_are_scored_one_at_a_time_and_too_many_wait() -> None:
     assert reward.most == 1
 
 
+class Held:
+    """A reward that takes as long as the test says."""
+
+    def __init__(self) -> None:
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        self.inside.set()
+        self.go.wait(10)
+        return torch.zeros(len(images))
+
+
+def test_all_requests_together_decode_only_so_many_pixels() -> None:
+    """Of 1000: two requests of 24 x 24 do not fit, one of 24 x 24 and one of 8 x 8 do."""
+    reward, body = Held(), score_body([PNG], ["a"])
+    small = score_body([encode_png(to_pil(to_uint8(pictures(1, 8)))[0])], ["a"])
+    with running(RewardServer(reward, port=0, limits=Limits(pixels=1000, wait_s=0.3))) as url:
+        answers: dict[str, int] = {}
+        threads = [
+            threading.Thread(target=lambda name=name, body=body: answers.update({name: post(url, body)[0]}))
+            for name, body in (("first", body), ("small", small))
+        ]
+        threads[0].start()
+        assert reward.inside.wait(10)
+        threads[1].start()
+        assert post(url, body)[0] == 503
+        reward.go.set()
+        for thread in threads:
+            thread.join()
+        assert answers == {"first": 200, "small": 200} and post(url, body)[0] == 200
+
+
 # --- endpoints that misbehave --------------------------------------------------------------------------------------
 
 Answer = Callable[[BaseHTTPRequestHandler, int], None]

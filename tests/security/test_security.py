@@ -419,15 +419,35 @@ def test_who_may_ask_is_not_closed_for_others_and_there_are_only_so_many():
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         head = f"POST /score HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
         with socket.create_connection(server.server_address, timeout=10) as first, contextlib.ExitStack() as idle:
-            first.sendall(f"{head}Content-Length: 2\r\n\r\n".encode())
+            first.sendall(f"{head}Content-Length: 2\r\n\r\n[".encode())
             while not server.clients:
                 time.sleep(0.01)
             for _ in range(5):
                 idle.enter_context(socket.create_connection(server.server_address, timeout=10))
             with pytest.raises(NoAnswer, match="answered 503: .*busy"):
-                request_json(f"{server.address}/health", token=SECRET, timeout_s=5)
-            first.sendall(b"[]")
+                request_json(f"{server.address}/score", token=SECRET, timeout_s=5, body={})
+            first.sendall(b"]")
             assert b"400" in first.recv(100)
+        server.shutdown()
+
+
+@pytest.mark.parametrize("sent", [b"", b"{"], ids=["nothing", "its beginning"])
+def test_clients_whose_bodies_do_not_come_keep_nobody_out(sent):
+    """Twelve with a token, where four may ask at a time and one is read."""
+    limits = Limits(connections=4, clients=4, requests=1, gap_s=0.3)
+    with RewardServer(Zero(), port=0, token=SECRET, limits=limits) as server, contextlib.ExitStack() as idle:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        head = f"POST /score HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
+        for _ in range(4 if sent else 12):
+            stalled = idle.enter_context(socket.create_connection(server.server_address, timeout=10))
+            stalled.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode() + sent)
+        began, answer = time.monotonic(), ""
+        while "400" not in answer and time.monotonic() - began < 5:  # a trainer asks again too
+            try:
+                request_json(f"{server.address}/score", token=SECRET, timeout_s=5, body={})
+            except (Refused, NoAnswer) as error:
+                answer = str(error)
+        assert "400" in answer and time.monotonic() - began < 5
         server.shutdown()
 
 

@@ -16,10 +16,11 @@ from typing import Any
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
 
 import gradio as gr
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
 from g2rpo.demo import views
-from g2rpo.demo.gate import MAX_UPLOAD, Gate
+from g2rpo.demo.gate import MAX_UPLOAD, Gate, Scope, bounded
 from g2rpo.demo.studio import (
     MAX_PROMPT,
     MAX_STRENGTH,
@@ -214,7 +215,11 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
     def allowed(name: str, given: str) -> bool:
         return hmac.compare_digest(given.encode(), (token or "").encode())
 
-    _, address, _ = page.launch(
+    def known(scope: Scope) -> bool:
+        cookies = Headers(scope=scope).get("cookie", "")
+        return not token or any(given in cookies for given in app.tokens)
+
+    app, address, _ = page.launch(
         server_name=f"[{host}]" if ":" in host else host,
         server_port=port,
         auth=allowed if token else None,
@@ -232,4 +237,6 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
         theme=gr.themes.Default(primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]),
         css=views.style(),
     )
+    config = page.server.config
+    config.http_protocol_class = bounded(config.http_protocol_class, known)
     return address

@@ -6,6 +6,7 @@ sites' scripts.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from g2rpo.rewards.server import content_length, host_of, is_loopback
 
+log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -32,6 +34,38 @@ UPLOAD = re.compile(r"POST /gradio_api/upload|GET /gradio_api/(file=.+|upload_pr
 """What an input picture needs; Gradio gives out only files that it has taken in."""
 
 
+CLAIMED = (b"x-forwarded-host", b"x-gradio-server")
+"""Headers by which a client could choose the address in the page's links; a proxy passes Host on."""
+STRANGERS = 256
+"""Connections at a time that have not asked anything with a login (without a token: anything)."""
+
+
+def bounded(protocol: Any, known: Callable[[Scope], bool], most: int = STRANGERS) -> Any:
+    """uvicorn's class of a connection, with at most `most` connections at a time that have made no request which is `known`:
+    the oldest is closed for one more, so that idle ones keep nobody out."""
+    strangers: dict[Any, None] = {}
+
+    class Connection(protocol):  # type: ignore[misc]
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(strangers) >= most:
+                oldest = next(iter(strangers))
+                del strangers[oldest]
+                oldest.transport.abort()
+            strangers[self] = None
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self in strangers and self.cycle is not None and known(self.scope):
+                del strangers[self]
+
+        def connection_lost(self, error: Exception | None) -> None:
+            strangers.pop(self, None)
+            super().connection_lost(error)
+
+    return Connection
+
+
 @dataclass(frozen=True)
 class Gate:
     """Passes to `app` what the page requests, and refuses the rest with a status and a message.
@@ -46,8 +80,23 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self.refusal(scope) if scope["type"] == "http" else None
+        begun = False
+
+        async def answer(message: MutableMapping[str, Any]) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         if refused is None:
-            await self.app(scope, receive, send)
+            if scope["type"] == "http":  # what a client says of other hosts would stand in the page's links
+                scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0].lower() not in CLAIMED]}
+            try:
+                await self.app(scope, receive, answer)
+            except Exception as error:  # without a traceback in the log for every request that means nothing
+                log.warning("%s %s: %s", scope.get("method"), ascii(scope.get("path")), type(error).__name__)
+                if not begun:
+                    refused = 400, "this cannot be answered"
+        if refused is None:
             return
         status, words = refused
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]

@@ -22,6 +22,7 @@ import struct
 import threading
 import time
 import urllib.parse
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
@@ -44,12 +45,13 @@ class Limits:
 
     body_bytes: int = 128 * 2**20
     images: int = 256
-    pixels: int = 2**26  # of all pictures of a request together: 64 pictures of 1024 x 1024
+    pixels: int = 2**26  # of all pictures that are decoded or scored at a time: 64 pictures of 1024 x 1024
     prompt_chars: int = 20_000
-    headers_s: float = 10.0  # for all headers
+    headers_s: float = 10.0  # for all headers and the first byte of the body
     read_s: float = 60.0  # for the whole body
-    connections: int = 64  # at a time whose headers have not come, or ask for what is refused; the oldest makes room for more
-    clients: int = 64  # at a time that may ask; more are answered 503, which clients retry
+    gap_s: float = 5.0  # between two pieces of what a client sends
+    connections: int = 64  # at a time whose headers or body have not begun to come, or that are refused; the oldest makes room
+    clients: int = 64  # at a time that may ask, and have begun to; more are answered 503, which clients retry
     requests: int = 8  # of theirs being read or scored at a time
     wait_s: float = 30.0  # for one of those places, before the answer is 503
 
@@ -64,14 +66,8 @@ class BadRequest(Exception):
 
 def decode_png(text: str, pixels_left: int) -> Tensor:
     """A uint8 picture [3, H, W] of a base64 PNG with at most `pixels_left` pixels; `BadRequest` for anything else."""
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadRequest(400, "an image is not base64") from error
-    if data[:8] != b"\x89PNG\r\n\x1a\n" or data[12:16] != b"IHDR" or len(data) < 24:
-        raise BadRequest(400, "an image is not a PNG")
-    width, height = struct.unpack(">II", data[16:24])
-    _check_size(width, height, pixels_left)  # before Pillow sees it
+    _check_size(*_size(text), pixels_left)  # before Pillow sees it
+    data = _bytes(text)
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
             _check_size(*picture.size, pixels_left)  # a second header could have changed it; nothing is decoded yet
@@ -79,6 +75,22 @@ def decode_png(text: str, pixels_left: int) -> Tensor:
     except Exception as error:  # Pillow does not document which for damaged files
         raise BadRequest(400, f"an image is a broken PNG: {type(error).__name__}") from error
     return torch.from_numpy(array.copy()).permute(2, 0, 1)
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRequest(400, "an image is not base64") from error
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Width and height of a base64 PNG by its first chunk; `BadRequest` if it is none."""
+    head = _bytes(text[:32])
+    if head[:8] != b"\x89PNG\r\n\x1a\n" or head[12:16] != b"IHDR" or len(head) < 24:
+        raise BadRequest(400, "an image is not a PNG")
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
 
 
 def _check_size(width: int, height: int, pixels_left: int) -> None:
@@ -100,8 +112,11 @@ def _check_size_of_json(body: bytes, most: int) -> None:
             raise BadRequest(413, "the body has too many values")
 
 
-def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str] | list[Prompt]]:
-    """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; `BadRequest` if it is not as agreed."""
+def parse_request(
+    body: bytes, limits: Limits, announce: Callable[[int], object] = lambda pixels: None
+) -> tuple[Tensor, list[str] | list[Prompt]]:
+    """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; `BadRequest` if it is not as agreed. `announce` is called
+    with the number of their pixels before the first is decoded."""
     _check_size_of_json(body, 16 * (limits.images + 16))
     try:
         content = parse_json(body)
@@ -118,7 +133,11 @@ def parse_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str] | list
     if not all(map(is_text, prompts)):
         raise BadRequest(400, "a prompt has a character that no text may have (NUL, or half of a pair)")
     decoded: list[Tensor] = []
-    left = limits.pixels
+    left = 0
+    for width, height in map(_size, images):
+        _check_size(width, height, limits.pixels - left)
+        left += width * height
+    announce(left)
     for text in images:
         decoded.append(decode_png(text, left))
         left -= decoded[-1].shape[1] * decoded[-1].shape[2]
@@ -142,10 +161,11 @@ _LINGER_S, _WRITE_S = 5.0, 30.0
 
 
 class _Input(io.RawIOBase):
-    """Reads of a connection until `deadline`, then TimeoutError, also for a client that sends a byte at a time."""
+    """Reads of a connection until `deadline`, then TimeoutError, also for a client that sends a byte at a time; and after
+    `gap_s` without any."""
 
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self.connection = connection
+    def __init__(self, connection: socket.socket, seconds: float, gap_s: float) -> None:
+        self.connection, self.gap_s = connection, gap_s
         self.allow(seconds)
 
     def allow(self, seconds: float) -> None:
@@ -156,7 +176,7 @@ class _Input(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self.connection.settimeout(max(1e-3, self.deadline - time.monotonic()))
+        self.connection.settimeout(max(1e-3, min(self.gap_s, self.deadline - time.monotonic())))
         try:
             return self.connection.recv_into(buffer)
         finally:
@@ -170,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.input = _Input(self.connection, self.server.limits.headers_s)
+        self.input = _Input(self.connection, self.server.limits.headers_s, self.server.limits.gap_s)
         self.rfile = io.BufferedReader(self.input)
         self.connection.settimeout(_WRITE_S)
 
@@ -198,14 +218,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(500, {"error": f"the reward failed with {type(error).__name__}; the server's log says more"})
 
     def _scores(self) -> list[float | None]:
+        length = self._length()
+        with contextlib.suppress(TimeoutError):  # which `_body` says
+            self.rfile.peek(1)
+        self.server.admit(self.connection)
         if not self.server.slots.acquire(timeout=self.server.limits.wait_s):
             raise BadRequest(503, "busy")
-        try:
-            images, prompts = parse_request(self._body(), self.server.limits)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.server.slots.release)
+            images, prompts = parse_request(
+                self._body(length), self.server.limits, lambda pixels: stack.enter_context(self.server.decoding(pixels))
+            )
             with self.server.one_at_a_time:  # in float32 they are four times as large, so only those of one request
-                scores = self.server.reward(images.float() / 255, prompts)
-        finally:
-            self.server.slots.release()
+                scores = self.server.reward(images.float().div_(255), prompts)
         return [float(s) if math.isfinite(s) else None for s in scores.tolist()]
 
     def _authorize(self) -> None:
@@ -216,9 +241,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise BadRequest(403, "without a token this server answers to loopback addresses only")
         if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise BadRequest(401, "a valid token is needed: Authorization: Bearer ...")
-        self.server.admit(self.connection)
 
-    def _body(self) -> bytes:
+    def _length(self) -> int:
+        """The announced length of the body; `BadRequest` for one that is not read."""
         # A web page can post to a loopback server, but not with this content type unless the server agrees beforehand.
         if self.headers.get_content_type() != "application/json":
             raise BadRequest(415, "the content type must be application/json")
@@ -227,6 +252,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise BadRequest(411, "a Content-Length is needed")
         if length > self.server.limits.body_bytes:
             raise BadRequest(413, f"the body is larger than {self.server.limits.body_bytes} bytes")
+        return length
+
+    def _body(self, length: int) -> bytes:
         self.input.allow(self.server.limits.read_s)
         try:
             body = self.rfile.read(length)
@@ -290,6 +318,7 @@ class RewardServer(ThreadingHTTPServer):
         self.name = type(reward).__name__
         self.one_at_a_time = threading.Lock()
         self.slots = threading.BoundedSemaphore(self.limits.requests)
+        self.pixels_left, self.room = self.limits.pixels, threading.Condition()
         self.strangers: dict[socket.socket, None] = {}  # connections that have not been admitted, the oldest first
         self.clients: set[socket.socket] = set()
         self.counting = threading.Lock()
@@ -305,6 +334,20 @@ class RewardServer(ThreadingHTTPServer):
                     oldest.shutdown(socket.SHUT_RDWR)
             self.strangers[request] = None
         super().process_request(request, client_address)
+
+    @contextlib.contextmanager
+    def decoding(self, pixels: int) -> Iterator[None]:
+        """While entered, so many pixels of all that may be decoded at a time are taken; `BadRequest` if none become free."""
+        with self.room:
+            if not self.room.wait_for(lambda: self.pixels_left >= pixels, self.limits.wait_s):
+                raise BadRequest(503, "busy")
+            self.pixels_left -= pixels
+        try:
+            yield
+        finally:
+            with self.room:
+                self.pixels_left += pixels
+                self.room.notify_all()
 
     def admit(self, connection: socket.socket) -> None:
         """Marks a connection as admitted, so that it is no longer closed for others; `BadRequest` if there are too many."""
