@@ -350,6 +350,9 @@ def compare(
         str | None, typer.Option(help="Step counts of the evaluations, like 10,20,50; default the recipe's.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    controls: Annotated[
+        bool, typer.Option("--controls", help="Also the base with less first noise, more steps, other guidance and solvers.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="A folder for all runs; a study already begun there is finished.")] = Path("study"),
 ) -> None:
     """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
@@ -369,6 +372,7 @@ def compare(
         jobs,
         out,
         console,
+        controls,
     )
 
 

@@ -222,7 +222,7 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     for path in (cut / "adapter").iterdir():
         path.unlink()
     (cut / "adapter").rmdir()
-    code, shown, err = g2rpo(capsys, *asked, *mix)  # and a cell is added
+    code, shown, err = g2rpo(capsys, *asked, *mix, "--controls")  # and a cell is added, and free knobs
     assert code == 0, err
     again = load_file(weights)
     assert again.keys() == content.keys() and all(torch.equal(again[name], content[name]) for name in again)
@@ -250,6 +250,14 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
     (line,) = [row for row in results["judged"] if (row["cell"], row["steps"]) == ("mix", 4)]
     means = [np.nanmean([row["scores"]["scene_accuracy"] for row in rows if row["steps"] == 4]) for rows in (base, tuned)]
     assert line["tuned"]["mean"] == pytest.approx(means[1]) and line["change"]["mean"] == pytest.approx(means[1] - means[0])
+
+    (knob,) = [knob for knob in results["controls"] if knob["reward"] == "scene_accuracy"]
+    controls = json.loads((out / "judged/controls/results.json").read_text())["controls"]
+    means = {row["control"]: row["mean"]["mean"] for row in controls if row["reward"] == "scene_accuracy"}
+    assert knob["mean"] == pytest.approx(max(means.values())) == pytest.approx(means[knob["control"]])
+    two = [row["scores"]["scene_accuracy"] for row in base if row["steps"] == 2]
+    assert knob["change"]["mean"] == pytest.approx(knob["mean"] - np.nanmean(two))
+    assert "| no training: best free knob | " in (out / "results.md").read_text() and "best free knob" in shown
 
     for other, message in (([], "holds a study with the cells mix too"), ([*mix, "sampling.num_steps=5"], "another study")):
         code, _, err = g2rpo(capsys, *asked, *other)

@@ -272,7 +272,7 @@ def test_pictures_in_the_proportions_of_all_come_first_and_the_first_prompts_dur
     assert not Page(render(read_runs([shorter]))).all("img", alt="After iteration 4: a")
 
 
-def said(directory, rewards, right=None, alarms=(), prompts=192, words=""):
+def said(directory, rewards, right=None, alarms=(), prompts=192, words="", **further):
     """The summary of a run with these results: {name: (trained, base, tuned, error)}."""
     names = {name: {"weight": 1} for name, row in rewards.items() if row[0]}
     judged = {name: {"weight": 1} for name, row in rewards.items() if not row[0]}
@@ -282,11 +282,15 @@ def said(directory, rewards, right=None, alarms=(), prompts=192, words=""):
     results = {"iteration": 4, "prompts": prompts, "rewards": table}
     if right:
         results["right"] = dict(zip(("base", "tuned", "error"), right, strict=True)) | ({"in_words": words} if words else {})
-    (directory / "results.json").write_text(json.dumps(results))
+    (directory / "results.json").write_text(json.dumps(results | further))
     row = {"kind": "eval", "iteration": 4, "seconds": 1.0, "alarms": dict.fromkeys(alarms, "seen")}
     (directory / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (run,) = read_runs([directory])
-    return summary(run).replace("\N{NO-BREAK SPACE}", " ")
+    outcome, _, hint = (
+        summary(run).replace("\N{NO-BREAK SPACE}", " ").partition(" No free knob of the untrained model was tried; ")
+    )
+    assert bool(hint) == ("controls" not in further)
+    return outcome
 
 
 def test_the_summary_says_what_happened_in_plain_words(tmp_path):
@@ -313,6 +317,29 @@ def test_the_summary_says_what_happened_in_plain_words(tmp_path):
     )
     claim(tmp_path / "e", config())
     assert summary(*read_runs([tmp_path / "e"])).startswith("Nothing can be said yet")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "judged"),
+    [(5, 45, "training gained more"), (-5, 45, "no clear difference"), (-45, -5, "training gained less")],
+)
+def test_the_summary_sets_the_best_free_knob_against_the_tuned_model(tmp_path, low, high, judged):
+    lead = {"mean": (low + high) / 200, "low": low / 100, "high": high / 100, "count": 32}
+    row = {"control": "first noise x 0.5", "mean": 0.5, "lead": lead, "base": 0.4, "tuned": 0.5 + lead["mean"]}
+    controls = {"prompts": 32, "means": {"first noise x 0.5": {}, "steps 20": {}}, "best": {"right pictures": row}}
+    spread = {"prompts": 8, "noises": 4, "base": 0.1, "tuned": 0.08}
+    told = said(tmp_path / "a", {"one": (True, 0.5, 0.7, 0.05)}, right=(0.4, 0.7, 0.03), controls=controls, diversity=spread)
+    numbers = f"{(low + high) / 2:+.0f} points, {low:+d} to {high:+d}".replace("-", "\N{MINUS SIGN}")
+    best = "Without training, the best of 2 free knobs (first noise x 0.5) makes 50 % right on 32 of these prompts"
+    assert f"{best}, the tuned model {50 + (low + high) / 2:.0f} %: {judged} ({numbers})." in told
+    assert "Pictures of one prompt differ by 0.080, the base's by 0.100." in told
+
+
+def test_free_knobs_are_a_table_and_where_none_was_tried_a_command(tmp_path, html, run_dir):
+    assert f"g2rpo evaluate --run {run_dir} --controls" in html and "free knobs of the untrained model</h3>" not in html
+    page = render(read_runs([make_run(tmp_path / "tried", "evaluation.controls=true")]))
+    found = json.loads((tmp_path / "tried" / "results.json").read_text())["controls"]
+    assert "--controls" not in page and all(f'<th scope="row">{control}</th>' in page for control in found["means"])
 
 
 def test_markup_from_users_is_text(tmp_path):

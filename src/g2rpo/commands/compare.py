@@ -6,6 +6,7 @@ Everything is kept in one folder, and finished parts are not repeated:
     pilots/CELL/rate_R/seed_S/            runs that choose a cell's learning rate
     runs/CELL/seed_S/                     the runs that are compared
     judged/base/, judged/CELL/seed_S/     evaluations of their weights
+    judged/controls/                      with --controls: of free knobs of the untrained model
     results.json, results.md, curves.png
 """
 
@@ -85,6 +86,7 @@ class Workspace:
             f"trainer.iterations={iterations}",
             f"evaluation.every={every}",
             f"trainer.checkpoint_every={min(every, config.trainer.checkpoint_every)}",
+            "evaluation.controls=false",
         ]
 
     def pilots(self, cell: str, iterations: int) -> dict[tuple[float, int], tuple[Path, list[str]]]:
@@ -138,8 +140,10 @@ def compare(
     jobs: int,
     out: Path,
     console: Console,
+    controls: bool = False,
 ) -> None:
-    """Runs the missing parts of a study in the folder `out`, and writes its results there."""
+    """Runs the missing parts of a study in the folder `out`, and writes its results there; `controls` samples free knobs of the
+    untrained model too."""
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
     cells, budgets = own_budgets(cells, budget[0])
@@ -167,10 +171,10 @@ def compare(
         _spend(study, configs, {})  # refuses a budget that is too small
     with locked(out) as lock:
         write_whole(out / STUDY, study.to_yaml().encode())
-        _work(Workspace(study, out), configs, Workers(jobs, console, lock), console)
+        _work(Workspace(study, out), configs, Workers(jobs, console, lock), console, controls)
 
 
-def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers, console: Console) -> None:
+def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers, console: Console, controls: bool) -> None:
     """Probes, pilots, runs, judging, results."""
     study = workspace.study
     prices: dict[str, float] = {}
@@ -209,7 +213,11 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
         for cell, own in runs.items()
         for seed, (folder, _) in own.items()
     )
-    workers.run(_some([workspace.judging("judging the base", some_run, base, "weights="), *tuned]))
+    free = workspace.out / "judged" / "controls"
+    untrained = [workspace.judging("judging the base", some_run, base, "weights=")]
+    if controls:
+        untrained.append(workspace.judging("judging free knobs of the base", some_run, free, "weights=", "--controls"))
+    workers.run(_some([*untrained, *tuned]))
 
     cells = {
         cell: Cell(
@@ -222,7 +230,8 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
         for cell, own in runs.items()
     }
     trained = sorted({name for config in configs.values() for name in config.rewards})
-    write_results(study, workspace.out, cells, base, trained, prices, console)
+    knobs = free if (free / "results.json").is_file() else None
+    write_results(study, workspace.out, cells, base, trained, prices, console, knobs)
 
 
 def _check(configs: Mapping[str, Config]) -> None:

@@ -16,11 +16,25 @@ from rich.table import Table
 
 from g2rpo.commands.progress import add_names, say
 from g2rpo.errors import UserError
-from g2rpo.evaluation.study import History, Judged, Outcome, Study, curve, judged_scores, lines, save_curves
+from g2rpo.evaluation.study import (
+    History,
+    Judged,
+    Knob,
+    Outcome,
+    Scores,
+    Study,
+    best_knobs,
+    curve,
+    judged_scores,
+    lines,
+    save_curves,
+)
 from g2rpo.files import write_whole
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.plain import parse_json, read_text
 from g2rpo.statistics import Interval
+
+FREE = "no training: best free knob"
 
 
 @dataclass(frozen=True)
@@ -58,10 +72,14 @@ def write_results(
     trained: Sequence[str],
     prices: Mapping[str, float],
     console: Console,
+    controls: Path | None = None,
 ) -> None:
-    """Writes results.json, results.md and curves.png, and shows the tables; `base` is the evaluation of the base."""
+    """Writes results.json, results.md and curves.png, and shows the tables; `base` and `controls` are evaluations of the
+    base and of its free knobs."""
     scores = {name: cell.scores() for name, cell in cells.items()}
-    table = lines(_read_judged(base), scores)
+    untrained = _read_judged(base)
+    table = lines(untrained, scores)
+    knobs = [] if controls is None else best_knobs(untrained, _read_controls(controls), study.steps[0])
     rewards = next(iter(cells.values())).runs[0].scores[0]
     curves = {reward: {name: curve(cell.runs, reward) for name, cell in cells.items()} for reward in rewards}
     spent = {name: cell.spent(study.rates) for name, cell in cells.items()}
@@ -76,17 +94,19 @@ def write_results(
         "pilots": {name: {f"{rate:g}": list(values) for rate, values in own.items()} for name, own in gains.items()},
         "spent": spent,
         "judged": [asdict(line) for line in table],
+        **({"controls": [asdict(knob) for knob in knobs]} if knobs else {}),
         "curves": {
             reward: {name: [asdict(point) for point in points] for name, points in own.items()}
             for reward, own in curves.items()
         },
     }
-    text = markdown(study, table, spent, gains, prompts, trained)
+    text = markdown(study, table, spent, gains, prompts, trained, knobs)
     write_whole(out / "results.json", json.dumps(_numbers(results), indent=1, allow_nan=False).encode())
     write_whole(out / "results.md", text.encode())
     save_curves(out / "curves.png", curves, trained)
     for steps in study.steps:
-        console.print(_console_table(table, steps, trained, prompts, study.seeds, console.width))
+        console.print(_console_table(table, steps, trained, prompts, study.seeds, console.width, knobs))
+        knobs = []  # they are of the first number of steps
     for what in ("results.json", "results.md", "curves.png"):
         say(console, f"  {out / what}")
 
@@ -98,6 +118,7 @@ def markdown(
     gains: Mapping[str, Mapping[float, Sequence[float]]],
     prompts: int,
     trained: Sequence[str],
+    knobs: Sequence[Knob] = (),
 ) -> str:
     """The results as a page."""
     budget = ", ".join([f"{study.budget:g} {study.unit}", *(f"{own:g} for {cell}" for cell, own in study.budgets.items())])
@@ -127,9 +148,10 @@ def markdown(
     for steps in study.steps:
         at = {(line.cell, line.reward): line for line in table if line.steps == steps}
         parts.append(f"## {steps} steps: change against the base")
-        parts.append(
-            _rows(["cell", *names], [[cell, *(_cell(at[cell, name].change) for name in rewards)] for cell in study.cells])
-        )
+        changes = [[cell, *(_cell(at[cell, name].change) for name in rewards)] for cell in study.cells]
+        if knobs and steps == study.steps[0]:
+            changes.append([FREE, *_knob_cells(knobs, rewards)])
+        parts.append(_rows(["cell", *names], changes))
         first, *others = study.cells
         if others:
             parts.append(f"## {steps} steps: lead over {first}")
@@ -163,7 +185,20 @@ def _cell(interval: Interval) -> str:
     return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
 
-def _console_table(table: Sequence[Outcome], steps: int, trained: Sequence[str], prompts: int, seeds: int, width: int) -> Table:
+def _knob_cells(knobs: Sequence[Knob], rewards: Sequence[str]) -> list[str]:
+    of = {knob.reward: knob for knob in knobs}
+    return [f"{_cell(of[name].change)}, {of[name].control}" for name in rewards]
+
+
+def _console_table(
+    table: Sequence[Outcome],
+    steps: int,
+    trained: Sequence[str],
+    prompts: int,
+    seeds: int,
+    width: int,
+    knobs: Sequence[Knob] = (),
+) -> Table:
     """The table of one step count for a console of `width`."""
     out = Table(title=f"{steps} steps: change against the base, {seeds} seeds x {prompts} prompts, 95 % intervals")
     rewards = list(dict.fromkeys(line.reward for line in table))
@@ -173,13 +208,30 @@ def _console_table(table: Sequence[Outcome], steps: int, trained: Sequence[str],
     for cell in dict.fromkeys(line.cell for line in table):
         own = {line.reward: line.change for line in table if (line.cell, line.steps) == (cell, steps)}
         out.add_row(cell, *(escape(_cell(own[name])) for name in rewards))
+    if knobs:
+        out.add_row(FREE, *map(escape, _knob_cells(knobs, rewards)))
     return out
 
 
+def _read_controls(folder: Path) -> dict[str, dict[str, Scores]]:
+    """Scores [N] of an evaluation's controls, by control and reward."""
+    rows: dict[str, list[Any]] = {}
+    for row in _read_rows(folder):
+        if row["side"] == "control":
+            rows.setdefault(row["control"], []).append(row)
+    return {control: {name: values for (_, name), values in judged_scores(own).items()} for control, own in rows.items()}
+
+
 def _read_judged(folder: Path) -> Judged:
+    return judged_scores(_read_rows(folder))
+
+
+def _read_rows(folder: Path) -> list[Any]:
     path = folder / "pictures.jsonl"
     try:
-        return judged_scores([parse_json(row) for row in read_text(path).split("\n") if row])
+        rows = [parse_json(row) for row in read_text(path).split("\n") if row]
+        judged_scores(rows)  # refuses what it cannot read
+        return rows
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: is damaged ({error}); delete {folder} and the same command judges again") from None
 

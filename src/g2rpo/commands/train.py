@@ -221,7 +221,8 @@ def _run(
     stopping.message = (
         f"stopped while base and tuned were compared; all iterations are done, and {trainer.files.command} finishes"
     )
-    console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned ...")
+    knobs = ", and free knobs of the base" if trainer.evaluator.controls_on else ""
+    console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned{knobs} ...")
     table = trainer.finish()
     if world.is_main:
         show_results(trainer, table, directory, console)

@@ -243,6 +243,9 @@ class EvaluationConfig(Section):
     """None: `sampling.num_steps`."""
     rewards: RewardTable = {}
     pictures: Count = 8
+    controls: bool | Literal["auto"] = "auto"
+    """Whether free knobs of the untrained model are sampled too, on up to 64 held-out prompts, and how much a prompt's pictures
+    differ. "auto": where these take at most a tenth and a twentieth of the run's network evaluations."""
 
 
 Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_off)]
@@ -268,6 +271,8 @@ class AlarmsConfig(Section):
     """A held-out reward falls, and no trained one rises."""
     pictures: Action | None = None
     """Pictures leave the base model's range of brightness, contrast, saturation, clipping or detail."""
+    diversity: Action | None = None
+    """Pictures of one prompt differ less than half as much as the base model's."""
 
     def of(self, alarm: str) -> Action:
         """The action of `alarm`."""

@@ -3,7 +3,8 @@ scale or another solver. A gain of training counts where it exceeds the best of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from g2rpo.config.schema import Section, Steps
 from g2rpo.flow import flow_sde, ode_step, sde_kernel
+from g2rpo.monitor.metrics import Row
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
 from g2rpo.seeding import generator_for
@@ -28,6 +30,8 @@ STEPS = (2, 5)
 """Multiples of the number of steps."""
 GUIDANCE = (0.5, 1.5, 2.0, 3.0)
 """Multiples of the guidance scale of a model that is sampled with one."""
+RIGHT = "right pictures"
+"""Beside the names of rewards: the share of right pictures."""
 TAILS = {"euler": Tails(), "ab2": Tails(solver="ab2"), "dpmpp2m": Tails(solver="dpmpp2m"), "forecast": Tails(forecast=True)}
 ETA = 0.7
 """Of the stochastic solver, "sde": Flow-GRPO's noise on all steps but the last."""
@@ -108,6 +112,84 @@ class Best:
     control: str
     mean: float
     lead: Interval
+
+
+PROMPTS, FEWEST, SHARE = 64, 16, 0.1
+"""Held-out prompts of a run's controls, at most and at least, and the largest share of the run's network evaluations."""
+SPREAD_PROMPTS, SPREAD_NOISES, SPREAD_SHARE = 8, 4, 0.05
+"""Held-out prompts, and first noises of each, for the spread within a prompt, and its largest share."""
+
+
+def run_controls(num_steps: int, guidance: float | None) -> list[Control]:
+    """The default controls that a run samples: those of at most twice its steps."""
+    return [control for control in default_controls(num_steps, guidance) if (control.steps or 0) <= 2 * num_steps]
+
+
+def prompts_within(asked: bool | Literal["auto"], heldout: int, cost: int, evaluations: int) -> int:
+    """How many of the held-out prompts a run samples controls of, at `cost` network evaluations a prompt; 0: none."""
+    most = min(PROMPTS, heldout)
+    if asked == "auto":
+        most = min(most, int(SHARE * evaluations / cost))
+        return most if most >= FEWEST else 0
+    return most if asked else 0
+
+
+def against_controls(
+    controls: Mapping[str, Mapping[str, Tensor]], base: Mapping[str, Tensor], tuned: Mapping[str, Tensor]
+) -> Row:
+    """Means of scores [N] by control and by what is scored, and of each the best control beside base and tuned, as JSON."""
+    means: Row = {control: {name: _mean(values) for name, values in scores.items()} for control, scores in controls.items()}
+    best: Row = {}
+    for name, before in base.items():
+        found = best_control({control: scores[name] for control, scores in controls.items()}, tuned[name])
+        if found is not None and found.lead.count:
+            lead = {end: _finite(value) for end, value in vars(found.lead).items()}
+            sides = {"base": _mean(before), "tuned": _mean(tuned[name])}
+            best[name] = {"control": found.control, "mean": found.mean, "lead": lead, **sides}
+    return {"prompts": len(next(iter(base.values()))), "means": means, "best": best}
+
+
+def in_words(found: Sequence[Row], names: Sequence[str]) -> str:
+    """A sentence for each of `names`, on the best control of the runs that sampled any (`against_controls`)."""
+    return " ".join(_sentence(found, name) for name in names if all(name in one["best"] for one in found))
+
+
+def told(found: Mapping[str, Any], trained: Sequence[str]) -> list[str]:
+    """What a run's result is told by: right pictures, or the trained rewards."""
+    return [RIGHT] if RIGHT in found["best"] else list(trained)
+
+
+def _sentence(found: Sequence[Row], name: str) -> str:
+    best, share = [one["best"][name] for one in found], name == RIGHT
+    leads = [one["lead"]["mean"] for one in best]
+    lead = sum(leads) / len(best)
+    mean, tuned = (sum(one[side] for one in best) / len(best) for side in ("mean", "tuned"))
+    low, high = (best[0]["lead"]["low"], best[0]["lead"]["high"]) if len(best) == 1 else (min(leads), max(leads))
+    judged, ends = "no clear difference", ""
+    if low is not None and high is not None:
+        judged = "training gained more" if low > 0 else "training gained less" if high < 0 else judged
+        ends = f", {_lead(low, share)} to {_lead(high, share)}" + (f" over {len(best)} seeds" if len(best) > 1 else "")
+    knobs = f"{len(found[0]['means'])} free knobs ({' or '.join(dict.fromkeys(one['control'] for one in best))})"
+    made = f"makes {_value(mean, share)} right" if share else f"has {name} {_value(mean, share)}"
+    numbers = f"{_lead(lead, share)}{' points' if share else ''}{ends}"
+    against = f"on {found[0]['prompts']} of these prompts, the tuned model {_value(tuned, share)}"
+    return f"Without training, the best of {knobs} {made} {against}: {judged} ({numbers})."
+
+
+def _value(value: float, share: bool) -> str:
+    return f"{100 * value:.0f}\N{NO-BREAK SPACE}%" if share else f"{value:.3f}"
+
+
+def _lead(value: float, share: bool) -> str:
+    return (f"{100 * value:+.0f}" if share else f"{value:+.3f}").replace("-", "\N{MINUS SIGN}")
+
+
+def _mean(values: Tensor) -> float | None:
+    return _finite(float(values.double().nanmean()))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def best_control(controls: Mapping[str, ArrayLike], tuned: ArrayLike, seed: int = 0) -> Best | None:

@@ -171,6 +171,27 @@ class Outcome:
     """Lead over the first cell, paired by seed and prompt."""
 
 
+@dataclass(frozen=True)
+class Knob:
+    """The best free knob of the untrained model for one reward, and its change against the base, on the same noise."""
+
+    reward: str
+    control: str
+    mean: float
+    change: Interval
+
+
+def best_knobs(base: Judged, controls: Mapping[str, Mapping[str, Scores]], steps: int) -> list[Knob]:
+    """By reward the best of scores [N] by control and reward, against the base at `steps`."""
+    knobs = []
+    for (at, reward), before in base.items():
+        if at == steps:
+            best = max(controls, key=lambda control: float(np.nanmean(controls[control][reward])))
+            scores = controls[best][reward]
+            knobs.append(Knob(reward, best, float(np.nanmean(scores)), bootstrap_crossed((scores - before)[None])))
+    return knobs
+
+
 Judged = Mapping[tuple[int, str], Scores]
 """Scores by (steps, reward): [N] of the base, [S, N] of a cell."""
 

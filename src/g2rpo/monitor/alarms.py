@@ -32,6 +32,8 @@ SATURATED = math.erfc(math.sqrt(0.5))
 """The share of a normal distribution beyond one standard deviation, .317."""
 LEVEL = 0.05
 """The probability of a false alarm by falling rewards in a whole run without any change, for any number of evaluations."""
+ALIKE = 0.5
+"""The share of the base's spread within a prompt below which pictures of one prompt are too much alike."""
 CROWD, CROWD_LEVEL = 0.25, 1e-4
 
 ADVICE = {
@@ -42,6 +44,7 @@ ADVICE = {
     "hacking": "the reward is being gamed: train on the fallen reward too, lower the learning rate, add algorithm.kl_weight",
     "decline": "the model is getting worse: lower the learning rate, or stop earlier",
     "pictures": "look at samples/ for blank, noisy or oversaturated ones; lower the learning rate, add algorithm.kl_weight",
+    "diversity": "pictures of one prompt become alike: stop earlier, lower the learning rate, add algorithm.kl_weight",
 }
 
 
@@ -66,7 +69,8 @@ class Alarms:
         else:
             self.history[row["iteration"]] = scores
             pictures = picture_alarms(row, len(next(iter(scores.values()))))
-            raised = unscored(scores) | fallen_rewards(self.history, self.trained) | pictures
+            alike = diversity_alarm([other for other in self.rows if "diversity" in other])
+            raised = unscored(scores) | fallen_rewards(self.history, self.trained) | pictures | alike
         raised = {name: said for name, said in raised.items() if name not in self.off}
         if raised:
             row["alarms"] = raised
@@ -180,6 +184,16 @@ def picture_alarms(row: Row, count: int) -> dict[str, str]:
             low, high, mean = (row[f"image/{name}{end}"] for end in ("/low", "/high", ""))
             said.append(f"{name} {mean:.3g}, {row[key]:.0%} of the pictures {side} the base's {low:.3g} to {high:.3g}")
     return {"pictures": "; ".join(said)} if said else {}
+
+
+def diversity_alarm(rows: Sequence[Row]) -> dict[str, str]:
+    """Whether pictures of one prompt differ less than half as much in the last of these rows as in the first, the base's."""
+    if len(rows) < 2:
+        return {}
+    base, now = (_number(row, "diversity") for row in (rows[0], rows[-1]))
+    if not now < ALIKE * base:
+        return {}
+    return {"diversity": f"pictures of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {ALIKE:.0%} of that"}
 
 
 def crowd(count: int) -> float:

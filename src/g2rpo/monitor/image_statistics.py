@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from g2rpo.monitor.metrics import Row
 
 TAIL = 0.05
 """The base's range of a statistic excludes this share of its pictures at either end."""
+SIDE = 32
+"""Pictures are reduced to at most this height and width before they are compared with each other."""
 MARGIN = 0.01
 """The margin of the range beyond which a picture counts as outside: two or three of 255 grey levels."""
 
@@ -53,6 +57,17 @@ def _statistics(image: Tensor) -> dict[str, Tensor]:
         "clipped": ((pixels == 0) | (pixels == 1)).double().mean(),
         "detail": (luma[1:-1, 1:-1] - around).abs().mean() if around.numel() else luma.new_zeros(()),
     }
+
+
+def spread(images: Tensor) -> float:
+    """How much pictures of one prompt differ, from pictures [P, J, 3, H, W], or clips [P, J, T, 3, H, W], 8 bit or in [0, 1]:
+    the root mean square difference of pixels in [0, 1] of pictures reduced to at most 32 x 32 by averaging, mean
+    over the pairs of a prompt's J pictures, mean over prompts."""
+    side = min(SIDE, images.shape[-2]), min(SIDE, images.shape[-1])
+    scale = 255.0 if images.dtype == torch.uint8 else 1.0
+    small = torch.nn.functional.adaptive_avg_pool2d(images.cpu().double().flatten(0, -4) / scale, side)
+    rows = small.reshape(*images.shape[:2], -1)
+    return float(torch.stack([torch.pdist(row) for row in rows]).mean() / math.sqrt(rows.shape[-1]))
 
 
 def statistics_row(base: dict[str, Tensor], own: dict[str, Tensor]) -> Row:

@@ -133,6 +133,16 @@ class Run:
         """What right pictures do, with {} for their share; runs without results do not say it."""
         return (self.results or {}).get("right", {}).get("in_words", "Right on {} prompts")
 
+    def controls(self) -> list[dict[str, Any]]:
+        """The free knobs of the base model against the tuned one, in a list; an empty one if none were sampled."""
+        found = (self.newest_results or {}).get("controls")
+        return [found] if found else []
+
+    def spreads(self) -> list[tuple[float, float]]:
+        """How much pictures of one prompt differ, base and tuned, in a list; an empty one if it is not known."""
+        found = (self.newest_results or {}).get("diversity")
+        return [(found["base"], found["tuned"])] if found else []
+
     def changes(self) -> list[Change]:
         """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
         if (results := self.newest_results) is not None:
@@ -198,6 +208,11 @@ def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:
             raise ValueError("a reward's result is no number")
     if not isinstance(results.get("right", {}).get("in_words", ""), str):
         raise ValueError("what is right is no text")
+    for best in dict(results.get("controls", {}).get("best", {})).values():
+        if not all(
+            isinstance(value, int | float) for value in (best["mean"], best["tuned"], best["base"], best["lead"]["mean"])
+        ):
+            raise ValueError("a free knob's result is no number")
     if not isinstance(results["iteration"], int):
         raise ValueError("its iteration is no whole number")
     return results

@@ -22,7 +22,7 @@ from g2rpo.report.panels import cost_charts, granularity_table, health, look_cha
 from g2rpo.report.pictures import frames_of, pictures
 from g2rpo.report.seeds import Repeats, repeats
 from g2rpo.report.verdict import summary, verdict
-from g2rpo.report.words import decimals, fixed, model_name, signed, span
+from g2rpo.report.words import decimals, figures, fixed, model_name, signed, span
 from g2rpo.statistics import Z
 
 ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
@@ -56,6 +56,7 @@ def render(runs: Sequence[Run]) -> str:
         states=[states(line) for line in lines],
         facts=table_of(facts, runs),
         results=results(lines),
+        controls=[controls(run) for run in runs],
         alarms=alarms(runs, styles),
         pictures=(shown := pictures(runs)),
         marked=any(frame["right"] is not None for run in shown for frame in frames_of(run)),
@@ -174,6 +175,19 @@ def _interval(change: Change, digits: int) -> str:
     if change.seeds > 1:
         return f"({' to '.join(signed(end, digits) for end in change.interval)})"
     return f"± {Z * change.error:.{digits}f}"
+
+
+def controls(run: Run) -> dict[str, Any] | None:
+    """The table of free knobs: their means, between those of base and tuned on the same prompts."""
+    if not (found := run.controls()):
+        return None
+    best = found[0]["best"]
+    rows = [("base", {name: one["base"] for name, one in best.items()}), *found[0]["means"].items()]
+    rows.append(("tuned", {name: one["tuned"] for name, one in best.items()}))
+    cells = [
+        (label, [(figures(means.get(name)), label == one["control"]) for name, one in best.items()]) for label, means in rows
+    ]
+    return {"names": list(best), "prompts": found[0]["prompts"], "rows": cells}
 
 
 def alarms(runs: Sequence[Run], styles: Sequence[int]) -> list[dict[str, Any]]:

@@ -76,6 +76,14 @@ class Repeats:
         common = set.intersection(*({row["iteration"] for row in run.evaluations} for run in self.runs))
         return [max(common)] * len(self.runs) if len(common) > 1 else []
 
+    def controls(self) -> list[dict[str, Any]]:
+        """Of every run that sampled any."""
+        return [found for run in self.runs for found in run.controls()]
+
+    def spreads(self) -> list[tuple[float, float]]:
+        """As `Run.spreads`, of every run."""
+        return [found for run in self.runs for found in run.spreads()]
+
     def changes(self) -> list[Change]:
         """As `Run.changes`."""
         if len(self.runs) == 1:

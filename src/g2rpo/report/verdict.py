@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 
 from g2rpo.errors import counted
+from g2rpo.evaluation.controls import in_words, told
 from g2rpo.report.history import Change, Run
 from g2rpo.report.seeds import Repeats
 from g2rpo.report.words import decimals, fixed, signed
@@ -34,7 +36,31 @@ def summary(run: Run | Repeats) -> str:
         outcome = _right(right, run.right_in_words, unseen)
     else:
         outcome = "; ".join(_changed(c, unseen) for c in changes if c.trained)
-    return f"{outcome}. {_fallen(changes)} {_alarms(run)}"
+    parts = [f"{outcome}.", _controls(run), _fallen(changes), _spread(run), _alarms(run), _untried(run)]
+    return " ".join(part for part in parts if part)
+
+
+def _controls(run: Run | Repeats) -> str:
+    """How the best free knob of the untrained model compares."""
+    found = run.controls()
+    return in_words(found, told(found[0], list(run.config.rewards))) if found else ""
+
+
+def _untried(run: Run | Repeats) -> str:
+    """The command that samples free knobs, where a finished run has not."""
+    runs = run.runs if isinstance(run, Repeats) else (run,)
+    if run.controls() or not all(one.finished for one in runs):
+        return ""
+    folder = str(runs[0].directory)
+    command = shlex.join(["g2rpo", "evaluate", "--run", folder, "--controls", "--out", f"{folder}-controls"])
+    return f"No free knob of the untrained model was tried; `{command}` does."
+
+
+def _spread(run: Run | Repeats) -> str:
+    if not (spreads := run.spreads()):
+        return ""
+    base, tuned = (sum(side) / len(spreads) for side in zip(*spreads, strict=True))
+    return f"Pictures of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
 
 
 def _right(change: Change, words: str, unseen: str) -> str:

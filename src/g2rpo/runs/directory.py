@@ -40,6 +40,7 @@ MAY_CHANGE = (
     "prompts.cache",
     "trackers",
     "recipe",
+    "evaluation.controls",
     *(f"alarms.{name}" for name in AlarmsConfig.model_fields),
 )
 """Keys that a resumed run may change: nothing already computed depends on them, and later results only by rounding."""

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from g2rpo.evaluation.controls import PLAIN, RIGHT, SPREAD_NOISES, Control, against_controls
 from g2rpo.evaluation.heldout import (
     Comparison,
     Evaluation,
@@ -19,19 +22,22 @@ from g2rpo.evaluation.heldout import (
     iteration_name,
     least_scores,
     load_evaluation,
+    load_tensors,
     right_in_words,
     save_evaluation,
     save_scores,
     scores_after,
 )
 from g2rpo.monitor.alarms import judged_gain
-from g2rpo.monitor.clips import seconds_of
+from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.monitor.curves import save_curves
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
+from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
+from g2rpo.seeding import seed_for
 from g2rpo.statistics import in_proportion
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import RESULTS
@@ -41,6 +47,7 @@ from g2rpo.types import Policy, Reward
 OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
 """What became of a picture by its verdicts before and after training."""
 UNKNOWN = "have no verdict"
+CONTROLS = "scores/controls.safetensors"  # of the base model's free knobs, by control and reward
 BASELINE = "baseline.safetensors"  # the base model's evaluation: comparing with it needs no second copy of the weights
 
 
@@ -62,6 +69,14 @@ class Evaluator:
     sizes: BatchSizes
     shards: Replicated
     files: RunFiles
+    grid: Callable[[int], Tensor]
+    controls: Sequence[Control] = ()
+    controls_on: int = 0
+    """On how many of the held-out prompts `controls` are sampled."""
+    spread_on: int = 0
+    """For how many of them the spread within a prompt is."""
+    against: Row | None = None
+    """The controls against the tuned model, once they are compared."""
     baseline: Evaluation | None = None
     """The base model's evaluation, once there is one."""
     _base_look: dict[str, Tensor] = field(default_factory=dict)
@@ -76,27 +91,86 @@ class Evaluator:
 
     def evaluate(self, iteration: int, on_rows: Callable[[int], None]) -> Evaluation:
         """Held-out pictures and all their scores; `on_rows` is called after every call of the network."""
-        own, world = self.own(), self.shards.world
+        return self._evaluated(self.heldout, iteration, on_rows)
+
+    def _evaluated(
+        self,
+        prompts: Sequence[str],
+        iteration: int,
+        on_rows: Callable[[int], None],
+        control: Control = PLAIN,
+        seed: int | None = None,
+        rewards: Mapping[str, Reward] | None = None,
+        kept: Callable[[Tensor], Tensor] = reduced,
+    ) -> Evaluation:
+        """The same for some `prompts`, sampled otherwise."""
+        world = self.shards.world
+        own = world.shard_or_all(prompts)
 
         def evaluated() -> Evaluation:
             return evaluate(
                 self.policy,
                 own,
-                self.judged_by,
-                self.sigmas,
-                seed=self.seed,
+                self.judged_by if rewards is None else rewards,
+                self.grid(control.steps) if control.steps else self.sigmas,
+                seed=self.seed if seed is None else seed,
                 batch_size=self.sizes.rollout,
                 decode_batch_size=self.sizes.decode,
-                first=world.first(len(self.heldout)) if len(own) < len(self.heldout) else 0,
+                first=world.first(len(prompts)) if len(own) < len(prompts) else 0,
                 on_rows=on_rows,
+                kept=kept,
+                control=control,
             )
 
         with self.learner.averaged(), self.files.naming(iteration), self.shards.sampling():
             evaluation = self.sizes.fit(evaluated)
-        return evaluation_of_all(world, evaluation, self.heldout) if len(own) < len(self.heldout) else evaluation
+        return evaluation_of_all(world, evaluation, prompts) if len(own) < len(prompts) else evaluation
 
-    def row(self, iteration: int, evaluation: Evaluation) -> Row:
-        """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log."""
+    def spread(self, iteration: int, on_rows: Callable[[int], None]) -> float | None:
+        """How much pictures of one prompt differ (`image_statistics.spread`), on every rank; None if it is not sampled."""
+        if not self.spread_on:
+            return None
+        asked = [prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)]
+        images = self._evaluated(
+            asked, iteration, on_rows, seed=seed_for(self.seed, "spread"), rewards={"none": _unscored}
+        ).images
+        world = self.shards.world
+        found = spread_of(images.unflatten(0, (-1, SPREAD_NOISES))) if world.is_main else None
+        return float(json.loads(world.broadcast_text(json.dumps(found))))
+
+    def sample_controls(self, iteration: int, on_rows: Callable[[int], None]) -> None:
+        """Stores the scores of all `controls`; to be called while the policy is the base model."""
+        prompts = self.heldout[: self.controls_on]
+        scores: dict[str, Tensor] = {}
+        for control in self.controls:
+            found = self._evaluated(prompts, iteration, on_rows, control, kept=lambda images: images.flatten(1)[:, :1])
+            scores |= {f"{control}/{name}": values for name, values in found.scores.items()}
+            scores |= {} if found.right is None else {f"{control}/{RIGHT}": found.right}
+        if self.files.writes:
+            with self.files.written(CONTROLS) as path:
+                save_file(scores, path)
+
+    def has_controls(self) -> bool:
+        """Whether they are stored, as rank 0 sees it."""
+        stored = self.files.writes and (self.files.directory / CONTROLS).is_file()
+        return self.shards.world.total(stored)[0] > 0
+
+    def _against(self, base: Evaluation, tuned: Evaluation) -> Row | None:
+        """The stored controls against the tuned model, on the same prompts; None without any."""
+        path = self.files.directory / CONTROLS
+        if not path.is_file():
+            return None
+        controls: dict[str, dict[str, Tensor]] = {}
+        for key, values in load_tensors(path).items():
+            control, _, name = key.rpartition("/")
+            controls.setdefault(control, {})[name] = values
+        (count,) = {len(values) for scores in controls.values() for values in scores.values()}
+        sides = [one.scores | ({} if one.right is None else {RIGHT: one.right}) for one in (base, tuned)]
+        first = [{name: values[:count] for name, values in side.items()} for side in sides]
+        return against_controls(controls, *first)
+
+    def row(self, iteration: int, evaluation: Evaluation, spread: float | None = None) -> Row:
+        """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log, with the `spread`."""
         if iteration == 0:
             self.baseline = evaluation
         if self.files.writes:
@@ -114,6 +188,8 @@ class Evaluator:
         row |= {f"stderr/{name}": change.error for name, change in compare(base, evaluation).items()}
         if (right := compare_right(base, evaluation)) is not None:
             row |= {"right": right.tuned, "right_stderr": right.error}
+        if spread is not None:
+            row["diversity"] = spread
         row["judged_gain"] = judged_gain(base.scores, evaluation.scores, list(self.judges or self.rewards))
         return row | self._picture_statistics(base, evaluation)
 
@@ -138,6 +214,12 @@ class Evaluator:
             results["right"] = {**asdict(right), "least": least_scores(self.judged_by)}
             if (words := right_in_words(self.judged_by)) is not None:
                 results["right"]["in_words"] = words
+        if (against := self._against(base, tuned)) is not None:
+            self.against = results["controls"] = against
+        spreads = {row["iteration"]: row["diversity"] for row in read_metrics(self.files.directory) if "diversity" in row}
+        if spreads.keys() >= {0, iteration}:
+            found = {"base": spreads[0], "tuned": spreads[iteration]}
+            results["diversity"] = {"prompts": self.spread_on, "noises": SPREAD_NOISES, **found}
         self._save_grid(BEFORE_AFTER, {"base": base, "tuned": tuned}, "Both rows from the same noise", right)
         if rolled_back_from is not None:
             results["rolled_back_from"] = rolled_back_from
@@ -180,6 +262,10 @@ class Evaluator:
                 save_moving_grid(path, strips, prompts, note, seconds_of(self.policy, strips[0].images.shape[1]))
         with self.files.written(pictures_path(name)) as path:
             save_grid(path, strips, prompts, note)
+
+
+def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    return torch.full((len(prompts),), torch.nan)
 
 
 def chosen(right: Sequence[Tensor | None], shown: int, total: int) -> tuple[list[int], str]:

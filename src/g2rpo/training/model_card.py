@@ -14,6 +14,7 @@ from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.licences import licence_of
 from g2rpo.config.schema import Config
+from g2rpo.evaluation.controls import in_words, told
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.files import is_hub_id, write_whole
 from g2rpo.plain import parse_json, read_text
@@ -48,11 +49,12 @@ def write_card(
     edits: bool = False,
     deployed: Mapping[str, Any] | None = None,
     lora_loader: str = "load_lora_weights",
+    against: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder.
 
     `edits` says that the prompts have input pictures; `deployed` are further arguments of the pipeline's call,
-    and its `lora_loader` is what loads an adapter.
+    and its `lora_loader` is what loads an adapter; `against` are the base's free knobs (`controls.against_controls`).
     """
     folder = weights if weights.is_dir() else weights.parent
     moves = (run_dir / CLIPS).is_file()
@@ -76,6 +78,7 @@ def write_card(
                 _what(config),
                 f"![before and after]({Path(CLIPS if moves else PICTURES[0]).name})",
                 _results(config, table, prompts),
+                *([in_words([dict(against)], told(against, list(config.rewards)))] if against else []),
                 "![curves](curves.png)",
                 "## Use",
                 _block(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,16 @@ from torch import Tensor
 from g2rpo.algorithms.contracts import advantages_of, choice_of, plans_of
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.errors import Preempted
+from g2rpo.evaluation.controls import (
+    SPREAD_NOISES,
+    SPREAD_PROMPTS,
+    SPREAD_SHARE,
+    guidance_of,
+    prompts_within,
+    run_controls,
+)
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images, scores_after
+from g2rpo.evaluation.study import work
 from g2rpo.input_pictures import images_of
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
@@ -142,7 +153,31 @@ class Trainer:
             sizes=self.sizes,
             shards=self.shards,
             files=self.files,
+            grid=partial(grid_of, self.config.sampling.shift, self.policy),
+            **self._free_knobs(),
         )
+
+    def _free_knobs(self) -> dict[str, Any]:
+        """The controls of the evaluator, and on how many prompts they and the spread within a prompt are sampled."""
+        c, steps, asked = self.config, len(self.evaluated_on) - 1, self.config.evaluation.controls
+        if asked is False:
+            return {}
+        controls = run_controls(steps, guidance_of(self.policy))
+        evaluations = sum(work(c, iteration) for iteration in range(c.trainer.iterations))
+        cost = sum(control.steps or steps for control in controls)
+        looks = 1 + math.ceil(c.trainer.iterations / c.evaluation.every)
+        spread_on = min(SPREAD_PROMPTS, len(self.heldout))
+        affordable = asked is True or spread_on * SPREAD_NOISES * steps * looks <= SPREAD_SHARE * evaluations
+        return {
+            "controls": controls,
+            "controls_on": prompts_within(asked, len(self.heldout), cost, evaluations) if self.run_dir is not None else 0,
+            "spread_on": spread_on if affordable else 0,
+        }
+
+    @property
+    def _keeps_base(self) -> bool:
+        """Whether the base model is still there after training."""
+        return self.config.policy.tuning == "lora" or self.algorithm.uses_base
 
     def _persistence(self) -> Persistence:
         return Persistence(
@@ -298,8 +333,11 @@ class Trainer:
         evaluation = self.score_heldout()
         if self.iteration >= self.config.trainer.iterations:
             self.final = evaluation
+        spread = self.evaluator.spread(self.iteration, lambda rows: self._leave_if_asked())
+        if self.iteration == 0 and not self._keeps_base:
+            self._sample_controls()
         watch.lap("evaluation")
-        row = self.evaluator.row(self.iteration, evaluation)
+        row = self.evaluator.row(self.iteration, evaluation, spread)
         row["seconds"] = watch.seconds["evaluation"]
         self.early_stop.see(row, evaluation.scores)
         if (
@@ -307,6 +345,11 @@ class Trainer:
         ):  # on all ranks together: shards are gathered
             self.persistence.keep_best(self.iteration)
         return row
+
+    def _sample_controls(self) -> None:
+        """Samples free knobs of the base model, which the policy now is, unless that is done or too dear."""
+        if self.evaluator.controls_on and not self.evaluator.has_controls():
+            self.evaluator.sample_controls(self.iteration, lambda rows: self._leave_if_asked())
 
     def score_heldout(self) -> Evaluation:
         """Held-out pictures of the (averaged) weights with all scores. On a single rank, raises `Preempted` if `stopping` is
@@ -325,12 +368,16 @@ class Trainer:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid, curves and a model card."""
         weights = self.export() if self.run_dir is not None else Path()
         tuned = self.score_heldout() if self.final is None else self.final
+        if self._keeps_base:
+            with self.policy.base():
+                self._sample_controls()
         table = self.evaluator.finish(tuned, self.iteration, self.rolled_back_from)
         if self.files.writes:
             with self.files.holding(), writing(weights):
                 edits = any(images_of(prompt) for prompt in self.heldout)
                 own = {name: getattr(self.policy, name) for name in ("deployed", "lora_loader") if hasattr(self.policy, name)}
-                write_card(self.files.directory, weights, self.config, table, len(self.heldout), edits, **own)
+                card = partial(write_card, against=self.evaluator.against, **own)
+                card(self.files.directory, weights, self.config, table, len(self.heldout), edits)
         return table
 
     def export(self) -> Path:
