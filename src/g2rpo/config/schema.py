@@ -245,7 +245,7 @@ class EvaluationConfig(Section):
     pictures: Count = 8
     controls: bool | Literal["auto"] = "auto"
     """Whether free knobs of the untrained model are sampled too, on up to 64 held-out prompts, and how much a prompt's pictures
-    differ. "auto": where these take at most a tenth and a twentieth of the run's network evaluations."""
+    differ. "auto": where each takes at most a tenth of the run's network evaluations."""
 
 
 Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_off)]

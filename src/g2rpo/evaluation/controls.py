@@ -115,9 +115,10 @@ class Best:
 
 
 PROMPTS, FEWEST, SHARE = 64, 16, 0.1
-"""Held-out prompts of a run's controls, at most and at least, and the largest share of the run's network evaluations."""
-SPREAD_PROMPTS, SPREAD_NOISES, SPREAD_SHARE = 8, 4, 0.05
-"""Held-out prompts, and first noises of each, for the spread within a prompt, and its largest share."""
+"""Held-out prompts of a run's controls, at most and at least, and their largest share of the run's network evaluations; that of
+the spread within a prompt is as large."""
+SPREAD_PROMPTS, SPREAD_NOISES = 8, 4
+"""Held-out prompts, and first noises of each, for the spread within a prompt."""
 
 
 def run_controls(num_steps: int, guidance: float | None) -> list[Control]:

@@ -17,9 +17,9 @@ from g2rpo.algorithms.contracts import advantages_of, choice_of, plans_of
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.errors import Preempted
 from g2rpo.evaluation.controls import (
+    SHARE,
     SPREAD_NOISES,
     SPREAD_PROMPTS,
-    SPREAD_SHARE,
     guidance_of,
     prompts_within,
     run_controls,
@@ -167,7 +167,7 @@ class Trainer:
         cost = sum(control.steps or steps for control in controls)
         looks = 1 + math.ceil(c.trainer.iterations / c.evaluation.every)
         spread_on = min(SPREAD_PROMPTS, len(self.heldout))
-        affordable = asked is True or spread_on * SPREAD_NOISES * steps * looks <= SPREAD_SHARE * evaluations
+        affordable = asked is True or spread_on * SPREAD_NOISES * steps * looks <= SHARE * evaluations
         return {
             "controls": controls,
             "controls_on": prompts_within(asked, len(self.heldout), cost, evaluations) if self.run_dir is not None else 0,
