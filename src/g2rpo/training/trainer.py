@@ -376,8 +376,8 @@ class Trainer:
             with self.files.holding(), writing(weights):
                 edits = any(images_of(prompt) for prompt in self.heldout)
                 own = {name: getattr(self.policy, name) for name in ("deployed", "lora_loader") if hasattr(self.policy, name)}
-                card = partial(write_card, against=self.evaluator.against, **own)
-                card(self.files.directory, weights, self.config, table, len(self.heldout), edits)
+                own["against"] = self.evaluator.against
+                write_card(self.files.directory, weights, self.config, table, len(self.heldout), edits, **own)
         return table
 
     def export(self) -> Path:
