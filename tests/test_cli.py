@@ -16,6 +16,7 @@ from transformers import T5EncoderModel
 
 from g2rpo import __version__, cli
 from g2rpo.commands.push import push
+from g2rpo.commands.train import load_config
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS, title_of
 from g2rpo.config.resolve import resolve
@@ -112,6 +113,15 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
     assert all((pictures / entry["file"]).is_file() for entry in listed)
     code, _, err = g2rpo(capsys, "sample", "--run", run, "--out", pictures, "a red circle")
     assert code == 2 and "is not empty" in err
+
+
+def test_a_recipe_is_meant_before_a_folder_of_its_name(capsys, tmp_path, monkeypatch):
+    (tmp_path / "words").mkdir()
+    monkeypatch.chdir(tmp_path)
+    notes = []
+    assert load_config("words", [], notes.append).recipe == "words" and "taken for the recipe" in notes[0]
+    code, _, err = g2rpo(capsys, "compare", "./words", "--algorithms", "g2rpo")
+    assert code == 2 and "./words is a directory" in err
 
 
 OF_EACH_KIND = ("flow_grpo", "mixgrpo", "pave_grpo", "adagrpo", "diffusion_nft", "refl")

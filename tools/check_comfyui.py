@@ -69,6 +69,11 @@ _Z_IMAGE = {
     "z_image_modulation": True, "pad_tokens_multiple": 32, "ffn_dim_multiplier": 8 / 3,
 }  # fmt: skip
 
+_KREA2 = {
+    "features": 256, "tdim": 32, "txtdim": 64, "heads": 2, "kvheads": 1, "layers": 2, "txtlayers": 3, "txtheads": 2,
+    "txtkvheads": 2,
+}  # fmt: skip
+
 
 def _named(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """A converter of diffusers, which has the published names of norms; ComfyUI has renamed them."""
@@ -106,7 +111,7 @@ def cases() -> dict[str, Case]:
         ),
         "WanTransformer3DModel": Case("comfy.ldm.wan.model:WanModel", wan, "WAN21", _named("wan_transformer_to_diffusers")),
         "Krea2Transformer2DModel": Case(
-            "comfy.ldm.krea2.model:Krea2", {}, "Krea2", _named("krea2_transformer_checkpoint_to_diffusers")
+            "comfy.ldm.krea2.model:SingleStreamDiT", _KREA2, "Krea2", _named("krea2_transformer_checkpoint_to_diffusers")
         ),
     }
 

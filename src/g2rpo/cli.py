@@ -309,7 +309,9 @@ def report(
 def demo(
     run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
     model: options.Model = None,
-    weights: Annotated[Path | None, typer.Option("--weights", "--adapter", help="An adapter/ or a transformer/.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option("--weights", "--adapter", help="An adapter/, a transformer/, or a .safetensors file.")
+    ] = None,
     rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
     guidance: options.Guidance = None,
     size: options.Size = None,

@@ -382,7 +382,10 @@ def test_the_run_is_its_report_in_a_frame(run):
         (["--model", "testbed", "--token-env", "NOT_SET"], "is not set"),
         (["--model", "testbed", "--token-env", "BLANK"], "is not set"),
         (["--model", "testbed"], "cannot serve on 127.0.0.1:"),
-        (["--model", "testbed", "--weights", "/no/such"], "/no/such: is no folder; name an adapter/ or a transformer/"),
+        (
+            ["--model", "testbed", "--weights", "/no/such"],
+            "/no/such: is no folder and no .safetensors file; name an adapter/ or a transformer/",
+        ),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):

@@ -134,7 +134,7 @@ def test_settings_in_yaml_are_a_config(page):
             for entry in config.rewards.values():
                 if plugins.is_code(str(entry.options.get("target"))):
                     plugins.allow(entry.options["target"])  # as --plugin does
-            check_rewards(config.rewards)
+            check_rewards({**config.rewards, **config.evaluation.rewards})
 
 
 @page

@@ -28,7 +28,7 @@ from g2rpo.report.history import Run, read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.report.words import model_name
 from g2rpo.rollout.scoring import RewardFailed
-from g2rpo.runs.directory import read_config, weights_path
+from g2rpo.runs.directory import check_weights, read_config, weights_path
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.types import Algorithm
 
@@ -173,8 +173,8 @@ def demo(
     own = run is not None and weights is None
     if run is not None:
         weights = weights or weights_path(run)
-    if weights is not None and not weights.is_dir():
-        raise UserError(f"weights {weights}: is no folder; name an adapter/ or a transformer/ that training wrote")
+    if weights is not None:
+        check_weights(weights)
     cast.check()
     check_address(host, port)
     try:

@@ -17,7 +17,7 @@ from g2rpo.errors import UserError
 
 def encode(recipe: str, overrides: Sequence[str], console: Console) -> None:
     """Stores the embeddings of all prompts that `recipe` names, for training and for evaluation."""
-    config = load_config(recipe, overrides)
+    config = load_config(recipe, overrides, warn_on(console))
     if config.prompts.cache == "off":
         raise UserError("prompts.cache=off: there is no cache to fill")
     prompts = build_prompts(config.prompts.train, "prompts.train")

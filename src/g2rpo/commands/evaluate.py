@@ -30,7 +30,7 @@ from g2rpo.files import FileDigests, local, write_whole
 from g2rpo.input_pictures import digest_of_prompts
 from g2rpo.monitor.clips import read_clip, reduced
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
-from g2rpo.runs.directory import read_config, weights_path
+from g2rpo.runs.directory import check_weights, read_config, weights_path
 from g2rpo.runtime.folders import held, is_empty
 from g2rpo.statistics import Interval
 
@@ -173,10 +173,9 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
         "model": pipeline_identity(config.policy.path),
     }
     if config.weights is not None:
-        folder = local(config.weights)
-        if not folder.is_dir():
-            raise UserError(f"weights {folder}: is no folder; name an adapter/ or a transformer/ that training wrote")
-        contents["weights"] = FileDigests(None).of_folders(folder, [folder])
+        weights, digests = local(config.weights), FileDigests(None)
+        check_weights(weights)
+        contents["weights"] = digests.of(weights) if weights.is_file() else digests.of_folders(weights, [weights])
     return contents
 
 

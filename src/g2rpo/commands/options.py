@@ -27,7 +27,9 @@ RecipeOrFile = Annotated[str, _RECIPE]
 RecipeOrNone = Annotated[str | None, _RECIPE]
 
 Model = Annotated[str | None, typer.Option(help="A diffusers pipeline: a folder, a hub id, 'testbed' or 'words'.")]
-Weights = Annotated[Path | None, typer.Option(help="A folder of tuned weights: an adapter/ or a transformer/.")]
+Weights = Annotated[
+    Path | None, typer.Option(help="Tuned weights: an adapter/, a transformer/, or a .safetensors file of one.")
+]
 Guidance = Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")]
 Size = Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")]
 

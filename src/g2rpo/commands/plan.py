@@ -44,7 +44,8 @@ def plan(
     limits it, and overrides that fit if it does not. With `probe` None it measures if
     that is quick: on this machine, with the model on disk and small enough for its CPU.
     """
-    config = load_config(recipe, overrides)
+    notes: list[str] = []
+    config = load_config(recipe, overrides, notes.append)
     check_rewards({**config.rewards, **config.evaluation.rewards})
     components.check_sharding(config, ranks, nodes_of(ranks, ranks_per_node))
     components.check_plans(config.algorithm, config.sampling)
@@ -54,7 +55,6 @@ def plan(
         raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")
     if probe and ranks > 1:
         raise UserError(f"--probe measures one process, and --ranks {ranks} are not alone on a machine; leave one of them out")
-    notes: list[str] = []
     heldout, distinct = listed_prompts(config, notes)
 
     plans = remembering(heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node, network=network)

@@ -23,7 +23,7 @@ from g2rpo.input_pictures import check_inputs, images_of
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.runs.directory import read_config, weights_path
+from g2rpo.runs.directory import check_weights, read_config, weights_path
 from g2rpo.runtime.folders import is_empty
 
 SHOWN = 8  # pictures in the grid
@@ -67,6 +67,8 @@ def sample(
         options = options.model_copy(update=own)
     if policy is None:
         raise UserError("name a run with --run, or a pipeline with --model")
+    if weights is not None and not base:
+        check_weights(weights)
     painter = _painter(policy, None if base else weights, options.strength, prompts)
     out.mkdir(parents=True, exist_ok=True)
     shown, seconds = _write_all(painter, prompts, options, seed, out)

@@ -39,13 +39,16 @@ from g2rpo.types import Reward
 
 
 def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> Config:
-    """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the keys that an override drops."""
+    """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the keys that an override drops,
+    and if a folder has the recipe's name."""
     if recipe.endswith((".yaml", ".yml")):
         return resolve(read_yaml(Path(recipe)), overrides, recipe, notify)
     if "=" in recipe:
         raise UserError(f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it")
     if os.path.isdir(recipe):
-        raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
+        if recipe not in recipes.names():
+            raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
+        notify(f"{recipe} is taken for the recipe, not for the folder of that name here")
     return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", notify)
 
 

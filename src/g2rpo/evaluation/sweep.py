@@ -39,7 +39,7 @@ class JudgingConfig(Section):
 
     policy: PolicyConfig
     weights: str | None = None
-    """A folder of tuned weights; None evaluates the base model alone."""
+    """A folder or a .safetensors file of tuned weights; None evaluates the base model alone."""
     base: bool = True
     """Whether the base model is evaluated beside tuned weights."""
     strength: float = 1.0

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -129,17 +130,22 @@ class Tuning:
                 self.transformer.enable_adapters()
 
     def load(self, path: Path, pipeline: Any, strength: float) -> None:
-        """Loads saved weights: an adapter folder at `strength`, or the folder of a fully tuned transformer."""
-        if (path / ADAPTER).is_file():
+        """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that `save` wrote, or a single
+        .safetensors file with diffusers' names."""
+        file = path / ADAPTER if path.is_dir() else path
+        if file.is_file() and (path.is_dir() or _is_adapter(file)):
             # pipelines compare adapters with weights by name, which quantized ones lack; some pipelines have no loader
             own = is_quantized(self.transformer) or not hasattr(pipeline, "load_lora_weights")
             load = self.transformer.load_lora_adapter if own else pipeline.load_lora_weights
-            load(path, weight_name=ADAPTER, adapter_name="tuned")
+            load(file.parent, weight_name=file.name, adapter_name="tuned")
             self.scale(strength)
-        elif (path / "config.json").is_file():
+        elif file.is_file() or (path / "config.json").is_file():
             if is_quantized(self.transformer):
                 raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
-            weights = type(self.transformer).from_pretrained(path, use_safetensors=True).state_dict()
+            if file.is_file():
+                weights = _fitting(self.transformer, file)
+            else:
+                weights = type(self.transformer).from_pretrained(path, use_safetensors=True).state_dict()
             if self._keep_base and self._frozen is None:
                 self._frozen = copy.deepcopy(self.transformer)
             self._changed = True
@@ -188,6 +194,29 @@ class Tuning:
             whole = self._kind.from_config(self.transformer.config)
         whole.load_state_dict(weights, assign=True)
         return whole
+
+
+def _is_adapter(file: Path) -> bool:
+    with safe_open(file, "pt") as tensors:
+        return any("lora" in name for name in tensors.keys())  # noqa: SIM118  no mapping
+
+
+def _fitting(transformer: nn.Module, file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by the transformer's names, without a prefix that all of them have; UserError for others."""
+    tensors, own = load_file(file), {name: value.shape for name, value in transformer.state_dict().items()}
+    one = min(own)
+    prefixes = [name.removesuffix(one) for name in tensors if name.endswith(one)]
+    prefix = next((each for each in prefixes if each[-1:] == "." and all(name.startswith(each) for name in tensors)), "")
+    found = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    lacks, others = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+    differ = sorted(name for name in own.keys() & found.keys() if found[name].shape != own[name])
+    if lacks or others or differ:
+        such = ", ".join(names[0] for names in (lacks, others, differ) if names)
+        raise UserError(
+            f"{file}: is no {type(transformer).__name__} of this size in diffusers' names: {len(lacks)} of its {len(own)} "
+            f"tensors are missing, {len(others)} are unknown and {len(differ)} have another shape, such as {such}"
+        )
+    return found
 
 
 def _twin(transformer: nn.Module) -> Any:

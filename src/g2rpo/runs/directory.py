@@ -209,3 +209,10 @@ def fresh_directory(root: Path, name: str) -> Path:
         number += 1
         candidate = root / f"{stem}-{number}"
     return candidate
+
+
+def check_weights(path: Path) -> None:
+    """UserError for what cannot be tuned weights."""
+    if not path.is_dir() and not (path.is_file() and path.suffix == ".safetensors"):
+        what = "an adapter/ or a transformer/ that training wrote, or a .safetensors file of one"
+        raise UserError(f"weights {path}: is no folder and no .safetensors file; name {what}")

@@ -1,0 +1,97 @@
+"""Tuned weights in a single .safetensors file: a whole transformer, as published checkpoints are, or an adapter."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from g2rpo.build import components
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.errors import UserError
+from tests.support.commands import g2rpo
+
+SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}
+WHOLE, ADAPTER = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"
+
+
+def built(folder, tuning="frozen"):
+    return components.build_policy(PolicyConfig(path=str(folder), lora_rank=2, **SIZE), tuning=tuning, keep_base=True)
+
+
+def trained(folder, tuning, to):
+    """A policy of random tuned weights, saved in the folder `to`."""
+    policy = built(folder, tuning)
+    with torch.no_grad():
+        for number, parameter in enumerate(policy.trainable_parameters()):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    policy.save(to)
+    return policy
+
+
+@torch.no_grad()
+def velocity(policy):
+    x = policy.noise([torch.Generator().manual_seed(0)])
+    return policy.velocity(x, torch.tensor([0.5]), policy.encode(["a red circle"]))
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer.", "module.model."])
+def test_a_whole_transformer_is_read_whatever_stands_before_all_names(flux_directory, tmp_path, prefix):
+    policy = trained(flux_directory, "full", tmp_path / "transformer")
+    file = tmp_path / "released.safetensors"
+    save_file({prefix + name: value for name, value in load_file(tmp_path / "transformer" / WHOLE).items()}, file)
+    sampling = built(flux_directory)
+    base = velocity(sampling)
+    sampling.load(file)
+    torch.testing.assert_close(velocity(sampling), velocity(policy), atol=1e-6, rtol=0)
+    with sampling.base():
+        assert torch.equal(velocity(sampling), base)
+
+
+def test_an_adapter_is_read_whatever_its_file_is_called(flux_directory, tmp_path):
+    policy = trained(flux_directory, "lora", tmp_path)
+    file = (tmp_path / ADAPTER).rename(tmp_path / "mine.safetensors")
+    sampling = built(flux_directory)
+    sampling.load(file)
+    torch.testing.assert_close(velocity(sampling), velocity(policy), atol=1e-6, rtol=0)
+
+
+CHANGES = {
+    "another model": (lambda tensors: {f"x{name}": value for name, value in tensors.items()}, "are missing, .* are unknown"),
+    "a tensor missing": (lambda tensors: dict(sorted(tensors.items())[1:]), "1 of its .* tensors are missing"),
+    "one too many": (lambda tensors: {**tensors, "vae.x": torch.zeros(1)}, "1 are unknown.*vae.x"),
+    "another size": (lambda tensors: {**tensors, "x_embedder.bias": torch.zeros(7)}, "1 have another shape.*x_embedder.bias"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_does_not_fit_is_refused_and_changes_nothing(flux_directory, tmp_path, case):
+    change, message = CHANGES[case]
+    file = tmp_path / "file.safetensors"
+    save_file(change(load_file(flux_directory / "transformer" / WHOLE)), file)
+    policy = built(flux_directory)
+    before = velocity(policy)
+    with pytest.raises(UserError, match=f"is no FluxTransformer2DModel of this size.*{message}"):
+        policy.load(file)
+    assert torch.equal(velocity(policy), before)
+
+
+def test_commands_take_a_file(capsys, flux_directory, tmp_path):
+    trained(flux_directory, "full", tmp_path / "transformer")
+    file = tmp_path / "transformer" / WHOLE
+    model = ["--model", flux_directory, "--size", 32]
+    drawn = {}
+    for weights in (file, file.parent):
+        out = tmp_path / f"drawn{len(drawn)}"
+        code, _, err = g2rpo(capsys, "sample", *model, "a red circle", "--steps", 2, "--weights", weights, "--out", out)
+        assert code == 0, err
+        drawn[weights] = (out / "0000.png").read_bytes()
+    assert drawn[file] == drawn[file.parent]
+    (tmp_path / "prompts.txt").write_text("a red circle\n")
+    judged = ["evaluate", *model, "--prompts", tmp_path / "prompts.txt", "--rewards", "brightness", "--steps", 2]
+    judged += ["--weights", file, "--out", tmp_path / "judged"]
+    code, out, err = g2rpo(capsys, *judged)
+    assert code == 0 and "tuned" in out, err
+    file.write_bytes((flux_directory / "transformer" / WHOLE).read_bytes())
+    code, _, err = g2rpo(capsys, *judged)
+    assert code == 2 and "other settings" in err  # another file of this name
+    code, _, err = g2rpo(capsys, "sample", *model, "x", "--weights", tmp_path / "prompts.txt", "--out", tmp_path / "none")
+    assert code == 2 and "is no folder and no .safetensors file" in err
