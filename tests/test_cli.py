@@ -388,3 +388,27 @@ def test_a_served_reward_answers_a_remote_one(tmp_path):
         finally:
             server.terminate()
     torch.testing.assert_close(scores, images[:, 0].mean((1, 2)))
+
+
+@pytest.mark.parametrize("out", ["prompts.txt/below", "x" * 300])
+def test_a_folder_that_cannot_be_is_one_message(capsys, tmp_path, tiny_config, out):
+    (tmp_path / "prompts.txt").write_text("a red circle\n")
+    place = tmp_path / out
+    for command in (
+        ["sample", "a red circle", "--model", "testbed", "--steps", "1", "--out", place],
+        ["evaluate", "--model", "testbed", "--prompts", tmp_path / "prompts.txt", "--rewards", "brightness", "--out", place],
+        ["train", tiny_config, "--run-dir", place],
+        ["train", place / "config.yaml"],
+        ["report", place],
+        ["compare", tiny_config, "--algorithms", "g2rpo,mixgrpo", "--out", place],
+        ["testbed", "build", "--quick", "--out", place],
+    ):
+        code, _, err = g2rpo(capsys, *command)
+        assert code == 2 and "Traceback" not in err and len(err) < 2000, command
+
+
+def test_a_negative_seed_is_refused(capsys, tmp_path):
+    code, _, err = g2rpo(
+        capsys, "evaluate", "--model", "testbed", "--rewards", "brightness", "--seed", "-1", "--out", tmp_path / "e"
+    )
+    assert code == 2 and "seed" in err and "greater than or equal to 0" in err

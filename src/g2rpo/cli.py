@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -20,7 +22,7 @@ from rich.text import Text
 
 from g2rpo import __version__
 from g2rpo.commands import options
-from g2rpo.commands.stopping import stoppable
+from g2rpo.commands.stopping import Stopping, stoppable
 from g2rpo.errors import Interrupted, Stopped, UserError, out_of_memory
 
 app = typer.Typer(
@@ -33,6 +35,10 @@ testbed_app = typer.Typer(no_args_is_help=True, help="The embedded world: a tiny
 app.add_typer(testbed_app, name="testbed")
 command_of = cache(typer.main.get_command)  # reading the parameters of all commands takes 18 ms
 console = Console(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
+
+
+UNUSABLE = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EROFS)
+"""What the name of a file or folder may lead to."""
 
 
 class Task(StrEnum):
@@ -438,9 +444,15 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a locale without UTF-8 cannot show must not end a run
     try:
-        command_of(app)(plugins_first(sys.argv[1:] if arguments is None else arguments))
+        with Stopping("stopped by SIGTERM").handling(signal.SIGTERM):  # commands that can go on later say so themselves
+            command_of(app)(plugins_first(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
         _tell(str(error), "bold red")
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in UNUSABLE or error.filename is None:
+            raise
+        _tell(f"{str(error.filename)[:300]}: cannot be used ({error.strerror}); name another file or folder", "bold red")
         sys.exit(2)
     except (Stopped, Interrupted) as stop:
         _tell(str(stop), "bold yellow")

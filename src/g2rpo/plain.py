@@ -107,7 +107,11 @@ def refuse_hub_kernels(config: Any, place: str) -> None:
             raise ValueError(f"{place} has {key}={value!r:.80}, which could be code from the hub; take it out of the file")
 
 
-def read_text(path: Path, largest: int | None = None) -> str:
+LARGEST = 2**28
+"""Bytes of the largest file that is read; logs, which grow, may be four times as large."""
+
+
+def read_text(path: Path, largest: int = LARGEST) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises ValueError (not OSError) if it cannot be read."""
     return _decoded(_read(path, largest))
 
@@ -116,7 +120,7 @@ def read_json_lines(path: Path, check: Callable[[Any], T]) -> list[T]:
     """The JSON values of a log, one per line, passed through `check`; an incomplete last line is left out. ValueError names a
     damaged line; `check` raises ValueError or TypeError for a wrong one.
     """
-    *lines, _ = _read(path).split(b"\n")
+    *lines, _ = _read(path, 4 * LARGEST).split(b"\n")
     values = []
     for number, line in enumerate(lines, 1):
         try:
@@ -126,13 +130,13 @@ def read_json_lines(path: Path, check: Callable[[Any], T]) -> list[T]:
     return values
 
 
-def _read(path: Path, largest: int | None = None) -> bytes:
+def _read(path: Path, largest: int) -> bytes:
     """Reads regular files only: a pipe may never end."""
     try:
         state = path.stat()
         if not stat.S_ISREG(state.st_mode):
             raise ValueError("cannot be read (it is no regular file)")
-        if largest is not None and state.st_size > largest:
+        if state.st_size > largest:
             raise ValueError(f"is {state.st_size} bytes large; at most {largest} are read")
         return path.read_bytes()
     except OSError as error:

@@ -1,13 +1,16 @@
 """Pipelines that cannot be trained are refused by their small files, in one message; distilled ones get a caution."""
 
 import json
+import shutil
 
 import pytest
 
 from g2rpo.build import components, pipeline_check
 from g2rpo.config.schema import PolicyConfig
+from g2rpo.cost import blueprint
 from g2rpo.data import Prompt
 from g2rpo.errors import UserError
+from tests.support.commands import g2rpo, write_tiny
 
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 
@@ -96,3 +99,41 @@ def test_distilled_models_get_one_caution(tmp_path, name, index, cautioned):
 def test_prompts_without_the_pictures_that_a_model_needs_are_named(tmp_path, kind, images, message):
     with pytest.raises(UserError, match=message):
         components.check_prompts(folder_of(tmp_path, kind), [Prompt("make it red", images)])
+
+
+WRONG = {
+    "layers in a list": ("transformer", {"num_layers": [1, 2]}),
+    "negative heads": ("transformer", {"attention_head_dim": -1}),
+    "letters for channels": ("vae", {"latent_channels": "x"}),
+    "no dtype": ("text_encoder", {"dtype": "x"}),
+    "a million layers": ("text_encoder_2", {"num_layers": 1_000_000}),
+    "no scale": ("vae", {"scaling_factor": None}),
+    "negative shift": ("scheduler", {"shift": -1}),
+    "shift that is no number": ("scheduler", {"shift": float("nan")}),
+    "an empty part": ("", {"transformer": [None, None]}),
+    "another class": ("", {"_class_name": "WanPipeline"}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values_of_config_files_are_one_message_of_plan_and_of_a_run(flux_directory, tmp_path, capsys, case):
+    part, changes = WRONG[case]
+    folder = shutil.copytree(flux_directory, tmp_path / "pipeline")
+    (file,) = (folder / part).glob("*index.json" if not part else "*config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    config = write_tiny(tmp_path, folder)
+    for command in (["plan", config, "--no-probe"], ["train", config, "--run-dir", tmp_path / "run"]):
+        code, _, err = g2rpo(capsys, *command)
+        assert code == 2 and "policy.path" in err and "Traceback" not in err, command
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_builds_an_encoder_that_diffusers_adds_to_transformers():
+    """PRX's T5Gemma encoder, whose config file is of an encoder and a decoder."""
+    from transformers import T5GemmaConfig
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32}
+    blueprint._registered("PRXPipeline")
+    built = blueprint.on_meta(("transformers:T5GemmaEncoder", T5GemmaConfig(encoder=small, decoder=small).to_dict()))
+    assert len(built.layers) == 1 and all(weight.is_meta for weight in built.parameters())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from g2rpo import plugins
 from g2rpo.cli import main
 from g2rpo.commands.jobs import Job, Workers, locked
 from g2rpo.commands.stopping import EXIT_CODES, Stopping, stoppable
-from g2rpo.errors import Interrupted, Preempted, Stopped
+from g2rpo.errors import Interrupted, Preempted, Stopped, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import load_function
 from g2rpo.runtime.folders import held
@@ -253,3 +254,49 @@ def test_signals_are_handled_as_before_when_a_command_has_ended():
     with pytest.raises(Interrupted, match="here") as stop, stoppable("here"):
         os.kill(os.getpid(), SIGTERM)
     assert stop.value.exit_code == 75 and [signal.getsignal(number) for number in EXIT_CODES] == before
+
+
+def swallowing():
+    """As an import may: the signal's exception is caught, and at best comes back as another one."""
+    with suppress(BaseException):
+        os.kill(os.getpid(), SIGTERM)
+
+
+def failing():
+    swallowing()
+    raise UserError("the pipeline cannot be loaded")
+
+
+@pytest.mark.parametrize("code", [swallowing, failing])
+def test_a_signal_that_a_library_swallows_is_honoured(code):
+    with pytest.raises(Interrupted, match="here") as stop, stoppable("here"):
+        code()
+    assert stop.value.exit_code == 75
+    with pytest.raises(Interrupted), stoppable("here") as stopping:
+        goes_on(stopping)
+
+
+def goes_on(stopping):
+    swallowing()
+    with stopping.after(lambda: None):
+        pytest.fail("training has begun")
+
+
+COMMANDS = {
+    "report": ("g2rpo.commands.report.report", ["run"]),
+    "export": ("g2rpo.commands.export.export", ["run", "--format", "merged"]),
+    "plan": ("g2rpo.commands.plan.plan", ["words"]),
+    "encode": ("g2rpo.commands.encode.encode", ["words"]),
+    "sample": ("g2rpo.commands.sample.sample", ["a red circle", "--model", "testbed"]),
+    "demo": ("g2rpo.commands.demo.demo", ["--model", "testbed"]),
+    "serve-reward": ("g2rpo.commands.serve.serve_reward", ["brightness"]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_ends_on_sigterm_with_one_line(command, monkeypatch, capsys):
+    target, arguments = COMMANDS[command]
+    monkeypatch.setattr(target, lambda *given, **more: os.kill(os.getpid(), SIGTERM))
+    before = signal.getsignal(SIGTERM)
+    code, _, err = g2rpo(capsys, command, *arguments)
+    assert (code, err) == (75, "g2rpo: stopped by SIGTERM\n") and signal.getsignal(SIGTERM) is before

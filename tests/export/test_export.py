@@ -297,3 +297,23 @@ def test_another_base_than_the_trained_one_is_refused(folders, tmp_path):
     out.mkdir()
     with pytest.raises(UserError, match="is another model than the one that was trained; it has no"):
         merge(final(run, read_config(run)), folders["sd3"] / "transformer", out)
+
+
+HEADER = "lora_adapter_metadata"
+ODD = {
+    "a header that is a list": ({}, "[]", "should be an object"),
+    "rank 0": ({}, json.dumps({"transformer.r": 0, "transformer.lora_alpha": 4}), "numbers above 0"),
+    "no JSON": ({}, "{", "cannot be read"),
+    "other ranks": ({"lora_A": torch.zeros(3, 4)}, "{}", "of one rank"),
+    "a number": ({"lora_A": torch.tensor(1.0)}, "{}", "of one rank"),
+    "NaN": ({"lora_B": torch.full((4, 2), torch.nan)}, "{}", "not finite"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_an_odd_adapter_is_refused(tmp_path, case):
+    changes, header, message = ODD[case]
+    pair = {"lora_A": torch.ones(2, 4), "lora_B": torch.ones(4, 2), **changes}
+    save_file({f"transformer.x.{name}.weight": value for name, value in pair.items()}, tmp_path / ADAPTER, {HEADER: header})
+    with pytest.raises(UserError, match=message):
+        read_adapter(tmp_path / ADAPTER)

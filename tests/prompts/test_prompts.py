@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from g2rpo.errors import UserError
+from g2rpo.plain import LARGEST
 from g2rpo.prompts.order import PromptOrder
-from g2rpo.prompts.sources import read_prompts
+from g2rpo.prompts.sources import LONGEST, read_prompts
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import RewardServer
 from g2rpo.types import Prompt
@@ -187,3 +188,24 @@ def test_metadata_goes_over_the_wire():
         assert RemoteReward(server.address)(torch.rand(2, 3, 8, 8), prompts).tolist() == [1.0, 2.0]
         server.shutdown()
         thread.join()
+
+
+def test_a_prompt_and_a_file_have_a_largest_size(tmp_path):
+    (path := tmp_path / "prompts.txt").write_text("a red circle\n" + "x" * (LONGEST + 1))
+    with pytest.raises(UserError, match=rf"line 2: has {LONGEST + 1} characters; a prompt may have {LONGEST}"):
+        read_prompts(path)
+    with path.open("wb") as file:
+        file.truncate(LARGEST + 1)  # takes no room
+    with pytest.raises(UserError, match=f"at most {LARGEST} are read"):
+        read_prompts(path)
+
+
+def test_half_of_a_pair_in_metadata_is_refused(tmp_path):
+    for record in (
+        {"prompt": "a", "text": "\ud800"},
+        {"prompt": "a", "metadata": {"\udfff": 1}},
+        {"prompt": "a", "image": "\ud800"},
+    ):
+        (path := tmp_path / "prompts.jsonl").write_text(json.dumps(record))
+        with pytest.raises(UserError, match="line 1: "):
+            read_prompts(path)

@@ -121,3 +121,10 @@ def test_a_folder_of_checkpoints_that_is_a_file_ends_with_a_message(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(Stopped, match="cannot be written"):
         save(tmp_path / "checkpoints", 1)
+
+
+def test_weights_that_are_no_numbers_are_not_taken_whatever_the_digests_say(tmp_path):
+    save(tmp_path, 1)
+    save_checkpoint(tmp_path, 2, {"weights": [torch.tensor([1.0, torch.nan])]}, {}, 2)
+    (iteration, _, _), complaints = latest_checkpoint(tmp_path)
+    assert iteration == 1 and "not finite" in complaints[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,8 @@ from g2rpo.errors import UserError
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.tuning import check_lora
 
+MOST_LAYERS = 1000
+"""More than any model has."""
 OPTIONAL = ("text_encoder_3",)
 """Text encoders that a pipeline may lack: T5 of Stable Diffusion 3."""
 FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", re.IGNORECASE)
@@ -19,9 +23,13 @@ FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", 
 
 
 def check_files(name: str, folder: str) -> None:
-    """UserError for a pipeline without a text encoder that it needs, with two transformers, or without flow matching."""
+    """UserError for a pipeline without a part that it needs, with two transformers, without flow matching, or with numbers in
+    its config files that no model has. Plans, training and sampling begin with it."""
     index = _read(folder, "model_index.json")
     for part in parts_in(index):
+        if part in ("transformer", "vae") and index[part] == [None, None]:
+            raise UserError(f"policy.path={name}: its model_index.json leaves {part} empty; download the whole pipeline")
+        _check_layers(name, f"{part}/config.json", _read(folder, f"{part}/config.json"))
         lies = index[part] != [None, None] and ((Path(folder) / part).is_dir() or not Path(folder).is_dir())
         if part.startswith("text_encoder") and part not in OPTIONAL and not lies:
             raise UserError(f"policy.path={name}: has no {part}, which encodes prompts; download the whole pipeline")
@@ -31,6 +39,8 @@ def check_files(name: str, folder: str) -> None:
             "part of the steps is not supported; take Wan2.1 or Wan2.2-TI2V-5B"
         )
     scheduler = _read(folder, "scheduler/scheduler_config.json")
+    _check_numbers(name, "scheduler/scheduler_config.json", scheduler, "shift", "num_train_timesteps")
+    _check_numbers(name, "vae/config.json", _read(folder, "vae/config.json"), "scaling_factor")
     if scheduler and not is_flow(scheduler):
         kind, predicts = scheduler.get("_class_name"), scheduler.get("prediction_type", "epsilon")
         raise UserError(
@@ -47,6 +57,23 @@ def check_adapters(folder: str) -> None:
     kind = getattr(diffusers, str(name), None) if library == "diffusers" else None
     if isinstance(kind, type):
         check_lora(kind)
+
+
+def _check_numbers(name: str, file: str, config: Mapping[str, Any], *keys: str) -> None:
+    """Refuses values of `keys` that are there and are no positive numbers."""
+    for key in keys:
+        value = config.get(key, 1)
+        if not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise UserError(f"policy.path={name}: its {file} has {key}={json.dumps(value)[:80]}; it should be a number above 0")
+
+
+def _check_layers(name: str, file: str, config: Mapping[str, Any]) -> None:
+    """Refuses a number of layers that would take minutes to build, before any message."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_layers(name, file, value)
+        elif str(key).endswith("layers") and isinstance(value, int) and value > MOST_LAYERS:
+            raise UserError(f"policy.path={name}: its {file} has {key}={value}; at most {MOST_LAYERS} are built")
 
 
 def parts_in(index: Mapping[str, Any]) -> list[str]:

@@ -205,7 +205,8 @@ def demo(
         (stop or threading.Event()).wait()
     except KeyboardInterrupt:
         say("stopped")
-    page.close(verbose=False)
+    finally:
+        page.close(verbose=False)
 
 
 def _heldout(cast: Cast, say: Say) -> Sequence[str]:

@@ -16,7 +16,7 @@ def token_for(host: str, variable: str | None) -> str | None:
     try:
         token = token_from(variable)
     except ValueError as error:
-        raise UserError(f"--token-env {variable}: {error}") from None
+        raise UserError(f"--token-env {error}") from None
     if not token and not is_loopback(host):
         raise UserError(f"serving on {host} without a token would let anyone use this machine; name one with --token-env")
     return token

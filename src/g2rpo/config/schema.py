@@ -230,7 +230,7 @@ class TrainerConfig(Section):
     """The run stops after this many consecutive iterations in which a reward gave no score at all."""
     max_skipped: Count = 10
     """The run stops after this many consecutive updates with a non-finite gradient (none is applied)."""
-    seed: int = 42
+    seed: Annotated[int, Field(ge=0)] = 42
 
 
 class EvaluationConfig(Section):

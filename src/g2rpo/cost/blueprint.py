@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from g2rpo.build import components, pipeline_check
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.cost import published
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, loading
 from g2rpo.plain import parse_json, read_text, refuse_hub_kernels
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes, thin
 
@@ -95,43 +95,53 @@ def on_meta(part: Part) -> nn.Module:
         )
     kind: Any = getattr(importlib.import_module(library), name, None)
     if nn.Module not in getattr(kind, "__mro__", ()):
-        raise UserError(f"policy.path: its model_index.json names {library}'s {name}, which is no model")
+        raise UserError(f"policy.path: its model_index.json names {name}, which is no model of the {library} installed here")
     try:
         refuse_hub_kernels(config, f"the config.json of its {name}")
     except ValueError as error:
         raise UserError(f"policy.path: {error}") from None
-    with torch.device("meta"), Uninitialised():
-        return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
+    with loading(f"policy.path: its config files describe no {name}"), torch.device("meta"), Uninitialised():
+        if library == "diffusers":
+            return kind.from_config(config)
+        whole = kind.config_class.from_dict(config)
+        return kind(getattr(whole, "encoder", whole) if name.endswith("Encoder") else whole)  # T5Gemma's is of both halves
 
 
 def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> PipelinePolicy:
     """The policy that a run of `config` would build, on the meta device. UserError for a size or option it refuses."""
+    _registered(blueprint.kind)
     return _built(blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()})
 
 
 def build_shallow(blueprint: Blueprint, config: PolicyConfig, whole: bool = False) -> tuple[PipelinePolicy, list[int]]:
     """The same without text encoders and with two blocks of every kind (`whole`: all), and how many blocks each of these stands
     for."""
+    _registered(blueprint.kind)
     modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
     times = [] if whole else thin(modules["transformer"])
     return _built(blueprint, config, modules), times
 
 
+def _registered(kind: str) -> Any:
+    """A pipeline's class; its import adds to transformers what diffusers has of its own (PRX's text encoder)."""
+    import diffusers
+
+    return getattr(diffusers, kind)
+
+
 def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.Module]) -> PipelinePolicy:
     import diffusers
 
-    pipeline_class = getattr(diffusers, blueprint.kind)
+    pipeline_class = _registered(blueprint.kind)
     parameters = inspect.signature(pipeline_class).parameters.values()
     absent = {each.name: None for each in parameters if each.default is inspect.Parameter.empty}  # tokenizers, and the like
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipeline = pipeline_class(**{**absent, **blueprint.options, **modules, "scheduler": scheduler})
+    with loading(f"policy.path={config.path}: its parts make no {blueprint.kind}"):
+        pipeline = pipeline_class(**{**absent, **blueprint.options, **modules, "scheduler": scheduler})
     config = config.model_copy(update={"attention": "auto", "compile": False})  # no kernel runs here
     policy, options = components.policy_options(config, blueprint.kind, device="meta")
-    try:
-        with Uninitialised():
-            return policy(pipeline, **options)
-    except ValueError as error:
-        raise UserError(f"policy.path={config.path}: {error}") from error
+    with loading(f"policy.path={config.path}"), Uninitialised():
+        return policy(pipeline, **options)
 
 
 def shapes_of(policy: PipelinePolicy, blueprint: Blueprint) -> Shapes:

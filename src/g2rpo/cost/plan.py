@@ -22,7 +22,7 @@ from g2rpo.cost.network import NETWORK, Layout, Limit, Traffic, limit_of, nodes_
 from g2rpo.cost.rewards import RewardCost, cost_of_reward
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
 from g2rpo.cost.trace import WorkingSets, working_sets
-from g2rpo.errors import UserError
+from g2rpo.errors import UserError, loading
 from g2rpo.policies.pipelines import PipelinePolicy, Shapes
 from g2rpo.policies.quantized import weights_of
 from g2rpo.runtime.distributed import World
@@ -146,10 +146,11 @@ def make_plan(
     counts = count(config, heldout)
     blueprint = read_blueprint(config.policy)
     alike = [it for it in known if (it.blueprint, it.config.policy) == (blueprint, config.policy)]
-    policy = alike[0].policy if alike else build_on_meta(blueprint, config.policy)
     same = [it.traced for it in alike if _calls(it.config, it.counts, it.cuda) == _calls(config, counts, cuda)]
-    traced = same[0] if same else working_sets(blueprint, config, counts, like_cuda=cuda)
-    shapes = shapes_of(policy, blueprint)
+    with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):
+        policy = alike[0].policy if alike else build_on_meta(blueprint, config.policy)
+        traced = same[0] if same else working_sets(blueprint, config, counts, like_cuda=cuda)
+        shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1
     reward_costs = {name: cost_of_reward(entry, device, length) for name, entry in table.items()}

@@ -144,8 +144,8 @@ def shallow_policy(blueprint: Blueprint, config: Config, whole: bool = False) ->
             yield policy, times
         except DataDependentOutputException:
             raise UserError(
-                f"policy.path={config.policy.path}: cannot be planned: the call of a {blueprint.kind} reads values of tensors (a time, "
-                "the length of a mask), and a plan has shapes alone; training does not need that"
+                f"policy.path={config.policy.path}: cannot be planned: the call of a {blueprint.kind} reads values of tensors "
+                "(a time, the length of a mask), and a plan has shapes alone; training does not need that"
             ) from None
 
 

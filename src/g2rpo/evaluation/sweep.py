@@ -52,7 +52,7 @@ class JudgingConfig(Section):
     rewards: Annotated[RewardTable, Field(min_length=1)]
     steps: Annotated[list[Steps], Field(min_length=1)]
     shift: Shift = "model"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     batch_size: Count = 16
     controls: list[Control] = Field(default_factory=list)
     """Free knobs of the base model, sampled beside it with the smallest of `steps` or their own."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -43,6 +45,27 @@ class Adapter:
         add_metadata(path, {"format": "pt", **self.metadata})
 
 
+def _scale(config: Any) -> float:
+    """alpha / rank, 1 but for what earlier versions saved; ValueError for another header than diffusers writes."""
+    if not isinstance(config, dict):
+        raise ValueError(f"its {CONFIG} should be an object, is {config!r:.80}")
+    alpha = config.get(ALPHA, 1)
+    rank = config.get(RANK, alpha)
+    if not all(isinstance(each, int | float) and 0 < each < math.inf for each in (alpha, rank)):
+        raise ValueError(f"its {CONFIG} should have numbers above 0 as {RANK} and {ALPHA}, has {rank!r:.40} and {alpha!r:.40}")
+    return alpha / rank
+
+
+def _check_factors(place: str, down: Tensor, up: Tensor) -> None:
+    """UserError if the two are no factors [rank, in, ...] and [out, rank, ...] of one matrix, or not finite."""
+    if min(down.ndim, up.ndim) < 2 or down.shape[0] != up.shape[1]:
+        raise UserError(
+            f"{place}: should be matrices [rank, in] and [out, rank] of one rank, is {list(down.shape)} and {list(up.shape)}"
+        )
+    if not (down.isfinite().all() and up.isfinite().all()):
+        raise UserError(f"{place}: has values that are not finite (NaN or infinity)")
+
+
 def read_adapter(path: Path) -> Adapter:
     """The adapter in a file that diffusers saved; UserError for one that is no LoRA of a transformer."""
     with loading(f"{path}: cannot be read"):
@@ -50,10 +73,12 @@ def read_adapter(path: Path) -> Adapter:
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata() or {})
         config = json.loads(metadata.get(CONFIG, "{}"))
+        scale = _scale(config)
     modules = sorted({name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)})
     if not modules or tensors.keys() != {module + end for module in modules for end in (DOWN, UP)}:
         raise UserError(f"{path}: holds other tensors than a LoRA's, {DOWN[1:]} and {UP[1:]} of each module")
-    scale = config.get(ALPHA, 1) / config.get(RANK, config.get(ALPHA, 1))  # 1, but for what earlier versions saved
+    for module in modules:
+        _check_factors(f"{path}: {module}", tensors[module + DOWN], tensors[module + UP])
     layers = {m.removeprefix(PREFIX): (tensors[m + DOWN].float(), tensors[m + UP].float() * scale) for m in modules}
     folded = {CONFIG: json.dumps({**config, ALPHA: config[RANK]}, indent=2, sort_keys=True)} if RANK in config else {}
     return Adapter(layers, {**metadata, **folded})

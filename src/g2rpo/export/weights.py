@@ -146,7 +146,10 @@ def class_of(transformer: Path) -> str:
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a model's folder, read from disk when they are used."""
     with loading(f"{folder}: cannot be read"):
-        return {name: value for path in files_of(folder) for name, value in load_file(path).items()}
+        tensors = {name: value for path in files_of(folder) for name, value in load_file(path).items()}
+    if wrong := [name for name, value in tensors.items() if not value.isfinite().all()]:
+        raise UserError(f"{folder}: {wrong[0]} has values that are not finite (NaN or infinity)")
+    return tensors
 
 
 def files_of(folder: Path) -> list[Path]:

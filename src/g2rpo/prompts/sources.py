@@ -21,6 +21,10 @@ STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" 
 """Prompts that come with the package: 200 to begin with, of many kinds, and 64 others to judge on."""
 
 
+LONGEST, MOST_PROMPTS = 2**15, 5_000_000
+"""Characters of a prompt, of which encoders see a few thousand at most, and rows of a table."""
+
+
 def read_prompts(source: str | Path) -> list[Prompt]:
     """The prompts of a source, in its order; `UserError` names an unusable source and the reason.
 
@@ -80,6 +84,8 @@ def _from_parquet(path: Path, column: str) -> list[Prompt]:
             if column not in file.schema_arrow.names:
                 raise UserError(_no_column(f"prompt file {path}", column, file.schema_arrow.names))
             kept = [field.name for field in file.schema_arrow if not _is_binary(str(field.type))]
+            if file.metadata.num_rows > MOST_PROMPTS:
+                raise UserError(f"prompt file {path}: has {file.metadata.num_rows} rows; at most {MOST_PROMPTS} are read")
             records = file.read(columns=kept).to_pylist()
     except (OSError, ValueError, ArrowException) as error:
         raise UserError(f"prompt file {path}: cannot be read as parquet ({error})") from None
@@ -122,6 +128,8 @@ def _usable(
         value = record.get(column)
         if not isinstance(value, str) or not value.strip():
             raise UserError(f"{source}, {unit} {number}: should be a prompt, is {value!r:.80}")
+        if len(value) > LONGEST:
+            raise UserError(f"{source}, {unit} {number}: has {len(value)} characters; a prompt may have {LONGEST}")
         if not is_text(value):
             raise UserError(f"{source}, {unit} {number}: has a character that no text may have (NUL, or half of a pair)")
     if not records:
@@ -132,15 +140,18 @@ def _usable(
 def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | None) -> Prompt:
     images = record.get("images", record.get("image")) or []
     images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+    if not isinstance(images, list) or not all(isinstance(image, str) and is_text(image) for image in images):
         raise UserError(f"{place}: images should be paths of pictures, are {images!r:.80}")
     named = record.get("metadata") or {}
     if not isinstance(named, Mapping):
         raise UserError(f"{place}: metadata should be an object, is {named!r:.80}")
     rest = {key: value for key, value in record.items() if key not in (column, "images", "image", "metadata")}
+    metadata = {**rest, **named}
+    if not is_text(json.dumps(metadata, ensure_ascii=False, default=str)):
+        raise UserError(f"{place}: its metadata has half of a pair of characters, which no text may have")
     paths = [_picture(image, place, beside) for image in images]
     check_files(paths, place)
-    return Prompt(record[column].strip(), paths, {**rest, **named})
+    return Prompt(record[column].strip(), paths, metadata)
 
 
 def _picture(image: str, place: str, beside: Path | None) -> str:

@@ -126,12 +126,13 @@ def facts(run: Run) -> dict[str, str]:
         "Seed": str(c.trainer.seed),
     }
     if run.starts:
-        first, last = run.starts[0], run.starts[-1]
+        unknown = {**dict.fromkeys(("time", "g2rpo", "torch", "python", "device"), "unknown"), "commit": None}
+        first, last = ({**unknown, **start} for start in (run.starts[0], run.starts[-1]))
         resumed = (
             f", resumed {len(run.starts) - 1} times" if len(run.starts) > 2 else ", resumed once" if len(run.starts) > 1 else ""
         )
         told |= {
-            "Started": first["time"].replace("T", " ").replace("+00:00", " UTC") + resumed,
+            "Started": str(first["time"]).replace("T", " ").replace("+00:00", " UTC") + resumed,
             "Software": f"g2rpo {last['g2rpo']}, torch {last['torch']}, Python {last['python']}",
             "Device": last["device"],
         }

@@ -86,15 +86,16 @@ def _fault(url: Any) -> str | None:
 def token_from(variable: str | None) -> str | None:
     """The secret in the environment variable `variable`, without white space around it.
 
-    ValueError, which does not repeat it, if it is named but not set, or could not stand in a header.
+    ValueError if it is named but not set, or could not stand in a header. It repeats neither the secret nor `variable`, which
+    may be the secret itself, given by mistake.
     """
     if variable is None:
         return None
     value = os.environ.get(variable, "").strip()
     if not value:
-        raise ValueError(f"the environment variable {variable} should hold a token, but it is not set, or blank")
+        raise ValueError("names an environment variable that is not set, or blank; give the variable's name, not the token")
     if not (value.isascii() and value.isprintable()):
-        raise ValueError(f"the environment variable {variable} holds more than printable ASCII; a token has nothing else")
+        raise ValueError("names an environment variable with more than printable ASCII; a token has nothing else")
     return value
 
 

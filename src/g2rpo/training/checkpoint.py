@@ -100,6 +100,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
             if name.endswith(".safetensors"):
                 stored = load_file(path / name)
                 tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
+                if not all(value.isfinite().all() for value in stored.values()):
+                    raise ValueError(f"{name} has values that are not finite")
         return iteration, tensors, torch.load(path / "state.pt", map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # neither library documents which
         reason = str(error).splitlines()[0] if str(error) else ""
