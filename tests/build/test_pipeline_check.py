@@ -135,5 +135,6 @@ def test_a_plan_builds_an_encoder_that_diffusers_adds_to_transformers():
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32}
     blueprint._registered("PRXPipeline")
-    built = blueprint.on_meta(("transformers:T5GemmaEncoder", T5GemmaConfig(encoder=small, decoder=small).to_dict()))
+    stored = json.loads(T5GemmaConfig(encoder=small, decoder=small).to_json_string(use_diff=False))
+    built = blueprint.on_meta(("transformers:T5GemmaEncoder", stored))
     assert len(built.layers) == 1 and all(weight.is_meta for weight in built.parameters())
