@@ -128,13 +128,6 @@ def test_wrong_values_of_config_files_are_one_message_of_plan_and_of_a_run(flux_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_builds_an_encoder_that_diffusers_adds_to_transformers():
-    """PRX's T5Gemma encoder, whose config file is of an encoder and a decoder."""
-    from transformers import T5GemmaConfig
-
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    small |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32}
-    blueprint._registered("PRXPipeline")
-    stored = json.loads(T5GemmaConfig(encoder=small, decoder=small).to_json_string(use_diff=False))
-    built = blueprint.on_meta(("transformers:T5GemmaEncoder", stored))
-    assert len(built.layers) == 1 and all(weight.is_meta for weight in built.parameters())
+def test_a_plan_names_a_part_that_this_transformers_lacks():
+    with pytest.raises(UserError, match="names NoSuchEncoder, which is no model of the transformers installed here"):
+        blueprint.on_meta(("transformers:NoSuchEncoder", {}))

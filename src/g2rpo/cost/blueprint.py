@@ -101,38 +101,26 @@ def on_meta(part: Part) -> nn.Module:
     except ValueError as error:
         raise UserError(f"policy.path: {error}") from None
     with loading(f"policy.path: its config files describe no {name}"), torch.device("meta"), Uninitialised():
-        if library == "diffusers":
-            return kind.from_config(config)
-        whole = kind.config_class.from_dict(config)
-        return kind(getattr(whole, "encoder", whole) if name.endswith("Encoder") else whole)  # T5Gemma's is of both halves
+        return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
 
 
 def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> PipelinePolicy:
     """The policy that a run of `config` would build, on the meta device. UserError for a size or option it refuses."""
-    _registered(blueprint.kind)
     return _built(blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()})
 
 
 def build_shallow(blueprint: Blueprint, config: PolicyConfig, whole: bool = False) -> tuple[PipelinePolicy, list[int]]:
     """The same without text encoders and with two blocks of every kind (`whole`: all), and how many blocks each of these stands
     for."""
-    _registered(blueprint.kind)
     modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
     times = [] if whole else thin(modules["transformer"])
     return _built(blueprint, config, modules), times
 
 
-def _registered(kind: str) -> Any:
-    """A pipeline's class; its import adds to transformers what diffusers has of its own (PRX's text encoder)."""
-    import diffusers
-
-    return getattr(diffusers, kind)
-
-
 def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.Module]) -> PipelinePolicy:
     import diffusers
 
-    pipeline_class = _registered(blueprint.kind)
+    pipeline_class = getattr(diffusers, blueprint.kind)
     parameters = inspect.signature(pipeline_class).parameters.values()
     absent = {each.name: None for each in parameters if each.default is inspect.Parameter.empty}  # tokenizers, and the like
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
