@@ -86,7 +86,8 @@ def test_a_plan_of_clips_counts_the_frames_that_are_scored():
 
 @pytest.mark.parametrize("name", ["flux1-dev-lora", "flux2-klein-lora", "z-image-lora"])
 def test_a_recipe_for_24_gb_differs_in_memory_alone(name):
-    """Smaller batches, frozen weights in int8, rewards in bfloat16, judges on the CPU."""
+    """Smaller batches, frozen weights in int8, rewards in bfloat16, judges on the CPU; and what is kept and judged by the
+    clock, as a crash should lose half an hour at most and a first look come within the first hour."""
     large, small = (load_config(recipe, []).model_dump() for recipe in (name, f"{name}-24gb"))
     for table in (large["rewards"], small["rewards"], large["evaluation"]["rewards"], small["evaluation"]["rewards"]):
         for reward in table.values():
@@ -94,8 +95,10 @@ def test_a_recipe_for_24_gb_differs_in_memory_alone(name):
     sizes = {
         "policy": ["quantize"],
         "sampling": ["batch_size", "decode_batch_size"],
-        "trainer": ["micro_batch_size"],
+        "trainer": ["micro_batch_size", "checkpoint_minutes"],
+        "evaluation": ["every_minutes", "first_minutes"],
     }
+    assert small["trainer"]["checkpoint_minutes"] <= 30 and small["evaluation"]["first_minutes"] <= 30
     for config in (large, small):
         config.pop("recipe")
         for group, keys in sizes.items():

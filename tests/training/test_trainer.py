@@ -11,6 +11,7 @@ from g2rpo.flow import scheduler_grid, sigma_grid
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.scoring import Stopwatch
 from g2rpo.training.checkpoint import BrokenCheckpoint, checkpoints, load_checkpoint
 from tests.support.runs import brightness, trainer
 
@@ -72,6 +73,48 @@ def test_without_a_run_dir_a_whole_run_leaves_nothing(tmp_path, monkeypatch):
     t = trainer(None)
     assert [row["iteration"] for row in run(t)] == [0, 1, 2, 2, 3, 4, 4]
     assert t.finish()["bright"].tuned > 0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("minutes", "judged"),
+    [
+        (["every_minutes=1e-9"], [0, 1, 2, 3, 4]),
+        (["first_minutes=1e-9"], [0, 1, 4]),
+        (["first_minutes=1e-9", "every_minutes=1e9"], [0, 1, 4]),
+        (["every_minutes=1e-9", "first_minutes=1e9"], [0, 4]),
+    ],
+)
+def test_pictures_are_judged_by_the_clock_as_well(minutes, judged):
+    t = trainer(None, "evaluation.every=100", *(f"evaluation.{each}" for each in minutes))
+    assert [row["iteration"] for row in run(t) if row["kind"] == "eval"] == judged
+
+
+class Minutes(Stopwatch):
+    """Every iteration and every evaluation takes a minute."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = dict.fromkeys(("encode", "rollout", "decode", "rewards", "update", "evaluation"), 10.0)
+
+    def lap(self, phase):
+        pass
+
+
+def test_minutes_of_training_are_counted_across_a_resumption(tmp_path, monkeypatch):
+    monkeypatch.setattr("g2rpo.training.trainer.Stopwatch", Minutes)
+    options = "evaluation.every=100", "evaluation.every_minutes=4.5", "trainer.iterations=6", "trainer.checkpoint_every=1"
+    begun = trainer(tmp_path, *options).train()
+    assert [next(begun)["iteration"] for _ in range(4)] == [0, 1, 2, 3]
+    begun.close()
+    again = trainer(tmp_path, *options)
+    again.resume()
+    assert [row["iteration"] for row in run(again) if row["kind"] == "eval"] == [5, 6]
+
+
+def test_checkpoints_are_written_by_the_clock_as_well(tmp_path):
+    t = trainer(tmp_path, "trainer.checkpoint_every=100", "trainer.checkpoint_minutes=1e-9", "trainer.keep_checkpoints=9")
+    run(t)
+    assert len(checkpoints(tmp_path / "checkpoints")) == 4
 
 
 def test_base_and_tuned_are_compared_by_the_evaluation_after_the_last_iteration_if_weights_are_still_those():

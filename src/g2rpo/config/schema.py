@@ -217,6 +217,8 @@ class TrainerConfig(Section):
     micro_batch_size: Count = 64
     """Latents of one training pass; gradients accumulate over passes."""
     checkpoint_every: Count = 50
+    checkpoint_minutes: PositiveFloat | None = None
+    """A checkpoint also after the first iteration that ends so many minutes after the last one."""
     keep_checkpoints: Count = 2
     sharding: ShardingMode = "none"
     """For full fine-tuning on several ranks: "full" shards weights, gradients and moments, and each call gathers layer by
@@ -239,6 +241,11 @@ class EvaluationConfig(Section):
     prompts: str
     num_prompts: Count = 64
     every: Count = 20
+    every_minutes: PositiveFloat | None = None
+    """An evaluation also once training since the last one has taken so many minutes (`seconds` of the log). Weights do not
+    depend on when pictures are judged."""
+    first_minutes: PositiveFloat | None = None
+    """The same for the first evaluation after the base model's; None: as every_minutes."""
     num_steps: Steps | None = None
     """None: `sampling.num_steps`."""
     rewards: RewardTable = {}

@@ -27,6 +27,8 @@ CONFIG = "config.yaml"
 STARTS = "starts.jsonl"
 MAY_CHANGE = (
     "trainer.iterations",
+    "trainer.checkpoint_every",
+    "trainer.checkpoint_minutes",
     "trainer.keep_checkpoints",
     "trainer.rank_timeout_s",
     "trainer.micro_batch_size",
@@ -37,6 +39,8 @@ MAY_CHANGE = (
     "trainer.max_unscored",
     "trainer.max_skipped",
     "policy.device",
+    "evaluation.every_minutes",
+    "evaluation.first_minutes",
     "prompts.cache",
     "trackers",
     "recipe",

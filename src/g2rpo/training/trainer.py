@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class Trainer:
         if c.sampling.tails.own_network and self.tail_network is None:
             raise ValueError("sampling.tails asks for a network of its own: pass a tail_network (see policies.fast)")
         self.iteration = 0
+        self.saved_at = time.monotonic()
         self.stopping = False
         self.rolled_back_from: int | None = None
         self.final: Evaluation | None = None  # of the weights as they are, after the last iteration
@@ -203,6 +205,7 @@ class Trainer:
     def train(self) -> Iterator[Row]:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
         c = self.config.trainer
+        self.saved_at = time.monotonic()
         with self.files.log(self.iteration, self.config.model_dump(mode="json"), self.trackers) as logged:
             if self._is_to_be_judged():
                 yield logged(self._evaluate_unless_stopped())
@@ -215,7 +218,7 @@ class Trainer:
                 if self._is_to_be_judged():
                     yield logged(self._evaluate_unless_stopped())
                     self._stop_if_asked()
-                if self.iteration % c.checkpoint_every == 0 or self.iteration == c.iterations or self.early_stop.asked:
+                if self._checkpoint_due():
                     self.save()
                 self.early_stop.end_if_asked(self.iteration, self.roll_back)
 
@@ -387,6 +390,7 @@ class Trainer:
 
     def save(self) -> Path | None:
         """Writes a checkpoint from which `resume` continues bit for bit; returns its path, None without a run directory."""
+        self.saved_at = time.monotonic()
         return self.persistence.save(self.iteration)
 
     def resume(self) -> list[str]:
@@ -417,9 +421,24 @@ class Trainer:
         """Whether an evaluation is due that the log lacks: after this iteration, or after the one in which a run was
         stopped."""
         every, last = self.config.evaluation.every, self.config.trainer.iterations
-        due = self.iteration % every == 0 or self.iteration >= last
+        due = self.iteration % every == 0 or self.iteration >= last or self._evaluation_minutes_over()
         known = any(row["kind"] == "eval" and row["iteration"] == self.iteration for row in self.alarms.rows)
         return self.world.total(self.iteration == 0 or (due and not known))[0] > 0
+
+    def _evaluation_minutes_over(self) -> bool:
+        """Whether training since the last evaluation has taken the minutes after which one is due."""
+        rows, c = self.alarms.rows, self.config.evaluation
+        last = max((row["iteration"] for row in rows if row["kind"] == "eval"), default=0)
+        minutes = c.every_minutes if last or c.first_minutes is None else c.first_minutes
+        spent = sum(row["seconds"] for row in rows if row["kind"] == "train" and row["iteration"] > last)
+        return minutes is not None and spent >= 60 * minutes
+
+    def _checkpoint_due(self) -> bool:
+        c = self.config.trainer
+        if self.iteration % c.checkpoint_every == 0 or self.iteration == c.iterations or self.early_stop.asked:
+            return True
+        minutes = c.checkpoint_minutes
+        return minutes is not None and self.world.total(time.monotonic() - self.saved_at >= 60 * minutes)[0] > 0
 
     def _evaluate_unless_stopped(self) -> Row:
         try:
