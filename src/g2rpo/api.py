@@ -19,6 +19,7 @@ from g2rpo.commands.ahead import policy_after_encoding
 from g2rpo.commands.compare import compare as compare_cells
 from g2rpo.commands.compare_arguments import parse_budget
 from g2rpo.commands.export import export as write_export
+from g2rpo.commands.quiet import quiet_bars, quiet_libraries
 from g2rpo.commands.report import report as write_report
 from g2rpo.commands.train import build_trainer, load_config, open_run
 from g2rpo.config.given import OBJECT, mention
@@ -73,10 +74,18 @@ def trainer(
         "trackers": trackers,
     }
     given = {name: thing for name, thing in objects.items() if thing is not None}
+    if policy is None:
+        _quiet()
     if run_dir is None:
         return build_trainer(config, None, notify, given=given)
     with entered(config, Path(run_dir), resume, notify) as directory:
         return open_run(config, directory, resume, accept_changes, notify, given=given)
+
+
+def _quiet() -> None:
+    """As the command line, without what libraries print as they load a model."""
+    quiet_libraries()
+    quiet_bars()
 
 
 def _check_lists(**lists: Any) -> None:
@@ -148,6 +157,7 @@ def _mentioned(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig])
 
 def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
     """The policy of a finished run, with its tuned weights unless `base`, and the sigma grid of its evaluations."""
+    _quiet()
     config = read_config(Path(run))
     policy = _tuned(components.load_pipeline(config.policy, tuning="frozen"), Path(run), base)
     return policy, _sigmas(config, policy)
@@ -172,6 +182,7 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
     """
     _check_lists(prompts=prompts)
     check_inputs(prompts)
+    _quiet()
     config = read_config(Path(run))
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     encoded = EncodedPrompts(loaded.text, prompts)
@@ -185,6 +196,7 @@ def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[s
     _check_lists(prompts=prompts)
     _check_tables(rewards=rewards)
     check_inputs(prompts)
+    _quiet()
     config, weights = read_config(Path(run)), weights_path(Path(run))
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.prompts.cache, prompts, Console(quiet=True), print)

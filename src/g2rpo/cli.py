@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import logging
 import os
 import re
 import signal
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from g2rpo import __version__
 from g2rpo.commands import options
+from g2rpo.commands.quiet import quiet_libraries
 from g2rpo.commands.stopping import Stopping, stoppable
 from g2rpo.errors import Interrupted, Stopped, UserError, out_of_memory
 
@@ -435,12 +435,8 @@ def build(
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 130 and 75 for a run that
     Ctrl-C or SIGTERM ended early and that can be resumed, 1 for anything else."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for library in ("TRANSFORMERS", "DIFFUSERS"):  # hides their warnings; errors are still shown
-        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    quiet_libraries()
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
-    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # about kernels for other devices, at every import
-        logging.getLogger(library).setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a locale without UTF-8 cannot show must not end a run
     try:

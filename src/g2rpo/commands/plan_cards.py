@@ -15,6 +15,7 @@ from g2rpo.build import components
 from g2rpo.build.rewards import check_rewards
 from g2rpo.commands.plan import listed_prompts
 from g2rpo.commands.plan_tables import duration, in_bytes
+from g2rpo.commands.progress import say
 from g2rpo.commands.train import load_config
 from g2rpo.cost.advice import what_fits
 from g2rpo.cost.cards import CARDS
@@ -49,7 +50,7 @@ def plan_cards(
         plain = {key: {**asdict(row), "fits": row.overrides is not None} for key, row in found.items()}
         console.print(json.dumps(plain, indent=1), markup=False, highlight=False, soft_wrap=True)
     else:
-        console.print(_table(recipe, found))
+        _show(recipe, found, console)
 
 
 def on_cards(
@@ -85,19 +86,24 @@ def on_cards(
     return found
 
 
-def _table(recipe: str, found: dict[str, OnCard]) -> Table:
-    table = Table(title=f"{escape(recipe)} on cards", title_justify="left", show_lines=True)
+def _show(recipe: str, found: dict[str, OnCard], console: Console) -> None:
+    """Prints a table; overrides, which are long, stand below it by their numbers."""
+    table = Table(title=f"{escape(recipe)} on cards", title_justify="left")
     table.caption = (
         "memory as drivers give it, with 5 % for gaps and 1 GiB for CUDA; time by datasheet, rewards on the CPU aside"
     )
     table.caption_justify = "left"
     for column in ("--device", "needed", "of", "to spare", "the run", "with"):
         table.add_column(column, justify="left" if column in ("--device", "with") else "right", overflow="fold")
+    numbers: dict[str, int] = {}
     for key, row in sorted(found.items(), key=lambda item: item[1].capacity):
         figures = in_bytes(row.needed), in_bytes(row.capacity)
         if row.overrides is None:
-            table.add_row(key, *figures, "", "", "nothing that this command knows makes it fit", style="dim")
+            table.add_row(key, *figures, "", "", "does not fit", style="dim")
         else:
-            with_ = escape(" ".join(row.overrides)) or "as it is"
+            changed = " ".join(row.overrides)
+            with_ = f"changes {numbers.setdefault(changed, len(numbers) + 1)}" if changed else "as it is"
             table.add_row(key, *figures, in_bytes(row.capacity - row.needed), duration(row.seconds), with_)
-    return table
+    console.print(table)
+    for changed, number in numbers.items():
+        say(console, f"changes {number}: {changed}")

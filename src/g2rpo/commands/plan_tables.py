@@ -167,6 +167,8 @@ def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
 def _verdict(answer: Answer, console: Console) -> None:
     plan, target, instead = answer.plan, answer.target, answer.instead
     need, there = in_bytes(plan.memory.needed), in_bytes(target.capacity)
+    if not target.cuda:
+        there += ", this machine's RAM; for a GPU name its card with --device, such as rtx4090 or h200"
     if answer.fits:
         console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
         return
