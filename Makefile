@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 
 # Teaches the embedded tiny model to spell; run again, it continues or shows the results.
 quickstart: $(READY)
-	$(BIN)/g2rpo train words --run-dir runs/quickstart $(if $(wildcard runs/quickstart/config.yaml),--resume)
+	$(BIN)/g2rpo train words --run-dir runs/quickstart --resume
 
 check: $(READY)
 	$(BIN)/ruff format --check .

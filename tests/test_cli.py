@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import T5EncoderModel
 
-from g2rpo import __version__, cli
+from g2rpo import __version__, cli, plugins
 from g2rpo.commands.push import push
 from g2rpo.commands.train import load_config
 from g2rpo.config import recipes
@@ -87,12 +87,13 @@ def test_recipes_are_listed_and_explained(capsys, monkeypatch):
     assert code == 0 and "group_size: 12" in out
 
 
-def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
+def test_train_resume_repeat_and_sample(capsys, tmp_path, monkeypatch, tiny_config):
     run, again = tmp_path / "run", tmp_path / "again"
-    code, out, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run, "--resume")  # begins: there is nothing to resume
     assert code == 0, err
     assert "before_after.png" in out and "scene_accuracy" in out and f"g2rpo report {run}" in out
-    assert f"g2rpo sample --run {run} 'a red circle'" in out  # the first of its own held-out prompts
+    assert f"g2rpo sample {run} 'a red circle'" in out  # the first of its own held-out prompts
     assert f"g2rpo train {run}/config.yaml --run-dir {run}-2" in out
     assert g2rpo(capsys, "report", run)[0] == 0 and "a red circle" in (run / "report.html").read_text()
     assert [json.loads(line)["iteration"] for line in (run / "starts.jsonl").open()] == [0]
@@ -111,8 +112,11 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, tiny_config):
     listed = [json.loads(line) for line in (pictures / "prompts.jsonl").open()]
     assert [entry["prompt"] for entry in listed] == ["a red circle", "a blue square"]
     assert all((pictures / entry["file"]).is_file() for entry in listed)
-    code, _, err = g2rpo(capsys, "sample", "--run", run, "--out", pictures, "a red circle")
+    code, _, err = g2rpo(capsys, "sample", run, "--out", pictures, "a red circle")
     assert code == 2 and "is not empty" in err
+    for folder in ("samples", "samples-2"):
+        code, out, err = g2rpo(capsys, "sample", run, "a red circle")
+        assert code == 0 and out.strip() == f"1 picture in {folder}" and (tmp_path / folder / "0000.png").is_file()
 
 
 def test_a_recipe_is_meant_before_a_folder_of_its_name(capsys, tmp_path, monkeypatch):
@@ -171,7 +175,12 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["recipes", "scnes"], "Did you mean 'scenes' or 'scenes-fast'?"),
         (["sample", "--model", "testbed"], "give prompts"),
-        (["sample", "a red circle"], "name a run with --run"),
+        (["sample", "a red circle"], "a red circle is no run directory"),
+        (["sample"], "give prompts as arguments"),
+        (["train", "scenes", "lr=1e-4"], "unknown key 'lr'. Did you mean 'optim.learning_rate'?"),
+        (["train", "scenes", "iteration=3"], "unknown key 'iteration'. Did you mean 'trainer.iterations'?"),
+        (["train", "scenes", "--iterations", "3"], "trainer.iterations=..."),
+        (["train", "scenes", "algorithm.branch_steps=0,1"], "write it in brackets: [0,1]"),
         (["sample", "a red circle", "--model", "testbed", "--guidance", "-1"], "guidance_scale: input should be greater than"),
         (["sample", "a red circle", "--model", "testbed", "--size", "0"], "height: input should be greater than 0"),
         (["sample", "--run", "nowhere", "a red circle"], "nowhere is no run directory"),
@@ -307,10 +316,12 @@ def test_what_could_not_be_pushed_is_refused_before_training(capsys, tmp_path, m
         ("raise SystemError('deep')", "SystemError: deep (in look, "),
     ],
 )
-def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, tiny_config, failing, message):
+def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(
+    capsys, tmp_path, monkeypatch, tiny_config, failing, message
+):
     """Its name, the iteration and the line at fault; the rest is in a file of the run."""
     code = f"calls = []\n\ndef look(images):\n    {failing}\n\ndef mine(images, prompts):\n    calls.append(1)\n"
-    (tmp_path / "mine.py").write_text(code + "    return look(images) if len(calls) > 1 else images.mean((1, 2, 3))\n")
+    (tmp_path / "mine.py").write_text(code + "    return look(images) if len(calls) > 2 else images.mean((1, 2, 3))\n")
     reward = ["rewards.scene_accuracy=", "rewards.mine.kind=function", f"rewards.mine.options.target={tmp_path}/mine.py:mine"]
     code, _, err = g2rpo(capsys, "train", tiny_config, *reward, "sampling.decode_batch_size=64", "--run-dir", tmp_path / "run")
     said = err[err.index("g2rpo:") :]  # loading bars come before it
@@ -319,6 +330,10 @@ def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(capsys, tmp_p
     assert "Traceback" in (tmp_path / "run" / "traceback_rank0.txt").read_text()
     again = f"`g2rpo resume {tmp_path / 'run'} --plugin {tmp_path / 'mine.py'}` begins again."
     assert err.strip().endswith(again)  # there is no checkpoint yet
+    monkeypatch.setattr(plugins, "_allowed", set())
+    code, _, err = g2rpo(capsys, "resume", tmp_path / "run", "trainer.iterations=9")
+    whole = f"g2rpo resume {tmp_path / 'run'} trainer.iterations=9 --plugin {tmp_path / 'mine.py'}"
+    assert code == 2 and err.strip().splitlines()[-1] == whole
 
 
 def test_a_reward_server_that_refuses_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, tiny_config):

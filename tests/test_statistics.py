@@ -50,8 +50,8 @@ def test_missing_scores_are_left_out():
 
 
 def test_few_values_give_no_interval():
-    one, none = bootstrap_mean([2.0]), bootstrap_mean([math.nan])
-    assert (one.mean, one.count) == (2.0, 1) and math.isnan(one.low)
+    few, none = bootstrap_mean([1.0, 3.0, 2.0]), bootstrap_mean([math.nan])
+    assert (few.mean, few.count) == (2.0, 3) and math.isnan(few.low)
     assert math.isnan(none.mean) and none.count == 0
 
 

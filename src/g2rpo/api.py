@@ -1,7 +1,7 @@
 """The operations of the command line with Python objects.
 
 trainer = api.trainer("scenes", rewards={"red": redness}, run_dir="runs/red")
-for row in trainer.train(): ...
+rows = list(trainer.train())
 table = trainer.finish()
 """
 

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import shlex
 import signal
 import sys
 import textwrap
@@ -71,12 +72,12 @@ def before_any_command(
         allow(source)
 
 
-@app.command()
+@app.command(cls=options.WithSettings)
 def train(
     recipe: options.RecipeOrNone = None,
     overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=100")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir; `g2rpo resume` is shorter.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir if there is one.")] = False,
     accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
     push_to_hub: options.PushToHub = None,
 ) -> None:
@@ -86,7 +87,7 @@ def train(
     _train(recipe, overrides, run_dir, resume, accept_changes, push_to_hub)
 
 
-@app.command("resume")
+@app.command("resume", cls=options.WithSettings)
 def resume_run(
     run: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted, or that is to go on for longer.")],
     overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=200 sampling.batch_size=32")] = None,
@@ -118,7 +119,7 @@ def _train(
         push(directory, push_to_hub)
 
 
-@app.command()
+@app.command(cls=options.WithSettings)
 def plan(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("policy.lora_rank=64")] = None,
@@ -179,7 +180,7 @@ def push(
     upload(run, repository, private=private, console=console)
 
 
-@app.command()
+@app.command(cls=options.WithSettings)
 def encode(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("prompts.cache=FOLDER")] = None,
@@ -192,8 +193,11 @@ def encode(
 
 @app.command()
 def sample(
-    prompts: Annotated[list[str] | None, typer.Argument(help="What to draw.")] = None,
-    run: Annotated[Path | None, typer.Option(help="A run directory: its model and its tuned weights.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN] [PROMPT]...", help="A run directory, for its model and weights; and what to draw."),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(hidden=True)] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")] = None,
@@ -209,7 +213,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     video: Annotated[str, typer.Option(help="Files of clips: webp, or mp4 with imageio and ffmpeg.")] = "webp",
-    out: Annotated[Path, typer.Option(help="A new folder for the pictures.")] = Path("samples"),
+    out: Annotated[Path | None, typer.Option(help="A new folder for the pictures; default samples, or samples-2 ...")] = None,
 ) -> None:
     """Draw pictures with a run's model, or any pipeline."""
     from g2rpo.commands.evaluate import model_settings
@@ -219,6 +223,8 @@ def sample(
     from g2rpo.prompts.sources import read_prompts
     from g2rpo.types import Prompt
 
+    if run is None and model is None and prompts:
+        run, prompts = Path(prompts[0]), prompts[1:]
     if image and not prompts:
         raise UserError("--image belongs to prompts that are given as arguments; a file of prompts names its own pictures")
     inputs = [str(path) for path in image or []]
@@ -243,10 +249,16 @@ def sample(
     )
 
 
-@app.command()
+@app.command(cls=options.WithSettings)
 def evaluate(
-    overrides: Annotated[list[str] | None, options.key_values("policy.dtype=bfloat16 rewards.clip.options.path=...")] = None,
-    run: Annotated[Path | None, typer.Option(help="A finished run: its model, weights, held-out prompts and rewards.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] [KEY=VALUE]...",
+            help="A finished run, for its model, weights, held-out prompts and rewards; and settings: policy.dtype=bfloat16",
+        ),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(hidden=True)] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     prompts: Annotated[
@@ -262,13 +274,18 @@ def evaluate(
     controls: Annotated[
         bool, typer.Option("--controls", help="Also the base with less first noise, more steps, other guidance and solvers.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="A folder for the results; one already begun is finished.")] = Path("evaluation"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A folder for the results; one already begun is finished. Default evaluation, or evaluation-2 ..."),
+    ] = None,
 ) -> None:
     """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
     from g2rpo.commands import evaluate as command
 
+    if run is None and overrides and "=" not in overrides[0]:
+        run, overrides = Path(overrides[0]), overrides[1:]
     if (run is None) == (model is None):
-        raise UserError("name a run with --run, or a pipeline with --model")
+        raise UserError("name a run, or a pipeline with --model")
     settings = command.run_settings(run) if run else command.model_settings(str(model), size, guidance)
     named = {
         "weights": str(weights) if weights else None,
@@ -339,7 +356,7 @@ def demo(
     command.demo(run, cast, weights, host=host, port=port, token_env=token_env, console=console)
 
 
-@app.command()
+@app.command(cls=options.WithSettings)
 def compare(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("Of every run.")] = None,
@@ -361,7 +378,10 @@ def compare(
     controls: Annotated[
         bool, typer.Option("--controls", help="Also the base with less first noise, more steps, other guidance and solvers.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="A folder for all runs; a study already begun there is finished.")] = Path("study"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A folder for all runs; a study already begun there is finished. Default study, or study-2 ..."),
+    ] = None,
 ) -> None:
     """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
     from g2rpo.commands import compare as command
@@ -435,15 +455,17 @@ def build(
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 130 and 75 for a run that
     Ctrl-C or SIGTERM ended early and that can be resumed, 1 for anything else."""
+    given = sys.argv[1:] if arguments is None else arguments
     quiet_libraries()
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a locale without UTF-8 cannot show must not end a run
     try:
         with Stopping("stopped by SIGTERM").handling(signal.SIGTERM):  # commands that can go on later say so themselves
-            command_of(app)(plugins_first(sys.argv[1:] if arguments is None else arguments))
+            command_of(app)(plugins_first(given))
     except UserError as error:
-        _tell(str(error), "bold red")
+        again = f"\n{shlex.join(['g2rpo', *given, *needed])}" if (needed := getattr(error, "options", None)) else ""
+        _tell(f"{error}{again}", "bold red")
         sys.exit(2)
     except OSError as error:
         if error.errno not in UNUSABLE or error.filename is None:

@@ -16,7 +16,7 @@ import importlib.util
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +31,12 @@ _allowed: set[str] = set()
 
 class CodeNotAllowed(UserError):
     """A config mentions code that the user has not named at the command line."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        sources = dict.fromkeys(name.rpartition(":")[0] for name in names)
+        self.options = [word for source in sources for word in ("--plugin", source)]
+        named = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} code that a config names"
+        super().__init__(f"{named}. Importing runs it: read it, then add {' '.join(self.options)} to the command")
 
 
 def is_code(name: str) -> bool:
@@ -58,11 +64,13 @@ def repeated() -> list[str]:
 
 def require(name: str) -> None:
     """Raises `CodeNotAllowed` unless the file or module of `name` was allowed; nothing is imported."""
-    source = name.rpartition(":")[0]
-    if _key(source) not in _allowed:
-        raise CodeNotAllowed(
-            f"{name} is code that a config names. Importing runs it: read it, then add --plugin {source} to the command"
-        )
+    require_all([name])
+
+
+def require_all(names: Iterable[str]) -> None:
+    """The same for several names, in one message."""
+    if refused := [name for name in dict.fromkeys(names) if _key(name.rpartition(":")[0]) not in _allowed]:
+        raise CodeNotAllowed(refused)
 
 
 def available(group: str, builtin: Mapping[str, str]) -> dict[str, str]:

@@ -8,15 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from scipy.special import stdtrit
 from torch import Tensor
 
 Z = 1.96
 """Standard errors to either side of a 95 % interval of a normal distribution."""
+FEWEST = 8
+"""The fewest values of which a mean gets an interval: the spread of fewer is hardly known."""
+
+
+def half_width(error: float, count: int) -> float:
+    """Half of the 95 % t interval of a mean of `count` values with this standard error; NaN for fewer than `FEWEST`."""
+    return float(stdtrit(count - 1, 0.975)) * error if count >= FEWEST else float("nan")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean of `count` values and the ends of its interval; NaN where there are too few values (0 for any, 1 for the ends)."""
+    """A mean of `count` values and the ends of its interval; NaN where there are too few values."""
 
     mean: float
     low: float
@@ -25,7 +33,8 @@ class Interval:
 
 
 def bootstrap_mean(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Interval:
-    """The mean of `values` [N] and its percentile bootstrap interval (Efron 1979); NaN values are left out.
+    """The mean of `values` [N] and its percentile bootstrap interval (Efron 1979), of `FEWEST` values or more; NaN values
+    are left out.
 
     The interval spans the middle `level` of the means of `resamples` samples of N drawn with replacement. It is a function of
     its arguments. For a difference of two models on the same prompts pass the differences, prompt by prompt: their interval is
@@ -34,8 +43,8 @@ def bootstrap_mean(values: ArrayLike, *, resamples: int = 2000, level: float = 0
     every = np.asarray(values, dtype=np.float64)
     valid = every[~np.isnan(every)]
     count = len(valid)
-    if count < 2:
-        return Interval(float(valid[0]) if count else float("nan"), float("nan"), float("nan"), count)
+    if count < FEWEST:
+        return Interval(float(valid.mean()) if count else float("nan"), float("nan"), float("nan"), count)
     random = np.random.default_rng(seed)
     means = [valid[random.integers(0, count, count)].mean() for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])

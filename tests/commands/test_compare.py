@@ -304,7 +304,7 @@ def test_a_failing_run_is_named_with_what_it_said(tmp_path, tiny_config, forked_
     reward.write_text("def broken(images, prompts):\n    raise RuntimeError('no such judge')\n")
     out = tmp_path / "study"
     overrides = ["rewards.mine.kind=function", f"rewards.mine.options.target={reward}:broken"]
-    with pytest.raises(RuntimeError, match=r"(?s)a, rate 0\.001, seed 42 failed \(exit code 1\).*no such judge"):
+    with pytest.raises(RuntimeError, match=r"(?s)a, rate 0\.001, seed 42 failed \(exit code 2\).*no such judge"):
         main(["compare", str(tiny_config), "--cell", "a:", "--out", str(out), *overrides])
     assert Path(out / "runs/a/seed_42.log").is_file()
 

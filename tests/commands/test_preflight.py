@@ -16,7 +16,7 @@ from huggingface_hub import constants
 
 from g2rpo.build import components, hub
 from g2rpo.build.hub import at_once
-from g2rpo.build.prompts import build_prompts
+from g2rpo.build.prompts import build_prompts, caution
 from g2rpo.commands import preflight
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.commands.preflight import check
@@ -93,6 +93,24 @@ finally:
         "rewards.vlm_judge: names an environment variable that is not set",
     ):
         assert any(line.startswith(f"- {wanted}") for line in lines), (wanted, ended.stderr)
+
+
+def test_what_can_be_downloaded_is_a_block_of_commands(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as refusal:
+        check(load_config("flux1-dev-lora", []))
+    lines = str(refusal.value).splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("To download all of it"))
+    assert lines[place + 1 : place + 3] == ["hf download black-forest-labs/FLUX.1-dev", "hf download xswu/HPSv2"]
+    assert len(lines[place:]) == len({*lines[place:]}) and all(line.startswith("hf download ") for line in lines[place + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("train", "heldout", "said"),
+    [("mine.txt", "starter:heldout", True), ("starter:train", "starter:heldout", False), ("mine.txt", "own.txt", False)],
+)
+def test_prompts_of_ones_own_that_are_judged_on_others_are_mentioned(train, heldout, said):
+    assert ("evaluation.prompts=FILE" in (caution(train, heldout) or "")) == said
 
 
 def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from rich.console import Console
 from g2rpo.commands.progress import Steady, counter, fitted, say_items
 from g2rpo.commands.watching import _command, results_table, watch_training
 from g2rpo.evaluation.heldout import Comparison
+from g2rpo.report.history import Change
+from g2rpo.report.verdict import verdict
 from tests.support.runs import brightness, trainer
 
 ITEMS = [("scene_accuracy", "0.633"), ("scene_clip", "-0.083"), ("a_reward_with_a_very_long_name", "27.559")]
@@ -124,7 +126,7 @@ def test_training_writes_plain_lines_into_a_pipe():
 @pytest.mark.parametrize("name", ["a_reward_with_a_very_long_name", "scene_preference", "hps"])
 def test_names_and_numbers_of_a_table_are_never_cut(width, name):
     console = terminal(width)
-    console.print(results_table({name: Comparison(0.1234, 0.4321, 0.05)}, 192, [name], width))
+    console.print(results_table({name: Comparison(0.1234, 0.4321, 0.05, 10**6)}, 192, [name], width))
     text = written(console)
     assert "…" not in text and all(len(line) <= width for line in text.splitlines())
     assert name in text or len(name) > width // 4  # in one piece where there is room
@@ -134,7 +136,12 @@ def test_names_and_numbers_of_a_table_are_never_cut(width, name):
 
 
 def test_the_interval_is_that_of_the_report():
-    assert Comparison(0.0, 1.0, 0.05).margin == pytest.approx(1.96 * 0.05)
+    """By Student's t: 2.365 standard errors of 8 prompts, 1.96 of very many; of fewer than 8 there is none."""
+    for count, errors in ((8, 2.365), (64, 1.998), (10**6, 1.96)):
+        assert Comparison(0.0, 1.0, 0.05, count).margin == pytest.approx(errors * 0.05, rel=1e-3)
+        assert Change("red", True, 1, 0.0, 1.0, 0.05, count).margin == Comparison(0.0, 1.0, 0.05, count).margin
+    few = Change("red", True, 1, 0.1, 0.2, 3.6e-6, 2)
+    assert Comparison(0.1, 0.2, 3.6e-6, 2).within == "" and verdict(few) == "too few prompts"
 
 
 @pytest.mark.parametrize("prompt", ["'barn' in purple", "a $ and 'b'", 'a "b"', "plain", "it's `x`!"])

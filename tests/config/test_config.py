@@ -157,8 +157,8 @@ def test_a_folder_with_other_things_is_no_run(tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(UserError, match="is not empty"):
         open_run(config(), tmp_path, resume=False)
-    with pytest.raises(UserError, match="no run to resume"):
-        open_run(config(), tmp_path / "new", resume=True)
+    with pytest.raises(UserError, match="is not empty"):
+        open_run(config(), tmp_path, resume=True)
     with pytest.raises(UserError, match="--run-dir"):
         open_run(config(), None, resume=True)
 

@@ -238,7 +238,8 @@ def test_missing_prompts_are_an_exit_2_that_names_the_key_and_the_file(capsys, f
     code, _, err = g2rpo(capsys, "train", "flux1-dev-hps", path, "--run-dir", "never-made")
     assert code == 2 and "Traceback" not in err
     for key, file, own in (("prompts.train", "train", "train"), ("evaluation.prompts", "test", "heldout")):
-        assert f"{key}=prompts/hpdv2_{file}.txt" in err and f"or name your own with {key}=FILE, or {key}=starter:{own}" in err
+        assert f"{key}=prompts/hpdv2_{file}.txt" in err and f"name your own with {key}=FILE" in err
+        assert f"for a model without input pictures {key}=starter:{own}" in err
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from g2rpo.build import components
 from g2rpo.build.prompts import build_prompts
 from g2rpo.cli import main
-from g2rpo.commands.demo import facts, of_model, of_run, open_studio
+from g2rpo.commands.demo import EXPLAIN, facts, of_model, of_run, open_studio
 from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import resolve
@@ -292,7 +292,14 @@ def test_the_testbed_alone_is_scored_by_its_own_rewards(testbed):
     drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
     assert list(drawing.base.scores) == ["scene_accuracy", "scene_correct", "scene_clip", "scene_preference"]
     assert all(values.isfinite().all() for values in drawing.base.scores.values()) and drawing.why == ""
-    assert "no score" not in drawing_html(drawing).lower()
+    html = drawing_html(drawing)
+    assert "no score" not in html.lower() and "not learnt such prompts" not in html
+    assert "<b>scene_accuracy</b>: Whether the picture shows the asked objects" in html
+
+
+def test_words_say_what_they_can_spell():
+    explain = EXPLAIN["words"]
+    assert explain("'tiger' in red") == "" and "three to six letters" in explain("a cat") == explain("'hippopotamus' in red")
 
 
 def test_a_prompt_without_a_score_says_so_and_why(testbed):
@@ -548,7 +555,7 @@ class Right:
     [
         ([0.5, 1, 0, 0, 1], [0.9, 1, 1, 1, 0], 2, "the first of the 2 held-out prompts (of 5) that the base model draws wrong"),
         ([NAN, 0, 0, 1, 1], [1, NAN, 0, 1, 1], 0, "the first of 5 held-out prompts: there is none that the base"),
-        ([1, 1, 1, 1, 0], [0, 0, 1, 1, 1], 4, "the tuned one right; on 2 it is the other way round."),
+        ([1, 1, 1, 1, 0], [0, 0, 1, 1, 1], 4, "the tuned one right; 2 became wrong."),
     ],
 )
 def test_the_demo_opens_on_the_first_prompt_that_became_right(base, tuned, number, rule):
@@ -567,8 +574,7 @@ def test_without_right_and_wrong_it_opens_where_every_trained_score_rose():
     chosen = opening(base, tuned, {"a": None, "b": None, "judge": None}, ["a", "b"])
     assert chosen.number == 2
     assert chosen.rule == (
-        "This opens on the first of the 2 held-out prompts (of 4) on which training raised a and b; "
-        "on 0 it is the other way round."
+        "This opens on the first of the 2 held-out prompts (of 4) on which training raised a and b; none fell."
     )
     assert opening(base, tuned, {"judge": None}, []) == Opening()
 

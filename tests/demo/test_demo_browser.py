@@ -243,9 +243,9 @@ def test_settings_are_used_and_mistakes_are_told(page):
         page.click("#draw")
         page.get_by_text(message).first.wait_for(timeout=MINUTE)
         assert page.locator("#drawing img").count() == 2  # what was there stays
-        page.locator(".toast-close").first.click()
-        page.get_by_text(message).first.wait_for(state="detached", timeout=MINUTE)
         field.fill(right)
+        page.click("#draw")  # the message goes with the next question
+        page.get_by_text(message).first.wait_for(state="detached", timeout=5000)
     for wrong, said in (("0", "1 step"), ("1000", "100 steps")):  # the nearest that may be, and the page says so
         steps.fill(wrong)
         page.click("#draw")

@@ -109,7 +109,8 @@ def test_the_headline_is_results_json(run_dir, html):
         digits = decimals(row["error"])
         base, tuned = (f"{row[key]:.{digits}f}".replace("-", "−") for key in ("base", "tuned"))
         change = signed(row["tuned"] - row["base"], digits)
-        assert f"{name} {use} {base} {tuned} {change} ± {1.96 * row['error']:.{digits}f}" in words
+        assert f"{name} {use} {base} {tuned} {change} too few prompts" in words.replace("  ", " ")
+        assert row["count"] == 3
     assert "Finished: 4 iterations." in words and "LoRA of rank 32" in words and "bright × 1" in words
 
 
@@ -302,14 +303,14 @@ def test_the_summary_says_what_happened_in_plain_words(tmp_path):
         "Right on 52 % of 192 unseen prompts, was 50 % (+2 ± 6 points, no clear change). Fallen: two. No alarm."
     )
     assert said(tmp_path / "c", {"one": up}) == (
-        "one rose from 0.500 to 0.700 on 192 unseen prompts (± 0.098). No other score was judged. No alarm."
+        "one rose from 0.500 to 0.700 on 192 unseen prompts (± 0.099). No other score was judged. No alarm."
     )
     both = said(
         tmp_path / "d", {"one": (True, 0.5, 0.3, 0.05), "other": (True, 0.5, 0.51, 0.05), "two": down}, alarms=["a", "b"]
     )
     assert both == (
-        "one fell from 0.500 to 0.300 on 192 unseen prompts (± 0.098); other went from 0.500 to 0.510 on 192 unseen prompts "
-        "(± 0.098, no clear change). Fallen: one, two. 2 alarms: a, b."
+        "one fell from 0.500 to 0.300 on 192 unseen prompts (± 0.099); other went from 0.500 to 0.510 on 192 unseen prompts "
+        "(± 0.099, no clear change). Fallen: one, two. 2 alarms: a, b."
     )
     spells = said(tmp_path / "spells", {"one": up}, right=(0.32, 0.71, 0.036), words="Spells {} texts in the asked colour")
     assert spells == (
@@ -487,7 +488,7 @@ def test_a_run_that_stopped_has_a_page(tmp_path):
     assert [row["iteration"] for row in evaluations] == [0, 2]
     first, last = evaluations
     (change, _) = run.changes()
-    assert change == Change("bright", True, 2, first["reward/bright"], last["reward/bright"], last["stderr/bright"])
+    assert change == Change("bright", True, 2, first["reward/bright"], last["reward/bright"], last["stderr/bright"], 3)
 
 
 def test_a_run_that_was_extended_is_not_finished(tmp_path):
@@ -597,7 +598,7 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
     ],
 )
 def test_verdicts(tuned, error, said):
-    assert verdict(Change("r", True, 1, 1.0, tuned, error)) == said
+    assert verdict(Change("r", True, 1, 1.0, tuned, error, 64)) == said
 
 
 def test_numbers_for_people():

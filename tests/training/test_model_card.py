@@ -27,7 +27,7 @@ def card(folder, **changes):
     c = config()
     path = changes.pop("path", c.policy.path)
     c = c.model_copy(update={**changes, "policy": c.policy.model_copy(update={"path": path})})
-    table = {"bright": Comparison(0.1, 0.2, 0.05)}
+    table = {"bright": Comparison(0.1, 0.2, 0.05, 64)}
     text = write_card(folder, folder / "adapter", c, table, 3).read_text()
     _, header, markdown = text.split("---\n", 2)
     return yaml.safe_load(header), markdown

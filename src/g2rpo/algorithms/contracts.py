@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,15 @@ from g2rpo.types import Algorithm, AlgorithmState, Batch, Loss, Network, Plan, P
 
 
 def name_of(algorithm: Algorithm) -> str:
-    """An algorithm's name in messages: its `name`, or its class's."""
-    return str(getattr(algorithm, "name", "") or type(algorithm).__name__)
+    """An algorithm's name in messages: its class's own `name`, or the class with its file and line."""
+    kind = type(algorithm)
+    if (name := vars(kind).get("name")) is not None:
+        return str(name)
+    try:
+        file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
+    except (OSError, TypeError):
+        return kind.__name__
+    return f"{kind.__name__} ({file}:{line})"
 
 
 def plans_of(algorithm: Algorithm, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:

@@ -24,7 +24,7 @@ def build_prompts(source: str, key: str) -> list[str]:
             return list[str](read_prompts(source))
         except UserError as error:
             absent = not source.startswith("hf:") and not os.path.exists(local(source))
-            hint = f"; write a prompt a line there, or name your own with {key}=FILE, or {_starter(key)}" if absent else ""
+            hint = _hint(key) if absent else ""
             raise UserError(f"{key}={source}: {error}{hint}") from None
     from g2rpo.testbed import prompts
 
@@ -32,5 +32,20 @@ def build_prompts(source: str, key: str) -> list[str]:
     return list(prompts("train" if split == "train" else "heldout", world))
 
 
-def _starter(key: str) -> str:
-    return f"{key}=starter:{'heldout' if key.startswith('evaluation') else 'train'}, which comes with the package"
+def caution(train: str, heldout: str) -> str | None:
+    """What to say of prompts of one's own that are judged on the starter set."""
+    if train in LISTS or not heldout.startswith("starter:"):
+        return None
+    return (
+        f"prompts.train={train}, but held-out pictures are of {heldout}, which comes with the package; "
+        "evaluation.prompts=FILE takes prompts like your own that are not trained on"
+    )
+
+
+def _hint(key: str) -> str:
+    starter = f"{key}=starter:{'heldout' if key.startswith('evaluation') else 'train'}"
+    edits = 'for a model that edits a .jsonl file of lines like {"prompt": "make it red", "images": ["in.png"]}'
+    return (
+        f"; name your own with {key}=FILE, with a prompt a line, or {edits}; for a model without input pictures {starter} "
+        "comes with the package"
+    )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from g2rpo.evaluation.study import (
     seconds_per_evaluation,
 )
 from g2rpo.files import write_whole
-from g2rpo.runs.directory import check_directory, weights_path
+from g2rpo.runs.directory import check_directory, first_usable, weights_path
 from g2rpo.runtime.folders import is_empty
 
 STUDY = "study.yaml"
@@ -117,7 +118,7 @@ class Workspace:
         if (folder / "results.json").is_file():
             return None
         steps = ",".join(map(str, self.study.steps))
-        arguments = ["evaluate", "--run", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
+        arguments = ["evaluate", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
         return Job(title, arguments, folder.parent / f"{folder.name}.log")
 
 
@@ -139,12 +140,12 @@ def compare(
     pilots: int,
     steps: Sequence[int] | None,
     jobs: int,
-    out: Path,
+    out: Path | None,
     console: Console,
     controls: bool = False,
 ) -> None:
-    """Runs the missing parts of a study in the folder `out`, and writes its results there; `controls` samples free knobs of the
-    untrained model too."""
+    """Runs the missing parts of a study in the folder `out`, and writes its results there; without `out`, in the first of study,
+    study-2 ... that holds no other. `controls` samples free knobs of the untrained model too."""
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
     cells, budgets = own_budgets(cells, budget[0])
@@ -167,6 +168,8 @@ def compare(
         },
         source="study",
     )
+    out = out or first_usable("study", partial(_check_same, study))
+    say(console, f"in {out}")
     _check_same(study, out)
     if study.unit != "seconds":
         _spend(study, configs, {})  # refuses a budget that is too small

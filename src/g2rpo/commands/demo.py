@@ -135,12 +135,12 @@ def open_studio(cast: Cast, weights: Path | None, notify: Say, heldout: Sequence
         seed=cast.seed,
         heldout=heldout,
         steps=cast.steps,
-        **({"explain": _grammar} if cast.policy.path == "testbed" else {}),
+        **({"explain": EXPLAIN[cast.policy.path]} if cast.policy.path in EXPLAIN else {}),
     )
 
 
 def _grammar(prompt: str) -> str:
-    """Why the testbed's rewards have no score for a prompt; "" if they have."""
+    """Why a prompt is none of the testbed's scenes; "" if it is one."""
     from g2rpo.testbed.grammar import parse
 
     try:
@@ -148,6 +148,17 @@ def _grammar(prompt: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _spelling(prompt: str) -> str:
+    """The same for its words."""
+    from g2rpo.testbed.words.language import COLOURS, parse
+
+    wanted = "a word of three to six letters in quotes and a colour, such as 'tiger' in red"
+    return "" if parse(prompt) else f"it takes {wanted} ({', '.join(COLOURS)})"
+
+
+EXPLAIN = {"testbed": _grammar, "words": _spelling}
 
 
 def facts(cast: Cast, log: Run | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from g2rpo.files import FileDigests, local, write_whole
 from g2rpo.input_pictures import digest_of_prompts
 from g2rpo.monitor.clips import read_clip, reduced
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
-from g2rpo.runs.directory import check_weights, read_config, weights_path
+from g2rpo.runs.directory import check_weights, first_usable, read_config, weights_path
 from g2rpo.runtime.folders import held, is_empty
 from g2rpo.statistics import Interval
 
@@ -94,15 +95,18 @@ def with_controls(config: JudgingConfig) -> JudgingConfig:
     return config.model_copy(update={"controls": controls})
 
 
-def evaluate(given: dict[str, Any], overrides: Sequence[str], out: Path, console: Console, controls: bool = False) -> None:
-    """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes one begun there. `controls`
-    adds the default ones."""
+def evaluate(
+    given: dict[str, Any], overrides: Sequence[str], out: Path | None, console: Console, controls: bool = False
+) -> None:
+    """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes one begun there; without
+    `out`, in the first of evaluation, evaluation-2 ... that holds no other. `controls` adds the default ones."""
     config = resolve_as(JudgingConfig, given, overrides, "evaluation")
     if controls:
         config = with_controls(config)
     check_rewards(config.rewards)  # cheap checks first
     prompts = build_prompts(config.prompts, "prompts")[: config.num_prompts]
     config = config.model_copy(update={"contents": _contents(config, prompts)})
+    out = out or first_usable("evaluation", partial(_check_folder, config=config))
     _check_folder(out, config)
     judging = Judging(config, prompts, out)
     kept = "stopped; finished chunks are kept, and the same command goes on after them"
@@ -163,7 +167,7 @@ def _coloured(change: Interval) -> str:
 
 def _cell(interval: Interval, sign: str = "") -> str:
     mean, low, high = (f"{value:{sign}.3f}" for value in (interval.mean, interval.low, interval.high))
-    return f"{mean} \\[{low}, {high}]"
+    return f"{mean} \\[{low}, {high}]" if math.isfinite(interval.low) else mean  # too few prompts for an interval
 
 
 def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:

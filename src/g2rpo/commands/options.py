@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
 
@@ -14,6 +15,21 @@ def recipe_names(incomplete: str) -> list[str]:
     from g2rpo.config import recipes as known  # imports pydantic, which `--help` does not need
 
     return [name for name in known.names() if name.startswith(incomplete)]
+
+
+class WithSettings(TyperCommand):
+    """A command that takes KEY=VALUE, and names the key of what was given as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # click's, of which some versions of typer have their own copy
+            if (option := getattr(error, "option_name", None)) is not None and hasattr(error, "message"):
+                from g2rpo.config.resolve import key_of
+
+                if (key := key_of(option.lstrip("-").replace("-", "_"))) is not None:
+                    error.message += f" Settings are given as KEY=VALUE: {key}=..."
+            raise
 
 
 def key_values(help: str) -> ArgumentInfo:

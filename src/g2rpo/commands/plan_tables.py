@@ -22,10 +22,13 @@ def show(answer: Answer, console: Console) -> None:
     """Prints an answer as tables."""
     plan, target, policy = answer.plan, answer.target, answer.plan.config.policy
     several = f"{plan.ranks} x {target.name}, each" if plan.ranks > 1 else target.name
+    pictured = plan.shapes.cond.get("image_latents")
+    beside = f", {pictured[0]} of an input picture of a megapixel" if pictured else ""
+    tokens = f"{plan.shapes.image_tokens} image tokens{beside} and {plan.shapes.text_tokens} of text"
     console.print(
         f"[bold]{escape(answer.recipe)}[/] on {several}: a transformer of {_millions(plan.parameters)} parameters, "
         f"{_millions(plan.trained_parameters)} trained ({policy.tuning}, {policy.dtype}); "
-        f"{policy.width}x{policy.height} pixels, {plan.shapes.image_tokens} image tokens and {plan.shapes.text_tokens} of text",
+        f"{policy.width}x{policy.height} pixels, {tokens}",
         highlight=False,
         soft_wrap=True,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +98,10 @@ class _Findings:
             raise self.errors[0]
         if self.errors:
             lines = ["- " + str(error).replace("\n", "\n  ") for error in self.errors]
-            raise UserError("\n".join([f"{len(lines)} things are missing or wrong:", *lines]))
+            fetch = dict.fromkeys(re.findall(r"`(hf download [^` ]+)", "\n".join(lines)))
+            if len(fetch) > 1:
+                lines += ["To download all of it (after `hf auth login` for gated models; `g2rpo plan` has the sizes):", *fetch]
+            raise UserError("\n".join([f"{len(self.errors)} things are missing or wrong:", *lines]))
 
 
 class _Prompts:

@@ -23,7 +23,7 @@ from g2rpo.input_pictures import check_inputs, images_of
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.runs.directory import check_weights, read_config, weights_path
+from g2rpo.runs.directory import check_weights, fresh_directory, read_config, weights_path
 from g2rpo.runtime.folders import is_empty
 
 SHOWN = 8  # pictures in the grid
@@ -52,21 +52,23 @@ def sample(
     seed: int,
     batch_size: int,
     video: str = "webp",
-    out: Path,
+    out: Path | None,
     console: Console,
 ) -> None:
     """Writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and `out/grid.png`. Clips are
-    NNNN.webp, which needs no further library, or NNNN.mp4."""
+    NNNN.webp, which needs no further library, or NNNN.mp4. Without `out` it is the first of samples, samples-2 ... that does
+    not exist."""
     asked = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
     options = resolve_as(SampleOptions, asked, source="sample")
+    config = read_config(run) if run is not None else None
+    out = out or fresh_directory(Path(), "samples")
     _check(prompts, options, out)
-    if run is not None:
-        config = read_config(run)
+    if run is not None and config is not None:
         policy, weights = config.policy, weights or (None if base else weights_path(run))
         own = {"steps": options.steps or config.sampling.num_steps, "shift": options.shift or config.sampling.shift}
         options = options.model_copy(update=own)
     if policy is None:
-        raise UserError("name a run with --run, or a pipeline with --model")
+        raise UserError("name a run, or a pipeline with --model")
     if weights is not None and not base:
         check_weights(weights)
     painter = _painter(policy, None if base else weights, options.strength, prompts)
@@ -86,7 +88,7 @@ def _check(prompts: Sequence[str], options: SampleOptions, out: Path) -> None:
     if options.video == "mp4" and not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
         raise UserError("--video mp4 needs imageio and ffmpeg: pip install imageio imageio-ffmpeg, or take --video webp")
     if not prompts:
-        raise UserError("give prompts as arguments, or a file of them with --prompts")
+        raise UserError("give prompts as arguments, after the run if you name one, or a file of them with --prompts")
     check_inputs(prompts)
     if not is_empty(out):
         raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")

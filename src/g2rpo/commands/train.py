@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from g2rpo.build import components
+from g2rpo.build.prompts import caution as prompts_caution
 from g2rpo.build.rewards import build_rewards, configured
 from g2rpo.build.trackers import build_trackers
 from g2rpo.commands.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.commands.contents import contents_of
+from g2rpo.commands.dry_run import try_own_code
 from g2rpo.commands.preflight import check
 from g2rpo.commands.progress import say, warn_on
 from g2rpo.commands.stopping import Stopping
@@ -30,7 +32,7 @@ from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.errors import RolledBack, UserError, counted
 from g2rpo.files import digest_of
 from g2rpo.input_pictures import check_counts, check_inputs
-from g2rpo.runs.directory import check_contents, claim, entered, read_config, record_start
+from g2rpo.runs.directory import CONFIG, check_contents, claim, entered, read_config, record_start
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
@@ -86,6 +88,9 @@ def _assembled(
         raise UserError(
             f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
         )
+    if world.is_main and (said := prompts_caution(config.prompts.train, config.evaluation.prompts)) is not None:
+        notify(said)
+    try_own_code(config, given)
     sharding = components.build_sharding(config, world)
     if "policy" in given:
         policy = given["policy"]
@@ -159,11 +164,12 @@ def train(
 ) -> Path | None:
     """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks other than 0.
 
-    With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own recipe. A stop signal
-    (`stopping`) saves a checkpoint first.
+    With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own recipe; if there is none
+    yet, that of `recipe` begins. A stop signal (`stopping`) saves a checkpoint first.
     """
     notes: list[str] = []
-    if resume and run_dir is not None and (recipe is None or recipe == read_config(run_dir).recipe):
+    begun = run_dir is not None and (run_dir / CONFIG).is_file()
+    if resume and run_dir is not None and (recipe is None or (begun and recipe == read_config(run_dir).recipe)):
         config = read_config(run_dir, overrides, notes.append, mention=False)
     elif recipe is not None:
         config = load_config(recipe, overrides, notes.append)
@@ -212,7 +218,7 @@ def _run(
     notify = warn_on(console) if world.is_main else partial(_warn_from, world.rank)
     trainer = open_run(config, directory, resume, accept_changes, notify, world, console=console)
     if resume:
-        console.print(f"resuming after iteration {trainer.iteration}")
+        console.print(f"resuming after iteration {trainer.iteration}" if trainer.iteration else "nothing to resume: it begins")
     began = time.perf_counter()
     ended: RolledBack | None = None
     stopping.message = f"stopped at once; {trainer.files.command} goes on from the last checkpoint"

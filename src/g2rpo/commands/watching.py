@@ -101,7 +101,7 @@ def show_results(trainer: Trainer, table: dict[str, Comparison], directory: Path
         ("weights", weights_path(directory)),
         ("metrics", directory / "metrics.jsonl"),
         ("report", _command("report", directory)),
-        ("draw", _command("sample", "--run", directory, trainer.heldout[0], *(code if trainer.config.policy.kind else []))),
+        ("draw", _command("sample", directory, trainer.heldout[0], *(code if trainer.config.policy.kind else []))),
         ("repeat", _command("train", directory / "config.yaml", "--run-dir", again, *code)),
     ):
         say(console, f"{what:>13}  {where}")
@@ -127,5 +127,5 @@ def results_table(table: dict[str, Comparison], prompts: int, trained: Sequence[
         change = row.tuned - row.base
         colour = "green" if change > row.margin else "red" if change < -row.margin else "white"
         use = "trained on" if name in trained else "judged only"
-        out.add_row(name, f"{row.base:.3f}", f"{row.tuned:.3f}", f"[{colour}]{change:+.3f} ± {row.margin:.3f}[/]", use)
+        out.add_row(name, f"{row.base:.3f}", f"{row.tuned:.3f}", f"[{colour}]{change:+.3f}{row.within}[/]", use)
     return out

@@ -6,6 +6,7 @@ Unknown keys, wrong types and values out of range are refused with a `UserError`
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ LARGEST = 2**18
 
 CODE_KEYS = ("name", "kind", "target", "trackers")
 """Last parts of keys whose values may name code."""
+
+SHORT = {"lr": "optim.learning_rate", "steps": "sampling.num_steps", "rank": "policy.lora_rank"}
+"""Keys by words for them that are no part of a key."""
 
 REWARD_TABLES = ("rewards", "evaluation.rewards")
 REMOVED = ("", "~")
@@ -71,6 +75,8 @@ def resolve_as(
     merged: dict[str, Any] = _copied(data)
     for override in overrides:
         _override(merged, override)
+    if not mention:
+        plugins.require_all(_codes(merged))
     _check_keys(kind, merged, "", source, mention)
     try:
         group = kind.model_validate(merged, context={"mention": mention})
@@ -78,6 +84,18 @@ def resolve_as(
         raise UserError("\n".join(_complaints(error, source))) from None
     _check_sizes(group, source)
     return group
+
+
+def _codes(data: Any, key: str = "") -> Iterator[str]:
+    """The code that settings name."""
+    if isinstance(data, Mapping):
+        for inner, value in data.items():
+            yield from _codes(value, str(inner))
+    elif isinstance(data, list):
+        for value in data:
+            yield from _codes(value, key)
+    elif key in CODE_KEYS and isinstance(data, str) and plugins.is_code(data):
+        yield data
 
 
 def _with_other_algorithm(
@@ -217,11 +235,21 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = 
     for key, value in data.items():
         if key not in fields:
             near = did_you_mean(str(key), fields)
-            elsewhere = [group for group, inner in fields.items() if key in (_fields(inner) or {})]
-            if elsewhere and not prefix:
-                near = f" Did you mean '{elsewhere[0]}.{key}'?"
+            if not prefix and (elsewhere := key_of(str(key), fields)):
+                near = f" Did you mean '{elsewhere}'?"
             raise UserError(f"{source}: unknown key '{prefix}{key}'.{near}")
         _check_keys(fields[key], value, f"{prefix}{key}.", source, mention)
+
+
+def key_of(word: str, fields: Mapping[str, Any] | None = None) -> str | None:
+    """The dotted key that a word without a group may mean; None if there is none."""
+    fields = fields if fields is not None else _fields(Config) or {}
+    groups = reversed(list(fields.items()))  # of equal names the first group's
+    known = {inner: f"{group}.{inner}" for group, kind in groups for inner in (_fields(kind) or {})}
+    if word in SHORT:
+        return SHORT[word] if SHORT[word] in known.values() else None
+    near = [] if word in fields else difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+    return known[near[0]] if near else None
 
 
 def _class_in(data: Mapping[str, Any], source: str, mention: bool) -> Any:
@@ -275,4 +303,6 @@ def _complaints(error: ValidationError, source: str, prefix: str = "") -> Iterat
         else:
             given = f", got {repr(problem['input'])[:200]}" if not isinstance(problem["input"], Mapping) else ""
             message = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] in ("tuple_type", "list_type") and isinstance(problem["input"], str | int | float):
+                given += f"; write it in brackets: [{problem['input']}]"
             yield f"{source}: {key}: {message[0].lower()}{message[1:]}{given}"

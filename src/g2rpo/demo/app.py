@@ -43,6 +43,8 @@ TO_OUTPUT = """() => {
   const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "instant" : "smooth";
   if (innerWidth < 640) document.getElementById("%s").scrollIntoView({behavior});
 }"""
+CLEAR = "() => document.querySelectorAll('.toast-close').forEach(button => button.click())"
+"""Removes messages about earlier questions."""
 WAITING = 16  # questions in the queue; more are refused
 SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 
@@ -119,6 +121,7 @@ def _draw_view(stage: Stage, studio: Studio, prompt: str) -> None:
         settings = {"seed": seed, "steps": steps, "guidance": guidance, "strength": strength}
         return views.drawing_html(draw(studio, prompt, images=[picture] if picture else [], **settings))
 
+    gr.on([go.click, asked.submit], None, js=CLEAR, api_visibility="private")
     asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, seed, steps, guidance, strength], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "drawing")
 
@@ -159,6 +162,7 @@ def _learn_view(stage: Stage, studio: Studio, prompt: str) -> None:
         lesson = learn(studio, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=told)
         return views.lesson_html(lesson)
 
+    gr.on([go.click, asked.submit], None, js=CLEAR, api_visibility="private")
     asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, plan, seed, side, grains], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "lesson")
 

@@ -43,19 +43,16 @@ def opening(base: Scores, tuned: Scores, rewards: Mapping[str, Reward], trained:
     before, after = verdicts(rewards, base), verdicts(rewards, tuned)
     if before is not None and after is not None:
         gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)
-        words = "that the base model draws wrong and the tuned one right"
+        words, worse = "that the base model draws wrong and the tuned one right", "became wrong"
     elif trained:
         rises = torch.stack([tuned[name] - base[name] for name in trained])
         gained, lost = (rises > 0).all(0), (rises < 0).all(0)
-        words = f"on which training raised {' and '.join(trained)}"
+        words, worse = f"on which training raised {' and '.join(trained)}", "fell"
     else:
         return Opening()
-    total, count, other = len(gained), int(gained.sum()), int(lost.sum())
+    total, count, lower = len(gained), int(gained.sum()), int(lost.sum())
+    others = f"{lower or 'none'} {worse}"
     if not count:
-        return Opening(
-            0, f"This opens on the first of {total} held-out prompts: there is none {words}, and {other} the other way round."
-        )
-    rule = (
-        f"This opens on the first of the {count} held-out prompts (of {total}) {words}; on {other} it is the other way round."
-    )
+        return Opening(0, f"This opens on the first of {total} held-out prompts: there is none {words}, and {others}.")
+    rule = f"This opens on the first of the {count} held-out prompts (of {total}) {words}; {others}."
     return Opening(int(gained.nonzero()[0]), rule)

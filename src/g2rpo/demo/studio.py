@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,9 +44,9 @@ class Studio:
     """A model with its rewards and its algorithm; not thread-safe.
 
     `tuned` describes the loaded tuned weights; the policy's `base()` must then be the untrained model. `rewards` are those of
-    the advantages, with `weights` [R]; `judges` only score. `explain` returns why a prompt has no score, or "". `plans` are
-    those of the first iteration with `seed`. `heldout` are the prompts of the run's evaluations, which took `steps` steps
-    (None: those of `sampling`).
+    the advantages, with `weights` [R]; `judges` only score. `explain` returns why a prompt is none of the model's world, or "".
+    `plans` are those of the first iteration with `seed`. `heldout` are the prompts of the run's evaluations, which took `steps`
+    steps (None: those of `sampling`).
     """
 
     policy: PipelinePolicy
@@ -135,7 +136,9 @@ class Drawing:
     trained: tuple[str, ...]
     """The rewards that were trained on."""
     why: str
-    """Why a score is missing, if that is known."""
+    """Why the prompt is none of the model's world, if that is known."""
+    meanings: Mapping[str, str]
+    """What each reward measures, as its code says."""
     settings: str
     """The settings of the drawing, as text."""
     seconds: float = 0
@@ -188,7 +191,15 @@ def draw(
         *([f"strength {strength:g}"] if studio.tuned == "adapter" else []),
     ]
     seconds = seconds_of(studio.policy, base.images.shape[1])
-    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), " · ".join(settings), seconds)
+    meanings = {name: said for name, reward in rewards.items() if (said := meaning_of(reward))}
+    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), meanings, " · ".join(settings), seconds)
+
+
+def meaning_of(reward: Reward) -> str:
+    """The first sentences of a reward's documentation; "" if it has none."""
+    owner = getattr(reward, "reward", reward)  # of frames
+    said = inspect.getdoc(getattr(owner, "function", owner)) or ""
+    return " ".join(said.split("\n\n")[0].split())
 
 
 @dataclass(frozen=True, kw_only=True)

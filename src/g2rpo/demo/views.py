@@ -57,6 +57,7 @@ def drawing_html(drawing: Drawing, note: str = "") -> str:
         note=note,
         missing=[name for name, values in drawing.base.scores.items() if values.isnan().any()],
         why=drawing.why,
+        meanings=drawing.meanings,
         settings=drawing.settings,
     )
 

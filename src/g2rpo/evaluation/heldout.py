@@ -19,7 +19,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import decode, score_in_batches
 from g2rpo.runtime.distributed import World
 from g2rpo.seeding import generator_for
-from g2rpo.statistics import Z
+from g2rpo.statistics import half_width
 from g2rpo.types import Policy, Reward
 
 SCORES = "scores"  # scores of every evaluation, by prompt
@@ -212,11 +212,18 @@ class Comparison:
     tuned: float
     error: float
     """Standard error of the mean paired difference."""
+    count: int
+    """Prompts that both have a score for."""
 
     @property
     def margin(self) -> float:
-        """Half of the change's 95 % interval."""
-        return Z * self.error
+        """Half of the change's 95 % interval; NaN where there are too few prompts."""
+        return half_width(self.error, self.count)
+
+    @property
+    def within(self) -> str:
+        """ " ± MARGIN"; "" where there is none."""
+        return f" ± {self.margin:.3f}" if math.isfinite(self.margin) else ""
 
 
 def compare(base: Evaluation, tuned: Evaluation) -> dict[str, Comparison]:
@@ -234,4 +241,4 @@ def paired(before: Tensor, after: Tensor) -> Comparison:
     both = ~(before.isnan() | after.isnan())
     difference = (after - before)[both]
     error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.nan
-    return Comparison(float(before[both].mean()), float(after[both].mean()), error)
+    return Comparison(float(before[both].mean()), float(after[both].mean()), error, len(difference))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.plain import parse_json, read_text
 from g2rpo.runs.directory import read_config, read_starts
-from g2rpo.statistics import Z
+from g2rpo.statistics import half_width
 
 Points = tuple[list[float], list[float | None]]
 """The x and y of a curve; a missing value is None."""
@@ -31,6 +31,8 @@ class Change:
     tuned: float
     error: float
     """Standard error of the mean paired difference; NaN where it is not known."""
+    count: int
+    """Prompts that were compared."""
     ends: tuple[float, float] | None = None
     """Ends of the 95 % interval of the difference, where these are known better than by the standard error."""
     seeds: int = 1
@@ -38,8 +40,13 @@ class Change:
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the difference."""
-        change, margin = self.tuned - self.base, Z * self.error
-        return self.ends or (change - margin, change + margin)
+        change = self.tuned - self.base
+        return self.ends or (change - self.margin, change + self.margin)
+
+    @property
+    def margin(self) -> float:
+        """Half of that interval; NaN where it is not known, or there are too few prompts."""
+        return half_width(self.error, self.count)
 
 
 @dataclass(frozen=True)
@@ -152,10 +159,7 @@ class Run:
             table, iteration = _paired(first, last, self.rewards()), last["iteration"]
         else:
             return []
-        return [
-            Change(name, name in self.config.rewards, iteration, row["base"], row["tuned"], row["error"])
-            for name, row in table.items()
-        ]
+        return [Change(name, name in self.config.rewards, iteration, *self._compared(row)) for name, row in table.items()]
 
     def right(self) -> Change | None:
         """The share of right held-out pictures, base against tuned; None if no reward defines it."""
@@ -167,7 +171,12 @@ class Run:
             if len(rows) > 1:
                 error = rows[-1].get("right_stderr")
                 found = {"base": rows[0]["right"], "tuned": rows[-1]["right"], "error": math.nan if error is None else error}
-        return Change("right", False, iteration, found["base"], found["tuned"], found["error"]) if found else None
+        return Change("right", False, iteration, *self._compared(found)) if found else None
+
+    def _compared(self, row: Mapping[str, Any]) -> tuple[float, float, float, int]:
+        """Base, tuned, standard error and number of prompts of a result; older ones lack the number."""
+        count = row.get("count") or self.judged_prompts or self.config.evaluation.num_prompts
+        return row["base"], row["tuned"], row["error"], count
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:

@@ -23,7 +23,6 @@ from g2rpo.report.pictures import frames_of, pictures
 from g2rpo.report.seeds import Repeats, repeats
 from g2rpo.report.verdict import summary, verdict
 from g2rpo.report.words import decimals, figures, fixed, model_name, signed, span
-from g2rpo.statistics import Z
 
 ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
 
@@ -175,7 +174,7 @@ def _interval(change: Change, digits: int) -> str:
         return ""
     if change.seeds > 1:
         return f"({' to '.join(signed(end, digits) for end in change.interval)})"
-    return f"± {Z * change.error:.{digits}f}"
+    return f"± {change.margin:.{digits}f}" if math.isfinite(change.margin) else ""
 
 
 def controls(run: Run) -> dict[str, Any] | None:

@@ -138,6 +138,7 @@ class Repeats:
             float(base[both].mean()),
             float(tuned[both].mean()),
             (change.high - change.low) / (2 * Z),
+            int(both.any(0).sum()),
             (change.low, change.high),
             len(self.runs),
         )

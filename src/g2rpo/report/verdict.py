@@ -11,11 +11,13 @@ from g2rpo.evaluation.controls import in_words, told
 from g2rpo.report.history import Change, Run
 from g2rpo.report.seeds import Repeats
 from g2rpo.report.words import decimals, fixed, signed
-from g2rpo.statistics import Z
+from g2rpo.statistics import FEWEST
 
 
 def verdict(change: Change) -> str:
     """ "higher", "lower" or no clear change, by the interval."""
+    if change.count < FEWEST:
+        return "too few prompts"
     low, high = change.interval
     if not math.isfinite(low) or not math.isfinite(high):
         return "unknown"
@@ -64,26 +66,32 @@ def _spread(run: Run | Repeats) -> str:
 
 
 def _right(change: Change, words: str, unseen: str) -> str:
-    points, margin, (low, high) = 100 * (change.tuned - change.base), 100 * Z * change.error, change.interval
+    points, margin, (low, high) = 100 * (change.tuned - change.base), 100 * change.margin, change.interval
     if change.seeds > 1:
         said = f"{signed(points, 0)} points, {_over_seeds(100 * low, 100 * high, 0, change)}"
     else:
         said = f"{signed(points, 0)}{f' ± {margin:.0f}' if math.isfinite(margin) else ''} points"
-    interval = f" ({said}{', no clear change' if verdict(change) == 'no clear change' else ''})"
+    interval = f" ({said}{_doubt(change)})"
     return f"{words.replace('{}', f'{_percent(change.tuned)} of {unseen}')}, was {_percent(change.base)}{interval}"
 
 
 def _changed(change: Change, unseen: str) -> str:
-    digits, said = decimals(change.error), verdict(change)
+    digits, said, doubt = decimals(change.error), verdict(change), _doubt(change)
     word = {"higher": "rose", "lower": "fell"}.get(said, "went")
-    doubt = ", no clear change" if said == "no clear change" else ""
     if change.seeds > 1:
         margin = f" ({signed(change.tuned - change.base, digits)}, {_over_seeds(*change.interval, digits, change)}{doubt})"
     else:
-        margin = f" (± {fixed(Z * change.error, digits)}{doubt})" if math.isfinite(change.error) else ""
+        margin = f" (± {fixed(change.margin, digits)}{doubt})" if math.isfinite(change.margin) else doubt
     return (
         f"{change.reward} {word} from {fixed(change.base, digits)} to {fixed(change.tuned, digits)} on {unseen} prompts{margin}"
     )
+
+
+def _doubt(change: Change) -> str:
+    said = verdict(change)
+    if said == "too few prompts":
+        return f", too few prompts to say more; take evaluation.num_prompts={FEWEST} or more"
+    return ", no clear change" if said == "no clear change" else ""
 
 
 def _over_seeds(low: float, high: float, digits: int, change: Change) -> str:

@@ -55,7 +55,7 @@ def entered(config: Config, run_dir: Path | None, resume: bool, notify: Callable
     """The directory for a run of `config`, locked while entered; if it was created here and is still empty, it is removed.
 
     Without `run_dir` a fresh `runs/NAME`, `runs/NAME-2`, ... is taken. A directory that holds a run is only entered with
-    `resume` and the same config.
+    `resume` and the same config; with `resume` a directory may hold none yet.
     """
     if resume and run_dir is None:
         raise UserError("--resume continues a run: name its directory with --run-dir")
@@ -71,7 +71,8 @@ def entered(config: Config, run_dir: Path | None, resume: bool, notify: Callable
 
 
 def check_directory(config: Config, directory: Path, resume: bool) -> None:
-    """Refuses a directory in which a run of `config` cannot begin, or with `resume` continue; nothing is written."""
+    """Refuses a directory in which a run of `config` cannot begin, or with `resume` continue if there is one; nothing is
+    written."""
     if (directory / CONFIG).is_file():
         if not resume:
             raise UserError(
@@ -81,8 +82,6 @@ def check_directory(config: Config, directory: Path, resume: bool) -> None:
         _check_same(config, read_config(directory), directory)
     elif not is_empty(directory):
         raise UserError(f"{directory} is not empty and holds no run (no {CONFIG}); name another --run-dir")
-    elif resume:
-        raise UserError(f"{directory} holds no run to resume (no {CONFIG})")
 
 
 def claim(directory: Path, config: Config) -> None:
@@ -201,6 +200,18 @@ def _enter_fresh(stack: ExitStack, name: str, notify: Callable[[str], None]) -> 
             if is_empty(directory):  # else another run has come and gone
                 stack.enter_context(attempt.pop_all())
                 return directory
+
+
+def first_usable(name: str, check: Callable[[Path], None]) -> Path:
+    """NAME, or the first of NAME-2, NAME-3 ... that `check` does not refuse."""
+    candidate, number = Path(name), 1
+    while True:
+        try:
+            check(candidate)
+            return candidate
+        except UserError:
+            number += 1
+            candidate = Path(f"{name}-{number}")
 
 
 def fresh_directory(root: Path, name: str) -> Path:
