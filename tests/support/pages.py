@@ -135,7 +135,7 @@ def check(call: list[str], monkeypatch) -> None:
             check(["pip", *rest], monkeypatch)
         case "pip", ["install", *packages]:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            assert set(re.findall(r"\[(.+?)\]", " ".join(packages))) <= extras.keys()
+            assert {one for found in re.findall(r"\[(.+?)\]", " ".join(packages)) for one in found.split(",")} <= extras.keys()
             assert "g2rpo" not in " ".join(packages), "nothing of this name is on PyPI: install the clone"
         case ("tensorboard", ["--logdir", _]) | ("hf", ["download" | "auth", *_]):
             pass
@@ -174,7 +174,8 @@ def check_g2rpo(arguments: list[str]) -> None:
             "rewards": evaluate.named_rewards(given["rewards"]) if given["rewards"] else None,
             "steps": evaluate.step_counts(given["steps"]) if given["steps"] else None,
         }
-        resolve_as(JudgingConfig, settings | {key: value for key, value in named.items() if value}, overrides)
+        keys = [word for word in overrides if "=" in word or word != overrides[0]]  # the first may be a run
+        resolve_as(JudgingConfig, settings | {key: value for key, value in named.items() if value}, keys)
     elif name == "serve-reward":
         options = parse_options(given["options"] or [])
         check_rewards({given["kind"]: RewardConfig(kind=given["kind"], options=options)})

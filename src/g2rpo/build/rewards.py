@@ -67,6 +67,7 @@ def configured(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig])
 
 def check_rewards(table: Mapping[str, RewardConfig]) -> None:
     """Refuses unknown rewards and options, before any weights are loaded."""
+    plugins.require_all(code for entry in table.values() for code in (entry.kind, _code_of(entry)) if plugins.is_code(code))
     for name, entry in table.items():
         refuse_mention(f"rewards.{name}.kind", entry.kind)
         known = _options_of(reward_kind(name, entry))
@@ -100,12 +101,18 @@ def _check_common_options(key: str, options: Mapping[str, Any]) -> None:
 def reward_kind(name: str, entry: RewardConfig) -> Any:
     """The class or function of a reward; code in its options must be allowed too."""
     try:
-        named = str(entry.options.get(CODE_OPTIONS.get(entry.kind, "")))
-        if plugins.is_code(named):
+        if plugins.is_code(named := _code_of(entry)):
             plugins.require(named)
         return plugins.find("rewards", entry.kind, REWARDS)
+    except plugins.CodeNotAllowed:
+        raise
     except UserError as error:
-        raise type(error)(f"rewards.{name}: {error}") from error
+        raise UserError(f"rewards.{name}: {error}") from error
+
+
+def _code_of(entry: RewardConfig) -> str:
+    """What an option that may name code has."""
+    return str(entry.options.get(CODE_OPTIONS.get(entry.kind, "")))
 
 
 def _options_of(kind: Any) -> list[str]:

@@ -55,11 +55,11 @@ def resolve(
     replaces the whole group by that algorithm's published defaults, and `notify` is called with what was left out. With
     `mention`, an algorithm whose code may not be imported is a `named.Mentioned` one; without, it is refused.
     """
-    _allow_code(overrides)
+    allow_code(overrides)
     return resolve_as(Config, _with_other_algorithm(data, overrides, source, notify), overrides, source, mention)
 
 
-def _allow_code(overrides: Sequence[str]) -> None:
+def allow_code(overrides: Sequence[str]) -> None:
     """Allows code that overrides name: the user has named it, at the command line or as an argument."""
     for override in overrides:
         key, _, value = override.partition("=")
@@ -71,12 +71,10 @@ def resolve_as(
     kind: type[G], data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config", mention: bool = False
 ) -> G:
     """As `resolve`, for any kind of group."""
-    _allow_code(overrides)
+    allow_code(overrides)
     merged: dict[str, Any] = _copied(data)
     for override in overrides:
         _override(merged, override)
-    if not mention:
-        plugins.require_all(_codes(merged))
     _check_keys(kind, merged, "", source, mention)
     try:
         group = kind.model_validate(merged, context={"mention": mention})
@@ -86,14 +84,14 @@ def resolve_as(
     return group
 
 
-def _codes(data: Any, key: str = "") -> Iterator[str]:
+def codes_in(data: Any, key: str = "") -> Iterator[str]:
     """The code that settings name."""
     if isinstance(data, Mapping):
         for inner, value in data.items():
-            yield from _codes(value, str(inner))
+            yield from codes_in(value, str(inner))
     elif isinstance(data, list):
         for value in data:
-            yield from _codes(value, key)
+            yield from codes_in(value, key)
     elif key in CODE_KEYS and isinstance(data, str) and plugins.is_code(data):
         yield data
 
@@ -118,7 +116,7 @@ def _with_other_algorithm(
 def parse_options(assignments: Sequence[str]) -> dict[str, Any]:
     """A mapping from `key=value` assignments, parsed like overrides."""
     options: dict[str, Any] = {}
-    _allow_code(assignments)
+    allow_code(assignments)
     for assignment in assignments:
         _override(options, assignment)
     return options

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from g2rpo import __version__
-from g2rpo.config.resolve import absent_reward, differences, read_yaml, resolve
+from g2rpo import __version__, plugins
+from g2rpo.config.resolve import absent_reward, allow_code, codes_in, differences, read_yaml, resolve
 from g2rpo.config.schema import AlarmsConfig, Config
 from g2rpo.errors import UserError, counted
 from g2rpo.files import append_line, write_whole
@@ -168,6 +168,9 @@ def read_config(
     if not path.is_file():
         raise UserError(f"{run_dir} is no run directory (no {CONFIG})")
     data = read_yaml(path)
+    if not mention:
+        allow_code(overrides)
+        plugins.require_all(codes_in(data))  # in one message
     taken_out = [override for override in overrides if absent_reward(data, override)]  # when the run began
     return resolve(data, [each for each in overrides if each not in taken_out], str(path), notify, mention)
 
