@@ -228,7 +228,7 @@ def test_a_detector_of_ones_own_needs_to_be_allowed(saved: dict[str, str], tmp_p
         "        return [[Detection('cat', 1.0, (0, 0, 9, 9))] for _ in images]\n"
     )
     entry = RewardConfig(kind="geneval", options={"detector": f"{file}:Cats", "clip": saved["clip"]})
-    with pytest.raises(UserError, match=r"rewards.it: .*is code that a config names"):
+    with pytest.raises(UserError, match="is code that a config names"):
         check_rewards({"it": entry})
     plugins.allow(str(file))
     reward = build_rewards({"it": entry})["it"]
