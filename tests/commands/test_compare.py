@@ -301,10 +301,11 @@ def test_code_that_the_user_has_allowed_is_allowed_in_every_run(capsys, tmp_path
 
 def test_a_failing_run_is_named_with_what_it_said(tmp_path, tiny_config, forked_jobs):
     reward = tmp_path / "mine.py"
-    reward.write_text("def broken(images, prompts):\n    raise RuntimeError('no such judge')\n")
+    fails = "if len(images) > 2:  # not in the trial\n        raise RuntimeError('no such judge')"
+    reward.write_text(f"def broken(images, prompts):\n    {fails}\n    return images.mean((1, 2, 3))\n")
     out = tmp_path / "study"
     overrides = ["rewards.mine.kind=function", f"rewards.mine.options.target={reward}:broken"]
-    with pytest.raises(RuntimeError, match=r"(?s)a, rate 0\.001, seed 42 failed \(exit code 2\).*no such judge"):
+    with pytest.raises(RuntimeError, match=r"(?s)a, rate 0\.001, seed 42 failed \(exit code 1\).*no such judge"):
         main(["compare", str(tiny_config), "--cell", "a:", "--out", str(out), *overrides])
     assert Path(out / "runs/a/seed_42.log").is_file()
 
