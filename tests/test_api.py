@@ -1,6 +1,8 @@
 """The command line's work from Python: objects take the place of names, and the rest is as the recipe says."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +36,12 @@ class Notes:
 
     def finish(self, ok):
         self.seen.append(("finish", ok))
+
+
+def test_libraries_are_as_quiet_as_at_the_command_line(tmp_path):
+    code = "from g2rpo import api; api.trainer('scenes', ['evaluation.num_prompts=2', 'prompts.cache=off'])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == ended.stderr == ""
 
 
 def test_objects_take_the_place_of_everything_that_a_recipe_names(tmp_path):

@@ -1,8 +1,10 @@
 """`g2rpo plan --cards`: every card that can compute the run, and how it fits."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from g2rpo.commands import plan_cards
 from g2rpo.cost import cards
@@ -28,6 +30,21 @@ def test_cards_without_float8_are_left_out_and_too_small_ones_say_so(capsys, tin
     rows = json.loads(out)
     assert code == 0 and "a100" not in rows and rows["h100"]["fits"] and rows["h100"]["overrides"] == []
     assert not rows["small"]["fits"] and rows["small"]["overrides"] is None
+
+
+def test_a_table_of_80_columns_breaks_no_override():
+    longest = ["evaluation.rewards.image_reward.options.device=cpu", "rewards.hpsv2.options.device=cpu"]
+    console = Console(file=io.StringIO(), width=80)
+    plan_cards._show("flux1-dev-lora", {"rtx6000ada": plan_cards.OnCard(longest, 2**34, 2**35, 1e5)}, console)
+    lines = console.file.getvalue().splitlines()
+    assert f"changes 1: {' '.join(longest)}" in lines and any("rtx6000ada" in line for line in lines)
+    assert all(len(line) <= 80 for line in lines[:-1])
+
+
+def test_ram_is_not_taken_for_a_cards_memory(capsys, tiny_config, monkeypatch):
+    monkeypatch.setattr("g2rpo.cost.plan.os.sysconf", lambda name: 1)
+    out = " ".join(g2rpo(capsys, "plan", tiny_config, "policy.device=cpu", "--no-probe")[1].split())
+    assert "does not fit" in out and "this machine's RAM" in out and "--device" in out
 
 
 def test_one_device_and_all_cards_are_two_questions(capsys, tiny_config):

@@ -144,8 +144,8 @@ def compare(
     console: Console,
     controls: bool = False,
 ) -> None:
-    """Runs the missing parts of a study in the folder `out`, and writes its results there; without `out`, in the first of study,
-    study-2 ... that holds no other. `controls` samples free knobs of the untrained model too."""
+    """Runs the missing parts of a study in the folder `out`, and writes its results there; without `out`, in the first of
+    study, study-2 ... that holds no other. `controls` samples free knobs of the untrained model too."""
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
     cells, budgets = own_budgets(cells, budget[0])
