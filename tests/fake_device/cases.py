@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from g2rpo.cost import trace
 from g2rpo.cost.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.demo.studio import draw, learn
 from g2rpo.runs.directory import claim, weights_path
+from g2rpo.training import collector
 
 PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
 DATA = {
@@ -72,7 +74,7 @@ def train(world, folder, model, *overrides):
         "reward": rows[-1]["reward/brightness"],
         "halved": rows[-1]["out_of_memory"],
         "elsewhere": others,
-        "weights": float(sum(p.detach().double().abs().sum() for p in again.learner.parameters)),
+        "weights": float(sum(p.detach().cpu().double().abs().sum() for p in again.learner.parameters)),
     }
 
 
@@ -82,6 +84,85 @@ def iterate(world, folder, model, *many):
         row = build(world, folder, model, *overrides).iterate()
         assert math.isfinite(row["loss"]) and row["grad_norm"] > 0, (overrides, row)
     return len(many)
+
+
+FAULTS = ("a number", "a mask", "conditioning on the host", "many small tensors", "a tensor kept", "float64")
+
+
+def count_costs(world, folder, model):
+    """Of three iterations without a fault and one with each of `FAULTS`: the calls of the network, the waits and copies to the
+    device in them and in all, and the bytes that stay on the device; or what the device raises."""
+    trainer, kept, found, fault = build(world, folder, model), [], {}, None
+    inner, inside = trainer.policy.velocity, []
+
+    def velocity(x, sigma, cond):
+        before = torch.fakegpu.costs()
+        if fault == "a number":
+            x.sum().item()
+        if fault == "a mask":
+            x = x[x[:, 0, 0].isfinite()]
+        if fault == "conditioning on the host":
+            cond = cond.to("cpu").to("fakegpu")
+        if fault == "float64":
+            x = x.double().float()
+        answer = inner(x, sigma, cond)
+        inside.append(torch.fakegpu.costs() - before)
+        return answer
+
+    trainer.policy.velocity = velocity
+    for fault in ("first", "second", "third", *FAULTS):
+        inside.clear()
+        before, standing = torch.fakegpu.costs(), torch.fakegpu.memory_allocated()
+        try:
+            trainer.iterate()
+        except RuntimeError as error:
+            found[fault] = {"error": str(error)}
+            continue
+        if fault == "many small tensors":
+            for _ in range(100):
+                torch.ones(1).to("fakegpu").item()
+        if fault == "a tensor kept":
+            kept.append(torch.zeros(1, device="fakegpu"))
+        found[fault] = {
+            "calls": len(inside),
+            "inside": sum(inside).tolist(),
+            "in all": (torch.fakegpu.costs() - before).tolist(),
+            "kept": torch.fakegpu.memory_allocated() - standing,
+        }
+    return found
+
+
+def help_out(world, folder, model, misplaced=None):
+    """An iteration in which rank 0 waits until rank 1 has taken over a unit; `misplaced`, units' conditioning or the rollouts
+    received, is left on the CPU. Returns the bytes on the other rank's device."""
+    cpu, helped = torch.device("cpu"), folder / "helped"
+    if misplaced == "conditioning":
+        collector.works_of_all = lambda *given, inner=collector.works_of_all: inner(*given[:-1], cpu)
+    if misplaced == "rollouts":
+        collector.returned = lambda *given, inner=collector.returned: inner(*given[:-1], cpu)
+
+    class Watched(collector.Queue):
+        def take(self):
+            unit = super().take()
+            if unit and unit[0] != world.rank:
+                helped.touch()
+            return unit
+
+    collector.Queue = Watched
+    trainer = build(world, folder, model, "sampling.prompts_at_once=1", "trainer.prompts_per_iteration=4")
+    inner = trainer.policy.velocity
+
+    def velocity(x, sigma, cond):
+        ends = time.monotonic() + 30
+        while world.is_main and not helped.exists():
+            assert time.monotonic() < ends, "rank 1 does not help"
+            time.sleep(0.01)
+        return inner(x, sigma, cond)
+
+    trainer.policy.velocity = velocity
+    row = trainer.iterate()
+    assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
+    return torch.fakegpu.memory_allocated(1 - world.rank)
 
 
 def run_out(world, folder, model):

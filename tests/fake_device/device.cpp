@@ -169,17 +169,51 @@ void check(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   }
 }
 
+// --- what costs a GPU time ----------------------------------------------------------------------------------------------------
+
+thread_local int64_t waits = 0;       // of this thread, for a number, a size or a copy to the host
+thread_local int64_t uploads = 0;     // copies from the host by this thread, all of pageable memory: nothing here is pinned
+thread_local bool computing = false;  // the CPU stands for the device, so its copies are none
+
+bool is_mask(const Tensor& tensor) { return tensor.defined() && (tensor.dtype() == at::kBool || tensor.dtype() == at::kByte); }
+
+// Whether the size of the result, or the result itself, is read from the device.
+bool waits_for(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  static const std::set<std::string> known = {"equal", "masked_select", "nonzero", "repeat_interleave", "_unique", "_unique2"};
+  if (known.count(schema.name().substr(schema.name().find("::") + 2))) return true;
+  const auto values = torch::jit::last(stack, schema.arguments().size());
+  for (size_t i = 0; i < values.size(); i++) {
+    if (schema.arguments()[i].name() != "indices") continue;
+    for (const auto& tensor : tensors_of(values[i])) {
+      if (is_mask(tensor)) return true;
+    }
+  }
+  return false;
+}
+
 void compute_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check(op.schema(), *stack);
+  waits += waits_for(op.schema(), *stack);
+  const bool before = std::exchange(computing, true);
+  struct Restore {
+    bool before;
+    ~Restore() { computing = before; }
+  } restore{before};
   at::native::cpu_fallback(op, stack);
 }
 
 // --- tensors that are made, viewed, copied and read ---------------------------------------------------------------------------
 
+// A GPU computes in float64 at a 32nd or 64th of its speed. Embeddings of positions are small enough, rows of pictures are not.
+void check_float64(std::optional<at::ScalarType> dtype, at::IntArrayRef size) {
+  TORCH_CHECK(c10::dtype_or_default(dtype) != at::kDouble || c10::multiply_integers(size) <= 1000, "a float64 tensor of ", size);
+}
+
 Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
              std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   c10::OptionalDeviceGuard guard(device);
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  check_float64(dtype, C10_AS_INTARRAYREF_SLOW(size));
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, keys, c10::dtype_or_default(dtype), format);
 }
 
@@ -187,6 +221,7 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
                      std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   c10::OptionalDeviceGuard guard(device);
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  check_float64(dtype, C10_AS_INTARRAYREF_SLOW(size));
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator, keys,
                                            c10::dtype_or_default(dtype));
 }
@@ -201,6 +236,7 @@ Tensor on_cpu(const Tensor& tensor) {
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
+  if (!computing) (from.is_cpu() ? uploads : waits) += from.is_cpu() || to.is_cpu();
   TORCH_CHECK(from.is_cpu() || to.is_cpu() || from.device() == to.device(), "a copy from ", from.device(), " to ", to.device(),
               ": a rank has no business on another's device");
   if (from.numel() > 0) on_cpu(to).copy_(on_cpu(from).expand(to.sizes()));
@@ -213,10 +249,16 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 Tensor on_device(const Tensor& cpu, c10::Device device) {
-  return cpu.defined() ? copy_from(cpu, at::empty_strided(cpu.sizes(), cpu.strides(), cpu.options().device(device)), false) : cpu;
+  if (!cpu.defined()) return cpu;
+  const auto made = at::empty_strided(cpu.sizes(), cpu.strides(), cpu.options().device(device));
+  on_cpu(made).copy_(cpu);
+  return made;
 }
 
-at::Scalar local_scalar_dense(const Tensor& tensor) { return on_cpu(tensor).item(); }
+at::Scalar local_scalar_dense(const Tensor& tensor) {
+  waits += !computing;
+  return on_cpu(tensor).item();
+}
 
 Tensor& set_source(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   auto* implementation = self.unsafeGetTensorImpl();
@@ -401,6 +443,8 @@ TORCH_LIBRARY(fake_device, m) {
   m.def("allocated", [](int64_t index) -> int64_t { return memories[index].allocated; });
   m.def("peak", [](int64_t index) -> int64_t { return memories[index].peak; });
   m.def("reset_peak", [](int64_t index) { memories[index].peak = memories[index].allocated.load(); });
+  m.def("waits", []() -> int64_t { return waits; });
+  m.def("uploads", []() -> int64_t { return uploads; });
   m.def("limit", [](int64_t index, int64_t bytes) { memories[index].limit = bytes; });
 }
 

@@ -106,6 +106,10 @@ class Module(types.ModuleType):
     def set_rng_state(self, state, device=None):
         pass
 
+    def costs(self):
+        """How often this thread has waited for a device, and has copied something to one."""
+        return torch.tensor([torch.ops.fake_device.waits(), torch.ops.fake_device.uploads()])
+
     def synchronize(self, device=None):
         pass
 

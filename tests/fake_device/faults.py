@@ -42,6 +42,16 @@ def norms(device, dtype=None):
     return rows
 
 
+def free(call):
+    """Raises RuntimeError if a call with a tensor of the device waits for it or copies something to it."""
+    x = zeros(3)
+    before = torch.fakegpu.costs()
+    call(x)
+    waits, copies = (torch.fakegpu.costs() - before).tolist()
+    if waits or copies:
+        raise RuntimeError(f"{waits} waits, {copies} copies to the device")
+
+
 FAULTS = {
     "a sum of two devices": lambda folder: zeros(3) + torch.zeros(3),
     "a row of two devices": lambda folder: torch.cat([zeros(3), torch.zeros(3)]),
@@ -60,6 +70,14 @@ FAULTS = {
     "a thread on another device": lambda folder: torch.fakegpu.set_device(1) or in_thread(lambda: None),
     "a checkpoint on another rank's device": written_and_read,
     "bfloat16 expected of a norm under autocast": lambda folder: norms("fakegpu"),
+    "rows in float64": lambda folder: zeros(4, 16, 64).double(),
+    "a number read": lambda folder: free(lambda x: float(x.sum())),
+    "a condition": lambda folder: free(lambda x: x.sum() and None),
+    "a mask": lambda folder: free(lambda x: x[x == 0]),
+    "a masked assignment of rows": lambda folder: free(lambda x: x.__setitem__(x == 0, zeros(3))),
+    "a copy to the host": lambda folder: free(lambda x: x.cpu()),
+    "a copy from the host": lambda folder: free(lambda x: x + torch.ones(3).to(x)),
+    "a tensor of numbers": lambda folder: free(lambda x: x + torch.tensor([1.0], device="fakegpu")),
 }
 MENDED = {
     "numbers": lambda folder: (zeros(3) + 1.0) * torch.tensor(2.0),
@@ -72,6 +90,8 @@ MENDED = {
     "a checkpoint on the CPU": lambda folder: written_and_read(folder, map_location="cpu"),
     "a norm's dtype is said": lambda folder: norms("fakegpu", torch.bfloat16),
     "a CPU's norms under autocast": lambda folder: norms("cpu"),
+    "positions in float64": lambda folder: torch.outer(zeros(28).double(), zeros(8).double()),
+    "what stays on the device": lambda folder: free(lambda x: torch.where(x == 0, x, F.rms_norm(x, (3,)) + 1)[1:].clone()),
 }
 
 

@@ -130,6 +130,43 @@ def test_a_finished_run_is_used_for_pictures_evaluations_and_the_demo(run, flux_
     assert answer["encoders"] == ["cpu", "cpu"]  # before g2rpo sample builds the transformer, and between the demo's prompts
 
 
+def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_directory):
+    """An iteration waits less often than it calls the network, and copies to the device at most ten times a call; the first is
+    not asked, for gradients and moments come with it."""
+    (found,) = run(cases.count_costs, flux_directory)
+    assert "float64" in found.pop("float64")["error"]
+    found.pop("first")
+    seen = {
+        name: {
+            "wait": one["inside"][0] > 0,
+            "copy": one["inside"][1] > 0,
+            "waits": one["in all"][0] > one["calls"],
+            "copies": one["in all"][1] > 10 * one["calls"],
+            "kept": one["kept"] != 0,
+        }
+        for name, one in found.items()
+    }
+    assert {name: {what for what, so in each.items() if so} for name, each in seen.items()} == {
+        "second": set(),
+        "third": set(),
+        "a number": {"wait", "waits"},
+        "a mask": {"wait", "waits"},
+        "conditioning on the host": {"wait", "waits", "copy"},
+        "many small tensors": {"waits", "copies"},
+        "a tensor kept": {"kept"},
+    }, found
+
+
+@pytest.mark.parametrize("misplaced", few([None, "conditioning", "rollouts"], lambda misplaced: misplaced is None), ids=str)
+def test_what_ranks_send_each_other_goes_to_their_own_devices(run, flux_directory, misplaced):
+    """Rank 1 takes over a unit of a slow rank 0."""
+    if misplaced:
+        with pytest.raises(AssertionError, match="expected all tensors to be on the same device"):
+            run(cases.help_out, flux_directory, misplaced, size=2)
+        return
+    assert run(cases.help_out, flux_directory, size=2) == [0, 0]
+
+
 def test_memory_that_runs_out_halves_batches(run, flux_directory):
     (row,) = run(cases.run_out, flux_directory)
     assert row["out_of_memory"] > 0 and min(row["batch_size"], row["decode_batch_size"], row["micro_batch_size"]) < 64

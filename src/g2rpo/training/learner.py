@@ -50,7 +50,8 @@ class Learner:
     @property
     def steps(self) -> int:
         """Optimizer steps taken so far."""
-        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+        counts = [state["step"] for state in self.optimizer.state.values()]
+        return int(torch.stack(counts).max()) if counts else 0  # read once: a fused AdamW counts on the device
 
     @property
     def ema_decay(self) -> float:
