@@ -45,7 +45,7 @@ def bounded(protocol: Any, known: Callable[[Scope], bool], most: int = STRANGERS
     the oldest is closed for one more, so that idle ones keep nobody out."""
     strangers: dict[Any, None] = {}
 
-    class Connection(protocol):  # type: ignore[misc]
+    class Connection(protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(strangers) >= most:

@@ -220,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _scores(self) -> list[float | None]:
         length = self._length()
         with contextlib.suppress(TimeoutError):  # which `_body` says
-            self.rfile.peek(1)
+            self.rfile.peek(1)  # type: ignore[attr-defined]  # a BufferedReader (socketserver, rbufsize)
         self.server.admit(self.connection)
         if not self.server.slots.acquire(timeout=self.server.limits.wait_s):
             raise BadRequest(503, "busy")
