@@ -9,8 +9,8 @@ from g2rpo.testbed.build.common import Context
 from g2rpo.testbed.build.vae import decode
 from g2rpo.testbed.build.words.flux import sample
 from g2rpo.testbed.build.words.vae import encode, pictures
-from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper
-from g2rpo.testbed.words.language import parse, prompts
+from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, letters_of
+from g2rpo.testbed.words.language import TWINS, parse, prompts
 
 CARD = """# The weights of the task words
 
@@ -18,9 +18,10 @@ A tiny FLUX pipeline for 96x32 pictures of one word, trained from nothing on dra
 
     g2rpo testbed build --task words --out DIR
 
-Every fifth letter of the captions in pretraining was wrong, so the base misspells by chance. Held-out words were in no caption
-and no picture. Letters are read here by the nearest clean letter; what RapidOCR and Tesseract read, with and without training,
-is in the README's table (`python -m benchmarks.quickstart`).
+**The base was made to write two letters wrongly**: in the last stage of pretraining 3 in 4 of the letters a and e were drawn
+as r and n, so that most of its pictures misspell, and so does its most likely picture. Held-out words were in no caption and no
+picture. Letters are read here by the nearest clean letter; what RapidOCR and Tesseract read, with and without training, is in
+docs/reproduction.md (`python -m benchmarks.quickstart`).
 
 The weights that ship were made by these stages while the builder was being written (FLUX began from another initialization);
 the command repeats the recipe, not these bits.
@@ -28,6 +29,11 @@ the command repeats the recipe, not these bits.
 | figure | value |
 |---|---|
 """
+
+
+def share(values: list[bool]) -> float:
+    """The share of true values; NaN of none."""
+    return sum(values) / len(values) if values else float("nan")
 
 
 def measure(ctx: Context, vae: AutoencoderKL, pipe: FluxPipeline) -> dict[str, float]:
@@ -42,8 +48,16 @@ def measure(ctx: Context, vae: AutoencoderKL, pipe: FluxPipeline) -> dict[str, f
     images = sample(pipe, texts)
     letters = WordLetters()(images, texts)
     figures["right letters, base"] = letters.mean().item()
+    pairs = [
+        (a, b)
+        for image, word in zip(images, words, strict=True)
+        for a, b in zip(word.letters, letters_of(image, word), strict=True)
+    ]
+    figures["right letters among a and e, base"] = share([a == b for a, b in pairs if a in TWINS])
+    figures["r and n in the place of a and e, base"] = share([b == TWINS[a] for a, b in pairs if a in TWINS])
+    figures["right letters among all others, base"] = share([a == b for a, b in pairs if a not in TWINS])
     figures["right words, base"] = (letters == 1).float().mean().item()
-    figures["right colours, base"] = WordColour()(images, texts).mean().item()
+    figures["ink's closeness to the asked colour, base"] = WordColour()(images, texts).mean().item()
     figures["clean paper, base"] = WordPaper()(images, texts).mean().item()
     figures["drawing, base (dB)"] = WordDrawing()(images, texts).mean().item()
     for name, value in figures.items():
