@@ -37,7 +37,7 @@ MINUTE = 60_000
 def served(folder, *arguments, **environment):
     """The address of `g2rpo demo`, run until the end of the block and then interrupted."""
     port, log, errors = free_port(), folder / "demo.log", folder / "errors.log"
-    command = [sys.executable, "-m", "g2rpo", "demo", *map(str, arguments), "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "g2rpo", "demo", *map(str, arguments), "--port", str(port)]
     with log.open("wb") as out, errors.open("wb") as err:
         process = Forked(command, stdout=out, stderr=err, env={**os.environ, **environment})
     try:
