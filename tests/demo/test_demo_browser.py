@@ -176,7 +176,7 @@ def draw(page, prompt):
 
 def test_the_page_opens_with_a_drawing_and_says_why_this_one(page):
     assert page.locator("#drawing img").count() == 2
-    rule = page.locator("#drawing .g2-note").inner_text()
+    rule = page.locator("#drawing p.g2-note").inner_text()
     assert rule.startswith("This opens on the first of ") and "held-out prompts" in rule
     prompt = page.locator("#drawing .g2-prompt").inner_text().split("\n")[0]
     assert page.locator("textarea:visible").input_value() == prompt
@@ -184,7 +184,7 @@ def test_the_page_opens_with_a_drawing_and_says_why_this_one(page):
     assert all(mark in ("✓ right", "✗ wrong") for mark in page.locator("#drawing .g2-verdict").all_inner_texts())
     before = page.evaluate("[...document.querySelectorAll('#drawing img')].map(it => it.src)")
     page.click("#draw")  # the same again, without the rule
-    page.wait_for_function("!document.querySelector('#drawing .g2-note')", timeout=MINUTE)
+    page.wait_for_function("!document.querySelector('#drawing p.g2-note')", timeout=MINUTE)
     assert page.evaluate("[...document.querySelectorAll('#drawing img')].map(it => it.src)") == before
     facts = page.locator(".g2-facts").inner_text()
     assert facts.startswith(
