@@ -141,7 +141,7 @@ def save_picture(judged: list[dict[str, Any]], folder: Path, path: Path) -> None
     right = [[row["scores"]["ocr_exact"] == 1 for row in rows] for rows in sides]
     chosen = in_proportion(list(zip(*right, strict=True)), SHOWN)
     panels = []
-    for heading, rows, marks in zip(("Before", "After two minutes"), sides, right, strict=True):
+    for heading, rows, marks in zip(("Before", "After training"), sides, right, strict=True):
         words = [
             Word(Image.open(folder / rows[i]["picture"]), word.letters, marks[i])
             for i in chosen
