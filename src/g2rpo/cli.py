@@ -271,9 +271,7 @@ def evaluate(
     size: options.Size = None,
     seed: Annotated[int | None, typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pictures at a time.")] = None,
-    controls: Annotated[
-        bool, typer.Option("--controls", help="Also the base with less first noise, more steps, other guidance and solvers.")
-    ] = False,
+    controls: options.Controls = False,
     out: Annotated[
         Path | None,
         typer.Option(help="A folder for the results; one already begun is finished. Default evaluation, or evaluation-2 ..."),
@@ -375,9 +373,7 @@ def compare(
         str | None, typer.Option(help="Step counts of the evaluations, like 10,20,50; default the recipe's.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
-    controls: Annotated[
-        bool, typer.Option("--controls", help="Also the base with less first noise, more steps, other guidance and solvers.")
-    ] = False,
+    controls: options.Controls = False,
     out: Annotated[
         Path | None,
         typer.Option(help="A folder for all runs; a study already begun there is finished. Default study, or study-2 ..."),

@@ -26,6 +26,7 @@ from g2rpo.evaluation.study import (
     read_run,
     seconds_per_evaluation,
     work,
+    work_of_run,
 )
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
@@ -57,6 +58,12 @@ def test_work_is_what_a_run_does(tmp_path, name):
         seen = policy.trained, policy.without_gradient - evaluations
         assert seen == tuple(2 * rows for rows in count_trained(t.algorithm, t.plans(iteration), 9))
         assert work(t.config, iteration) == work(t.config, iteration, evaluations) == evaluations + 3 * seen[0] + seen[1]
+
+
+@pytest.mark.parametrize("options", [["algorithm.branch_schedule=turns"], ["algorithm.name=mixgrpo"]], ids=str)
+def test_the_work_of_a_run_is_that_of_its_iterations(options):
+    config = load_config("scenes", [*options, "trainer.iterations=9"])
+    assert work_of_run(config) == sum(work(config, iteration) for iteration in range(9))
 
 
 @pytest.mark.parametrize("name", ["g2rpo", "dancegrpo", "mixgrpo"])

@@ -337,7 +337,7 @@ def test_the_summary_sets_the_best_free_knob_against_the_tuned_model(tmp_path, l
 
 
 def test_free_knobs_are_a_table_and_where_none_was_tried_a_command(tmp_path, html, run_dir):
-    assert f"g2rpo evaluate --run {run_dir} --controls" in html and "free knobs of the untrained model</h3>" not in html
+    assert f"g2rpo evaluate {run_dir} --controls" in html and "free knobs of the untrained model</h3>" not in html
     page = render(read_runs([make_run(tmp_path / "tried", "evaluation.controls=true")]))
     found = json.loads((tmp_path / "tried" / "results.json").read_text())["controls"]
     assert "--controls" not in page and all(f'<th scope="row">{control}</th>' in page for control in found["means"])

@@ -49,6 +49,10 @@ Weights = Annotated[
 Guidance = Annotated[float | None, typer.Option(help="Guidance scale (with --model); default: the model's own.")]
 Size = Annotated[int | None, typer.Option(help="Height and width in pixels (with --model).")]
 
+Controls = Annotated[
+    bool, typer.Option("--controls", help="Also the base with less first noise, more steps, other guidance and solvers.")
+]
+
 PushToHub = Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")]
 
 Host = Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")]

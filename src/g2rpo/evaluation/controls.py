@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
@@ -144,9 +144,8 @@ def against_controls(
     for name, before in base.items():
         found = best_control({control: scores[name] for control, scores in controls.items()}, tuned[name])
         if found is not None and found.lead.count:
-            lead = {end: _finite(value) for end, value in vars(found.lead).items()}
             sides = {"base": _mean(before), "tuned": _mean(tuned[name])}
-            best[name] = {"control": found.control, "mean": found.mean, "lead": lead, **sides}
+            best[name] = {"control": found.control, "mean": found.mean, "lead": numbers(found.lead), **sides}
     return {"prompts": len(next(iter(base.values()))), "means": means, "best": best}
 
 
@@ -186,18 +185,29 @@ def _lead(value: float, share: bool) -> str:
 
 
 def _mean(values: Tensor) -> float | None:
-    return _finite(float(values.double().nanmean()))
+    return finite(float(values.double().nanmean()))
 
 
-def _finite(value: float) -> float | None:
+def numbers(interval: Interval) -> Row:
+    """As JSON."""
+    return {key: finite(value) for key, value in asdict(interval).items()}
+
+
+def finite(value: float) -> float | None:
+    """The value; None for NaN and infinities, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 
 def best_control(controls: Mapping[str, ArrayLike], tuned: ArrayLike, seed: int = 0) -> Best | None:
     """The best of scores [N] by control, against tuned ones; NaN is no score. None if no control has any."""
     scores = {name: np.asarray(values, dtype=np.float64) for name, values in controls.items()}
-    means = {name: float(np.nanmean(values)) for name, values in scores.items() if not np.isnan(values).all()}
-    if not means:
+    if (best := highest(scores)) is None:
         return None
-    best = max(means, key=lambda name: means[name])
-    return Best(best, means[best], bootstrap_mean(np.asarray(tuned, dtype=np.float64) - scores[best], seed=seed))
+    control, mean = best
+    return Best(control, mean, bootstrap_mean(np.asarray(tuned, dtype=np.float64) - scores[control], seed=seed))
+
+
+def highest(scores: Mapping[str, NDArray[np.float64]]) -> tuple[str, float] | None:
+    """The control whose scores [N] have the highest mean, and that mean; NaN is no score. None if no control has any."""
+    means = {name: float(np.nanmean(values)) for name, values in scores.items() if not np.isnan(values).all()}
+    return max(means.items(), key=lambda item: item[1]) if means else None

@@ -7,6 +7,7 @@ choice uses no held-out prompt and no seed of the comparison.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from g2rpo.algorithms.contracts import plans_of
 from g2rpo.config.schema import Config, Section
+from g2rpo.data import Plan
 from g2rpo.errors import UserError
+from g2rpo.evaluation.controls import highest
 from g2rpo.evaluation.heldout import load_tensors, scores_after
 from g2rpo.files import whole_file
 from g2rpo.monitor.metrics import read_metrics
@@ -66,8 +69,22 @@ def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
     under the untrained or the old weights. `evaluations` are the rollout's if known; beforehand an algorithm may only give an
     upper bound.
     """
+    return _work(config, _plans(config, iteration), evaluations)
+
+
+def work_of_run(config: Config) -> int:
+    """The `work` of all iterations. Those with the same plans cost the same and are counted once: counting one calls the
+    algorithm's loss."""
+    times = Counter(tuple(_plans(config, iteration)) for iteration in range(config.trainer.iterations))
+    return sum(count * _work(config, plans) for plans, count in times.items())
+
+
+def _plans(config: Config, iteration: int) -> Sequence[Plan]:
+    return plans_of(config.algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
+
+
+def _work(config: Config, plans: Sequence[Plan], evaluations: int | None = None) -> int:
     algorithm = config.algorithm
-    plans = plans_of(algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
     trained, base = count_trained(algorithm, plans, config.sampling.num_steps)
     prompts = config.trainer.prompts_per_iteration
     if evaluations is None:
@@ -186,9 +203,10 @@ def best_knobs(base: Judged, controls: Mapping[str, Mapping[str, Scores]], steps
     knobs = []
     for (at, reward), before in base.items():
         if at == steps:
-            best = max(controls, key=lambda control: float(np.nanmean(controls[control][reward])))
-            scores = controls[best][reward]
-            knobs.append(Knob(reward, best, float(np.nanmean(scores)), bootstrap_crossed((scores - before)[None])))
+            by_control = {control: scores[reward] for control, scores in controls.items()}
+            if (best := highest(by_control)) is not None:
+                control, mean = best
+                knobs.append(Knob(reward, control, mean, bootstrap_crossed((by_control[control] - before)[None])))
     return knobs
 
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from pydantic import Field
 
 from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps, grid_of
 from g2rpo.errors import UserError
-from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control
+from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control, finite, numbers
 from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.files import whole_file, write_whole
 from g2rpo.input_pictures import images_of
@@ -260,7 +260,7 @@ class Judging:
                 "side": chunk.side,
                 "steps": chunk.steps,
                 **({"control": str(chunk.control)} if chunk.side == "control" else {}),
-                "scores": {name: _number(float(values[place])) for name, values in evaluation.scores.items()},
+                "scores": {name: finite(float(values[place])) for name, values in evaluation.scores.items()},
             }
             for place, prompt in enumerate(evaluation.prompts)
         ]
@@ -294,14 +294,5 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _number(value: float) -> float | None:
-    """JSON has no NaN: a missing score is null."""
-    return value if math.isfinite(value) else None
-
-
 def _plain(line: Mapping[str, Any]) -> Row:
-    return {key: _numbers(value) if isinstance(value, Interval) else value for key, value in line.items()}
-
-
-def _numbers(interval: Interval) -> Row:
-    return {key: _number(value) for key, value in asdict(interval).items()}
+    return {key: numbers(value) if isinstance(value, Interval) else value for key, value in line.items()}

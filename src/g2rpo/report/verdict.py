@@ -54,7 +54,7 @@ def _untried(run: Run | Repeats) -> str:
     if run.controls() or not all(one.finished for one in runs):
         return ""
     folder = str(runs[0].directory)
-    command = shlex.join(["g2rpo", "evaluate", "--run", folder, "--controls", "--out", f"{folder}-controls"])
+    command = shlex.join(["g2rpo", "evaluate", folder, "--controls", "--out", f"{folder}-controls"])
     return f"No free knob of the untrained model was tried; `{command}` does."
 
 

@@ -26,7 +26,7 @@ from g2rpo.evaluation.controls import (
     run_controls,
 )
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images, scores_after
-from g2rpo.evaluation.study import work
+from g2rpo.evaluation.study import work_of_run
 from g2rpo.input_pictures import images_of
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
@@ -165,7 +165,7 @@ class Trainer:
         if asked is False:
             return {}
         controls = run_controls(steps, guidance_of(self.policy))
-        evaluations = sum(work(c, iteration) for iteration in range(c.trainer.iterations))
+        evaluations = work_of_run(c)
         cost = sum(control.steps or steps for control in controls)
         looks = 1 + math.ceil(c.trainer.iterations / c.evaluation.every)
         spread_on = min(SPREAD_PROMPTS, len(self.heldout))
