@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from g2rpo import plugins
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, named
 from g2rpo.config.given import is_mention
-from g2rpo.config.schema import Config, Section
+from g2rpo.config.removed import is_neutral
+from g2rpo.config.schema import Config, RewardConfig, Section
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.plain import DEPTH, parse_yaml, read_text
 from g2rpo.types import Algorithm
@@ -221,17 +222,22 @@ def _fields(kind: Any) -> dict[str, Any] | None:
 
 
 def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = False) -> None:
+    """Refuses unknown keys, and takes out removed ones that ask for nothing."""
     if kind is Algorithm and isinstance(data, Mapping):
         kind = _class_in(data, source, mention)
-        data = {key: value for key, value in data.items() if key != "name"}
     fields = _fields(kind)
     if get_origin(kind) is dict and isinstance(data, Mapping):
         for name, entry in data.items():
             _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source, mention)
     if fields is None or not isinstance(data, Mapping):
         return
-    for key, value in data.items():
+    for key, value in list(data.items()):
         if key not in fields:
+            if prefix == "algorithm." and key == "name":
+                continue
+            if is_neutral(f"{'rewards.*.' if kind is RewardConfig else prefix}{key}", value, source):
+                del data[key]
+                continue
             near = did_you_mean(str(key), fields)
             if not prefix and (elsewhere := key_of(str(key), fields)):
                 near = f" Did you mean '{elsewhere}'?"

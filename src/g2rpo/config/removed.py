@@ -1,0 +1,23 @@
+"""Options that were removed. A config.yaml has every option, so runs of older versions name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from g2rpo.errors import UserError
+
+RELEASE = "0.2.0"
+
+REMOVED: dict[str, Any] = {}
+"""Dotted keys, of a reward "rewards.*.KEY", and the value with which a config means the same without them."""
+
+
+def is_neutral(key: str, value: Any, source: str) -> bool:
+    """Whether an unknown key was an option whose value asks for nothing. UserError if it was one and asks for something."""
+    if key not in REMOVED:
+        return False
+    if value != REMOVED[key]:
+        raise UserError(
+            f"{source}: {key}={value}: g2rpo {RELEASE} no longer has this option; CHANGELOG.md, 'Removed', says what to write"
+        )
+    return True

@@ -1,0 +1,33 @@
+"""Configs of runs that older versions began."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from g2rpo.config.removed import REMOVED
+from g2rpo.config.resolve import resolve
+from g2rpo.errors import UserError
+from tests.support.runs import config
+
+
+def with_old(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's data, as config.yaml has it, with `options` added."""
+    data = config().model_dump(mode="json")
+    for key, value in options.items():
+        *groups, last = key.replace("*", "bright").split(".")
+        inner = data
+        for group in groups:
+            inner = inner[group]
+        inner[last] = value
+    return data
+
+
+def test_removed_options_that_ask_for_nothing_are_dropped():
+    assert resolve(with_old(REMOVED)) == config()
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_removed_options_that_ask_for_something_are_refused(key):
+    with pytest.raises(UserError, match=r"config: .*=else: g2rpo [\d.]+ no longer has this option; CHANGELOG"):
+        resolve(with_old({key: "else"}))
