@@ -23,7 +23,7 @@ from g2rpo.demo.opening import opening_of
 from g2rpo.demo.studio import Lesson, learn
 from g2rpo.monitor.pictures import INK, PAPER, RIGHT, SOFT, WRONG, to_pil
 from g2rpo.report.history import Run, read_runs
-from g2rpo.runs.directory import weights_path
+from g2rpo.runs.directory import RunDirectory
 
 SIZE, LARGE, SMALL = (1640, 690), (336, 112), (240, 80)  # of the whole, of the anchor, of a member
 ANCHOR, GROUP, COLUMNS, APART = (24, 320), (540, 118), 4, (276, 188)
@@ -62,7 +62,7 @@ def lessons(run: Run) -> tuple[Lesson, Lesson]:
     """One group of the base model and, from the same noise, of the tuned one."""
     cast = of_run(run.directory)
     heldout = build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
-    studio = open_studio(cast, weights_path(run.directory), print, heldout)
+    studio = open_studio(cast, RunDirectory(run.directory).weights, print, heldout)
     number = opening_of(run, {**studio.rewards, **studio.judges}, list(studio.rewards)).number
     before, after = (learn(studio, str(heldout[number]), seed=studio.seed, plan=0, tuned=tuned) for tuned in (False, True))
     if before.advantages.max() == before.advantages.min():

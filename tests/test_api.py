@@ -17,7 +17,7 @@ from g2rpo.commands.train import load_config
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.runs.directory import read_config
+from g2rpo.runs.lifecycle import read_config
 from tests.support.commands import g2rpo
 from tests.support.runs import PROMPTS, brightness, darkness
 

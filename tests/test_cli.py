@@ -24,7 +24,7 @@ from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import RewardServer
-from g2rpo.runs.directory import read_config
+from g2rpo.runs.lifecycle import read_config
 from tests.support.commands import g2rpo
 from tests.support.runs import PLAIN, fits
 from tests.support.tiny import save_flux

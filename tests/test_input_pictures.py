@@ -23,7 +23,7 @@ from g2rpo.report.history import read_runs
 from g2rpo.report.page import render
 from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.frames import Frames, OnFrames
-from g2rpo.runs.directory import claim, record_start
+from g2rpo.runs.lifecycle import claim, record_start
 from g2rpo.types import Cond, Prompt
 from tests.support.commands import g2rpo
 from tests.support.runs import PLAIN, Editing, Loaded, brightness, config, picture, trainer

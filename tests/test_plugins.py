@@ -17,7 +17,7 @@ from g2rpo.config.algorithms import algorithm_class, name_of
 from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.runs.directory import read_config
+from g2rpo.runs.lifecycle import read_config
 from tests.support.commands import g2rpo
 from tests.support.runs import config, trainer
 

@@ -32,7 +32,8 @@ from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
 from g2rpo.policies.pipelines import PipelinePolicy
-from g2rpo.runs.directory import entered, read_config, weights_path
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import entered, read_config
 from g2rpo.training.trainer import Trainer
 from g2rpo.types import Algorithm, Policy, Reward
 
@@ -166,7 +167,7 @@ def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
 def _tuned(loaded: components.Loaded, run: Path, base: bool) -> PipelinePolicy:
     policy = loaded.policy()
     if not base:
-        policy.load(weights_path(run), 1.0)
+        policy.load(RunDirectory(run).weights, 1.0)
     return policy
 
 
@@ -197,7 +198,7 @@ def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[s
     _check_tables(rewards=rewards)
     check_inputs(prompts)
     _quiet()
-    config, weights = read_config(Path(run)), weights_path(Path(run))
+    config, weights = read_config(Path(run)), RunDirectory(Path(run)).weights
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.prompts.cache, prompts, Console(quiet=True), print)
     policy = cached.policy

@@ -30,7 +30,7 @@ from g2rpo.evaluation.study import (
 )
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
-from g2rpo.runs.directory import read_config
+from g2rpo.runs.lifecycle import read_config
 from g2rpo.statistics import bootstrap_crossed, bootstrap_mean
 from tests.support.commands import g2rpo
 from tests.support.runs import fits, trainer

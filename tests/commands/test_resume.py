@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from g2rpo import api
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.runs.directory import read_config, read_starts
+from g2rpo.runs.lifecycle import read_config, read_starts
 from tests.support.commands import g2rpo
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few

@@ -34,8 +34,8 @@ from g2rpo.report.history import read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import Stopwatch
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.seeding import generator_for
-from g2rpo.training.trainer import scores_after
 from g2rpo.types import Plan, no_kernel
 from tests.support.commands import TINY, g2rpo
 from tests.support.ports import free_port
@@ -113,7 +113,7 @@ def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
     for number, prompt in enumerate(heldout):
         drawing = draw(studio, prompt, **asked)
         for evaluation, iteration in ((drawing.base, 0), (drawing.tuned, log.changes()[0].iteration)):
-            stored = load_tensors(run / scores_after(iteration))
+            stored = load_tensors(RunDirectory(run).scores(iteration))
             for name, value in evaluation.scores.items():  # other batches, so not to the last bit
                 torch.testing.assert_close(value, stored[name][number : number + 1], atol=1e-4, rtol=0, equal_nan=True)
         assert drawing.settings.startswith(f"held-out prompt {number + 1} · seed {studio.seed} · {studio.steps} steps")

@@ -15,7 +15,7 @@ from g2rpo.demo.views import drawing_html, lesson_html
 from g2rpo.errors import UserError
 from g2rpo.report.history import read_runs
 from g2rpo.report.page import render
-from g2rpo.runs.directory import claim, record_start
+from g2rpo.runs.lifecycle import claim, record_start
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.types import Prompt
 from tests.demo.test_demo_browser import CHROMIUM, MINUTE, NEEDED, browser  # noqa: F401

@@ -16,7 +16,7 @@ from g2rpo.export.adapter import read_adapter
 from g2rpo.export.comfyui import KEYS
 from g2rpo.export.merging import merge
 from g2rpo.export.weights import final
-from g2rpo.runs.directory import read_config
+from g2rpo.runs.lifecycle import read_config
 from g2rpo.training.checkpoint import save_checkpoint
 from g2rpo.training.header import header_of
 from tests.support.commands import g2rpo, write_tiny

@@ -19,7 +19,8 @@ from g2rpo.config.resolve import resolve
 from g2rpo.cost import trace
 from g2rpo.cost.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.demo.studio import draw, learn
-from g2rpo.runs.directory import claim, weights_path
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import claim
 from g2rpo.training import collector
 
 PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
@@ -248,7 +249,7 @@ def use(world, folder, model):
     pipeline = trainer.policy.policy.pipeline
     peak = (torch.fakegpu.max_memory_allocated() - standing) / (size_of(pipeline.transformer) + size_of(pipeline.vae))
 
-    studio = open_studio(of_run(run), weights_path(run), print)
+    studio = open_studio(of_run(run), RunDirectory(run).weights, print)
     drawing = draw(studio, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
     lesson = learn(studio, prompt, seed=0, plan=0, tuned=True)
     assert lesson.finals.shape[:2] == (2, 3)

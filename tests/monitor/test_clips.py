@@ -20,7 +20,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.report.history import read_runs
 from g2rpo.report.page import render
 from g2rpo.rewards.pixels import to_uint8
-from g2rpo.runs.directory import claim, record_start
+from g2rpo.runs.lifecycle import claim, record_start
 from tests.commands.test_evaluate import judging
 from tests.support import ranks
 from tests.support.commands import g2rpo

@@ -15,7 +15,7 @@ from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.runs.directory import read_config
+from g2rpo.runs.lifecycle import read_config
 from g2rpo.seeding import generator_for
 from tests.support.commands import g2rpo, write_tiny
 from tests.support.pages import ROOT, blocks

@@ -29,7 +29,7 @@ from g2rpo.report.pictures import FRAMES
 from g2rpo.report.seeds import repeats
 from g2rpo.report.verdict import summary, verdict
 from g2rpo.report.words import decimals, signed, span
-from g2rpo.runs.directory import claim, record_start, source_commit
+from g2rpo.runs.lifecycle import claim, record_start, source_commit
 from g2rpo.statistics import bootstrap_crossed
 from tests.support.commands import g2rpo
 from tests.support.runs import PLAIN, brightness, config, trainer

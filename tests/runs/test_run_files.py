@@ -11,7 +11,7 @@ from g2rpo import api
 from g2rpo.commands.push import push
 from g2rpo.errors import Stopped, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.runs.directory import claim, record_start
+from g2rpo.runs.lifecycle import claim, record_start
 from tests.support import ranks
 from tests.support.commands import g2rpo, small_files
 from tests.support.runs import brightness, trainer

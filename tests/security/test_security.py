@@ -33,7 +33,7 @@ from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, endpoint, request_json, token_from
 from g2rpo.rewards.weights import read_state_dict
-from g2rpo.runs.directory import claim, record_start
+from g2rpo.runs.lifecycle import claim, record_start
 from g2rpo.training.checkpoint import _digest, checkpoints, save_checkpoint
 from g2rpo.training.model_card import _block
 from tests.support.commands import g2rpo as command

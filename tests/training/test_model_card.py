@@ -12,7 +12,8 @@ from markdown_it import MarkdownIt
 
 from g2rpo.config.licences import LICENCES
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.training.model_card import PICTURES, _code, write_card
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.model_card import _code, write_card
 from tests.support.runs import config
 
 MEAN = "`</code><script>alert(1)</script>\n\n# Mine\n\n![x](http://x/y.png)<!-- ` `` [a](b)"
@@ -21,8 +22,9 @@ MEAN = "`</code><script>alert(1)</script>\n\n# Mine\n\n![x](http://x/y.png)<!-- 
 def card(folder, **changes):
     """(header, markdown) of a card of the plain config with `changes` to its groups."""
     (folder / "samples").mkdir(exist_ok=True)
-    for picture in PICTURES:
-        (folder / picture).touch()
+    run = RunDirectory(folder)
+    for picture in (run.before_after, run.curves):
+        picture.touch()
     (folder / "adapter").mkdir(exist_ok=True)
     c = config()
     path = changes.pop("path", c.policy.path)

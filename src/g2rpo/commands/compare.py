@@ -42,8 +42,10 @@ from g2rpo.evaluation.study import (
     seconds_per_evaluation,
 )
 from g2rpo.files import write_whole
-from g2rpo.runs.directory import check_directory, first_usable, weights_path
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import check_directory, first_usable
 from g2rpo.runtime.folders import is_empty
+from g2rpo.training.model_card import CARD
 
 STUDY = "study.yaml"
 NOISE = 0  # the seed of the evaluations: the same noise for all cells, so that differences are paired
@@ -62,7 +64,7 @@ class Workspace:
 
     def training(self, title: str, folder: Path, overrides: Sequence[str]) -> Job | None:
         """The job that trains, or continues training, in `folder`; None if it is finished. Another run there is refused."""
-        begun = (folder / "config.yaml").is_file()
+        begun = RunDirectory(folder).config.is_file()
         check_directory(self.config(overrides), folder, resume=begun)
         if finished(folder):
             return None
@@ -115,7 +117,7 @@ class Workspace:
 
     def judging(self, title: str, run: Path, folder: Path, *settings: str) -> Job | None:
         """The job that evaluates a run's weights; None if it is finished."""
-        if (folder / "results.json").is_file():
+        if RunDirectory(folder).results.is_file():
             return None
         steps = ",".join(map(str, self.study.steps))
         arguments = ["evaluate", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
@@ -125,7 +127,7 @@ class Workspace:
 def finished(run: Path) -> bool:
     """Whether a training run has finished: the model card is written last."""
     try:
-        return (weights_path(run) / "README.md").is_file()
+        return (RunDirectory(run).weights / CARD).is_file()
     except UserError:
         return False
 

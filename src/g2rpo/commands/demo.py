@@ -28,7 +28,8 @@ from g2rpo.report.history import Run, read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.report.words import model_name
 from g2rpo.rollout.scoring import RewardFailed
-from g2rpo.runs.directory import check_weights, read_config, weights_path
+from g2rpo.runs.directory import RunDirectory, check_weights
+from g2rpo.runs.lifecycle import read_config
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.types import Algorithm
 
@@ -183,7 +184,7 @@ def demo(
     token = token_for(host, token_env)
     own = run is not None and weights is None
     if run is not None:
-        weights = weights or weights_path(run)
+        weights = weights or RunDirectory(run).weights
     if weights is not None:
         check_weights(weights)
     cast.check()

@@ -31,7 +31,8 @@ from g2rpo.files import FileDigests, local, write_whole
 from g2rpo.input_pictures import digest_of_prompts
 from g2rpo.monitor.clips import read_clip, reduced
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
-from g2rpo.runs.directory import check_weights, first_usable, read_config, weights_path
+from g2rpo.runs.directory import RunDirectory, check_weights
+from g2rpo.runs.lifecycle import first_usable, read_config
 from g2rpo.runtime.folders import held, is_empty
 from g2rpo.statistics import Interval
 
@@ -43,7 +44,7 @@ EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
 
 def run_settings(run: Path) -> dict[str, Any]:
     """Settings that repeat a run's own evaluation, with all its rewards."""
-    return {**config_settings(read_config(run)), "weights": str(weights_path(run))}
+    return {**config_settings(read_config(run)), "weights": str(RunDirectory(run).weights)}
 
 
 def config_settings(config: Config) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from g2rpo.export.merging import Rounding, merge, merge_into_one
 from g2rpo.export.weights import Tuned, final, from_checkpoint, transformer_folder
 from g2rpo.files import whole_file
 from g2rpo.policies.tuning import ADAPTER
-from g2rpo.runs.directory import read_config, weights_path
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import read_config
 from g2rpo.runtime.folders import is_empty, whole, writing
 from g2rpo.training.model_card import copy_card
 
@@ -36,7 +37,7 @@ def export(run: Path, format: str, checkpoint: str | None, out: Path | None, con
     out = out or _place(run, format, checkpoint)
     _check_new(out, format)
     tuned = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
-    finished = weights_path(run) if checkpoint is None else None
+    finished = RunDirectory(run).weights if checkpoint is None else None
     base = partial(transformer_folder, config.policy)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,9 @@ def export(run: Path, format: str, checkpoint: str | None, out: Path | None, con
 
 def _place(run: Path, format: str, checkpoint: str | None) -> Path:
     suffix = f"-{checkpoint}" if checkpoint else ""
-    return run / "export" / (f"{run.resolve().name}{suffix}.safetensors" if format == "comfyui" else f"{format}{suffix}")
+    return RunDirectory(run).exports / (
+        f"{run.resolve().name}{suffix}.safetensors" if format == "comfyui" else f"{format}{suffix}"
+    )
 
 
 def _check_new(out: Path, format: str) -> None:

@@ -29,6 +29,7 @@ from g2rpo.files import is_hub_id
 from g2rpo.rewards.hpsv3 import INSTRUCTION
 from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.checkpoint import checkpoints
 from g2rpo.training.collector import TF32_ASIDE
 from g2rpo.training.updater import check_differentiable
@@ -252,7 +253,7 @@ def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
 
 def _check_room(config: Config, pipeline: Path, directory: Path) -> None:
     """Refuses a disk without space for the kept checkpoints and the next one."""
-    copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(directory / "checkpoints")))
+    copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(RunDirectory(directory).checkpoints)))
     tensors = 3 + bool(config.optim.ema_decay)  # the weights, their two moments and their average, all float32
     needed = 4 * trained_parameters(config.policy, pipeline) * (copies * tensors + 1)  # plus the exported weights
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from g2rpo.commands.progress import say
 from g2rpo.errors import UserError
-from g2rpo.runs.directory import weights_path
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.model_card import CARD
 
 
 def check_repository(repository: str) -> None:
@@ -39,8 +40,8 @@ def push(run: Path, repository: str, *, private: bool, console: Console, api: An
     from huggingface_hub import HfApi
 
     check_repository(repository)
-    folder = weights_path(run)
-    if not (folder / "README.md").is_file():
+    folder = RunDirectory(run).weights
+    if not (folder / CARD).is_file():
         raise UserError(f"{folder} has no model card; has the run finished?")
     api = api or HfApi()
     try:

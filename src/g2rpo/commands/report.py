@@ -12,12 +12,13 @@ from g2rpo.errors import UserError
 from g2rpo.files import write_whole
 from g2rpo.report.history import read_runs
 from g2rpo.report.page import render
+from g2rpo.runs.directory import RunDirectory
 
 
 def report(directories: Sequence[Path], out: Path | None, console: Console) -> Path:
     """Writes the page, by default RUN/report.html for one run and ./report.html for several; an older one is replaced."""
     runs = read_runs(directories)
-    path = out or (runs[0].directory if len(runs) == 1 else Path()) / "report.html"
+    path = out or RunDirectory(runs[0].directory if len(runs) == 1 else Path()).report
     page = render(runs).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

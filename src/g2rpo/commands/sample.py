@@ -23,7 +23,8 @@ from g2rpo.input_pictures import check_inputs, images_of
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.runs.directory import check_weights, fresh_directory, read_config, weights_path
+from g2rpo.runs.directory import RunDirectory, check_weights
+from g2rpo.runs.lifecycle import fresh_directory, read_config
 from g2rpo.runtime.folders import is_empty
 
 SHOWN = 8  # pictures in the grid
@@ -64,7 +65,7 @@ def sample(
     out = out or fresh_directory(Path(), "samples")
     _check(prompts, options, out)
     if run is not None and config is not None:
-        policy, weights = config.policy, weights or (None if base else weights_path(run))
+        policy, weights = config.policy, weights or (None if base else RunDirectory(run).weights)
         own = {"steps": options.steps or config.sampling.num_steps, "shift": options.shift or config.sampling.shift}
         options = options.model_copy(update=own)
     if policy is None:

@@ -32,7 +32,8 @@ from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.errors import RolledBack, UserError, counted
 from g2rpo.files import digest_of
 from g2rpo.input_pictures import check_counts, check_inputs
-from g2rpo.runs.directory import CONFIG, check_contents, claim, entered, read_config, record_start
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import check_contents, claim, entered, read_config, record_start
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
@@ -99,7 +100,7 @@ def _assembled(
         for caution in components.cautions(config.policy):
             notify(caution)
         loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
-        begun = newest_iteration(run_dir / "checkpoints") if run_dir is not None else 0
+        begun = newest_iteration(RunDirectory(run_dir).checkpoints) if run_dir is not None else 0
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
         policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), notify, sharding)
     if (takes := getattr(policy, "input_pictures", None)) is not None:
@@ -168,7 +169,7 @@ def train(
     yet, that of `recipe` begins. A stop signal (`stopping`) saves a checkpoint first.
     """
     notes: list[str] = []
-    begun = run_dir is not None and (run_dir / CONFIG).is_file()
+    begun = run_dir is not None and RunDirectory(run_dir).config.is_file()
     if resume and run_dir is not None and (recipe is None or (begun and recipe == read_config(run_dir).recipe)):
         config = read_config(run_dir, overrides, notes.append, mention=False)
     elif recipe is not None:

@@ -19,8 +19,8 @@ from g2rpo.monitor.metrics import Row
 from g2rpo.report.history import read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.rollout.planning import count_per_prompt
-from g2rpo.runs.directory import fresh_directory, weights_path
-from g2rpo.training.model_card import CLIPS, PICTURES
+from g2rpo.runs.directory import RunDirectory, moving
+from g2rpo.runs.lifecycle import fresh_directory
 from g2rpo.training.trainer import Trainer
 
 BETWEEN = 2.0
@@ -94,15 +94,16 @@ def show_results(trainer: Trainer, table: dict[str, Comparison], directory: Path
     """Shows the results of a finished run, and commands to continue with."""
     console.print(results_table(table, len(trainer.heldout), list(trainer.rewards), console.width))
     say(console, summary(*read_runs([directory])))
+    run = RunDirectory(directory)
     again, code = fresh_directory(directory.parent, directory.resolve().name), plugins.repeated()
     for what, where in (
-        ("before/after", next(path for path in map(directory.joinpath, (CLIPS, PICTURES[0])) if path.is_file())),
-        ("curves", directory / "curves.png"),
-        ("weights", weights_path(directory)),
-        ("metrics", directory / "metrics.jsonl"),
+        ("before/after", next(path for path in (moving(run.before_after), run.before_after) if path.is_file())),
+        ("curves", run.curves),
+        ("weights", run.weights),
+        ("metrics", run.log),
         ("report", _command("report", directory)),
         ("draw", _command("sample", directory, trainer.heldout[0], *(code if trainer.config.policy.kind else []))),
-        ("repeat", _command("train", directory / "config.yaml", "--run-dir", again, *code)),
+        ("repeat", _command("train", run.config, "--run-dir", again, *code)),
     ):
         say(console, f"{what:>13}  {where}")
 

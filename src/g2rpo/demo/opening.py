@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from g2rpo.evaluation.heldout import load_tensors, scores_after, verdicts
+from g2rpo.evaluation.heldout import load_tensors, verdicts
 from g2rpo.report.history import Run
 from g2rpo.types import Reward
 
@@ -29,7 +29,7 @@ def opening_of(run: Run, rewards: Mapping[str, Reward], trained: Sequence[str]) 
     changes = run.changes()
     if not changes:
         return Opening()
-    paths = [run.directory / scores_after(iteration) for iteration in (0, changes[0].iteration)]
+    paths = [run.files.scores(iteration) for iteration in (0, changes[0].iteration)]
     if not all(path.is_file() for path in paths):  # runs of older versions have no scores
         return Opening()
     base, tuned = map(load_tensors, paths)

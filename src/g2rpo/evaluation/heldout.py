@@ -22,18 +22,6 @@ from g2rpo.seeding import generator_for
 from g2rpo.statistics import half_width
 from g2rpo.types import Policy, Reward
 
-SCORES = "scores"  # scores of every evaluation, by prompt
-
-
-def iteration_name(iteration: int) -> str:
-    """The name of an iteration in file names."""
-    return f"iteration_{iteration:06d}"
-
-
-def scores_after(iteration: int) -> str:
-    """The path of an evaluation's scores in a run directory."""
-    return f"{SCORES}/{iteration_name(iteration)}.safetensors"
-
 
 @dataclass(frozen=True)
 class Evaluation:

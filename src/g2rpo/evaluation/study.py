@@ -22,10 +22,11 @@ from g2rpo.config.schema import Config, Section
 from g2rpo.data import Plan
 from g2rpo.errors import UserError
 from g2rpo.evaluation.controls import highest
-from g2rpo.evaluation.heldout import load_tensors, scores_after
+from g2rpo.evaluation.heldout import load_tensors
 from g2rpo.files import whole_file
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rollout.planning import count_per_prompt, count_trained
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.statistics import Interval, bootstrap_crossed
 
 Scores = NDArray[np.float64]
@@ -130,7 +131,7 @@ def read_run(config: Config, run_dir: Path) -> History:
             evaluations += work(config, row["iteration"] - 1, row["evaluations"])
             clock += row["seconds"]
         else:
-            path = run_dir / scores_after(row["iteration"])
+            path = RunDirectory(run_dir).scores(row["iteration"])
             iterations.append(row["iteration"])
             spent.append(evaluations)
             seconds.append(clock)

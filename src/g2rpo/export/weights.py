@@ -18,10 +18,9 @@ from g2rpo.errors import UserError, loading
 from g2rpo.export.adapter import DOWN, UP, Adapter, read_adapter
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.tuning import ADAPTER, Tuning
-from g2rpo.runs.directory import weights_path
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from g2rpo.training.header import header_of
-from g2rpo.training.persistence import BEST
 
 CLASS = "g2rpo.transformer"
 """Where the header of an adapter names the class of its transformer."""
@@ -51,9 +50,9 @@ class Tuned:
 def final(run: Path, config: Config) -> Tuned:
     """The weights that a finished run has written."""
     try:
-        folder = weights_path(run)
+        folder = RunDirectory(run).weights
     except UserError:
-        if found := checkpoints(run / "checkpoints"):
+        if found := checkpoints(RunDirectory(run).checkpoints):
             kept = ", ".join(str(int(path.name.removeprefix("iteration_"))) for path in found)
             raise UserError(
                 f"{run} has not finished; `g2rpo resume {run}` goes on, --checkpoint last exports what it has (kept: {kept})"
@@ -109,7 +108,7 @@ def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
 
 
 def _checkpoint(run: Path, which: str) -> tuple[int, Mapping[str, list[Tensor]]]:
-    root = run / (BEST if which == "best" else "checkpoints")
+    root = RunDirectory(run).best if which == "best" else RunDirectory(run).checkpoints
     if which in ("best", "last"):
         found, _ = latest_checkpoint(root)
         if found is None:

@@ -13,10 +13,10 @@ from typing import Any
 from g2rpo.errors import UserError
 from g2rpo.files import open_regular, write_whole
 from g2rpo.plain import read_json_lines
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.folders import writing
 
 Row = dict[str, Any]
-LOG = "metrics.jsonl"
 NEEDED = {"train": ("iteration", "evaluations", "images", "seconds", "seconds/rollout"), "eval": ("iteration", "seconds")}
 """Numbers that every row of a kind must have."""
 
@@ -25,7 +25,7 @@ class MetricsLog:
     """Appends rows to `run_dir/metrics.jsonl`. A run resumed after `first_iteration` drops later rows."""
 
     def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
-        self.path = run_dir / LOG
+        self.path = RunDirectory(run_dir).log
         kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
         with writing(self.path):
             write_whole(self.path, "".join(_line(row) for row in kept).encode())
@@ -48,7 +48,7 @@ class MetricsLog:
 
 def read_metrics(run_dir: Path) -> list[Row]:
     """All rows so far, without a last line that was cut short. UserError names any other damaged line."""
-    path = run_dir / LOG
+    path = RunDirectory(run_dir).log
     try:
         return read_json_lines(path, _checked) if path.exists() else []
     except ValueError as error:
@@ -62,7 +62,7 @@ def gaps(run_dir: Path, rows: Sequence[Row], iteration: int) -> list[str]:
     if not (missing := [row for row in expected if row not in known]):
         return []
     lacks = f"{len(missing)} of the {len(expected)} rows up to iteration {iteration}"
-    return [f"{run_dir / LOG}: lacks {lacks}; curves and alarms continue without them"]
+    return [f"{RunDirectory(run_dir).log}: lacks {lacks}; curves and alarms continue without them"]
 
 
 def _checked(row: Any) -> Row:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from g2rpo.files import write_whole
+from g2rpo.runs.directory import RunDirectory
 
 PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
 BACKLOG = 50  # rows that a tracker may be behind before `notify` is called
@@ -49,7 +50,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         later = iteration + 1 if iteration else 0  # events from this step on are hidden: they will be written again
-        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=later)
+        self.board = SummaryWriter(str(RunDirectory(run_dir).tensorboard), purge_step=later)
 
     def log(self, row: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
         from PIL import Image
@@ -81,7 +82,7 @@ class Hosted:
         self.project = project or os.environ.get(f"{self.name.upper()}_PROJECT") or "g2rpo"
 
     def start(self, run_dir: Path, iteration: int, config: Mapping[str, Any]) -> None:
-        self.memory = run_dir / "trackers" / f"{self.name}.json"
+        self.memory = RunDirectory(run_dir).trackers / f"{self.name}.json"
         self.memory.parent.mkdir(exist_ok=True)
         fresh = {"id": secrets.token_hex(4), "sent": {}}
         self.state: dict[str, Any] = json.loads(self.memory.read_text(encoding="utf-8")) if self.memory.exists() else fresh

@@ -11,8 +11,7 @@ from g2rpo.monitor.pictures import figure
 from g2rpo.report.embedded import data_uri
 from g2rpo.report.history import Run
 from g2rpo.report.words import signed
-from g2rpo.training.first_group import ADVANTAGE, FIRST_GROUP
-from g2rpo.training.run_files import pictures_path
+from g2rpo.training.first_group import ADVANTAGE
 
 MEMBER = 128  # pixels a side, at most, of a member's picture
 
@@ -20,7 +19,7 @@ MEMBER = 128  # pixels a side, at most, of a member's picture
 def first_group(run: Run) -> dict[str, Any] | None:
     """The group of the first iteration that the run kept, its members from best to worst. None if it kept none; `trouble` is
     the reason if it cannot be shown."""
-    path = run.directory / pictures_path(FIRST_GROUP)
+    path = run.files.first_group
     if not path.is_file():  # of an older version, or all rewards score latents
         return None
     try:

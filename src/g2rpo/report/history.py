@@ -13,7 +13,8 @@ from g2rpo.config.schema import Config
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.plain import parse_json, read_text
-from g2rpo.runs.directory import read_config, read_starts
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import read_config, read_starts
 from g2rpo.statistics import half_width
 
 Points = tuple[list[float], list[float | None]]
@@ -70,6 +71,10 @@ class Run:
     rows: list[Row]
     starts: list[dict[str, Any]]
     results: dict[str, Any] | None
+
+    @property
+    def files(self) -> RunDirectory:
+        return RunDirectory(self.directory)
 
     @cached_property
     def iterations(self) -> list[Row]:
@@ -199,7 +204,7 @@ def rollout_seconds(row: Row) -> float:
 def _read(directory: Path, name: str) -> Run:
     config = read_config(directory)
     rows = read_metrics(directory)
-    results = directory / "results.json"
+    results = RunDirectory(directory).results
     try:
         result = _checked(parse_json(read_text(results)), rows) if results.exists() else None
     except (ValueError, TypeError, KeyError) as error:

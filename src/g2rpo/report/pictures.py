@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from g2rpo.evaluation.heldout import iteration_name
 from g2rpo.monitor.grids import Grid, read_grid
 from g2rpo.monitor.pictures import figure
 from g2rpo.report.embedded import clip_uri, data_uri
 from g2rpo.report.history import Run
-from g2rpo.training.run_files import BEFORE_AFTER, pictures_path
 
 FRAMES, PICTURES, PICTURE_BYTES = 9, 8, 3_000_000
 """Largest numbers of evaluations, and of prompts at each, shown of a run, and approximate bytes of pictures on a page."""
@@ -76,7 +74,7 @@ def _read_shown(run: Run) -> Shown:
 
 def _during(run: Run) -> dict[int, Path]:
     """The pictures of the first and last evaluation and of evenly spaced ones between, by iteration."""
-    paths = {row["iteration"]: run.directory / pictures_path(iteration_name(row["iteration"])) for row in run.evaluations}
+    paths = {row["iteration"]: run.files.pictures(row["iteration"]) for row in run.evaluations}
     every = [(iteration, path) for iteration, path in paths.items() if path.is_file()]
     count = min(FRAMES, len(every))
     return dict(every[round(i * (len(every) - 1) / max(1, count - 1))] for i in range(count))
@@ -84,7 +82,7 @@ def _during(run: Run) -> dict[int, Path]:
 
 def _before_after(run: Run) -> Grid | None:
     """The pictures of base and tuned that a finished run kept; None if it went on since."""
-    path = run.directory / pictures_path(BEFORE_AFTER)
+    path = run.files.before_after
     return read_grid(path) if run.newest_results is not None and path.is_file() else None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from g2rpo.config.resolve import differences
 from g2rpo.config.schema import Config
-from g2rpo.evaluation.heldout import least_reached, load_tensors, scores_after
+from g2rpo.evaluation.heldout import least_reached, load_tensors
 from g2rpo.monitor.metrics import Row
 from g2rpo.report.history import Change, Occurrence, Points, Run
 from g2rpo.statistics import Interval, Z, bootstrap_crossed
@@ -114,7 +114,7 @@ class Repeats:
 
     def _scores(self, after: Sequence[int]) -> dict[str, Tensor]:
         """Scores [S, N] by reward, of S runs each after its own iteration."""
-        paths = [run.directory / scores_after(iteration) for run, iteration in zip(self.runs, after, strict=True)]
+        paths = [run.files.scores(iteration) for run, iteration in zip(self.runs, after, strict=True)]
         for path in paths:
             if path not in self._files:
                 self._files[path] = load_tensors(path)
@@ -181,4 +181,4 @@ def _repeats(one: Run, other: Run) -> bool:
 
 def _kept(run: Run) -> bool:
     """Whether the scores of all evaluations are there, prompt by prompt: older versions kept none."""
-    return all((run.directory / scores_after(row["iteration"])).is_file() for row in run.evaluations)
+    return all(run.files.scores(row["iteration"]).is_file() for row in run.evaluations)

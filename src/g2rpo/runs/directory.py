@@ -1,232 +1,77 @@
-"""Run directories: one run each, never overwritten."""
+"""What a run directory holds: the one place with its file names."""
 
 from __future__ import annotations
 
-import json
-import platform
-import re
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from g2rpo import __version__, plugins
-from g2rpo.config.resolve import absent_reward, allow_code, codes_in, differences, read_yaml, resolve
-from g2rpo.config.schema import AlarmsConfig, Config
-from g2rpo.errors import UserError, counted
-from g2rpo.files import append_line, write_whole
-from g2rpo.plain import read_json_lines
-from g2rpo.runtime.devices import accelerator
-from g2rpo.runtime.folders import InUse, held, is_empty, remove_unfinished, writing
-
-CONFIG = "config.yaml"
-STARTS = "starts.jsonl"
-MAY_CHANGE = (
-    "trainer.iterations",
-    "trainer.checkpoint_every",
-    "trainer.checkpoint_minutes",
-    "trainer.keep_checkpoints",
-    "trainer.rank_timeout_s",
-    "trainer.micro_batch_size",
-    "trainer.sharding",
-    "trainer.shard_group",
-    "sampling.batch_size",
-    "sampling.decode_batch_size",
-    "trainer.max_unscored",
-    "trainer.max_skipped",
-    "policy.device",
-    "evaluation.every_minutes",
-    "evaluation.first_minutes",
-    "prompts.cache",
-    "trackers",
-    "recipe",
-    "evaluation.controls",
-    *(f"alarms.{name}" for name in AlarmsConfig.model_fields),
-)
-"""Keys that a resumed run may change: nothing already computed depends on them, and later results only by rounding."""
+from g2rpo.errors import UserError
 
 
-@contextmanager
-def entered(config: Config, run_dir: Path | None, resume: bool, notify: Callable[[str], None] = print) -> Iterator[Path]:
-    """The directory for a run of `config`, locked while entered; if it was created here and is still empty, it is removed.
+class _Inside:
+    """A path below that of a run directory."""
 
-    Without `run_dir` a fresh `runs/NAME`, `runs/NAME-2`, ... is taken. A directory that holds a run is only entered with
-    `resume` and the same config; with `resume` a directory may hold none yet.
-    """
-    if resume and run_dir is None:
-        raise UserError("--resume continues a run: name its directory with --run-dir")
-    with ExitStack() as stack:
-        if run_dir is None:
-            directory = _enter_fresh(stack, config.recipe or "run", notify)
-        else:
-            directory = run_dir
-            check_directory(config, directory, resume)  # before it is touched
-            stack.enter_context(held(directory, notify))
-            check_directory(config, directory, resume)  # unchanged since the last process released it
-        yield directory
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDirectory, kind: type) -> Path:
+        return run.path / self.name
 
 
-def check_directory(config: Config, directory: Path, resume: bool) -> None:
-    """Refuses a directory in which a run of `config` cannot begin, or with `resume` continue if there is one; nothing is
-    written."""
-    if (directory / CONFIG).is_file():
-        if not resume:
-            raise UserError(
-                f"{directory} already holds a run; `g2rpo resume {directory}` continues it (from Python: resume=True), "
-                "or name another --run-dir"
-            )
-        _check_same(config, read_config(directory), directory)
-    elif not is_empty(directory):
-        raise UserError(f"{directory} is not empty and holds no run (no {CONFIG}); name another --run-dir")
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of the run in `path`. Naming a file neither reads nor creates it."""
+
+    path: Path
+
+    config = _Inside("config.yaml")  # resolved; `g2rpo train runs/NAME/config.yaml` repeats the run
+    starts = _Inside("starts.jsonl")  # a row per start or resume (`lifecycle.record_start`)
+    log = _Inside("metrics.jsonl")  # a row per iteration and evaluation (`monitor.metrics`)
+    tensorboard = _Inside("tensorboard")
+    trackers = _Inside("trackers")  # what other trackers continue from
+    checkpoints = _Inside("checkpoints")
+    best = _Inside("checkpoints/best")  # weights of the best evaluation, where an alarm may go back to them
+    baseline = _Inside(
+        "baseline.safetensors"
+    )  # the base model's evaluation; so a comparison needs no second copy of the weights
+    control_scores = _Inside("scores/controls.safetensors")  # of the base model's free knobs, by control and reward
+    first_group = _Inside("samples/first_group.png")  # a group of the first iteration
+    before_after = _Inside("samples/before_after.png")
+    curves = _Inside("curves.png")
+    results = _Inside("results.json")  # base against tuned; written when a run finishes
+    adapter = _Inside("adapter")  # trained weights of a LoRA
+    transformer = _Inside("transformer")  # and of full fine-tuning
+    report = _Inside("report.html")
+    exports = _Inside("export")
+
+    def scores(self, iteration: int) -> Path:
+        """Held-out scores of the evaluation after an iteration, prompt by prompt."""
+        return self.path / "scores" / f"{_named(iteration)}.safetensors"
+
+    def pictures(self, iteration: int) -> Path:
+        """The first held-out pictures after an iteration."""
+        return self.path / "samples" / f"{_named(iteration)}.png"
+
+    def traceback(self, rank: int) -> Path:
+        """Why a reward failed on a rank."""
+        return self.path / f"traceback_rank{rank}.txt"
+
+    @property
+    def weights(self) -> Path:
+        """The weights of a finished run: `adapter` or `transformer`. UserError if it has none."""
+        for folder in (self.adapter, self.transformer):
+            if folder.is_dir():
+                return folder
+        raise UserError(f"{self.path} has no weights yet (neither adapter/ nor transformer/); has it finished?")
 
 
-def claim(directory: Path, config: Config) -> None:
-    """Marks a directory as this run's by writing config.yaml."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(directory)
-        write_whole(directory / CONFIG, config.to_yaml().encode())
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
+def moving(grid: Path) -> Path:
+    """Where the clips of a grid of pictures are kept, moving."""
+    return grid.with_suffix(".webp")
 
 
-def record_start(directory: Path, iteration: int, device: torch.device, contents: Mapping[str, str] | None = None) -> None:
-    """Appends a start (or resume, after `iteration` > 0) to starts.jsonl: time, software, device, and digests of what the
-    config names (`commands.contents`)."""
-    threads = torch.get_num_threads()
-    cpu = f"CPU, {counted(threads, 'thread')}"
-    start = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "iteration": iteration,
-        "g2rpo": __version__,
-        "commit": source_commit(Path(__file__).resolve().parents[2]),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": module.get_device_name(device) if (module := accelerator(device)) is not None else cpu,
-        "contents": dict(contents or {}),
-    }
-    with writing(directory / STARTS):
-        append_line(directory / STARTS, json.dumps(start))
-
-
-def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """The lines of `record_start`, oldest first; UserError for any other line."""
-    path = directory / STARTS
-    try:
-        return read_json_lines(path, dict) if path.exists() else []
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def check_contents(directory: Path, contents: Mapping[str, str], accept: bool) -> list[str]:
-    """Refuses to continue with other prompts, model or reward code than at the run's last start. With `accept` it returns the
-    changes. Held-out prompts may never change: the base model was evaluated on the first ones.
-    """
-    starts = [start for start in read_starts(directory) if start.get("contents")]
-    before = dict(starts[-1]["contents"]) if starts else dict(contents)
-    keys = [key for key in {**before, **contents} if before.get(key) != contents.get(key)]
-    changed = [f"{key}: {before.get(key, 'nothing')} then, {contents.get(key, 'nothing')} now" for key in keys]
-    if not changed or (accept and "evaluation.prompts" not in keys):
-        return changed
-    go_on = (
-        "Held-out prompts cannot change within a run, whose base model was evaluated on them; begin another run."
-        if "evaluation.prompts" in keys
-        else "To continue with them add --accept-changes; the base model keeps its scores."
-    )
-    listed = "\n".join(f"  {line}" for line in changed)
-    raise UserError(f"{directory}: what its config names has changed since the last start:\n{listed}\n{go_on}")
-
-
-def source_commit(root: Path) -> str | None:
-    """The commit of the checkout at `root`, with "-dirty" if files differ from it; None if it is no checkout (an installed
-    package) or git is missing."""
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def read_config(
-    run_dir: Path,
-    overrides: Sequence[str] = (),
-    notify: Callable[[str], None] = lambda message: None,
-    *,
-    mention: bool = True,
-) -> Config:
-    """The config of an existing run, with overrides as for `config.resolve.resolve`.
-
-    An algorithm whose code the user has not named is a `given.Mentioned` one; without `mention` it is refused.
-    """
-    path = run_dir / CONFIG
-    if not path.is_file():
-        raise UserError(f"{run_dir} is no run directory (no {CONFIG})")
-    data = read_yaml(path)
-    if not mention:
-        allow_code(overrides)
-        plugins.require_all(codes_in(data))  # in one message
-    taken_out = [override for override in overrides if absent_reward(data, override)]  # when the run began
-    return resolve(data, [each for each in overrides if each not in taken_out], str(path), notify, mention)
-
-
-def weights_path(run_dir: Path) -> Path:
-    """The weights of a finished run: `adapter/` or `transformer/`."""
-    for folder in ("adapter", "transformer"):
-        if (run_dir / folder).is_dir():
-            return run_dir / folder
-    raise UserError(f"{run_dir} has no weights yet (neither adapter/ nor transformer/); has it finished?")
-
-
-def _check_same(config: Config, other: Config, directory: Path) -> None:
-    changed = {key: pair for key, pair in differences(config, other).items() if key not in MAY_CHANGE}
-    if changed:
-        listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
-        how = f"`g2rpo resume {directory}` continues that run; name another --run-dir for this one."
-        raise UserError(f"{directory} belongs to a run with another config:\n{listed}\n{how}")
-
-
-def _enter_fresh(stack: ExitStack, name: str, notify: Callable[[str], None]) -> Path:
-    """Enters the first of runs/NAME, runs/NAME-2, ... that does not exist; concurrent runs get different ones."""
-    while True:
-        directory = fresh_directory(Path("runs"), name)
-        with ExitStack() as attempt:
-            try:
-                attempt.enter_context(held(directory, notify))
-            except InUse:
-                continue
-            if is_empty(directory):  # else another run has come and gone
-                stack.enter_context(attempt.pop_all())
-                return directory
-
-
-def first_usable(name: str, check: Callable[[Path], None]) -> Path:
-    """NAME, or the first of NAME-2, NAME-3 ... that `check` does not refuse."""
-    candidate, number = Path(name), 1
-    while True:
-        try:
-            check(candidate)
-            return candidate
-        except UserError:
-            number += 1
-            candidate = Path(f"{name}-{number}")
-
-
-def fresh_directory(root: Path, name: str) -> Path:
-    """`root/NAME`, or the first of `root/NAME-2`, `root/NAME-3` ... that does not exist."""
-    stem = re.sub(r"[^\w.-]+", "-", name)
-    if not stem.strip("."):
-        raise UserError(f"recipe: {name!r} cannot name a folder below {root}/; name one with --run-dir")
-    candidate, number = root / stem, 1
-    while candidate.exists():
-        number += 1
-        candidate = root / f"{stem}-{number}"
-    return candidate
+def _named(iteration: int) -> str:
+    return f"iteration_{iteration:06d}"
 
 
 def check_weights(path: Path) -> None:

@@ -26,7 +26,7 @@ class EarlyStop:
 
     def __post_init__(self) -> None:
         self.unscored = dict.fromkeys(self.rewards, 0)
-        if self.may_roll_back and self.files.folder is None:
+        if self.may_roll_back and self.files.run_dir is None:
             raise ValueError("alarms: going back to the best evaluation needs a run_dir that keeps it")
 
     @property
@@ -52,7 +52,7 @@ class EarlyStop:
             best = f"the weights are those of iteration {roll_back()}, the best evaluation kept"
             raise RolledBack(f"{stopped}; {best}; {self.files.command} continues without going back")
         if "stop" in asked and iteration < self.config.trainer.iterations:
-            raise Stopped(f"{stopped}; {self.files.command} continues all the same")
+            raise Stopped(f"{stopped}; {self.files.how_to_continue}")
 
     def check_limits(self, row: Row, skipped: int, save: Callable[[], object]) -> None:
         """Raises `Stopped` after too many iterations without a score, or too many updates `skipped` in a row because of their

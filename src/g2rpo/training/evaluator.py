@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +20,12 @@ from g2rpo.evaluation.heldout import (
     compare_right,
     evaluate,
     evaluation_of_all,
-    iteration_name,
     least_scores,
     load_evaluation,
     load_tensors,
     right_in_words,
     save_evaluation,
     save_scores,
-    scores_after,
 )
 from g2rpo.monitor.alarms import judged_gain
 from g2rpo.monitor.clips import reduced, seconds_of
@@ -35,20 +34,18 @@ from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
+from g2rpo.runs.directory import moving
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.seeding import seed_for
 from g2rpo.statistics import in_proportion
 from g2rpo.training.learner import Learner
-from g2rpo.training.model_card import RESULTS
-from g2rpo.training.run_files import BEFORE_AFTER, RunFiles, clips_path, pictures_path
+from g2rpo.training.run_files import RunFiles
 from g2rpo.types import Policy, Reward
 
 OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
 """What became of a picture by its verdicts before and after training."""
 UNKNOWN = "have no verdict"
-CONTROLS = "scores/controls.safetensors"  # of the base model's free knobs, by control and reward
-BASELINE = "baseline.safetensors"  # the base model's evaluation: comparing with it needs no second copy of the weights
 
 
 @dataclass(kw_only=True)
@@ -147,17 +144,17 @@ class Evaluator:
             scores |= {f"{control}/{name}": values for name, values in found.scores.items()}
             scores |= {} if found.right is None else {f"{control}/{RIGHT}": found.right}
         if self.files.writes:
-            with self.files.written(CONTROLS) as path:
+            with self.files.written(self.files.run.control_scores) as path:
                 save_file(scores, path)
 
     def has_controls(self) -> bool:
         """Whether they are stored, as rank 0 sees it."""
-        stored = self.files.writes and (self.files.directory / CONTROLS).is_file()
+        stored = self.files.writes and self.files.run.control_scores.is_file()
         return self.shards.world.total(stored)[0] > 0
 
     def _against(self, base: Evaluation, tuned: Evaluation) -> Row | None:
         """The stored controls against the tuned model, on the same prompts; None without any."""
-        path = self.files.directory / CONTROLS
+        path = self.files.run.control_scores
         if not path.is_file():
             return None
         controls: dict[str, dict[str, Tensor]] = {}
@@ -175,11 +172,11 @@ class Evaluator:
             self.baseline = evaluation
         if self.files.writes:
             if iteration == 0:
-                with self.files.written(BASELINE) as path:
+                with self.files.written(self.files.run.baseline) as path:
                     save_evaluation(path, evaluation)
-            with self.files.written(scores_after(iteration)) as path:
+            with self.files.written(self.files.run.scores(iteration)) as path:
                 save_scores(path, evaluation)
-            self._save_grid(iteration_name(iteration), {"": evaluation}, f"After iteration {iteration}")
+            self._save_grid(self.files.run.pictures(iteration), {"": evaluation}, f"After iteration {iteration}")
         row: Row = {"kind": "eval", "iteration": iteration}
         row |= {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self.base()
@@ -195,8 +192,8 @@ class Evaluator:
 
     def base(self) -> Evaluation | None:
         """The base model's evaluation, of this process or read from the run directory; None if there is none."""
-        if self.baseline is None and self.files.folder is not None:
-            stored = load_evaluation(self.files.folder / BASELINE, self.heldout)
+        if self.baseline is None and self.files.run_dir is not None:
+            stored = load_evaluation(self.files.run.baseline, self.heldout)
             self.baseline = stored if self.shards.world.is_main else replace(stored, images=stored.images[:0].clone())
         return self.baseline
 
@@ -216,17 +213,17 @@ class Evaluator:
                 results["right"]["in_words"] = words
         if (against := self._against(base, tuned)) is not None:
             self.against = results["controls"] = against
-        spreads = {row["iteration"]: row["diversity"] for row in read_metrics(self.files.directory) if "diversity" in row}
+        spreads = {row["iteration"]: row["diversity"] for row in read_metrics(self.files.run.path) if "diversity" in row}
         if spreads.keys() >= {0, iteration}:
             found = {"base": spreads[0], "tuned": spreads[iteration]}
             results["diversity"] = {"prompts": self.spread_on, "noises": SPREAD_NOISES, **found}
-        self._save_grid(BEFORE_AFTER, {"base": base, "tuned": tuned}, "Both rows from the same noise", right)
+        self._save_grid(self.files.run.before_after, {"base": base, "tuned": tuned}, "Both rows from the same noise", right)
         if rolled_back_from is not None:
             results["rolled_back_from"] = rolled_back_from
-        with self.files.written(RESULTS) as path:
+        with self.files.written(self.files.run.results) as path:
             path.write_text(json.dumps(results, indent=1), encoding="utf-8")
-        with self.files.written("curves.png") as path:
-            save_curves(path, read_metrics(self.files.directory), list(self.rewards))
+        with self.files.written(self.files.run.curves) as path:
+            save_curves(path, read_metrics(self.files.run.path), list(self.rewards))
         return table
 
     def _picture_statistics(self, base: Evaluation, evaluation: Evaluation) -> Row:
@@ -238,7 +235,7 @@ class Evaluator:
             row = statistics_row(self._base_look, image_statistics(evaluation.images))
         return dict(json.loads(world.broadcast_text(json.dumps(row))))
 
-    def _save_grid(self, name: str, rows: Mapping[str, Evaluation], which: str, right: Comparison | None = None) -> None:
+    def _save_grid(self, grid: Path, rows: Mapping[str, Evaluation], which: str, right: Comparison | None = None) -> None:
         """Pictures of `chosen` held-out prompts with the scores that are trained on, a row for each labelled evaluation."""
         places, how = chosen([one.right for one in rows.values()], self.shown, len(self.heldout))
         strips = [
@@ -258,9 +255,9 @@ class Evaluator:
             shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
             note += f" Of all {len(self.heldout)}, {shares}."
         if strips[0].images.ndim == 5:
-            with self.files.written(clips_path(name)) as path:
+            with self.files.written(moving(grid)) as path:
                 save_moving_grid(path, strips, prompts, note, seconds_of(self.policy, strips[0].images.shape[1]))
-        with self.files.written(pictures_path(name)) as path:
+        with self.files.written(grid) as path:
             save_grid(path, strips, prompts, note)
 
 

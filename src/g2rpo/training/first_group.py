@@ -14,10 +14,9 @@ from g2rpo.monitor.pictures import Strip, save_grid
 from g2rpo.rollout.scoring import decode
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collected
-from g2rpo.training.run_files import RunFiles, pictures_path
+from g2rpo.training.run_files import RunFiles
 from g2rpo.types import Plan, Policy
 
-FIRST_GROUP = "first_group"
 ADVANTAGE = "advantage"
 """The name of a member's advantage among its scores in the grid."""
 
@@ -47,7 +46,7 @@ def save_first_group(
     ]
     prompt = prompts[rollout.prompt]
     columns = [Prompt("member 1", images_of(prompt)), *(f"member {member}" for member in range(2, shape[1] + 1))]
-    with files.written(pictures_path(FIRST_GROUP)) as path:
+    with files.written(files.run.first_group) as path:
         save_grid(path, strips, columns, f"{prompt}\n{how(rollout.plan)}")
 
 

@@ -18,26 +18,29 @@ from g2rpo.evaluation.controls import in_words, told
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.files import is_hub_id, write_whole
 from g2rpo.plain import parse_json, read_text
-from g2rpo.training.run_files import BEFORE_AFTER, clips_path, pictures_path
+from g2rpo.runs.directory import RunDirectory, moving
 
-CARD, RESULTS = "README.md", "results.json"
-PICTURES = (pictures_path(BEFORE_AFTER), "curves.png")
-CLIPS = clips_path(BEFORE_AFTER)  # where a run's pictures move
+CARD = "README.md"
 
 
 def finished_at(run_dir: Path) -> int | None:
     """The iteration of the weights that a run's results and model card describe; None if there are none."""
     try:
-        return dict(parse_json(read_text(run_dir / RESULTS))).get("iteration")
+        return dict(parse_json(read_text(RunDirectory(run_dir).results))).get("iteration")
     except (ValueError, TypeError):  # absent, or damaged and to be rewritten
         return None
 
 
 def copy_card(weights: Path, to: Path) -> None:
     """Copies the card of the folder `weights`, if it has one, with its pictures."""
-    for name in (CARD, *(Path(picture).name for picture in (*PICTURES, CLIPS))):
+    for name in (CARD, *(picture.name for picture in _pictures(RunDirectory(weights)))):
         if (weights / name).is_file():
             shutil.copy(weights / name, to / name)
+
+
+def _pictures(run: RunDirectory) -> tuple[Path, ...]:
+    """What a card shows; the last only of a run whose pictures move."""
+    return run.before_after, run.curves, moving(run.before_after)
 
 
 def write_card(
@@ -57,10 +60,11 @@ def write_card(
     and its `lora_loader` is what loads an adapter; `against` are the base's free knobs (`controls.against_controls`).
     """
     folder = weights if weights.is_dir() else weights.parent
-    moves = (run_dir / CLIPS).is_file()
+    still, curves, clips = _pictures(RunDirectory(run_dir))
+    moves = clips.is_file()
     task = f"{'image' if edits else 'text'}-to-{'video' if moves else 'image'}"
-    for picture in (*PICTURES, *([CLIPS] if moves else [])):
-        shutil.copy(run_dir / picture, folder / Path(picture).name)
+    for picture in (still, curves, *([clips] if moves else [])):
+        shutil.copy(picture, folder / picture.name)
     lora = config.policy.tuning == "lora"
     header: dict[str, Any] = {
         # the hub refuses a local folder as base_model
@@ -76,10 +80,10 @@ def write_card(
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
                 f"# {_code(config.policy.path)}, tuned with {title_of(config.algorithm)[0]}",
                 _what(config),
-                f"![before and after]({Path(CLIPS if moves else PICTURES[0]).name})",
+                f"![before and after]({(clips if moves else still).name})",
                 _results(config, table, prompts),
                 *([in_words([dict(against)], told(against, list(config.rewards)))] if against else []),
-                "![curves](curves.png)",
+                f"![curves]({curves.name})",
                 "## Use",
                 _block(
                     "python", _lora_usage(config, task, deployed, lora_loader) if lora else _full_usage(config, task, deployed)

@@ -19,8 +19,6 @@ from g2rpo.training.reward_states import restore, states
 from g2rpo.training.run_files import RunFiles
 from g2rpo.types import AlgorithmState, Policy, Reward
 
-BEST = "checkpoints/best"  # the weights of the best evaluation, where an alarm may go back to them
-
 
 @dataclass(kw_only=True)
 class Persistence:
@@ -47,7 +45,7 @@ class Persistence:
         if diverged := self.shards.diverged(list(self.learner.parameters)):
             raise Stopped(f"iteration {iteration}: the weights of ranks {diverged} are not rank 0's; nothing was saved")
         rewards = states(self.rewards, self.shards.world)
-        if self.files.folder is None:
+        if self.files.run_dir is None:
             return None
         tensors, state = self.learner.whole()
         if not self.files.writes:
@@ -55,7 +53,7 @@ class Persistence:
         state["algorithm"] = self.memory.state if self.memory else {}
         state["rewards"] = rewards
         with self.files.holding():
-            return save_checkpoint(self.files.directory / "checkpoints", iteration, tensors, state, self.keep)
+            return save_checkpoint(self.files.run.checkpoints, iteration, tensors, state, self.keep)
 
     def resume(self) -> tuple[int | None, list[str]]:
         """Restores the newest checkpoint that is intact and fits; returns its iteration (None if there is none) and what is
@@ -68,13 +66,13 @@ class Persistence:
                 self.memory.state = state["algorithm"]
             restore(self.rewards, state.get("rewards", {}))
 
-        found, complaints = latest_checkpoint(self.files.directory / "checkpoints", take)
+        found, complaints = latest_checkpoint(self.files.run.checkpoints, take)
         if self.shards.world.differing(torch.tensor([found[0] if found else 0])):
-            folder = self.files.folder
+            folder = self.files.run.path
             raise UserError(f"ranks see different checkpoints in {folder}: it must be a folder that all of them share")
         if found and self.files.writes:  # a process that was killed before it could leaves one more
             with self.files.holding():
-                rotate(self.files.directory / "checkpoints", found[0], self.keep)
+                rotate(self.files.run.checkpoints, found[0], self.keep)
         return (found[0] if found else None), complaints
 
     def keep_best(self, iteration: int) -> None:
@@ -82,14 +80,14 @@ class Persistence:
         with self.learner.averaged():
             tensors = self.learner.weights()
             if self.files.writes:
-                save_checkpoint(self.files.directory / BEST, iteration, tensors, {}, keep=1)
+                save_checkpoint(self.files.run.best, iteration, tensors, {}, keep=1)
 
     def take_best(self, iteration: int) -> int:
         """Restores the weights of the best evaluation up to `iteration`, and returns their iteration."""
-        found, _ = latest_checkpoint(self.files.directory / BEST, until=iteration)
+        found, _ = latest_checkpoint(self.files.run.best, until=iteration)
         if found is None:
             raise Stopped(
-                f"stopped by an alarm after iteration {iteration}; no weights were kept to go back to: {BEST} is empty"
+                f"stopped by an alarm after iteration {iteration}; {self.files.run.best} has no weights to go back to"
             )
         best, tensors, _ = found
         self.learner.take_weights(tensors["weights"])
@@ -98,17 +96,17 @@ class Persistence:
     def export(self, name: str, iteration: int) -> Path:
         """Writes the (averaged) weights as diffusers reads them into the folder `name` of the run, and returns their path. All
         ranks must call it; rank 0 writes. A card of the same weights is kept."""
-        folder = self.files.directory / name
+        folder = self.files.run.path / name
         save: Callable[[Path], Path] = self.policy.save
         with self.learner.averaged(), self.files.holding():
             if not self.files.writes:  # but their shards are gathered
                 return save(folder) if self.shards.divided else folder
             with writing(folder):
-                remove_unfinished(self.files.directory)
+                remove_unfinished(self.files.run.path)
                 with whole(folder) as unfinished:
                     saved = save(unfinished)
                     if saved.suffix == ".safetensors":
                         add_metadata(saved, self.header(iteration))
-                    if finished_at(self.files.directory) == iteration:
+                    if finished_at(self.files.run.path) == iteration:
                         copy_card(folder, unfinished)
         return folder / saved.relative_to(unfinished)

@@ -1,4 +1,4 @@
-"""The files of a run and its log: written by one rank, each file whole or not at all."""
+"""Writing a run directory: by one rank, each file whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from g2rpo import plugins
 from g2rpo.errors import RewardFailed
-from g2rpo.evaluation.heldout import iteration_name
 from g2rpo.files import whole_file, write_whole
 from g2rpo.monitor.metrics import MetricsLog, Row
 from g2rpo.monitor.trackers import Feed, Tracker
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import held, writing
 from g2rpo.training.checkpoint import newest_iteration
@@ -23,30 +23,33 @@ from g2rpo.training.checkpoint import newest_iteration
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The run directory of a trainer; nothing is written if `folder` is None. One rank of `world` writes, and `notify` is
+    """The run directory of a trainer; nothing is written if `run_dir` is None. One rank of `world` writes, and `notify` is
     called with warnings."""
 
-    folder: Path | None
+    run_dir: Path | None
     world: World
     notify: Callable[[str], None]
 
     @property
-    def directory(self) -> Path:
-        if self.folder is None:
+    def run(self) -> RunDirectory:
+        if self.run_dir is None:
             raise ValueError("this trainer has no run_dir to write to")
-        return self.folder
+        return RunDirectory(self.run_dir)
 
     @property
     def writes(self) -> bool:
         """Whether this rank writes the run directory."""
-        return self.folder is not None and self.world.is_main
+        return self.run_dir is not None and self.world.is_main
 
     @property
     def command(self) -> str:
         """The command that continues the run, for messages."""
-        if self.folder is None:
-            return "nothing that was kept"
-        return f"`{shlex.join(['g2rpo', 'resume', str(self.folder), *plugins.repeated()])}`"
+        return f"`{shlex.join(['g2rpo', 'resume', str(self.run.path), *plugins.repeated()])}`"
+
+    @property
+    def how_to_continue(self) -> str:
+        """The end of a message after a stop."""
+        return "it had no run directory to continue from" if self.run_dir is None else f"{self.command} continues it"
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -54,13 +57,12 @@ class RunFiles:
         if not self.writes:
             yield
             return
-        with held(self.directory, self.notify):
+        with held(self.run.path, self.notify):
             yield
 
     @contextmanager
-    def written(self, name: str) -> Iterator[Path]:
-        """A path to write a file of the run to; it is renamed to `name` when complete. `Stopped` if it cannot be written."""
-        path = self.directory / name
+    def written(self, path: Path) -> Iterator[Path]:
+        """A path to write a file of the run to; it is renamed to `path` when complete. `Stopped` if it cannot be written."""
         with self.holding(), writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as unfinished:
@@ -75,13 +77,13 @@ class RunFiles:
             return
         with (
             self.holding(),
-            MetricsLog(self.directory, iteration) as log,
-            Feed(trackers, self.directory, iteration, config, self.notify) as feed,
+            MetricsLog(self.run.path, iteration) as log,
+            Feed(trackers, self.run.path, iteration, config, self.notify) as feed,
         ):
 
             def logged(row: Row) -> Row:
                 log.write(row)
-                pictures = {"eval/samples": self.directory / pictures_path(iteration_name(row["iteration"]))}
+                pictures = {"eval/samples": self.run.pictures(row["iteration"])}
                 feed.log(row, pictures if row["kind"] == "eval" else {})
                 return row
 
@@ -97,25 +99,12 @@ class RunFiles:
 
     def _keep_traceback(self, error: BaseException) -> str:
         """Writes the traceback of an error's cause into the run directory; returns the end of a message that names it."""
-        if self.folder is None or not self.folder.is_dir() or error.__cause__ is None:
+        if self.run_dir is None or not self.run_dir.is_dir() or error.__cause__ is None:
             return ""
-        path = self.folder / f"traceback_rank{self.world.rank}.txt"
+        path = self.run.traceback(self.world.rank)
         try:
             write_whole(path, "".join(traceback.format_exception(error.__cause__)).encode(errors="replace"))
         except OSError as full:
             return f"\nThe whole traceback could not be written to {path} ({full.strerror})."
-        begins = "continues from the last checkpoint" if newest_iteration(self.folder / "checkpoints") else "begins again"
+        begins = "continues from the last checkpoint" if newest_iteration(self.run.checkpoints) else "begins again"
         return f"\nThe whole traceback is in {path}; {self.command} {begins}."
-
-
-BEFORE_AFTER = "before_after"
-
-
-def pictures_path(name: str) -> str:
-    """The path of a grid of pictures in a run directory."""
-    return f"samples/{name}.png"
-
-
-def clips_path(name: str) -> str:
-    """The path of the same grid of clips, moving, in a run directory."""
-    return f"samples/{name}.webp"

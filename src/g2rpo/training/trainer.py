@@ -25,7 +25,7 @@ from g2rpo.evaluation.controls import (
     prompts_within,
     run_controls,
 )
-from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images, scores_after
+from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images
 from g2rpo.evaluation.study import work_of_run
 from g2rpo.input_pictures import images_of
 from g2rpo.monitor.alarms import alarms_of
@@ -380,7 +380,7 @@ class Trainer:
                 edits = any(images_of(prompt) for prompt in self.heldout)
                 own = {name: getattr(self.policy, name) for name in ("deployed", "lora_loader") if hasattr(self.policy, name)}
                 own["against"] = self.evaluator.against
-                write_card(self.files.directory, weights, self.config, table, len(self.heldout), edits, **own)
+                write_card(self.files.run.path, weights, self.config, table, len(self.heldout), edits, **own)
         return table
 
     def export(self) -> Path:
@@ -400,10 +400,10 @@ class Trainer:
         found, complaints = self.persistence.resume()
         if found is None:
             return complaints
-        self.iteration, directory = found, self.files.directory
+        self.iteration, directory = found, self.files.run.path
         self.alarms.rows = [row for row in read_metrics(directory) if row["iteration"] <= found]
         evaluated = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
-        scores = {iteration: directory / scores_after(iteration) for iteration in evaluated}
+        scores = {iteration: self.files.run.scores(iteration) for iteration in evaluated}
         self.alarms.history = {
             i: load_tensors(path) for i, path in scores.items() if path.is_file()
         }  # runs of older versions have none
@@ -465,7 +465,7 @@ class Trainer:
 
     def _preempted(self) -> Preempted:
         self.stopping = False
-        return Preempted(f"stopped after iteration {self.iteration}, as asked; {self.files.command} continues it")
+        return Preempted(f"stopped after iteration {self.iteration}, as asked; {self.files.how_to_continue}")
 
     def _find_sizes(self, cond: Cond) -> None:
         """Measures batch sizes that are `auto`, up to the largest that an iteration can use."""
