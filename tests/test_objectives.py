@@ -104,23 +104,6 @@ def test_a_missing_score_is_masked_in_every_mix(mix):
     assert mixed[0, 1] == 0 and mixed[0, 0] == -mixed[0, 2] < 0
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"group_size": 1},
-        {"branch_steps": ()},
-        {"branch_steps": (1, 1)},
-        {"granularities": (0,)},
-        {"eta": 0.0},
-        {"clip_range": -1.0},
-        {"advantage_clip": 0.0},
-    ],
-)
-def test_impossible_hyper_parameters_are_refused(fields):
-    with pytest.raises(ValueError):
-        GranularGRPO(**fields)
-
-
 def test_a_branch_step_without_a_tail_is_refused():
     with pytest.raises(ValueError, match=r"0\.\.6"):
         GranularGRPO(branch_steps=(7,)).plans(8)

@@ -23,7 +23,7 @@ API = {
     "The package from Python": ["api"],
     "Protocols and data": ["types", "data"],
     "Formulas": ["flow", "objectives", "statistics"],
-    "Algorithms": ["algorithms.policy_gradient", "algorithms.forward_process", "algorithms.allocation", "algorithms.contracts"],
+    "Algorithms": ["algorithms.policy_gradient", "algorithms.forward_process", "algorithms.contracts"],
     "Rollouts": ["rollout.engine", "rollout.tails", "rollout.scoring"],
     "Training": ["training.trainer", "training.updater", "training.checkpoint"],
     "Extensions and errors": ["plugins", "errors", "seeding"],

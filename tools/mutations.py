@@ -38,16 +38,12 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
-FLOW, OBJECTIVES = "tests/test_flow.py", "tests/test_objectives.py tests/algorithms/test_allocation.py"
+FLOW, OBJECTIVES = "tests/test_flow.py", "tests/test_objectives.py"
 NEIGHBOURS = "tests/algorithms/test_neighbours.py tests/algorithms/test_published_values.py"
-WEIGHT, SCHEDULE = "tests/algorithms/test_step_weight.py", "tests/algorithms/test_branch_schedule.py"
+SCHEDULE = "tests/algorithms/test_branch_schedule.py"
 DPPO, PAVE, ADA = (f"tests/algorithms/test_{name}.py" for name in ("flow_dppo", "pave_grpo", "adagrpo"))
-FORWARD, ALLOCATION = "tests/algorithms/test_forward_process.py", "tests/algorithms/test_allocation.py"
-ENGINE, TAILS, ANTITHETIC = (
-    "tests/rollout/test_engine.py",
-    "tests/rollout/test_tails.py",
-    "tests/algorithms/test_antithetic.py",
-)
+FORWARD = "tests/algorithms/test_forward_process.py"
+ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
 CHECKPOINT, ALARMS = "tests/training/test_checkpoint.py", "tests/monitor/test_alarms.py"
@@ -76,10 +72,8 @@ MUTATIONS = [
     Mutation("objectives.py", "0.5 * difference", "difference", OBJECTIVES),
     Mutation("objectives.py", 'if mix == "gdpo"', 'if mix == "advantages"', OBJECTIVES),
     Mutation("objectives.py", "(per_reward * normalize(rewards))", "(normalize(per_reward * rewards))", OBJECTIVES),
-    Mutation("objectives.py", "torch.tensor(grains)[:, None] * by_grain", "by_grain", OBJECTIVES),
     Mutation("objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS),
     Mutation("algorithms/g2rpo.py", "num_steps, grain, self.tail", "num_steps, 1, self.tail", f"{ENGINE} {SCHEDULE}"),
-    Mutation("algorithms/g2rpo.py", "steps.std / steps.dsigma", "steps.std", WEIGHT),
     Mutation("algorithms/g2rpo.py", "iteration % len(self.branch_steps)", "0", SCHEDULE),
     Mutation("algorithms/g2rpo.py", "mixed.clamp(-self.advantage_clip, self.advantage_clip)", "mixed", OBJECTIVES),
     Mutation(
@@ -106,10 +100,7 @@ MUTATIONS = [
         "algorithms/forward_process.py", "((1 - per_row(sigma, image)) * image", "(per_row(sigma, image) * image", FORWARD
     ),
     Mutation("algorithms/forward_process.py", "(updates - self.old_flat)", "updates", FORWARD),
-    Mutation("algorithms/allocation.py", "math.atanh(rho) - 1", "math.atanh(rho) + 1", ALLOCATION),
-    Mutation("algorithms/allocation.py", "rho**2 if", "rho if", ALLOCATION),
     Mutation("rollout/engine.py", "landing.log_prob(x_next)", "landing.log_prob(landing.mean)", f"{ENGINE} {TRAINER}"),
-    Mutation("rollout/engine.py", "torch.stack([half, -half], 1)", "torch.stack([half, half], 1)", ANTITHETIC),
     Mutation("rollout/engine.py", "max(branch_steps) + 1)", "max(branch_steps))", ENGINE),
     Mutation("rollout/tails.py", "** 2 / (2 * (now - before))", "** 2 / (now - before)", TAILS),
     Mutation("rollout/tails.py", "/ (2 * (_log_snr(now)", "/ (1 * (_log_snr(now)", TAILS),

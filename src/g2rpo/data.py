@@ -100,14 +100,6 @@ Solver = Literal["euler", "ab2", "dpmpp2m"]
 """The ODE solver of a tail (`rollout.tails`)."""
 
 
-def check_pairs(*, shared_noise: bool = True, group_size: int = 2) -> None:
-    """ValueError unless the members of a group can be antithetic pairs."""
-    if not shared_noise:
-        raise ValueError("antithetic pairs need shared_noise=true: the two differ by the sign of their noise alone")
-    if group_size % 2:
-        raise ValueError(f"antithetic pairs need an even group_size, got {group_size}")
-
-
 @dataclass(frozen=True)
 class Plan:
     """How the members of one group are sampled: where noise enters, and how a member is finished.
@@ -115,8 +107,7 @@ class Plan:
     Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and each tail is an ODE trajectory from
     `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
     branch = merge has no stochastic steps.
-    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`. With `antithetic`
-    members 2j and 2j + 1 are a pair, whose noise at every stochastic step is e and -e; the group's size is then even.
+    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`.
     `trained` are the stochastic steps to learn from (None: all of them); `solver` integrates the tails. `granularities` name
     the tails in the log, one number each (empty: 1, 2, ...); the smallest is the finest.
     """
@@ -126,7 +117,6 @@ class Plan:
     tails: tuple[tuple[int, ...], ...]
     _: KW_ONLY
     shared_noise: bool = True
-    antithetic: bool = False
     trained: tuple[int, ...] | None = None
     solver: Solver = "euler"
     granularities: tuple[int, ...] = field(default=(), compare=False)
@@ -136,8 +126,6 @@ class Plan:
             raise ValueError(f"a plan needs 0 <= branch <= merge, got branch={self.branch}, merge={self.merge}")
         if self.branch == self.merge and self.shared_noise:
             raise ValueError("a plan without stochastic steps needs shared_noise=False: all members would be alike")
-        if self.antithetic:
-            check_pairs(shared_noise=self.shared_noise)
         if not self.tails:
             raise ValueError("a plan needs at least one tail")
         for tail in self.tails:

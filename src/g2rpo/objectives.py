@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -47,7 +46,6 @@ def mix_rewards(
     weights: Tensor,
     mix: RewardMix = "advantages",
     batch_std: bool = False,
-    grains: Sequence[float] | None = None,
     population_std: bool = False,
 ) -> Tensor:
     """Advantages [N, G] of N groups from rewards [N, R, M, G] of R reward models at M granularities, and weights [R].
@@ -55,7 +53,7 @@ def mix_rewards(
     "advantages" normalises every reward at every granularity in its group and sums (G2RPO, Eq. 11; DanceGRPO for several
     rewards). "rewards" adds the weighted rewards first and normalises once, so their scales matter. "gdpo" normalises the
     sum of advantages once more over the whole batch (GDPO, arXiv 2601.05242, Eq. 4-6). NaN entries are masked out.
-    `grains` [M] are weights of the granularities; None: equal. `batch_std`: see `group_normalize`.
+    `batch_std`: see `group_normalize`.
     `population_std` normalises as Flow-GRPO's code does, by the population's std + 1e-4.
     """
     per_reward = weights[:, None, None]
@@ -63,7 +61,7 @@ def mix_rewards(
         group_normalize, eps=1e-4 if population_std else 1e-8, batch_std=batch_std, population_std=population_std
     )
     by_grain = normalize((per_reward * rewards).sum(-3)) if mix == "rewards" else (per_reward * normalize(rewards)).sum(-3)
-    summed = (by_grain if grains is None else torch.tensor(grains)[:, None] * by_grain).sum(-2)
+    summed = by_grain.sum(-2)
     if mix == "gdpo":
         return group_normalize(summed.flatten()).reshape(summed.shape)
     return summed

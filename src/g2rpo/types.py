@@ -269,6 +269,6 @@ class Algorithm(Protocol):
         stochastic `steps` of latents of `entries` numbers; infinite for algorithms without log-probs."""
         return math.inf
 
-    def memory(self, num_steps: int, evaluations: Callable[[Sequence[Plan], int], int]) -> AlgorithmState | None:
-        """The state of a new run, for algorithms that have one; `evaluations(plans, group_size)` counts network evaluations."""
+    def memory(self) -> AlgorithmState | None:
+        """The state of a new run, for algorithms that have one."""
         return None

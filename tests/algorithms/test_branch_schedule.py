@@ -35,8 +35,8 @@ def test_random_takes_each_equally_often_and_is_a_function_of_the_seed():
 
 
 def test_every_plan_is_the_one_that_all_at_once_would_have():
-    plans = GranularGRPO(branch_steps=STEPS, granularities=((1, 2, 1, 3), 2)).plans(10)
-    turns = GranularGRPO(branch_steps=STEPS, granularities=((1, 2, 1, 3), 2), branch_schedule="turns")
+    plans = GranularGRPO(branch_steps=STEPS, granularities=(1, 3)).plans(10)
+    turns = GranularGRPO(branch_steps=STEPS, granularities=(1, 3), branch_schedule="turns")
     assert [plan for iteration in range(4) for plan in turns.plans(10, iteration)] == plans
 
 
@@ -60,8 +60,3 @@ def test_steps_that_do_not_fit_are_refused_in_whichever_iteration(schedule):
     for iteration in range(4):
         with pytest.raises(ValueError, match=r"branch_steps must lie in 0\.\.8"):
             algorithm.plans(10, iteration)
-
-
-def test_auto_needs_all_steps_in_an_iteration():
-    with pytest.raises(ValueError, match="branch_schedule=all"):
-        GranularGRPO(granularities="auto", branch_schedule="turns")

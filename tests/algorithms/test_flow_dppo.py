@@ -53,16 +53,3 @@ def test_in_a_run_the_limit_acts_after_the_first_update_of_a_rollout():
     assert not torch.allclose(never, published, atol=1e-3)
     once = ["algorithm.update_every=rollout"]  # the only update of a rollout is the first
     assert torch.equal(moved(*once, "algorithm.divergence_limit=1e6"), moved(*once, "algorithm.divergence_limit=1e-15"))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("algorithm.divergence_limit=0", "divergence_limit must be positive, got 0"),
-        ("algorithm.divergence=1", "Did you mean 'divergence_limit'"),
-    ],
-)
-def test_wrong_fields_are_one_message(override, message):
-    with pytest.raises(UserError) as refusal:
-        config(NAME[0], override)
-    assert message in str(refusal.value)

@@ -349,38 +349,6 @@ def test_entering_and_leaving_the_old_weights_changes_no_bit():
 # --- fields
 
 
-@pytest.mark.parametrize(
-    ("name", "override", "message"),
-    [
-        ("diffusion_nft", "algorithm.mixing=0", "mixing must be positive"),
-        ("diffusion_nft", "algorithm.share=0", "share must lie in (0, 1], got 0"),
-        ("diffusion_nft", "algorithm.update_every=0", "update_every must be 'rollout' or a number of members, got 0"),
-        ("diffusion_nft", "algorithm.update_every=branch", "update_every"),
-        ("diffusion_nft", "algorithm.old_most=1", "old_most must lie in [0, 1)"),
-        ("diffusion_nft", "algorithm.old_flat=-1", "old_flat must not be negative"),
-        ("diffusion_nft", "algorithm.old_rise=-1", "old_rise must not be negative"),
-        ("diffusion_nft", "algorithm.kl_weight=-1", "kl_weight must not be negative"),
-        ("diffusion_nft", "algorithm.group_size=1", "group_size must be at least 2"),
-        ("diffusion_nft", "algorithm.advantage_clip=0", "advantage_clip must be positive"),
-        ("diffusion_nft", "algorithm.mixin=1", "Did you mean 'mixing'"),
-        ("diffusion_nft", "algorithm.eta=0.7", "unknown key 'algorithm.eta'"),
-        ("awm", "algorithm.power=2", "power must lie in (0, 1], got 2"),
-        ("awm", "algorithm.times=0", "times must be at least 1"),
-        ("awm", "algorithm.old_weight=-1", "old_weight must not be negative"),
-        ("awm", "algorithm.update_every=4", "update_every"),
-        ("dgpo", "algorithm.times=8", "times must be at most first_steps=7, got 8"),
-        ("dgpo", "algorithm.times=0", "times must be at least 1"),
-        ("dgpo", "algorithm.strength=-1", "strength must not be negative"),
-        ("dgpo", "algorithm.clip_range=0", "clip_range must be positive"),
-        ("dgpo", "algorithm.old_after=-1", "old_after must not be negative"),
-    ],
-)
-def test_wrong_fields_are_one_message(name, override, message):
-    with pytest.raises(UserError) as refusal:
-        config(f"algorithm.name={name}", override)
-    assert message in str(refusal.value)
-
-
 def test_times_that_a_grid_does_not_have_are_one_message():
     with pytest.raises(ValueError, match=r"times must be at most 3 for num_steps=5, got 6"):
         AWM().plans(5)

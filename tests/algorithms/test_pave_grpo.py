@@ -114,19 +114,3 @@ def test_the_kl_term_is_that_of_the_whole_step_alone():
     alone, also = (loss(replace(GranularGRPO(eta=0.8), kl_weight=weight), policy, 1) for weight in (0.0, 0.5))
     torch.testing.assert_close(held - plain, also - alone)
     assert float((held - plain).detach().min()) > 0
-
-
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ("algorithm.segments=[1,2]", "segments must be different numbers of at least 2, got (1, 2)"),
-        ("algorithm.segments=[2,2]", "segments must be different numbers of at least 2, got (2, 2)"),
-        ("algorithm.update_every=branch", "segments need update_every=rollout"),
-        ("algorithm.segmnts=[2]", "Did you mean 'segments'"),
-        ("algorithm.eta=0", "eta must be positive"),
-    ],
-)
-def test_wrong_fields_are_one_message(field, message):
-    with pytest.raises(UserError) as refusal:
-        config(NAME, field)
-    assert message in str(refusal.value)

@@ -211,7 +211,7 @@ FROM_THE_CODE = {
         **GRPO_SERIES, "algorithm.eta": 0.8, "algorithm.segments": (2, 3), "trainer.seed": 72,
     },
     "AdaGRPO": {
-        **GRPO_SERIES, "algorithm.eta": 0.7, "algorithm.segments": (), "algorithm.candidates": 10, "algorithm.forget": 0.8,
+        **GRPO_SERIES, "algorithm.eta": 0.7, "algorithm.candidates": 10, "algorithm.forget": 0.8,
         "trainer.seed": 42,
     },
 }  # fmt: skip

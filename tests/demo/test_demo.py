@@ -209,24 +209,6 @@ def test_a_lesson_may_look_at_other_granularities(studio):
             learn(studio, PROMPT, seed=0, plan=1, tuned=False, granularities=wrong)
 
 
-@pytest.mark.parametrize(
-    ("fields", "shown", "at_step_1"),
-    [
-        ({"granularities": "auto"}, (1,), (1,)),  # nothing is known yet
-        ({"granularities": ((1, 2), (2, 3))}, (1, 2, 3), (2, 3)),  # for branch steps 0 and 1
-        ({"granularities": (1, 2), "granularity_weights": (1.0, 0.5)}, (1, 2), (1, 2)),
-    ],
-)
-def test_a_lesson_knows_every_way_to_say_granularities(studio, fields, shown, at_step_1):
-    own = replace(studio, algorithm=replace(studio.algorithm, **fields))
-    assert own.granularities == shown and own.offered == [1, 2, 3]
-    lesson = learn(own, PROMPT, seed=0, plan=1, tuned=False, granularities=shown)
-    assert lesson.granularities == at_step_1 and lesson.plan == own.algorithm.plans(4)[1]
-    assert torch.equal(lesson.advantages, own.algorithm.advantages(lesson.rewards[None], own.weights)[0])
-    other = learn(own, PROMPT, seed=0, plan=1, tuned=False, granularities=[2])
-    assert other.granularities == (2,) and len(other.finals) == 1
-
-
 def test_predictions_end_where_the_plain_walk_ends(studio):
     lesson = learn(studio, PROMPT, seed=5, plan=1, tuned=False)
     policy, sigmas = studio.policy, sigma_grid(4, 3.0)

@@ -104,7 +104,6 @@ def test_every_algorithm_and_every_way_of_sampling_iterates(run, flux_directory)
         ["sampling.tails.solver=ab2", "sampling.tails.stride=2"],
         ["sampling.tails.solver=dpmpp2m", "policy.truncate_timesteps=true"],
         ["algorithm.update_every=branch"],
-        ["algorithm.granularities=auto"],
         ["policy.dtype=bfloat16", "policy.published_pictures=true", "sampling.step_dtype=bfloat16"],
     ]
     assert run(cases.iterate, flux_directory, *algorithms, *ways) == [len(algorithms) + len(ways)]

@@ -226,7 +226,6 @@ def test_the_glossary_has_every_name_that_runs_log_and_no_other():
     for overrides in (
         ["sampling.prompts_at_once=1", "evaluation.controls=true"],
         ["algorithm.kl_weight=0.1"],
-        ["algorithm.granularities=auto"],
         ["algorithm.name=adagrpo", "algorithm.branch_steps=[0]", "algorithm.candidates=2"],
         ["algorithm.name=diffusion_nft", "algorithm.group_size=4"],
     ):

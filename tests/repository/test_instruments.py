@@ -11,7 +11,6 @@ from benchmarks.credit import Sketch, alignment_of, evening, explained, gradient
 from benchmarks.granularity import spearman, tails_of
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo import window
-from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.flow import ode_step, sigma_grid
 from g2rpo.objectives import group_normalize
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -72,22 +71,14 @@ def test_an_alignment_is_with_the_direction_of_the_others():
     assert alignment_of(torch.zeros(3, 4), common) == (0, 0)
 
 
-def test_evening_is_the_losss_weight():
-    t = trainer(None, "algorithm.step_weight=even")
-    sigmas = t.sigmas
+def test_evening_undoes_what_a_step_counts_by():
+    """d log p / d v is |dsigma| / std times the noise, but for a constant; std = eta sqrt(sigma / (1 - sigma) |dsigma|)."""
+    t = trainer(None)
+    sigmas = t.sigmas.double()
     for step in steps_of("1-3"):
-        std = t.algorithm.kernel(t.sigmas)(torch.zeros(1, 1), torch.zeros(1, 1), sigmas[step], sigmas[step + 1]).std
-        ones = torch.ones(1)
-        steps = Steps(
-            log_prob=ones,
-            old_log_prob=ones,
-            old_kl=0 * ones,
-            advantages=ones,
-            std=std * ones,
-            dsigma=(sigmas[step] - sigmas[step + 1]) * ones,
-            step=step * ones,
-        )
-        assert evening(t, step) == pytest.approx(float(t.algorithm.weight_of(steps)))
+        sigma, dsigma = float(sigmas[step]), float(sigmas[step] - sigmas[step + 1])
+        std = t.algorithm.eta * (sigma / (1 - sigma) * dsigma) ** 0.5
+        assert evening(t, step) == pytest.approx(std / dsigma, rel=1e-4)
 
 
 def test_sketches_keep_inner_products():

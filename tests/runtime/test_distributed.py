@@ -18,9 +18,9 @@ from tests.support.runs import brightness, trainer
 COMMON = ("trainer.prompts_per_iteration=4", "trainer.iterations=3")
 VARIANTS = {
     "g2rpo": (),
-    "gdpo, auto": ("algorithm.reward_mix=gdpo", "algorithm.granularities=auto", "algorithm.group_size=8"),
+    "gdpo": ("algorithm.reward_mix=gdpo", "algorithm.group_size=8"),
     "batch_std": ("algorithm.name=flow_grpo", "algorithm.group_size=6", "algorithm.update_every=3", "algorithm.kl_weight=0.5"),
-    "branch, pairs": ("algorithm.update_every=branch", "optim.ema_decay=0.9", "algorithm.antithetic=true"),
+    "branch": ("algorithm.update_every=branch", "optim.ema_decay=0.9"),
     "chosen prompts": ("algorithm.name=adagrpo", "algorithm.candidates=3", "algorithm.branch_steps=[0,2]"),
 }
 

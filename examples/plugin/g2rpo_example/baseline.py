@@ -1,13 +1,12 @@
 """State across iterations: rewards are measured against a moving average of those before, and not only within their group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.types import Plan
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Baseline(GranularGRPO):
         above = (rewards.nanmean((1, 2)).nanmean(-1) - self.average)[:, None].nan_to_num()
         return (super().advantages(rewards, weights) + self.weight * above).clamp(-self.advantage_clip, self.advantage_clip)
 
-    def memory(self, num_steps: int, evaluations: Callable[[Sequence[Plan], int], int]) -> "Average":
+    def memory(self) -> "Average":
         return Average(self)
 
 

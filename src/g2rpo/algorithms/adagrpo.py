@@ -15,28 +15,30 @@ is good within its group.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import field, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.pave_grpo import PaveGRPO
-from g2rpo.data import Plan
+from g2rpo.algorithms.g2rpo import BranchSteps, Granularities, GranularGRPO
+from g2rpo.algorithms.hyperparameters import STRICT
 
 SMALLEST_VARIANCE, SMALLEST_SUM = 1e-8, 1e-6
 """Of the published code: a variance is at least the one, and a sign whose z-scores add up to less than the other is missing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdaGRPO(PaveGRPO):
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class AdaGRPO(GranularGRPO):
     """AdaGRPO; defaults of the published script for FLUX.1-dev at 512x512 (16 steps, HPSv3).
 
     `candidates` prompts compete for each place of an iteration; `forget` is the weight of what was known before in the moving
-    averages. Pave-GRPO's `segments` and several granularities combine with it; `granularities=auto` has a state of its own and
-    does not. `level` is (mean, std) of the ODE pictures' scores by each reward; the run fills it in, and without it an
+    averages. `level` is (mean, std) of the ODE pictures' scores by each reward; the run fills it in, and without it an
     advantage is the group's alone. With several rewards the nearest prompt is the one with the least weighted sum of
     |R - mean| / std, and z is summed as G2RPO's advantages are.
     """
@@ -44,21 +46,11 @@ class AdaGRPO(PaveGRPO):
     name: Literal["adagrpo"] = "adagrpo"  # type: ignore[assignment]
     title: ClassVar[str] = "AdaGRPO"
     paper: ClassVar[str] = "2606.06828"
-    eta: float = 0.7
-    segments: tuple[int, ...] = ()
-    candidates: int = 10
-    forget: float = 0.8
+    branch_steps: BranchSteps = (0, 2, 4, 6)
+    granularities: Granularities = (1,)
+    candidates: Annotated[int, Field(ge=2)] = 10
+    forget: Annotated[float, Field(ge=0, lt=1)] = 0.8
     level: tuple[tuple[float, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for wrong, message in (
-            (self.candidates < 2, f"candidates must be at least 2 (one leaves nothing to choose), got {self.candidates}"),
-            (not 0 <= self.forget < 1, f"forget must lie in [0, 1), got {self.forget}"),
-            (self.granularities == "auto", "granularities=auto keeps a state of its own: AdaGRPO needs them to be named"),
-        ):
-            if wrong:
-                raise ValueError(message)
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
         within = super().advantages(rewards, weights)
@@ -69,7 +61,7 @@ class AdaGRPO(PaveGRPO):
         across = (weights[:, None, None] * z).sum((1, 2))
         return within + across.clamp(-self.advantage_clip, self.advantage_clip)
 
-    def memory(self, num_steps: int, evaluations: Callable[[Sequence[Plan], int], int]) -> Level:  # type: ignore[override]
+    def memory(self) -> Level:
         return Level(self)
 
 
@@ -87,7 +79,7 @@ def balanced(z: Tensor) -> Tensor:
     return torch.where(known, torch.where(torch.minimum(more, less) < SMALLEST_SUM, centred, scaled), 0)
 
 
-@dataclass
+@dataclasses.dataclass
 class Level:
     """What the policy can do: moving averages of the mean and the variance of its ODE pictures' scores, by reward."""
 

@@ -13,21 +13,22 @@ maximised for bad ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.forward_process import ForwardProcess, Noised, mean_square
+from g2rpo.algorithms.hyperparameters import STRICT
+from g2rpo.algorithms.forward_process import ForwardProcess, Noised, OldShare, mean_square
 from g2rpo.data import Plan
-from g2rpo.errors import at_least_one
 
 TINY = 1e-10
 """Of the published code: added to an error before it is raised to a power below 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class AWM(ForwardProcess):
     """AWM; defaults for SD3.5 Medium on OCR (14 steps without guidance, 72 prompts an update; GenEval: `kl_weight`
     0.001; PickScore: `kl_weight` 1e-4, 24 prompts).
@@ -41,20 +42,12 @@ class AWM(ForwardProcess):
     name: Literal["awm"] = "awm"
     title: ClassVar[str] = "AWM"
     paper: ClassVar[str] = "2509.25050"
-    kl_weight: float = 0.003
-    old_weight: float = 1.0
-    old_most: float = 0.3
-    power: float = 0.25
-    times: int = 6
+    kl_weight: NonNegativeFloat = 0.003
+    old_weight: NonNegativeFloat = 1.0
+    old_most: OldShare = 0.3
+    power: Annotated[float, Field(gt=0, le=1)] = 0.25
+    times: PositiveInt = 6
     update_every: Literal["rollout"] = "rollout"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.old_weight >= 0:
-            raise ValueError(f"old_weight must not be negative, got {self.old_weight}")
-        at_least_one(times=self.times)
-        if not 0 < self.power <= 1:
-            raise ValueError(f"power must lie in (0, 1], got {self.power}")
 
     @property
     def uses_old(self) -> bool:

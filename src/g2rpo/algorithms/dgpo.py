@@ -14,19 +14,20 @@ sigmoid(s) is small for groups in which the policy has that preference already.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.forward_process import ForwardProcess, Noised, mean_square, noised_at
+from g2rpo.algorithms.hyperparameters import STRICT, GroupSize
+from g2rpo.algorithms.forward_process import ForwardProcess, Noised, OldShare, mean_square, noised_at
 from g2rpo.data import Batch, Plan
-from g2rpo.errors import at_least_one
 from g2rpo.types import Network
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class DGPO(ForwardProcess):
     """DGPO; defaults for SD3.5 Medium on OCR (10 steps, 8 prompts an update; GenEval: `first_steps` 5, `batch_std` false,
     `old_after` 500; PickScore: `strength` 10, `clip_range` 0.05, `kl_weight` 0.001, `group_size` 24).
@@ -39,29 +40,21 @@ class DGPO(ForwardProcess):
     name: Literal["dgpo"] = "dgpo"
     title: ClassVar[str] = "DGPO"
     paper: ClassVar[str] = "2510.08425"
-    group_size: int = 16
-    kl_weight: float = 0.02
+    group_size: GroupSize = 16
+    kl_weight: NonNegativeFloat = 0.02
     shared_noise: bool = True
-    old_flat: int = 1
-    old_most: float = 0.3
-    old_after: int = 200
-    times: int = 4
-    first_steps: int = 7
-    strength: float = 100.0
-    clip_range: float = 0.01
+    old_flat: NonNegativeInt = 1
+    old_most: OldShare = 0.3
+    old_after: NonNegativeInt = 200
+    times: PositiveInt = 4
+    first_steps: PositiveInt = 7
+    strength: NonNegativeFloat = 100.0
+    clip_range: PositiveFloat = 0.01
     update_every: Literal["rollout"] = "rollout"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least_one(times=self.times)
-        for wrong, message in (
-            (self.times > self.first_steps, f"times must be at most first_steps={self.first_steps}, got {self.times}"),
-            (not self.strength >= 0, f"strength must not be negative, got {self.strength}"),
-            (not self.clip_range > 0, f"clip_range must be positive, got {self.clip_range}"),
-            (self.old_after < 0, f"old_after must not be negative, got {self.old_after}"),
-        ):
-            if wrong:
-                raise ValueError(message)
+        if self.times > self.first_steps:
+            raise ValueError(f"times must be at most first_steps={self.first_steps}, got {self.times}")
 
     @property
     def uses_base(self) -> bool:

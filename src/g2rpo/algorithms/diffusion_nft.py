@@ -13,12 +13,14 @@ of the old velocity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, mean_square
 from g2rpo.data import Plan, per_row
 
@@ -26,7 +28,7 @@ SMALLEST_WEIGHT = 1e-5
 """Of the published code: an image's mean error, by which its squared error is divided, is at least this."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class DiffusionNFT(ForwardProcess):
     """DiffusionNFT; defaults for SD3.5 Medium (10 steps of DPM-Solver++(2M) without guidance, 48 prompts an update).
 
@@ -39,19 +41,10 @@ class DiffusionNFT(ForwardProcess):
     name: Literal["diffusion_nft"] = "diffusion_nft"
     title: ClassVar[str] = "DiffusionNFT"
     paper: ClassVar[str] = "2509.16117"
-    share: float = 0.99
-    mixing: float = 1.0
-    kl_weight: float = 1e-4
-    update_every: Literal["rollout"] | int = "rollout"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share must lie in (0, 1], got {self.share}")
-        if not self.mixing > 0:
-            raise ValueError(f"mixing must be positive (at 0 nothing is learnt), got {self.mixing}")
-        if isinstance(self.update_every, int) and self.update_every < 1:
-            raise ValueError(f"update_every must be 'rollout' or a number of members, got {self.update_every}")
+    share: Annotated[float, Field(gt=0, le=1)] = 0.99
+    mixing: PositiveFloat = 1.0
+    kl_weight: NonNegativeFloat = 1e-4
+    update_every: Literal["rollout"] | PositiveInt = "rollout"
 
     @property
     def uses_old(self) -> bool:

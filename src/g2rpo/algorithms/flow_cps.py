@@ -6,14 +6,16 @@ latents matches their sigma, and the images that rewards score have no residual 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
 
+from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, SDE, window
-from g2rpo.types import Plan, UpdateEvery
+from g2rpo.types import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class FlowCPS(GRPO):
     """Flow-CPS at every step but the last, where it is the ODE; defaults for SD3.5 Medium on GenEval and OCR (10 steps).
 
@@ -26,10 +28,10 @@ class FlowCPS(GRPO):
     paper: ClassVar[str] = "2509.05952"
     sde: SDE = "cps"
     batch_std: bool = True
-    kl_weight: float = 0.04
+    kl_weight: NonNegativeFloat = 0.04
     population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [window(0, num_steps - 1, num_steps, self.shared_noise, antithetic=self.antithetic)]
+        return [window(0, num_steps - 1, num_steps, self.shared_noise)]

@@ -7,34 +7,43 @@ has reached a limit and its advantage would push the policy further away; a push
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.algorithms.grpo import GRPO, whole_walk
+from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.policy_gradient import Steps
+from g2rpo.types import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlowDPPO(FlowGRPO):
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class FlowDPPO(GRPO):
     """Flow-DPPO; defaults are Flow-GRPO's for SD3.5 Medium, without its KL term.
 
     `divergence_limit` bounds |mean - mean_old|^2 / (2 std^2), a mean over entries (published: 1e-5). `clip_range` acts on
-    nothing here; the log's clip_fraction and the alarm of drift are still measured by it.
+    nothing here; the log's clip_fraction and the alarm of drift are still measured by it. `noisy_last_step`: see
+    `flow_grpo.FlowGRPO`, as for the KL term, which is |mean - mean_base|^2 / (2 g^2).
     """
 
-    name: Literal["flow_dppo"] = "flow_dppo"  # type: ignore[assignment]
+    name: Literal["flow_dppo"] = "flow_dppo"
     title: ClassVar[str] = "Flow-DPPO"
     paper: ClassVar[str] = "2606.11025"
-    kl_weight: float = 0.0
-    divergence_limit: float = 1e-5
+    batch_std: bool = True
+    population_std: bool = True
+    drop_zero_advantages: bool = True
+    update_every: UpdateEvery = 12
+    noisy_last_step: bool = True
+    divergence_limit: PositiveFloat = 1e-5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.divergence_limit > 0:
-            raise ValueError(f"divergence_limit must be positive, got {self.divergence_limit}")
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
+
+    def kl_penalty(self, kl: Tensor, steps: Steps) -> Tensor:
+        return kl * steps.dsigma
 
     def policy_loss(self, steps: Steps) -> Tensor:
         """-A r, and 0 where the limit is reached and r is on the side to which A pushes it."""

@@ -6,17 +6,19 @@ near the base model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, whole_walk
 from g2rpo.algorithms.policy_gradient import Steps
-from g2rpo.types import Plan, UpdateEvery
+from g2rpo.types import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class FlowGRPO(GRPO):
     """Flow-GRPO; defaults for SD3.5 Medium on GenEval and OCR (10 steps, 48 prompts an update).
 
@@ -30,7 +32,7 @@ class FlowGRPO(GRPO):
     title: ClassVar[str] = "Flow-GRPO"
     paper: ClassVar[str] = "2505.05470"
     batch_std: bool = True
-    kl_weight: float = 0.04
+    kl_weight: NonNegativeFloat = 0.04
     kl_denominator: Literal["g", "std"] = "g"
     population_std: bool = True
     drop_zero_advantages: bool = True
@@ -38,7 +40,7 @@ class FlowGRPO(GRPO):
     noisy_last_step: bool = True
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step, self.antithetic)]
+        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
     def kl_penalty(self, kl: Tensor, steps: Steps) -> Tensor:
         return kl * steps.dsigma if self.kl_denominator == "g" else kl

@@ -5,15 +5,17 @@ Its first step is drawn in every iteration. The published recipes use Flow-CPS's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
+from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.seeding import draw_below
-from g2rpo.types import Plan, UpdateEvery
+from g2rpo.types import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class FlowGRPOFast(GRPO):
     """Flow-GRPO-Fast; defaults for SD3.5 Medium and FLUX.1-dev without guidance (10 and 6 steps).
 
@@ -25,13 +27,13 @@ class FlowGRPOFast(GRPO):
     title: ClassVar[str] = "Flow-GRPO-Fast"
     paper: ClassVar[str] = "2505.05470"
     sde: SDE = "cps"
-    eta: float = 0.8
-    clip_range: float = 1e-5
+    eta: PositiveFloat = 0.8
+    clip_range: PositiveFloat = 1e-5
     batch_std: bool = True
     population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
-    window_size: int = 3
+    window_size: PositiveInt = 3
     window_range: tuple[int, int] | None = None
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
@@ -40,4 +42,4 @@ class FlowGRPOFast(GRPO):
             raise ValueError(f"window_size={self.window_size} does not fit into steps {first}..{last - 1} of {num_steps}")
         choices = last - first - self.window_size + 1
         start = first + draw_below(choices, seed, "window", iteration)
-        return [window(start, start + self.window_size, num_steps, self.shared_noise, antithetic=self.antithetic)]
+        return [window(start, start + self.window_size, num_steps, self.shared_noise)]

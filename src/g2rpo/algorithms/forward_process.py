@@ -11,19 +11,26 @@ for the whole rollout (`sampling.tails`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.grpo import window
+from g2rpo.algorithms.hyperparameters import STRICT, GroupSize
 from g2rpo.data import Batch, Example, Loss, Plan, Rollout, per_row
 from g2rpo.objectives import RewardMix, mix_rewards
 from g2rpo.types import Algorithm, Draw, Network
 
+OldShare = Annotated[float, Field(ge=0, lt=1)]
+"""What old weights keep of themselves; at 1 they would never move."""
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Noised:
     """B noised latents of a training pass. All but `velocity` are without gradient; float32."""
 
@@ -37,7 +44,7 @@ class Noised:
     group_sum: Tensor | None = None  # [B], where the algorithm uses them
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class ForwardProcess(Algorithm):
     """The fields are hyper-parameters.
 
@@ -48,27 +55,15 @@ class ForwardProcess(Algorithm):
     """
 
     name: str = ""
-    group_size: int = 24
-    advantage_clip: float = 5.0
+    group_size: GroupSize = 24
+    advantage_clip: PositiveFloat = 5.0
     batch_std: bool = True
     reward_mix: RewardMix = "rewards"
-    kl_weight: float = 0.0
+    kl_weight: NonNegativeFloat = 0.0
     shared_noise: bool = False
-    old_flat: int = 0
-    old_rise: float = 0.001
-    old_most: float = 0.5
-
-    def __post_init__(self) -> None:
-        for wrong, message in (
-            (self.group_size < 2, f"group_size must be at least 2 (a group of one has no advantage), got {self.group_size}"),
-            (not self.advantage_clip > 0, f"advantage_clip must be positive, got {self.advantage_clip}"),
-            (not self.kl_weight >= 0, f"kl_weight must not be negative, got {self.kl_weight}"),
-            (self.old_flat < 0, f"old_flat must not be negative, got {self.old_flat}"),
-            (not self.old_rise >= 0, f"old_rise must not be negative, got {self.old_rise}"),
-            (not 0 <= self.old_most < 1, f"old_most must lie in [0, 1) (at 1 the old weights never move), got {self.old_most}"),
-        ):
-            if wrong:
-                raise ValueError(message)
+    old_flat: NonNegativeInt = 0
+    old_rise: NonNegativeFloat = 0.001
+    old_most: OldShare = 0.5
 
     @property
     def uses_base(self) -> bool:

@@ -8,49 +8,42 @@ for each prompt:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
-from g2rpo.data import check_pairs
 from g2rpo.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
 from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.types import Kernel, Plan, UpdateEvery
+from g2rpo.types import Kernel, Plan
 
 SDE = Literal["flow", "dance", "cps"]
 
 
-def window(
-    start: int,
-    stop: int,
-    num_steps: int,
-    shared_noise: bool,
-    trained: tuple[int, ...] | None = None,
-    antithetic: bool = False,
-) -> Plan:
+def window(start: int, stop: int, num_steps: int, shared_noise: bool, trained: tuple[int, ...] | None = None) -> Plan:
     """Stochastic steps start .. stop - 1, and the ODE before and after."""
     tails = (tuple(range(stop, num_steps + 1)),)
-    return Plan(start, stop, tails, shared_noise=shared_noise, trained=trained, antithetic=antithetic)
+    return Plan(start, stop, tails, shared_noise=shared_noise, trained=trained)
 
 
-def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool, antithetic: bool = False) -> Plan:
+def whole_walk(num_steps: int, shared_noise: bool, noisy_last_step: bool) -> Plan:
     """Every step but the last is stochastic and trained. With `noisy_last_step` the last is stochastic as well, else the ODE's;
     its noise stays in the image, and its density is too narrow to train on."""
     last = num_steps - 1
     if noisy_last_step:
-        return window(0, num_steps, num_steps, shared_noise, tuple(range(last)), antithetic)
-    return window(0, last, num_steps, shared_noise, antithetic=antithetic)
+        return window(0, num_steps, num_steps, shared_noise, tuple(range(last)))
+    return window(0, last, num_steps, shared_noise)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class GRPO(PolicyGradient):
     """The fields are hyper-parameters.
 
     `sde` is the stochastic step (`flow.flow_sde`, `dance_sde`, `cps_kernel`), `eta` its noise level. `shared_noise` starts a
-    group from one initial noise; with `antithetic` its members are then pairs with noise e and -e. `batch_std`,
-    `population_std` and `reward_mix`: see `objectives.mix_rewards`.
+    group from one initial noise. `batch_std`, `population_std` and `reward_mix`: see `objectives.mix_rewards`.
     `drop_zero_advantages` leaves members without any advantage out of an update's mean, so that the KL term is not strengthened
     by groups of equal rewards. `update_every` is "rollout" for one averaged update, "branch" for one after every step index, or
     a number of members: the group is split into parts of that size, with an update after each. With one update per rollout the
@@ -58,38 +51,22 @@ class GRPO(PolicyGradient):
     """
 
     name: str = ""
-    group_size: int = 24
+    group_size: GroupSize = 24
     sde: SDE = "flow"
-    eta: float = 0.7
+    eta: PositiveFloat = 0.7
     shared_noise: bool = False
-    antithetic: bool = False
-    clip_range: float = 1e-4
-    advantage_clip: float = 5.0
+    clip_range: PositiveFloat = 1e-4
+    advantage_clip: PositiveFloat = 5.0
     batch_std: bool = False
     population_std: bool = False
     reward_mix: RewardMix = "rewards"
-    kl_weight: float = 0.0
+    kl_weight: NonNegativeFloat = 0.0
     drop_zero_advantages: bool = False
     update_every: UpdateEvery = "rollout"
 
     def __post_init__(self) -> None:
-        too_noisy = self.sde == "cps" and self.eta >= 1
-        for wrong, message in (
-            (self.group_size < 2, f"group_size must be at least 2 (a group of one has no advantage), got {self.group_size}"),
-            (not self.eta > 0, f"eta must be positive (without noise there is nothing to learn from), got {self.eta}"),
-            (too_noisy, f"eta must be below 1 with sde=cps (at 1 a step forgets where it came from), got {self.eta}"),
-            (not self.clip_range > 0, f"clip_range must be positive, got {self.clip_range}"),
-            (not self.advantage_clip > 0, f"advantage_clip must be positive, got {self.advantage_clip}"),
-            (not self.kl_weight >= 0, f"kl_weight must not be negative, got {self.kl_weight}"),
-            (
-                isinstance(self.update_every, int) and self.update_every < 1,
-                f"update_every must be 'rollout', 'branch' or a number of members, got {self.update_every}",
-            ),
-        ):
-            if wrong:
-                raise ValueError(message)
-        if self.antithetic:
-            check_pairs(shared_noise=self.shared_noise, group_size=self.group_size)
+        if self.sde == "cps" and self.eta >= 1:
+            raise ValueError(f"eta must be below 1 with sde=cps (at 1 a step forgets where it came from), got {self.eta}")
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         if self.sde == "cps":

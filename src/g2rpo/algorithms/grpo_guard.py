@@ -7,17 +7,19 @@ multiplies by std; then it divides the loss by |dsigma|, to equalise the steps' 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, whole_walk
 from g2rpo.algorithms.policy_gradient import Steps
-from g2rpo.types import Plan, UpdateEvery
+from g2rpo.types import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class GRPOGuard(GRPO):
     """GRPO-Guard; defaults for SD3.5 Medium (10 steps, 48 prompts an update). The clip range is that of the normalised ratio.
     `noisy_last_step`: see `flow_grpo.FlowGRPO`. `correction`: "member" adds each member's own b back, as in the paper (Eq. 8);
@@ -28,20 +30,16 @@ class GRPOGuard(GRPO):
     name: Literal["grpo_guard"] = "grpo_guard"
     title: ClassVar[str] = "GRPO-Guard"
     paper: ClassVar[str] = "2510.22319"
-    clip_range: float = 2e-6
+    sde: Literal["flow", "dance"] = "flow"  # type: ignore[assignment]  # cps has no density
+    clip_range: PositiveFloat = 2e-6
     population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
     noisy_last_step: bool = True
     correction: Literal["member", "batch"] = "member"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sde == "cps":
-            raise ValueError("sde=cps has no density to normalise the ratio of: take flow or dance")
-
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step, self.antithetic)]
+        return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
     def log_ratio(self, steps: Steps) -> Tensor:
         bias = steps.old_kl if self.correction == "member" else mean_of_each_step(steps.old_kl, steps.step)

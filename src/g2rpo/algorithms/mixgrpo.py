@@ -6,24 +6,26 @@ MixGRPO-Flash finishes members with few steps of a second-order solver, because 
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.grpo import GRPO, window
-from g2rpo.errors import at_least_one
+from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.objectives import RewardMix
 from g2rpo.seeding import draw_below
-from g2rpo.types import Plan, UpdateEvery
+from g2rpo.types import Plan
 
 Schedule = Literal["progressive", "random", "decay", "exp_decay", "frozen"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixGRPO(GRPO):
-    """MixGRPO; defaults for FLUX.1-dev (25 steps, 300 iterations).
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class MovingWindow:
+    """The stochastic steps of an iteration.
 
     The window of `window_size` steps stays for `window_iterations`, then moves on by `stride` ("progressive"). "decay" shortens
     the stay linearly from `longest_stay` to `shortest_stay`; "exp_decay" by exp(-decay_rate (start - 13)) from step 13 on;
@@ -31,38 +33,18 @@ class MixGRPO(GRPO):
     (`roll_back`) or stays. As in the published code, the last two steps are never stochastic.
     """
 
-    name: Literal["mixgrpo"] = "mixgrpo"
-    title: ClassVar[str] = "MixGRPO"
-    paper: ClassVar[str] = "2507.21802"
-    group_size: int = 12
-    shared_noise: bool = True
-    reward_mix: RewardMix = "advantages"
-    update_every: UpdateEvery = 3
-    window_size: int = 4
+    window_size: PositiveInt = 4
     schedule: Schedule = "progressive"
-    window_iterations: int = 25
-    stride: int = 1
+    window_iterations: PositiveInt = 25
+    stride: PositiveInt = 1
     roll_back: bool = True
-    longest_stay: int = 10
-    shortest_stay: int = 1
-    decay_rate: float = 0.1
+    longest_stay: PositiveInt = 10
+    shortest_stay: PositiveInt = 1
+    decay_rate: NonNegativeFloat = 0.1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        counts = ("window_size", "window_iterations", "stride", "longest_stay", "shortest_stay")
-        at_least_one(**{name: getattr(self, name) for name in counts})
-        if not self.decay_rate >= 0:
-            raise ValueError(f"decay_rate must not be negative, got {self.decay_rate}")
-
-    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+    def window_plan(self, num_steps: int, iteration: int, seed: int, shared_noise: bool) -> Plan:
         start = self.window_start(num_steps, iteration, seed)
-        stop = min(start + self.window_size, num_steps - 2)
-        return [window(start, stop, num_steps, self.shared_noise, antithetic=self.antithetic)]
-
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        """Divides the weights by their sum, as the published code does."""
-        total = weights.abs().sum()
-        return super().advantages(rewards, weights / total if total > 0 else weights)
+        return window(start, min(start + self.window_size, num_steps - 2), num_steps, shared_noise)
 
     def window_start(self, num_steps: int, iteration: int, seed: int = 0) -> int:
         """The window's first step in an iteration, counted from 0; always below num_steps - 2."""
@@ -93,28 +75,55 @@ class MixGRPO(GRPO):
         return self.window_iterations
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixGRPOFlash(MixGRPO):
+def shares(weights: Tensor) -> Tensor:
+    """Weights of rewards divided by their sum, as in the published code."""
+    total = weights.abs().sum()
+    return weights / total if total > 0 else weights
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class MixGRPO(MovingWindow, GRPO):
+    """MixGRPO; defaults for FLUX.1-dev (25 steps, 300 iterations)."""
+
+    name: Literal["mixgrpo"] = "mixgrpo"
+    title: ClassVar[str] = "MixGRPO"
+    paper: ClassVar[str] = "2507.21802"
+    group_size: GroupSize = 12
+    shared_noise: bool = True
+    reward_mix: RewardMix = "advantages"
+    update_every: UpdateEvery = 3
+
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        return [self.window_plan(num_steps, iteration, seed, self.shared_noise)]
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        return super().advantages(rewards, shares(weights))
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class MixGRPOFlash(MovingWindow, GRPO):
     """MixGRPO-Flash: fewer steps after the window, with DPM-Solver++(2M).
 
     Of the n = num_steps - (last stochastic step) points after the window, int(n * compression) remain, evenly spread and
     rounded to the sigma grid, at least the two ends. The published Flash* is schedule=frozen with compression=0.2.
     """
 
-    name: Literal["mixgrpo_flash"] = "mixgrpo_flash"  # type: ignore[assignment]
+    name: Literal["mixgrpo_flash"] = "mixgrpo_flash"
     title: ClassVar[str] = "MixGRPO-Flash"
     paper: ClassVar[str] = "2507.21802"
-    window_iterations: int = 20
-    compression: float = 0.4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.compression <= 1:
-            raise ValueError(f"compression must lie in (0, 1], got {self.compression}")
+    group_size: GroupSize = 12
+    shared_noise: bool = True
+    reward_mix: RewardMix = "advantages"
+    update_every: UpdateEvery = 3
+    window_iterations: PositiveInt = 20
+    compression: Annotated[float, Field(gt=0, le=1)] = 0.4
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        (plan,) = super().plans(num_steps, iteration, seed)
+        plan = self.window_plan(num_steps, iteration, seed, self.shared_noise)
         way = num_steps - plan.merge
         jumps = max(int((way + 1) * self.compression), 2) - 1
         tail = tuple(plan.merge + round(way * jump / jumps) for jump in range(jumps + 1))
-        return [replace(plan, tails=(tail,), solver="dpmpp2m")]
+        return [dataclasses.replace(plan, tails=(tail,), solver="dpmpp2m")]
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        return super().advantages(rewards, shares(weights))

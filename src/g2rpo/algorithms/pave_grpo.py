@@ -13,39 +13,35 @@ One sample and its reward thus teach the velocities between two steps of the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field, PositiveFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.algorithms.g2rpo import BranchSteps, Granularities, GranularGRPO
+from g2rpo.algorithms.hyperparameters import STRICT, Distinct
 from g2rpo.flow import ode_step
 from g2rpo.types import Batch, Loss, Network
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class PaveGRPO(GranularGRPO):
     """Pave-GRPO; defaults of the published script for FLUX.1-dev at 512x512 (16 steps, HPSv3).
 
-    `segments` are the numbers of parts that a branch step is cut into, each at least 2; without any this is G2RPO. All that
-    G2RPO has combines with it, several granularities as well, but for `update_every=branch`: the sub-steps were not sampled, so
-    there is no old policy's density of them, and their ratio is to the current one.
+    `segments` are the numbers of parts that a branch step is cut into; without any this is G2RPO. All that G2RPO has combines
+    with it but for `update_every=branch`: the sub-steps were not sampled, so their ratio is to the current policy.
     """
 
     name: Literal["pave_grpo"] = "pave_grpo"  # type: ignore[assignment]
     title: ClassVar[str] = "Pave-GRPO"
     paper: ClassVar[str] = "2606.01636"
-    branch_steps: tuple[int, ...] = (0, 2, 4, 6)
-    granularities: tuple[int | tuple[int, ...], ...] | Literal["auto"] = (1,)
-    eta: float = 0.8
-    segments: tuple[int, ...] = (2, 3)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if any(n < 2 for n in self.segments) or len(set(self.segments)) < len(self.segments):
-            raise ValueError(f"segments must be different numbers of at least 2, got {self.segments}")
-        if self.segments and self.update_every != "rollout":
-            raise ValueError("segments need update_every=rollout: sub-steps have no old policy to be compared with")
+    branch_steps: BranchSteps = (0, 2, 4, 6)
+    granularities: Granularities = (1,)
+    eta: PositiveFloat = 0.8
+    segments: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Distinct] = (2, 3)
+    update_every: Literal["rollout"] = "rollout"
 
     def loss(self, batch: Batch, network: Network) -> Loss:
         sigma = batch.sigma()

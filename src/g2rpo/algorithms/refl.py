@@ -12,20 +12,21 @@ pictures of the rollout are scored for the log, and to leave out those without a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.data import Batch, Example, Loss, Normal, Plan, Rollout, per_row
-from g2rpo.errors import at_least_one
 from g2rpo.flow import ode_step
 from g2rpo.seeding import generator_for
 from g2rpo.types import Algorithm, Draw, Kernel, Network
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class ReFL(Algorithm):
     """ReFL; defaults of FlowBP's code (arXiv 2606.11075) for FLUX.1-dev and SD3.5 Medium with HPSv2.1 (25 steps). ImageReward's
     own, for Stable Diffusion 1.4 (40 steps): `last_steps` 10, `ceiling` 2, `scale` 1e-3.
@@ -37,15 +38,10 @@ class ReFL(Algorithm):
     name: Literal["refl"] = "refl"
     title: ClassVar[str] = "ReFL"
     paper: ClassVar[str] = "2304.05977"
-    group_size: int = 4
-    last_steps: int = 11
+    group_size: PositiveInt = 4
+    last_steps: PositiveInt = 11
     ceiling: float = 0.55
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        at_least_one(last_steps=self.last_steps, group_size=self.group_size)
-        if not self.scale > 0:
-            raise ValueError(f"scale must be positive, got {self.scale}")
+    scale: PositiveFloat = 1.0
 
     @property
     def uses_rewards(self) -> bool:

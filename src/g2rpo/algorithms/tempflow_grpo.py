@@ -6,17 +6,19 @@ the weight of a step: proportional to its noise, the range of exploration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, window
 from g2rpo.algorithms.policy_gradient import Steps
-from g2rpo.types import Plan, UpdateEvery
+from g2rpo.types import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class TempFlowGRPO(GRPO):
     """TempFlow-GRPO; defaults for SD3.5 Medium (10 steps). FLUX.1-dev: `eta` 0.9 and `noise_weight` 1.73.
 
@@ -29,23 +31,16 @@ class TempFlowGRPO(GRPO):
     name: Literal["tempflow_grpo"] = "tempflow_grpo"
     title: ClassVar[str] = "TempFlow-GRPO"
     paper: ClassVar[str] = "2508.04324"
-    group_size: int = 6
+    group_size: GroupSize = 6
     shared_noise: bool = True
-    kl_weight: float = 0.004
-    noise_weight: float = 2.25
+    kl_weight: NonNegativeFloat = 0.004
+    noise_weight: PositiveFloat = 2.25
     population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 3
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.noise_weight > 0:
-            raise ValueError(f"noise_weight must be positive, got {self.noise_weight}")
-
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [
-            window(step, step + 1, num_steps, self.shared_noise, antithetic=self.antithetic) for step in range(num_steps - 1)
-        ]
+        return [window(step, step + 1, num_steps, self.shared_noise) for step in range(num_steps - 1)]
 
     def policy_loss(self, steps: Steps) -> Tensor:
         return self.noise_weight * steps.std * super().policy_loss(steps)

@@ -173,8 +173,6 @@ def _cautions(result: Estimate, asked: Config) -> Iterator[str]:
         if getattr(asked.sampling, name) == "auto":
             taken = getattr(result.config.sampling, name)
             yield f"sampling.{name}=auto is planned as {taken}; the run asks its GPU, and leaves a fifth of it free."
-    if getattr(asked.algorithm, "granularities", None) == "auto":
-        yield "algorithm.granularities=auto is planned as its finest candidate: no more evaluations, but maybe more pictures."
     for minutes in ("evaluation.every_minutes", "evaluation.first_minutes"):
         if getattr(asked.evaluation, minutes.rpartition(".")[2]) is not None:
             yield f"{minutes}: evaluations that the clock adds are not counted."

@@ -100,7 +100,7 @@ class Studio:
         chosen = tuple(sorted(set(granularities)))
         if not chosen or not set(chosen) <= set(self.offered):
             raise UserError(f"choose granularities of {', '.join(map(str, self.offered))}")
-        return replace(self.algorithm, granularities=chosen, granularity_weights=None)  # type: ignore[type-var]
+        return replace(self.algorithm, granularities=chosen)  # type: ignore[type-var]
 
     def engine(self, prompt: str) -> Engine:
         """An engine that samples `prompt` as training does, with the policy's own network for tails."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.data import check_pairs
 from g2rpo.flow import ode_step
 from g2rpo.rollout.sharing import Node
 from g2rpo.rollout.tails import EXACT, Past, Tails
@@ -152,7 +151,7 @@ class Engine:
     def _stochastic_step(self, group: _Group, step: int, group_size: int, kernel: Kernel, noise: Noise) -> None:
         landing = kernel(group.x, group.known(), self.sigmas[step], self.sigmas[step + 1])
         generator = noise(group.prompt, "branch", group.plan.branch, step)
-        draw = _draw(group_size, group.x.shape[1:], generator, group.plan.antithetic)
+        draw = torch.randn(group_size, *group.x.shape[1:], generator=generator)
         x_next = landing.sample(draw.to(group.x.device, self.step_dtype)).to(self.sample_dtype).float()
         if group.plan.trains(step):
             group.transitions.append(Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next)))
@@ -194,15 +193,6 @@ class Engine:
             before = rows[row]
             past = before.past if before.node.forecast else tails.remember(before.past, x[row], v[row], float(sigma[place]))
             yield _Row(x_next[place], child, before.job, before.member, past)
-
-
-def _draw(group_size: int, latent: Sequence[int], generator: torch.Generator, antithetic: bool) -> Tensor:
-    """The members' noise [G, ...], standard normal; `antithetic`: (e_0, -e_0, e_1, -e_1, ...)."""
-    if not antithetic:
-        return torch.randn(group_size, *latent, generator=generator)
-    check_pairs(group_size=group_size)
-    half = torch.randn(group_size // 2, *latent, generator=generator)
-    return torch.stack([half, -half], 1).flatten(0, 1)
 
 
 @dataclass

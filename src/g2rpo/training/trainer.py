@@ -92,7 +92,7 @@ class Trainer:
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self.algorithm = c.algorithm
         check_differentiable(self.algorithm, self.rewards)
-        self.memory = self.algorithm.memory(c.sampling.num_steps, partial(count_evaluations, tails=c.sampling.tails))
+        self.memory = self.algorithm.memory()
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         self.evaluated_on = grid_of(c.sampling.shift, self.policy, c.evaluation.num_steps or c.sampling.num_steps)
         entries = self.policy.noise([generator_for("alarms")]).numel()

@@ -1,0 +1,29 @@
+"""What the fields of algorithms have in common: a frozen dataclass whose types say which values are right.
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)  # pydantic's: values are checked in configs and in Python alike
+class Mine(PolicyGradient):
+    group_size: GroupSize = 12
+    eta: PositiveFloat = 0.7
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, PositiveInt
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+T = TypeVar("T")
+
+
+def distinct(values: tuple[T, ...]) -> tuple[T, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"should name each number once, got {list(values)}")
+    return values
+
+
+GroupSize = Annotated[int, Field(ge=2)]
+"""A group of one has no advantage."""
+Distinct = AfterValidator(distinct)
+UpdateEvery = Literal["rollout", "branch"] | PositiveInt
+"""`types.UpdateEvery` with its limit."""

@@ -1,0 +1,66 @@
+"""Hyper-parameters out of range: refused for every algorithm, by the same limits in a config and in Python."""
+
+import dataclasses
+
+import pytest
+
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.errors import UserError
+from tests.support.runs import config
+
+COUNT, POSITIVE, NOT_NEGATIVE = [0, -3, "many"], [0, -1e-4], [-1e-4]
+PART = [0, 1.5]  # in (0, 1]
+WRONG = {
+    "group_size": [1, 0, "many"],
+    "branch_steps": ["[]", "[-1]", "[1,1]", "all"],
+    "granularities": ["[]", "[0]", "auto", "[[1,2]]"],
+    "segments": ["[1]", "[2,2]"],
+    "update_every": ["often", 0],
+    **dict.fromkeys(("eta", "clip_range", "advantage_clip", "divergence_limit", "noise_weight", "mixing", "scale"), POSITIVE),
+    **dict.fromkeys(("kl_weight", "decay_rate", "old_weight", "old_rise", "strength", "old_flat", "old_after"), [-1]),
+    **dict.fromkeys(("trained_fraction", "compression", "share", "power"), PART),
+    **dict.fromkeys(("window_size", "window_iterations", "stride", "longest_stay", "shortest_stay"), COUNT),
+    **dict.fromkeys(("times", "first_steps", "last_steps"), COUNT),
+    **dict.fromkeys(("forget", "old_most"), [-0.1, 1]),
+    "candidates": [1],
+    "ceiling": ["high"],  # any number may be one
+}
+FIELDS = [(name, each) for name, kind in ALGORITHMS.items() for each in dataclasses.fields(kind)]
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS, ids=lambda part: getattr(part, "name", part))
+def test_a_value_out_of_range_is_refused_by_its_key(name, field):
+    """All fields that hold numbers; words and switches have no other values."""
+    chosen = getattr(ALGORITHMS[name](), field.name)
+    if field.name in ("name", "level", "window_range") or (isinstance(chosen, str | bool) and field.name != "update_every"):
+        return
+    for wrong in WRONG[field.name] if (name, field.name) != ("refl", "group_size") else COUNT:
+        with pytest.raises(UserError, match=rf"^config: algorithm\.{field.name}[.:]") as refusal:
+            config(f"algorithm.name={name}", f"algorithm.{field.name}={wrong}")
+        assert "literal" not in str(refusal.value) and "constrained" not in str(refusal.value)
+        if not isinstance(wrong, str):
+            with pytest.raises(ValueError, match=field.name):
+                ALGORITHMS[name](**{field.name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["name=flow_grpo", "sde=cps", "eta=1"], "algorithm: eta must be below 1 with sde=cps"),
+        (["name=grpo_guard", "sde=cps"], "algorithm.sde: input should be 'flow' or 'dance', got 'cps'"),
+        (["name=pave_grpo", "update_every=branch"], "algorithm.update_every: input should be 'rollout', got 'branch'"),
+        (["name=dgpo", "times=8"], "algorithm: times must be at most first_steps=7, got 8"),
+        (["branch_steps=[1,1]"], "algorithm.branch_steps: should name each number once, got [1, 1]"),
+        (["group_size=1"], "algorithm.group_size: input should be greater than or equal to 2, got 1"),
+        (["name=refl", "eta=0.7"], "unknown key 'algorithm.eta'"),
+    ],
+)
+def test_the_message_says_what_would_be_right(overrides, message):
+    with pytest.raises(UserError) as refusal:
+        config(*(f"algorithm.{override}" for override in overrides))
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_misspelt_field_is_refused_in_python_too():
+    with pytest.raises(ValueError, match="gruop_size"):
+        ALGORITHMS["g2rpo"](gruop_size=4)
