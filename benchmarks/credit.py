@@ -9,7 +9,7 @@ different prompts are independent estimates of the gradient that training follow
     signal S = mean over i != j of <g_i, g_j>      share = S / mean |g_i|^2      (unbiased; 1 for equal gradients, 0 for noise)
 
 ("0-3 one at a time" is G2RPO's: the mean over groups that branch off one anchor at these steps, one gradient a prompt; "evened
-out" multiplies each step's gradient by std / |dsigma|.) A mean of n groups has squared cosine n rho / (1 + n rho) with the true gradient, where
+out": times std / |dsigma|.) A mean of n groups has squared cosine n rho / (1 + n rho) with the true gradient, where
 rho = share / (1 - share); so 1 / rho groups, times what a group costs, are the network evaluations at which signal and noise
 are equal. Each variant follows a gradient of its own (of the expected reward through its noise): the number says how well
 determined that is, not how far it leads.

@@ -9,12 +9,11 @@ import torch
 
 from g2rpo.algorithms.adagrpo import AdaGRPO, Level, balanced
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.pave_grpo import PaveGRPO
 from g2rpo.cost.counting import count
 from g2rpo.errors import UserError
 from g2rpo.flow import ode_step
 from g2rpo.rollout.planning import count_evaluations, count_per_prompt
-from tests.support.runs import brightness, config, darkness, trainer
+from tests.support.runs import brightness, darkness, trainer
 
 SMALL = ("algorithm.name=adagrpo", "algorithm.candidates=3", "algorithm.branch_steps=[0,2]", "algorithm.group_size=6")
 ONE = torch.ones(1)

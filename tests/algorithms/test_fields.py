@@ -8,22 +8,24 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.errors import UserError
 from tests.support.runs import config
 
-COUNT, POSITIVE, NOT_NEGATIVE = [0, -3, "many"], [0, -1e-4], [-1e-4]
-PART = [0, 1.5]  # in (0, 1]
+COUNT = [0, -3, "many"]
 WRONG = {
     "group_size": [1, 0, "many"],
     "branch_steps": ["[]", "[-1]", "[1,1]", "all"],
     "granularities": ["[]", "[0]", "auto", "[[1,2]]"],
     "segments": ["[1]", "[2,2]"],
     "update_every": ["often", 0],
-    **dict.fromkeys(("eta", "clip_range", "advantage_clip", "divergence_limit", "noise_weight", "mixing", "scale"), POSITIVE),
-    **dict.fromkeys(("kl_weight", "decay_rate", "old_weight", "old_rise", "strength", "old_flat", "old_after"), [-1]),
-    **dict.fromkeys(("trained_fraction", "compression", "share", "power"), PART),
-    **dict.fromkeys(("window_size", "window_iterations", "stride", "longest_stay", "shortest_stay"), COUNT),
-    **dict.fromkeys(("times", "first_steps", "last_steps"), COUNT),
-    **dict.fromkeys(("forget", "old_most"), [-0.1, 1]),
     "candidates": [1],
     "ceiling": ["high"],  # any number may be one
+    **{key: [-1] for key in ("kl_weight", "decay_rate", "old_weight", "old_rise", "strength", "old_flat", "old_after")},
+    **{key: [-0.1, 1] for key in ("forget", "old_most")},
+    **{key: [0, 1.5] for key in ("trained_fraction", "compression", "share", "power")},
+    **{
+        key: [0, -1e-4]
+        for key in ("eta", "clip_range", "advantage_clip", "divergence_limit", "noise_weight", "mixing", "scale")
+    },
+    **dict.fromkeys(("window_size", "window_iterations", "stride", "longest_stay", "shortest_stay"), COUNT),
+    **dict.fromkeys(("times", "first_steps", "last_steps"), COUNT),
 }
 FIELDS = [(name, each) for name, kind in ALGORITHMS.items() for each in dataclasses.fields(kind)]
 

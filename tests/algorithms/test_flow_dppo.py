@@ -7,8 +7,7 @@ import torch
 
 from g2rpo.algorithms.flow_dppo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import Steps
-from g2rpo.errors import UserError
-from tests.support.runs import config, trainer
+from tests.support.runs import trainer
 
 LIMIT = 1e-5
 NAME = ("algorithm.name=flow_dppo", "algorithm.group_size=6", "sampling.num_steps=8")

@@ -12,12 +12,11 @@ from g2rpo.algorithms.diffusion_nft import DiffusionNFT
 from g2rpo.algorithms.forward_process import Noised
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.cost.counting import count
-from g2rpo.errors import UserError
 from g2rpo.objectives import group_normalize
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained, dry_rollout
 from g2rpo.seeding import generator_for
-from tests.support.runs import config, trainer
+from tests.support.runs import trainer
 
 NAMES = ["diffusion_nft", "awm", "dgpo"]
 SMALL = ("algorithm.group_size=6", "sampling.num_steps=8")

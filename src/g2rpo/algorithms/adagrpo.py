@@ -26,7 +26,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.g2rpo import BranchSteps, Granularities, GranularGRPO
+from g2rpo.algorithms.g2rpo import BranchSteps, GranularGRPO, Granularities
 from g2rpo.algorithms.hyperparameters import STRICT
 
 SMALLEST_VARIANCE, SMALLEST_SUM = 1e-8, 1e-6

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, SDE, window
+from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.objectives import RewardMix
 from g2rpo.seeding import generator_for
 from g2rpo.types import Plan

@@ -21,8 +21,8 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.hyperparameters import STRICT, GroupSize
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, OldShare, mean_square, noised_at
+from g2rpo.algorithms.hyperparameters import STRICT, GroupSize
 from g2rpo.data import Batch, Plan
 from g2rpo.types import Network
 

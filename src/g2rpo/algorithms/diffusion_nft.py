@@ -20,8 +20,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, mean_square
+from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.data import Plan, per_row
 
 SMALLEST_WEIGHT = 1e-5

@@ -7,11 +7,12 @@ latents matches their sigma, and the images that rewards score have no residual 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
+
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, SDE, window
+from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.types import Plan
 
 

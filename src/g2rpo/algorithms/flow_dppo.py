@@ -25,8 +25,8 @@ class FlowDPPO(GRPO):
     """Flow-DPPO; defaults are Flow-GRPO's for SD3.5 Medium, without its KL term.
 
     `divergence_limit` bounds |mean - mean_old|^2 / (2 std^2), a mean over entries (published: 1e-5). `clip_range` acts on
-    nothing here; the log's clip_fraction and the alarm of drift are still measured by it. `noisy_last_step`: see
-    `flow_grpo.FlowGRPO`, as for the KL term, which is |mean - mean_base|^2 / (2 g^2).
+    nothing here; the log's clip_fraction and the alarm of drift are still measured by it. `noisy_last_step`
+    and `kl_denominator`: see `flow_grpo.FlowGRPO`.
     """
 
     name: Literal["flow_dppo"] = "flow_dppo"
@@ -36,6 +36,7 @@ class FlowDPPO(GRPO):
     population_std: bool = True
     drop_zero_advantages: bool = True
     update_every: UpdateEvery = 12
+    kl_denominator: Literal["g", "std"] = "g"
     noisy_last_step: bool = True
     divergence_limit: PositiveFloat = 1e-5
 
@@ -43,7 +44,7 @@ class FlowDPPO(GRPO):
         return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
     def kl_penalty(self, kl: Tensor, steps: Steps) -> Tensor:
-        return kl * steps.dsigma
+        return kl * steps.dsigma if self.kl_denominator == "g" else kl
 
     def policy_loss(self, steps: Steps) -> Tensor:
         """-A r, and 0 where the limit is reached and r is on the side to which A pushes it."""

@@ -12,8 +12,8 @@ from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, whole_walk
+from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.types import Plan
 

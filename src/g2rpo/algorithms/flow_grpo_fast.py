@@ -6,11 +6,12 @@ Its first step is drawn in every iteration. The published recipes use Flow-CPS's
 from __future__ import annotations
 
 from typing import ClassVar, Literal
+
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, SDE, window
+from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.seeding import draw_below
 from g2rpo.types import Plan
 

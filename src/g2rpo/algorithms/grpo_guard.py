@@ -13,8 +13,8 @@ from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, whole_walk
+from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.types import Plan
 
@@ -30,7 +30,7 @@ class GRPOGuard(GRPO):
     name: Literal["grpo_guard"] = "grpo_guard"
     title: ClassVar[str] = "GRPO-Guard"
     paper: ClassVar[str] = "2510.22319"
-    sde: Literal["flow", "dance"] = "flow"  # type: ignore[assignment]  # cps has no density
+    sde: Literal["flow", "dance"] = "flow"  # cps has no density
     clip_range: PositiveFloat = 2e-6
     population_std: bool = True
     drop_zero_advantages: bool = True

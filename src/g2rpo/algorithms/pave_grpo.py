@@ -20,7 +20,7 @@ from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.g2rpo import BranchSteps, Granularities, GranularGRPO
+from g2rpo.algorithms.g2rpo import BranchSteps, GranularGRPO, Granularities
 from g2rpo.algorithms.hyperparameters import STRICT, Distinct
 from g2rpo.flow import ode_step
 from g2rpo.types import Batch, Loss, Network

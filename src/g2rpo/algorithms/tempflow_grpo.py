@@ -12,8 +12,8 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.types import Plan
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import TypeAdapter, ValidationInfo, create_model
+from pydantic import BeforeValidator, Discriminator, PlainSerializer, Tag, TypeAdapter, ValidationInfo, create_model
 
 from g2rpo import plugins
 from g2rpo.algorithms.adagrpo import AdaGRPO
@@ -33,7 +33,7 @@ from g2rpo.config.given import Mentioned, is_mention, mention, recorded
 from g2rpo.errors import UserError
 from g2rpo.types import Algorithm
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
+ALGORITHMS: dict[str, type[Algorithm]] = {  # a new one is a file of algorithms/ and a word here
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
@@ -41,6 +41,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}
+OTHER = "other"
 METHODS = ("plans", "advantages", "examples", "loss")
 _names: dict[type, str] = {}  # the name by which a class from outside was found
 
@@ -85,12 +86,18 @@ def named(value: Any) -> Any:
     return {"name": GranularGRPO.name, **value} if isinstance(value, Mapping) else value
 
 
-def parse(value: Any, info: ValidationInfo) -> Any:
-    """The algorithm of a config's mapping; objects are passed through. The context {"mention": True} takes code that
+def tag(value: Any) -> str:
+    """The built-in algorithm that a mapping names; OTHER for code, mentions of objects, and objects themselves."""
+    name = named(value)["name"] if isinstance(value, Mapping) else OTHER
+    return name if isinstance(name, str) and name in ALGORITHMS else OTHER
+
+
+def other(value: Any, info: ValidationInfo) -> Any:
+    """The algorithm of a mapping that names code; objects are passed through. The context {"mention": True} takes code that
     may not be imported for a `Mentioned` algorithm."""
     if not isinstance(value, Mapping):
         return value
-    name, fields = str(named(value)["name"]), {key: entry for key, entry in value.items() if key != "name"}
+    name, fields = str(value["name"]), {key: entry for key, entry in value.items() if key != "name"}
     if is_mention(name):
         return Mentioned(name, fields)
     try:
@@ -113,3 +120,19 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 def dump(algorithm: Any) -> dict[str, Any]:
     """An algorithm as plain data, with its name."""
     return {**recorded(algorithm), "name": name_of(algorithm)}
+
+
+if TYPE_CHECKING:
+    AnyAlgorithm = Algorithm
+else:
+    AnyAlgorithm = Annotated[
+        Union[  # of a tuple
+            (
+                *(Annotated[kind, Tag(name)] for name, kind in ALGORITHMS.items()),
+                Annotated[Any, BeforeValidator(other), Tag(OTHER)],
+            )
+        ],
+        Discriminator(tag),
+        PlainSerializer(dump),
+    ]
+"""An instance of any algorithm's class; in YAML its name and fields."""

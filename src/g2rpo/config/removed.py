@@ -8,7 +8,15 @@ from g2rpo.errors import UserError
 
 RELEASE = "0.2.0"
 
-REMOVED: dict[str, Any] = {}
+REMOVED: dict[str, Any] = {
+    "algorithm.antithetic": False,
+    "algorithm.auto": {
+        "candidates": [1, 2, 3], "calibrate_every": 10, "floor": 0.7, "forget": 0.9, "image_cost": 0.0, "spend": "members",
+    },
+    "algorithm.granularity_weights": None,
+    "algorithm.segments": [],
+    "algorithm.step_weight": "none",
+}  # fmt: skip
 """Dotted keys, of a reward "rewards.*.KEY", and the value with which a config means the same without them."""
 
 

@@ -296,7 +296,10 @@ def _is_member(part: int | str) -> bool:
 
 def _complaints(error: ValidationError, source: str, prefix: str = "") -> Iterator[str]:
     for problem in error.errors():
-        key = prefix + ".".join(str(part) for part in problem["loc"] if not _is_member(part))
+        where = (
+            problem["loc"][:1] + problem["loc"][2:] if problem["loc"][:1] == ("algorithm",) else problem["loc"]
+        )  # the union's tag
+        key = prefix + ".".join(str(part) for part in where if not _is_member(part))
         if isinstance(inner := problem.get("ctx", {}).get("error"), ValidationError):  # an algorithm's own fields
             yield from _complaints(inner, source, f"{key}.")
         elif problem["loc"][-1:] == ("[key]",):

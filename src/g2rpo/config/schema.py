@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
@@ -13,19 +13,18 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    PlainSerializer,
     PositiveFloat,
 )
 from torch import Tensor
 
-from g2rpo.config.algorithms import dump, parse
+from g2rpo.config.algorithms import AnyAlgorithm
 from g2rpo.flow import scheduler_grid, sigma_grid
 from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
 from g2rpo.rollout.frames import Frames
 from g2rpo.rollout.tails import Tails
 from g2rpo.runtime.sharding import ShardingMode
-from g2rpo.types import Algorithm, Policy
+from g2rpo.types import Policy
 
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(gt=0, le=10**6)]
@@ -292,12 +291,6 @@ def _listed(value: Any) -> Any:
 
 
 Trackers = Annotated[list[str], BeforeValidator(_listed)]
-
-if TYPE_CHECKING:
-    AnyAlgorithm = Algorithm
-else:
-    AnyAlgorithm = Annotated[Any, BeforeValidator(parse), PlainSerializer(dump)]
-"""An instance of any algorithm's class; in YAML its name and fields (`named`)."""
 
 
 class Config(Section):

@@ -33,7 +33,6 @@ from g2rpo.monitor.diagnostics import diagnose, reward_metrics
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
-from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import Stopwatch, scores_latents, weighted_scores
 from g2rpo.rollout.tails import TailNetwork
 from g2rpo.runtime.distributed import World
