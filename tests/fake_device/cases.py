@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from g2rpo.cost.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.demo.studio import draw, learn
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import claim
-from g2rpo.training import collector
 
 PROMPTS = ["a red circle", "two blue circle", "a blue square left of a red circle", "red square"]
 DATA = {
@@ -131,39 +129,6 @@ def count_costs(world, folder, model):
             "kept": torch.fakegpu.memory_allocated() - standing,
         }
     return found
-
-
-def help_out(world, folder, model, misplaced=None):
-    """An iteration in which rank 0 waits until rank 1 has taken over a unit; `misplaced`, units' conditioning or the rollouts
-    received, is left on the CPU. Returns the bytes on the other rank's device."""
-    cpu, helped = torch.device("cpu"), folder / "helped"
-    if misplaced == "conditioning":
-        collector.works_of_all = lambda *given, inner=collector.works_of_all: inner(*given[:-1], cpu)
-    if misplaced == "rollouts":
-        collector.returned = lambda *given, inner=collector.returned: inner(*given[:-1], cpu)
-
-    class Watched(collector.Queue):
-        def take(self):
-            unit = super().take()
-            if unit and unit[0] != world.rank:
-                helped.touch()
-            return unit
-
-    collector.Queue = Watched
-    trainer = build(world, folder, model, "sampling.prompts_at_once=1", "trainer.prompts_per_iteration=4")
-    inner = trainer.policy.velocity
-
-    def velocity(x, sigma, cond):
-        ends = time.monotonic() + 30
-        while world.is_main and not helped.exists():
-            assert time.monotonic() < ends, "rank 1 does not help"
-            time.sleep(0.01)
-        return inner(x, sigma, cond)
-
-    trainer.policy.velocity = velocity
-    row = trainer.iterate()
-    assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
-    return torch.fakegpu.memory_allocated(1 - world.rank)
 
 
 def run_out(world, folder, model):

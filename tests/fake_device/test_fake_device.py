@@ -156,16 +156,6 @@ def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_d
     }, found
 
 
-@pytest.mark.parametrize("misplaced", few([None, "conditioning", "rollouts"], lambda misplaced: misplaced is None), ids=str)
-def test_what_ranks_send_each_other_goes_to_their_own_devices(run, flux_directory, misplaced):
-    """Rank 1 takes over a unit of a slow rank 0."""
-    if misplaced:
-        with pytest.raises(AssertionError, match="expected all tensors to be on the same device"):
-            run(cases.help_out, flux_directory, misplaced, size=2)
-        return
-    assert run(cases.help_out, flux_directory, size=2) == [0, 0]
-
-
 def test_memory_that_runs_out_halves_batches(run, flux_directory):
     (row,) = run(cases.run_out, flux_directory)
     assert row["out_of_memory"] > 0 and min(row["batch_size"], row["decode_batch_size"], row["micro_batch_size"]) < 64

@@ -140,7 +140,7 @@ def test_charts_hold_the_logged_numbers(run_dir, html):
 
 
 def test_with_several_ranks_evaluations_take_as_long_as_the_last_rank():
-    """Whose units others have rolled out waits for them; a single rank waits for scores at most."""
+    """The first one waits for it; a single rank waits for scores at most."""
     row = {"seconds/rollout": 0.5, "seconds/waiting": 3.5}
     assert [rollout_seconds(row | ranks) for ranks in ({}, {"ranks": 1}, {"ranks": 2})] == [0.5, 0.5, 4.0]
 

@@ -16,6 +16,7 @@ from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.vlm import VLMJudge
 from g2rpo.rollout.frames import OnFrames
 from g2rpo.rollout.scoring import tf32_matmuls
+from g2rpo.training.collector import waited_for
 from tests.runtime.test_memory import Small
 from tests.support.runs import trainer
 
@@ -118,6 +119,30 @@ def test_a_reward_that_waits_is_scored_aside_by_default():
     assert rows[0]["seconds_overlapped"] == 0 < theirs[0]["seconds_overlapped"]
     assert run("sampling.prompts_at_once=3", rewards={"bright": waiting})[1][0]["seconds_overlapped"] == 0
     assert all(kind.waits for kind in (RemoteReward, VLMJudge)) and FunctionReward(waiting).waits and OnFrames(waiting).waits
+
+
+@pytest.mark.parametrize(
+    ("device", "reward", "elsewhere"),
+    [
+        ("cpu", None, False),
+        ("cpu", "cuda", False),
+        ("cuda", None, True),
+        ("cuda", "cpu", True),
+        ("cuda:0", "cuda", False),
+        ("cuda:0", "cuda:1", True),
+    ],
+)
+def test_scores_are_waited_for_where_another_device_computes_them(device, reward, elsewhere):
+    """A reward that names no device computes on the CPU, where pictures are handed to it."""
+
+    def score(images, prompts):
+        raise NotImplementedError
+
+    if reward is not None:
+        score.device = torch.device(reward)
+    assert waited_for(score, torch.device(device)) == elsewhere
+    score.waits = True
+    assert waited_for(score, torch.device(device))
 
 
 def test_tf32_is_on_for_its_reward_alone_and_never_beside_a_rollout():

@@ -229,7 +229,7 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = 
     if get_origin(kind) is dict and isinstance(data, Mapping):
         for name, entry in data.items():
             _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source, mention)
-    if fields is None or not isinstance(data, Mapping):
+    if fields is None or not isinstance(data, dict):
         return
     for key, value in list(data.items()):
         if key not in fields:

@@ -167,8 +167,7 @@ class SamplingConfig(Section):
     prompts_at_once: Count | None = None
     """Prompts rolled out together. With fewer than an iteration's, another thread decodes and scores the pictures of earlier
     prompts meanwhile, and fewer latents are held. None: all; where a reward waits for an answer (`http`, `vlm_judge`, an
-    attribute `waits`) or is on another device than a GPU's network, and with several ranks, as many as fill a batch of the
-    network."""
+    attribute `waits`) or is on another device than a GPU's network, as many as fill a batch of the network."""
     anchor_dtype: Dtype = "float32"
     """Dtype of the latents at which noise enters."""
     sample_dtype: Dtype = "float32"

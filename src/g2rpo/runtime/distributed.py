@@ -7,11 +7,10 @@ CPU); gradients are reduced on the devices. With one process, collectives are no
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +36,6 @@ class World:
     store: Any = None
     group: Any = None
     """The process group of these ranks; None: all of the launch."""
-    _calls: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def among(self, group: Any) -> World:
         """The ranks of a process group that this rank is in, as a world of their own."""
@@ -70,14 +68,13 @@ class World:
 
     def gather(self, own: Tensor) -> Tensor:
         """The rows of all ranks, in rank order, on every rank; `own` [rows, ...] is on the CPU, and `rows` may differ."""
-        return own if self.size == 1 else torch.cat(self._gathered(own))
-
-    def _gathered(self, own: Tensor) -> list[Tensor]:
+        if self.size == 1:
+            return own
         with self._collective():
             padded, counts = self._padded(own)
             parts = [torch.empty_like(padded) for _ in counts]
             dist.all_gather(parts, padded, group=self.group)
-        return _unpadded(parts, counts)
+        return torch.cat(_unpadded(parts, counts))
 
     def gather_to_main(self, own: Tensor) -> Tensor:
         """As `gather`, but on rank 0 only; the others return their own rows."""
@@ -88,32 +85,6 @@ class World:
             parts = [torch.empty_like(padded) for _ in counts] if self.is_main else None
             dist.gather(padded, parts, group=self.group, group_dst=0)
         return own if parts is None else torch.cat(_unpadded(parts, counts))
-
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        """The bytes of several ranks, of which each has some, in rank order, on every rank."""
-        return [part.numpy().tobytes() for part in self._gathered(torch.frombuffer(bytearray(own), dtype=torch.uint8))]
-
-    def send(self, parcels: Mapping[tuple[int, int], tuple[int, bytes]]) -> dict[tuple[int, int], bytes]:
-        """Sends each parcel {name: (receiver, bytes)} to one rank, and returns those that this rank receives."""
-        own = torch.tensor([[*name, to, len(data), self.rank] for name, (to, data) in parcels.items()], dtype=torch.int64)
-        listed = self.gather(own.view(-1, 5)).tolist()
-        received: dict[tuple[int, int], Tensor] = {}
-        with self._collective():
-            transfers = []
-            for one, other, to, size, source in listed:
-                if source == self.rank:
-                    data = torch.frombuffer(bytearray(parcels[one, other][1]), dtype=torch.uint8)
-                    transfers.append(dist.isend(data, to))
-                elif to == self.rank:
-                    received[one, other] = torch.empty(size, dtype=torch.uint8)
-                    transfers.append(dist.irecv(received[one, other], source))
-            for transfer in transfers:
-                transfer.wait()  # type: ignore[union-attr]
-        return {name: data.numpy().tobytes() for name, data in received.items()}
-
-    def counters(self) -> Counters:
-        """Counters that the ranks share; new ones at each call, which all ranks make in the same order."""
-        return Counters(self, f"g2rpo/counters/{next(self._calls)}")
 
     def _padded(self, own: Tensor) -> tuple[Tensor, list[int]]:
         """`own` padded to the largest number of rows of any rank, and the number of rows of each."""
@@ -174,19 +145,6 @@ class World:
 
 
 ALONE = World()
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Counters from 0 that all ranks share, one for each rank."""
-
-    world: World
-    key: str
-
-    def next(self, rank: int) -> int:
-        """The value of a rank's counter, which it then adds 1 to. Not collective."""
-        with self.world._collective():
-            return int(self.world.store.add(f"{self.key}/{rank}", 1)) - 1
 
 
 @contextmanager

@@ -233,8 +233,7 @@ class Trainer:
         with self.files.naming(self.iteration), self._sampling_weights():
             prompts, cond, choice = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
-            everybody = self._prompts_of_all() if self.algorithm.candidates == 1 else None
-            collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch, everybody)
+            collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
             rewards = self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
             watch.lap("waiting")
             observe(self.rewards, self.iteration, rewards)
@@ -306,11 +305,6 @@ class Trainer:
         """This rank's prompts of an iteration; where the algorithm chooses among them, the candidates of each place in turn."""
         places = self.config.trainer.prompts_per_iteration
         return self.world.shard(self.order.batch(iteration, places * self.algorithm.candidates))
-
-    def _prompts_of_all(self) -> list[list[str]]:
-        """The prompts of every rank in the current iteration."""
-        batch = self.order.batch(self.iteration, self.config.trainer.prompts_per_iteration)
-        return [World(rank, self.world.size).shard(batch) for rank in range(self.world.size)]
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
         """While entered, the weights are those that sample the iteration at hand."""
