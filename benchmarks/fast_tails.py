@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +25,22 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.build.components import build_policy, build_tail_network
+from g2rpo.build.components import build_policy
 from g2rpo.build.prompts import build_prompts
 from g2rpo.build.rewards import build_rewards
 from g2rpo.commands.train import load_config
-from g2rpo.errors import UserError
 from g2rpo.flow import sigma_grid
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import Stopwatch, score_rollouts
-from g2rpo.rollout.tails import EXACT, TailNetwork, Tails
+from g2rpo.rollout.tails import EXACT, Tails
 from g2rpo.seeding import generator_for
 from g2rpo.types import Policy, Rollout
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 OPTIONS = {
     "exact": EXACT,
-    "solver=ab2": Tails("ab2"),
     "solver=dpmpp2m": Tails("dpmpp2m"),
-    "solver=ab2 stride=2": Tails("ab2", stride=2),
-    "solver=dpmpp2m stride=2": Tails("dpmpp2m", stride=2),
-    "solver=ab2 stride=3": Tails("ab2", stride=3),
     "forecast=true": Tails(forecast=True),
-    "compile=true": Tails(compile=True),
-    "dtype=bfloat16": Tails(dtype="bfloat16"),
-    "dtype=bfloat16 compile=true": Tails(dtype="bfloat16", compile=True),
-    "quantize=int8": Tails(quantize="int8"),
-    "quantize=int8 compile=true": Tails(quantize="int8", compile=True),
-    "dtype=bfloat16 forecast=true": Tails(dtype="bfloat16", forecast=True),
 }
 
 
@@ -65,16 +54,10 @@ class Runner:
     sigmas: Tensor
     batch_size: int
     clock: Callable[[], float]
-    networks: dict[Tails, TailNetwork | None] = field(default_factory=dict)
 
     def rollout(self, tails: Tails, algorithm: Any = None, repeat: int = 0) -> tuple[list[Rollout], int, float]:
         """Rollouts, network evaluations, seconds."""
         algorithm = algorithm or self.algorithm
-        if tails not in self.networks:
-            self.networks[tails] = build_tail_network(self.policy, tails)
-        network = self.networks[tails]
-        if network is not None:
-            network.refresh()
         cond = self.policy.encode(self.prompts)
         engine = Engine(
             policy=self.policy,
@@ -82,7 +65,6 @@ class Runner:
             sigmas=self.sigmas,
             batch_size=self.batch_size,
             tails=tails,
-            tail_velocity=None if network is None else network.velocity,
         )
         began = self.clock()
         rollouts = engine.rollout(
@@ -130,9 +112,7 @@ def main() -> None:
         """[R, groups * tails, members]."""
         return score_rollouts(policy, rollouts, rewards, prompts, 8, Stopwatch()).transpose(0, 1).flatten(1, 2)
 
-    small = Runner(
-        policy, prompts[:1], GranularGRPO(branch_steps=(0,)), sigmas, args.batch_size, CLOCKS[args.clock], runner.networks
-    )
+    small = Runner(policy, prompts[:1], GranularGRPO(branch_steps=(0,)), sigmas, args.batch_size, CLOCKS[args.clock])
     exact, exact_evaluations, _ = runner.rollout(EXACT)
     truth = scores(exact)
     rows = []
@@ -142,13 +122,7 @@ def main() -> None:
     ]:
         if args.only and name not in args.only:
             continue
-        try:
-            began = time.perf_counter()
-            small.rollout(tails)  # compiled, kernels chosen
-            first = time.perf_counter() - began
-        except UserError as error:
-            print(f"{name}: {error}", flush=True)
-            continue
+        small.rollout(tails)  # kernels chosen
         seconds, exact_seconds = [], []
         for _ in range(args.repeats):
             rollouts, evaluations, taken = runner.rollout(tails, algorithm)
@@ -159,7 +133,6 @@ def main() -> None:
             "option": name,
             "evaluations": evaluations / exact_evaluations,
             "seconds": sum(seconds) / sum(exact_seconds),
-            "first_seconds": first,
             "latent_error": float(
                 torch.stack(
                     [(a.finals - b.finals).norm() / b.finals.norm() for a, b in zip(rollouts, exact, strict=True)]

@@ -1,7 +1,7 @@
 """The engine against the published loop, side by side in one process, on the same weights, prompts and noise.
 
     python -m benchmarks.rollout --out benchmarks/results/rollout.json     # the testbed on this machine
-    python -m benchmarks.rollout --granularities 1 2 3 --options "forecast=true" "dtype=bfloat16"
+    python -m benchmarks.rollout --granularities 1 2 3 --options "forecast=true"
     python -m benchmarks.rollout --sweep docs/images/rollout_cost.png --out benchmarks/results/rollout_sweep.json
 
 Exact, both produce the same latents; the largest difference is printed. Seconds are for encoding, rollout, decoding and
@@ -34,7 +34,7 @@ from benchmarks.fast_tails import CLOCKS, OPTIONS
 from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.build.components import build_policy, build_tail_network
+from g2rpo.build.components import build_policy
 from g2rpo.build.prompts import build_prompts
 from g2rpo.build.rewards import build_rewards
 from g2rpo.commands.train import load_config
@@ -42,7 +42,7 @@ from g2rpo.flow import sigma_grid
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import Stopwatch, score_rollouts
-from g2rpo.rollout.tails import EXACT, TailNetwork, Tails
+from g2rpo.rollout.tails import EXACT, Tails
 from g2rpo.seeding import generator_for
 
 NUM_STEPS = 16
@@ -67,24 +67,18 @@ class Bench:
         config = load_config("scenes", [])
         self.policy, self.rewards = build_policy(config.policy), build_rewards(config.rewards)
         self.sigmas = sigma_grid(NUM_STEPS, 3.0)
-        self.networks: dict[Tails, TailNetwork | None] = {}
 
     def engine(self, algorithm: GranularGRPO, tails: Tails, repeat: int) -> tuple[dict[str, float], int, Tensor]:
         """Seconds by phase, network evaluations, finals [K * prompts, M, G, ...]."""
-        if tails not in self.networks:
-            self.networks[tails] = build_tail_network(self.policy, tails)
-        network, watch = self.networks[tails], Stopwatch(clock=self.clock)
+        watch = Stopwatch(clock=self.clock)
         cond = self.policy.encode(self.prompts)
         watch.lap("encode")
-        if network is not None:
-            network.refresh()
         engine = Engine(
             policy=self.policy,
             cond=cond,
             sigmas=self.sigmas,
             batch_size=self.batch_size,
             tails=tails,
-            tail_velocity=None if network is None else network.velocity,
         )
         plans, kernel = algorithm.plans(NUM_STEPS), algorithm.kernel(self.sigmas)
         rollouts = engine.rollout(plans, algorithm.group_size, kernel, lambda *key: generator_for(repeat, *key))
@@ -110,7 +104,7 @@ class Bench:
 def compare(bench: Bench, algorithm: GranularGRPO, options: Sequence[str], repeats: int) -> dict[str, Any]:
     """The loop and the engine with each option, in turns; seconds are medians over repeats."""
     for name in options:
-        bench.engine(GranularGRPO(branch_steps=(0,), granularities=(1,)), OPTIONS[name], 0)  # compiled, caches filled
+        bench.engine(GranularGRPO(branch_steps=(0,), granularities=(1,)), OPTIONS[name], 0)  # caches filled
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in [*options, "published"]}
     evaluations: dict[str, int] = {}
     difference, exact = 0.0, torch.empty(0)
@@ -128,7 +122,7 @@ def compare(bench: Bench, algorithm: GranularGRPO, options: Sequence[str], repea
     rows = []
     for name, phases in taken.items():
         total, rollout = median(sum(p.values()) for p in phases), median(p["rollout"] for p in phases)
-        dtype = "bfloat16" if "bfloat16" in name else str(bench.policy.dtype).removeprefix("torch.")
+        dtype = str(bench.policy.dtype).removeprefix("torch.")
         rows.append(
             {
                 "what": name,
@@ -165,7 +159,7 @@ def sweep(bench: Bench, every_prompt: Sequence[str]) -> dict[str, Any]:
 
     seconds, asked, _ = bench.loop(GranularGRPO(group_size=2, branch_steps=(0, 1), granularities=(1, 2)), 0)
     per_evaluation = sum(seconds.values()) / asked
-    fast, points = Tails("ab2", stride=2), []
+    fast, points = Tails(forecast=True), []
     bench.engine(GranularGRPO(branch_steps=(0,), granularities=(1,)), EXACT, 0)
     for axis, values in SWEEPS.items():
         for value in values:
@@ -201,7 +195,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         places = range(len(points)) if axis == "granularities" else names
         panel.plot(places, [p["published_estimate"] for p in points], "k--", marker=".", label="published loop (from its rate)")
         panel.plot(places, [p["seconds"]["exact"] for p in points], "o-", label="engine, exact")
-        panel.plot(places, [p["seconds"]["fast"] for p in points], "o-", label="engine, solver=ab2 stride=2")
+        panel.plot(places, [p["seconds"]["fast"] for p in points], "o-", label="engine, forecast=true")
         panel.set_xticks(list(places), [str(name) for name in names])
         panel.set(xlabel=axis, yscale="log")
         panel.grid(alpha=0.3)

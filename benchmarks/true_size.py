@@ -2,7 +2,7 @@
 rate of a matrix product, and peaks of memory beside the plan's.
 
     python -m benchmarks.true_size --out benchmarks/results/true_size.json     # one GPU of 80 GB; both models, nine minutes
-    python -m benchmarks.true_size --models klein-4b --ways bfloat16 --options "compile=true"    # with fast tails too
+    python -m benchmarks.true_size --models klein-4b --ways bfloat16 --options "forecast=true"   # with fast tails too
     python -m benchmarks.true_size --tiny                                      # a rehearsal on any machine
 
 The text encoders are left out: training reads cached embeddings. A way is a set of policy options (`WAYS`); one that this
@@ -29,7 +29,7 @@ from benchmarks.fast_tails import OPTIONS
 from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from benchmarks.random_models import MODELS, RandomText, random_pipeline, shape_of
-from g2rpo.build.components import build_tail_network, check_attention, check_quantized, pick_device, policy_options
+from g2rpo.build.components import check_attention, check_quantized, pick_device, policy_options
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.cost.blueprint import PUBLISHED, Blueprint
@@ -112,7 +112,6 @@ def trainer_of(args: argparse.Namespace, policy: PipelinePolicy, config: Config)
         rewards={"brightness": Brightness()},
         prompts=names,
         heldout=names,
-        tail_network=build_tail_network(policy, config.sampling.tails),
     )
 
 

@@ -102,7 +102,6 @@ MUTATIONS = [
     Mutation("algorithms/forward_process.py", "(updates - self.old_flat)", "updates", FORWARD),
     Mutation("rollout/engine.py", "landing.log_prob(x_next)", "landing.log_prob(landing.mean)", f"{ENGINE} {TRAINER}"),
     Mutation("rollout/engine.py", "max(branch_steps) + 1)", "max(branch_steps))", ENGINE),
-    Mutation("rollout/tails.py", "** 2 / (2 * (now - before))", "** 2 / (now - before)", TAILS),
     Mutation("rollout/tails.py", "/ (2 * (_log_snr(now)", "/ (1 * (_log_snr(now)", TAILS),
     Mutation("rollout/tails.py", "velocity + (sigma - near)", "velocity - (sigma - near)", TAILS),
     Mutation(

@@ -96,7 +96,7 @@ class Cond:
         )
 
 
-Solver = Literal["euler", "ab2", "dpmpp2m"]
+Solver = Literal["euler", "dpmpp2m"]
 """The ODE solver of a tail (`rollout.tails`)."""
 
 

@@ -237,10 +237,10 @@ def test_a_plan_counts_what_a_run_does(name):
     assert (iteration.training_rows, iteration.reference_rows) == (rows, without)
 
 
-@pytest.mark.parametrize("tails", [("solver=dpmpp2m",), ("solver=ab2", "stride=2"), ("forecast=true",)], ids=str)
+@pytest.mark.parametrize("tails", ["solver=dpmpp2m", "forecast=true"])
 @pytest.mark.parametrize("name", NAMES)
 def test_rollouts_take_whatever_tails_may(name, tails):
-    t = made(name, *(f"sampling.tails.{each}" for each in tails))
+    t = made(name, f"sampling.tails.{tails}")
     row = t.iterate()
     assert row["evaluations"] == 2 * count_evaluations(t.plans(), 6, t.config.sampling.tails) <= 2 * 6 * 8
     assert row["skipped_updates"] == 0 and math.isfinite(row["loss"])

@@ -159,12 +159,12 @@ def test_without_weights_only_the_base_is_judged(tmp_path):
 
 def test_controls_are_the_untrained_model_and_stand_against_the_tuned(tmp_path):
     """Without first noise the base's pictures have its mean, sigmoid(prompt); the tuned mean is .5 higher."""
-    controls = [{"noise": 0}, {"steps": 4}, {"noise": 0.5, "solver": "ab2"}]
+    controls = [{"noise": 0}, {"steps": 4}, {"noise": 0.5, "solver": "dpmpp2m"}]
     judged = judging(tmp_path, controls=controls)
     run(judged)
     report = json.loads(judged.write_results().read_text())
     bright = {line["control"]: line for line in report["controls"] if line["reward"] == "bright"}
-    assert list(bright) == ["first noise x 0", "steps 4", "first noise x 0.5, solver ab2"]
+    assert list(bright) == ["first noise x 0", "steps 4", "first noise x 0.5, solver dpmpp2m"]
     drawn = torch.tensor([float(prompt) for prompt in PROMPTS]).sigmoid()
     assert bright["first noise x 0"]["mean"]["mean"] == pytest.approx(float(drawn.mean()), abs=1e-5)
     base = {line["steps"]: line for line in report["results"] if line["reward"] == "bright"}
@@ -329,7 +329,7 @@ def test_controls_from_the_command_line(model, tiny_config, tmp_path, capsys):
     code, shown, err = g2rpo(capsys, *arguments)
     assert code == 0, err
     report = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {"first noise x 0", "steps 4", "guidance 4", "solver ab2"} <= {line["control"] for line in report["controls"]}
+    assert {"first noise x 0", "steps 4", "guidance 4", "solver dpmpp2m"} <= {line["control"] for line in report["controls"]}
     best = report["best_control"]["red"]
     words = " ".join(shown.split())
     assert "tuned minus best control" in words and f"{best['lead']['mean']:+.3f}" in words

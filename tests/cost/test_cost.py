@@ -452,45 +452,6 @@ def test_rewards_on_the_cpu_are_advised_before_any_change_of_method(flux_directo
     assert what_fits(there, 1, lambda overrides: "rewards.hpsv2.options.dtype=bfloat16" in overrides) is not None
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["policy.tuning=full", "policy.dtype=bfloat16", "sampling.tails.compile=true"],
-        ["sampling.tails.dtype=bfloat16"],
-        ["policy.tuning=full", "sampling.tails.compile=true"],
-    ],
-    ids=str,
-)
-def test_what_tails_own_network_does_not_share_is_planned(flux_directory, overrides):
-    c = config(flux_directory, *overrides)
-    policy = components.build_policy(c.policy)
-    network = components.build_tail_network(policy, c.sampling.tails)
-    network.refresh()
-    theirs = {weight.data_ptr() for weight in policy.pipeline.transformer.parameters()}
-    own = sum(weight.nbytes for weight in network._network.parameters() if weight.data_ptr() not in theirs)
-    assert planned(c).memory.parts["tails' own network"] == own
-
-
-def bytes_of(tensor):
-    """Of a tensor, or of what a quantized one is made of."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-
-
-@pytest.mark.parametrize("tuning", ["lora", "full"])
-def test_int8_tails_add_a_byte_a_weight_to_what_is_there(flux_directory, tuning):
-    """And five for each of their 1,648 output channels, a scale and a zero, which are a tenth in so narrow a model."""
-    pytest.importorskip("torchao", reason="torchao, the extra 'quantized', is not installed")
-    c = config(flux_directory, "policy.dtype=bfloat16", f"policy.tuning={tuning}", "sampling.tails.quantize=int8")
-    policy = components.build_policy(c.policy)
-    network = components.build_tail_network(policy, c.sampling.tails)
-    network.refresh()
-    theirs = {weight.data_ptr() for weight in policy.pipeline.transformer.parameters()}
-    own = [weight for weight in network._network.parameters() if weight.data_ptr() not in theirs]
-    assert sum(map(bytes_of, own)) == planned(c).memory.parts["tails' own network"] + 5 * 1648
-
-
 # --- operations and time -----------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ def latents(steps=10, prompts=PROMPTS, policy=None, **knobs):
     return torch.cat(kept)
 
 
-@pytest.mark.parametrize("solver", ["euler", "ab2", "dpmpp2m", "forecast"])
+@pytest.mark.parametrize("solver", ["euler", "dpmpp2m", "forecast"])
 def test_without_first_noise_every_solver_ends_at_the_mean(solver):
     """From x = 0 the path is (1 - sigma) m, along which the velocity is -m everywhere: no step errs."""
     means = torch.tensor([0.5 + float(prompt) for prompt in PROMPTS]).double()
@@ -43,10 +43,10 @@ def test_a_smaller_first_noise_shrinks_the_deviation_from_the_mean():
     torch.testing.assert_close(latents(noise=0.5) - means, (latents() - means) / 2, atol=1e-5, rtol=0)
 
 
-def test_second_order_solvers_come_closer_to_the_odes_end():
+def test_a_second_order_solver_comes_closer_to_the_odes_end():
     exact = latents(steps=250)
-    errors = {solver: float((latents(solver=solver) - exact).abs().mean()) for solver in ("euler", "ab2", "dpmpp2m")}
-    assert errors["ab2"] < errors["euler"] / 10 and errors["dpmpp2m"] < 0.7 * errors["euler"]
+    errors = {solver: float((latents(solver=solver) - exact).abs().mean()) for solver in ("euler", "dpmpp2m")}
+    assert errors["dpmpp2m"] < 0.7 * errors["euler"]
 
 
 def test_the_stochastic_solver_keeps_the_marginal():

@@ -70,7 +70,7 @@ def check(answer):
     few(
         [
             ["policy.dtype=bfloat16", "policy.tuning=full", "sampling.batch_size=auto", "sampling.decode_batch_size=auto"],
-            ["sampling.tails.dtype=bfloat16", "sampling.prompts_at_once=1", "policy.vae_tiling=true"],
+            ["sampling.prompts_at_once=1", "policy.vae_tiling=true"],
             ["policy.dtype=bfloat16", "policy.quantize=int8", CHECKPOINTED, "sampling.tails.forecast=true"],
             ["policy.dtype=bfloat16", "policy.quantize=nf4"],
         ],
@@ -101,7 +101,6 @@ def test_every_algorithm_and_every_way_of_sampling_iterates(run, flux_directory)
     small = ["sampling.num_steps=6", "algorithm.group_size=2", "trainer.prompts_per_iteration=1", "trainer.micro_batch_size=8"]
     algorithms = [[f"algorithm.name={name}", *small] for name in names]
     ways = [
-        ["sampling.tails.solver=ab2", "sampling.tails.stride=2"],
         ["sampling.tails.solver=dpmpp2m", "policy.truncate_timesteps=true"],
         ["algorithm.update_every=branch"],
         ["policy.dtype=bfloat16", "policy.published_pictures=true", "sampling.step_dtype=bfloat16"],

@@ -18,7 +18,6 @@ from g2rpo.data import Cond, Prompt
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.policies.conditioning import SIZES
-from g2rpo.policies.fast import FastNetwork
 from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.sd3 import SD3Policy
@@ -367,19 +366,6 @@ def test_distilled_klein_ignores_the_scale_as_its_pipeline_does():
     policy = CLASSES["Flux2KleinPipeline"](pipeline, **SIZE, tuning="frozen", guidance_scale=4.0)
     assert not policy.guided and policy.shapes(12).rows == 1
     assert set(policy.encode(PROMPTS).tensors) == {"prompt_embeds", "text_ids"}
-
-
-@pytest.mark.parametrize("kind", few(["QwenImagePipeline", "ZImagePipeline"], "ZImagePipeline".__eq__))
-@torch.no_grad()
-def test_a_tails_own_network_is_called_through_the_pipeline(kind, prompts):
-    """Compiled it gives the same; in bfloat16 nearly the same, and not exactly."""
-    policy = load(kind, tuning="lora", lora_rank=2)
-    x, sigma, cond = inputs(policy, prompts)
-    expected = policy.velocity(x, sigma, cond)
-    compiled, narrow = FastNetwork(policy, compile=True, backend="eager"), FastNetwork(policy, dtype="bfloat16")
-    torch.testing.assert_close(compiled.velocity(x, sigma, cond), expected, atol=2e-5, rtol=1e-5)
-    narrow.refresh()
-    assert 0 < difference(narrow.velocity(x, sigma, cond), expected) < 0.1 * float(expected.abs().max())
 
 
 def test_what_a_model_card_calls_is_what_was_sampled():

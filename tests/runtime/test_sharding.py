@@ -469,7 +469,6 @@ def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_
         ((), 1, "=full divides weights over several processes: start them with torchrun"),
         (("policy.tuning=lora",), 2, "divides what policy.tuning=full trains"),
         (("policy.compile=true",), 2, "policy.compile is not for weights that come and go"),
-        (("sampling.tails.dtype=bfloat16",), 2, "sampling.tails.compile, dtype and quantize copy weights"),
         (("sampling.batch_size=auto",), 2, "sampling.batch_size=auto is each rank's own"),
         (("trainer.shard_group=4",), 6, "trainer.shard_group=4: 6 ranks are no multiple of 4; take a divisor of 6"),
         (("trainer.shard_group=node",), 2, "trainer.shard_group=node needs LOCAL_WORLD_SIZE, which torchrun sets"),

@@ -5,8 +5,8 @@ for each member's latent x0 at the end of the rollout, so many times:          e
     the velocities at x: the trained one, and without gradient the old weights' and the untrained model's
 loss = member_loss + kl_weight |v - v_base|^2                                  member_loss is each algorithm's own
 
-The sampler is free: no step is stochastic, no log-prob of a step is needed, and so any solver and any cheaper network will do
-for the whole rollout (`sampling.tails`).
+The sampler is free: no step is stochastic, no log-prob of a step is needed, and so any solver will do for the whole rollout
+(`sampling.tails`).
 """
 
 from __future__ import annotations

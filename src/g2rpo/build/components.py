@@ -23,7 +23,6 @@ from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.options import PolicyOptions
 from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.policies.text import TextEncoders
-from g2rpo.rollout.tails import TailNetwork, Tails
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import Sharded
 from g2rpo.types import Algorithm
@@ -82,10 +81,6 @@ def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
         raise UserError(f"{asked} divides weights over several processes: {how}, or take it out")
     if config.policy.compile:
         raise UserError(f"{asked}: policy.compile is not for weights that come and go in each block; take it out")
-    if config.sampling.tails.own_network:
-        raise UserError(
-            f"{asked}: sampling.tails.compile, dtype and quantize copy weights that no rank has whole; take them out"
-        )
     if config.trainer.sharding == "full" and config.sampling.batch_size == "auto":
         raise UserError(
             f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
@@ -106,14 +101,10 @@ def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
 
 def check_quantized(config: Config) -> None:
     """Refuses a `policy.quantize` that the run cannot have."""
-    policy, tails = config.policy, config.sampling.tails
+    policy = config.policy
     quantized.check(policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=pick_device(policy.device))
     if policy.tuning == "full" and not policy.autocast:
         raise UserError("policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora")
-    if policy.quantize != "none" and (tails.quantize != "none" or tails.dtype != "policy"):
-        raise UserError(
-            f"sampling.tails: policy.quantize={policy.quantize} is of tails too; leave out their quantize and dtype"
-        )
 
 
 def check_attention(config: PolicyConfig) -> None:
@@ -193,15 +184,6 @@ def cautions(config: PolicyConfig) -> list[str]:
     folder = str(local(config.path))
     said = pipeline_check.caution(config.path, folder if os.path.isdir(folder) else config.path)
     return [said] if said is not None else []
-
-
-def build_tail_network(policy: PipelinePolicy, tails: Tails) -> TailNetwork | None:
-    """The network for tails of `sampling.tails`; None if they use the policy's own."""
-    if not tails.own_network:
-        return None
-    from g2rpo.policies.fast import FastNetwork
-
-    return FastNetwork(policy, compile=tails.compile, dtype=tails.dtype, quantize=tails.quantize)
 
 
 def pick_device(name: str, key: str = "policy.device") -> str:

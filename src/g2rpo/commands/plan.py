@@ -176,5 +176,3 @@ def _cautions(result: Estimate, asked: Config) -> Iterator[str]:
     for minutes in ("evaluation.every_minutes", "evaluation.first_minutes"):
         if getattr(asked.evaluation, minutes.rpartition(".")[2]) is not None:
             yield f"{minutes}: evaluations that the clock adds are not counted."
-    if asked.sampling.tails.compile:
-        yield "sampling.tails.compile: what compiled tails save is not in a datasheet; a probe measures it."

@@ -175,8 +175,6 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
         found.tried(components.check_attention, config.policy)
     for name in config.trackers if "trackers" not in given else ():
         found.tried(check_trackers, [name])
-    if config.sampling.tails.quantize != "none" and importlib.util.find_spec("torchao") is None:
-        found.add("sampling.tails.quantize=int8 needs torchao: pip install torchao")
 
 
 def _check_gradients(config: Config) -> None:

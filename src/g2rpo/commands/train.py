@@ -118,7 +118,6 @@ def _assembled(
         heldout=heldout,
         judges=rewards_of("judges", config.evaluation.rewards),
         run_dir=run_dir,
-        tail_network=components.build_tail_network(getattr(policy, "policy", policy), config.sampling.tails),
         notify=notify,
         shards=sharding or Replicated(world),
         trackers=given["trackers"] if "trackers" in given else build_trackers(config.trackers),

@@ -16,6 +16,10 @@ REMOVED: dict[str, Any] = {
     "algorithm.granularity_weights": None,
     "algorithm.segments": [],
     "algorithm.step_weight": "none",
+    "sampling.tails.stride": 1,
+    "sampling.tails.compile": False,
+    "sampling.tails.dtype": "policy",
+    "sampling.tails.quantize": "none",
 }  # fmt: skip
 """Dotted keys, of a reward "rewards.*.KEY", and the value with which a config means the same without them."""
 

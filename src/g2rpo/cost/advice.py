@@ -19,7 +19,7 @@ PIECES = ("trainer.sharding=full",)
 
 def same_result(config: Config, ranks: int) -> Iterator[Change]:
     """Changes that cost time or disk but keep the run's mathematics, from the most to the least expensive."""
-    numbered = config.sampling.batch_size != "auto" and not config.sampling.tails.own_network
+    numbered = config.sampling.batch_size != "auto"
     if ranks > 1 and config.policy.tuning == "full" and config.trainer.sharding != "full" and numbered:
         yield PIECES
     if config.trainer.shard_group != "all":
@@ -58,7 +58,7 @@ def other_method(config: Config) -> Iterator[Change]:
     seen = set()
     stored = [()] if config.policy.quantize != "none" else [(), *((f"policy.quantize={how}",) for how in ("int8", "nf4"))]
     for parts in product(((), low_rank), ((), network), stored, ((), rewards)):
-        if parts[2] and (config.sampling.tails.own_network or (config.policy.tuning == "full" and not parts[0])):
+        if parts[2] and config.policy.tuning == "full" and not parts[0]:
             continue
         change = tuple(override for part in parts for override in part)
         if change not in seen:

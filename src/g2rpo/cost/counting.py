@@ -37,9 +37,7 @@ class Iteration:
 
     plans: tuple[Plan, ...]
     calls: tuple[int, ...]
-    """Rows of every call of the policy's network in the rollout."""
-    tail_calls: tuple[int, ...]
-    """The same for the tails' own network, if they have one."""
+    """Rows of every call of the network in the rollout."""
     passes: tuple[int, ...]
     """Rows of every training pass, forward and backward."""
     reference_rows: int
@@ -49,7 +47,7 @@ class Iteration:
 
     @property
     def evaluations(self) -> int:
-        return sum(self.calls) + sum(self.tail_calls)
+        return sum(self.calls)
 
     @property
     def training_rows(self) -> int:
@@ -125,15 +123,11 @@ class _Recorder(GaussianPolicy):
 
     def __init__(self) -> None:
         super().__init__(size=1)
-        self.calls: dict[str, list[int]] = {"rollout": [], "tails": [], "training": [], "reference": []}
+        self.calls: dict[str, list[int]] = {"rollout": [], "training": [], "reference": []}
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         kind = "training" if torch.is_grad_enabled() else "reference" if self._in_base else "rollout"
         self.calls[kind].append(len(x))
-        return super().velocity(x, sigma, cond)
-
-    def tail_velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        self.calls["tails"].append(len(x))
         return super().velocity(x, sigma, cond)
 
 
@@ -143,9 +137,8 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
     sigmas = sigma_grid(sampling.num_steps)
     prompts = config.trainer.prompts_per_iteration
     cond, candidates = policy.encode(["0"] * prompts), prompts * algorithm.candidates * (algorithm.candidates > 1)
-    tails = policy.tail_velocity if sampling.tails.own_network else None
     rows = int(sampling.batch_size)
-    engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=rows, tails=sampling.tails, tail_velocity=tails)
+    engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=rows, tails=sampling.tails)
     if candidates:
         choosing = replace(engine, cond=policy.encode(["0"] * candidates))
         choosing.rollout([anchor_walk(sampling.num_steps)], 1, no_kernel, generator_for)
@@ -168,7 +161,6 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
     return Iteration(
         plans=tuple(plans),
         calls=calls,
-        tail_calls=tuple(policy.calls["tails"]),
         passes=tuple(policy.calls["training"]),
         reference_rows=sum(policy.calls["reference"]) + sum(policy.calls["rollout"][len(calls) :]),
         optimizer_steps=len(updates.grad_norms) + updates.skipped,

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 from g2rpo.config.schema import Config
 from g2rpo.cost.blueprint import Blueprint, size_of
 from g2rpo.cost.counting import Counts, Iteration
@@ -136,8 +133,6 @@ def _other_networks(config: Config, policy: PipelinePolicy, group: int) -> dict[
     if config.policy.tuning == "full" and config.algorithm.uses_base:
         copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
         networks["base copy for the KL term"] = _piece(config, copy, group)
-    if config.sampling.tails.own_network:
-        networks["tails' own network"] = _tail_network(config, policy)
     return networks
 
 
@@ -197,21 +192,6 @@ def _latents(config: Config, counts: Counts, shapes: Shapes) -> tuple[int, int]:
     candidates = 2 * counts.prompts_drawn if counts.prompts_drawn > counts.prompts else 0
     kept = counts.prompts * counts.largest(rows) + candidates
     return kept * shapes.latent_bytes, counts.prompts * counts.largest(finals) * shapes.latent_bytes
-
-
-def _tail_network(config: Config, policy: PipelinePolicy) -> int:
-    """Bytes that `policies.fast.FastNetwork` does not share with the policy: weights in another dtype, or int8."""
-    tails, total = config.sampling.tails, 0
-    kind = torch.bfloat16 if tails.dtype == "bfloat16" else policy.dtype
-    linear = {id(module.weight) for module in policy.pipeline.transformer.modules() if isinstance(module, nn.Linear)}
-    for name, weight in policy.pipeline.transformer.named_parameters():
-        if "lora_" in name:
-            continue
-        if tails.quantize == "int8" and id(weight) in linear:
-            total += weight.numel()
-        elif weight.dtype != kind:
-            total += weight.numel() * kind.itemsize
-    return total
 
 
 def _row(policy: PipelinePolicy, shapes: Shapes) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from g2rpo.cost.counting import Counts
 from g2rpo.cost.seconds import Seconds, summed
-from g2rpo.rollout.engine import Engine, Velocity
+from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import dry_rollout
 from g2rpo.rollout.scoring import decode, weighted_scores
 from g2rpo.runtime.devices import accelerator
@@ -47,14 +47,14 @@ def by_probe(
     def rows(count: int) -> Tensor:
         return policy.noise([generator_for("probe", i) for i in range(count)])
 
-    def measured(sizes: Sequence[int], network: Velocity | None = None) -> Callable[[Sequence[int]], float]:
+    def measured(sizes: Sequence[int]) -> Callable[[Sequence[int]], float]:
         """A function from a list of row counts to the seconds of these calls."""
 
         def call(size: int) -> float:
             x, places = rows(size), [i % len(prompts) for i in range(size)]
             steps = [i % (len(trainer.sigmas) - 1) for i in range(size)]
             with torch.no_grad():
-                return timed(lambda: engine.velocity(x, steps, places, network))
+                return timed(lambda: engine.velocity(x, steps, places))
 
         chosen = sorted({min(sizes), int(np.median(sizes)), max(sizes)})
         times = [call(size) for size in chosen]
@@ -62,10 +62,6 @@ def by_probe(
 
     chunks = [min(most, counts.heldout - start) for start in range(0, counts.heldout, most)]  # calls of an evaluation's step
     own_calls = measured([*chunks, *(size for iteration, _ in counts.kinds for size in iteration.calls)])
-    tail_sizes, tail_calls = [size for iteration, _ in counts.kinds for size in iteration.tail_calls], own_calls
-    if trainer.tail_network is not None:
-        trainer.tail_network.refresh()
-        tail_calls = measured(tail_sizes, trainer.tail_network.velocity)
     picture, images, asked = _pictures(trainer, cond, prompts, rows, timed)
     score = {
         name: timed(partial(reward, images, asked)) / len(images)
@@ -78,7 +74,7 @@ def by_probe(
     step = timed(trainer.learner.optimizer.step)  # after an update: without gradients it would be a no-op
     iteration = {
         "encode": 0.0 if cached else encoding * counts.prompts,
-        "rollout": counts.mean(lambda it: own_calls(it.calls) + (tail_calls(it.tail_calls) if it.tail_calls else 0.0)),
+        "rollout": counts.mean(lambda it: own_calls(it.calls)),
         "decode": counts.mean(lambda it: it.images) * picture,
         "rewards": counts.mean(lambda it: it.images) * sum(score[name] for name in config.rewards),
         "update": counts.mean(lambda it: it.training_rows / passed * (update - step) + it.optimizer_steps * step),

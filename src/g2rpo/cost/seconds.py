@@ -53,8 +53,6 @@ class Work:
     """Of an evaluation's operations, those in float8; of a training row's, as many in each forward pass."""
     forwards: int
     """Forward passes of a training row."""
-    tails: str
-    """The dtype in which tails are computed; int8 is taken to be as fast as bfloat16."""
     weights: int
     trained: int
     trained_rewards: tuple[str, ...]
@@ -82,17 +80,11 @@ def work_of(
         picture=count_flops(lambda: policy.decode(torch.empty(1, *shapes.latent, device="meta"))),
         prompt=_encoder_flops(policy, shapes),
         score={name: (known.flops, known.dtype) for name, known in here.items()},
-        tails=_tails_dtype(config),
         weights=size_of(transformer),
         trained=sum(p.nbytes for p in policy.trainable_parameters()),
         trained_rewards=tuple(config.rewards),
         ahead=distinct_prompts if config.prompts.cache != "off" else 0,
     )
-
-
-def _tails_dtype(config: Config) -> str:
-    tails = config.sampling.tails
-    return config.policy.dtype if tails.dtype == "policy" and tails.quantize == "none" else "bfloat16"
 
 
 def _encoder_flops(policy: PipelinePolicy, shapes: Shapes) -> float:
@@ -125,12 +117,10 @@ def on_card(card: Card, utilisation: float, counts: Counts, work: Work) -> Secon
     saved = compute(work.float8) - compute(work.float8, "float8") if work.float8 else 0.0
     row, picture, reading = compute(work.evaluation) - saved, compute(work.picture), move(work.weights)
     training_row = compute(work.training_row) - work.forwards * saved
-    tail_row = compute(work.evaluation, work.tails) - saved
     prompt = 0.0 if work.ahead else compute(work.prompt)
 
     def rollout(iteration: Iteration) -> float:
-        own = sum(max(rows * tail_row, reading) for rows in iteration.tail_calls)
-        return sum(max(rows * row, reading) for rows in iteration.calls) + own
+        return sum(max(rows * row, reading) for rows in iteration.calls)
 
     def update(iteration: Iteration) -> float:
         passes = sum(max(rows * training_row, 3 * reading) for rows in iteration.passes)

@@ -84,7 +84,7 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
     with shallow_policy(blueprint, config) as (policy, times):
         shapes = shapes_of(policy, blueprint)
         most = int(config.sampling.batch_size)
-        rows = max(counts.largest(lambda it: it.calls), counts.largest(lambda it: it.tail_calls), min(most, counts.heldout))
+        rows = max(counts.largest(lambda it: it.calls), min(most, counts.heldout))
         images = max(counts.largest(lambda it: [it.images]), counts.heldout)
         plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
         kept = list(_tensors(policy))

@@ -103,7 +103,7 @@ class Studio:
         return replace(self.algorithm, granularities=chosen)  # type: ignore[type-var]
 
     def engine(self, prompt: str) -> Engine:
-        """An engine that samples `prompt` as training does, with the policy's own network for tails."""
+        """An engine that samples `prompt` as training does."""
         return Engine(
             policy=self.policy,
             cond=self.policy.encode([prompt]),
@@ -244,7 +244,7 @@ def learn(
     """Samples, scores and compares one group for `prompt` by plan number `plan` of the algorithm.
 
     With a run's own seed and granularities (None: the algorithm's) this is what its first iteration did for its first
-    prompt. Tails follow `sampling.tails`, with the policy's own network. `on_progress(done, total)` counts
+    prompt. Tails follow `sampling.tails`. `on_progress(done, total)` counts
     network evaluations. `UserError` for wrong input.
     """
     prompt, seed = checked(prompt, seed)

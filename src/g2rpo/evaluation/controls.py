@@ -32,7 +32,7 @@ GUIDANCE = (0.5, 1.5, 2.0, 3.0)
 """Multiples of the guidance scale of a model that is sampled with one."""
 RIGHT = "right pictures"
 """Beside the names of rewards: the share of right pictures."""
-TAILS = {"euler": Tails(), "ab2": Tails(solver="ab2"), "dpmpp2m": Tails(solver="dpmpp2m"), "forecast": Tails(forecast=True)}
+TAILS = {"euler": Tails(), "dpmpp2m": Tails(solver="dpmpp2m"), "forecast": Tails(forecast=True)}
 ETA = 0.7
 """Of the stochastic solver, "sde": Flow-GRPO's noise on all steps but the last."""
 
@@ -44,7 +44,7 @@ class Control(Section):
     """The first noise is multiplied by it."""
     steps: Steps | None = None
     guidance: NonNegativeFloat | None = None
-    solver: Literal["euler", "ab2", "dpmpp2m", "forecast", "sde"] = "euler"
+    solver: Literal["euler", "dpmpp2m", "forecast", "sde"] = "euler"
 
     @property
     def knobs(self) -> dict[str, float | str]:
@@ -101,7 +101,7 @@ def default_controls(num_steps: int, guidance: float | None) -> list[Control]:
         *(Control(noise=scale) for scale in NOISES),
         *(Control(steps=min(times * num_steps, 250)) for times in STEPS),
         *(Control(guidance=times * guidance) for times in GUIDANCE if guidance),
-        *(Control(solver=solver) for solver in ("ab2", "dpmpp2m", "forecast", "sde")),
+        *(Control(solver=solver) for solver in ("dpmpp2m", "forecast", "sde")),
     ]
 
 

@@ -24,7 +24,6 @@ from g2rpo.types import Cond, Kernel, Plan, Policy, Rollout, Transition
 
 Noise = Callable[..., torch.Generator]
 """`noise(prompt, *purpose)`: the generator of one draw for one prompt, e.g. noise(0, "branch", 3)."""
-Velocity = Callable[[Tensor, Tensor, Cond], Tensor]
 
 
 @dataclass(kw_only=True)
@@ -33,9 +32,8 @@ class Engine:
 
     `batch_size` bounds the rows of one network call. `anchor_dtype` rounds the latents at which noise enters, `sample_dtype`
     the latents after the noise; both before log-probs are taken, so that log-probs belong to the stored latents. `step_dtype`
-    is the dtype of velocities and noise, and so of their products with a step's numbers (`data.times`). `tails` and
-    `tail_velocity` (None: the policy's) finish members only; anchors and stochastic steps use the policy. `evaluations` counts
-    rows given to the network, `calls` its calls; `on_rows(rows)` is called after each.
+    is the dtype of velocities and noise, and so of their products with a step's numbers (`data.times`). `tails` finish
+    members only. `evaluations` counts rows given to the network, `calls` its calls; `on_rows(rows)` is called after each.
     """
 
     policy: Policy
@@ -46,7 +44,6 @@ class Engine:
     sample_dtype: torch.dtype = torch.float32
     step_dtype: torch.dtype = torch.float32
     tails: Tails = EXACT
-    tail_velocity: Velocity | None = None
     on_rows: Callable[[int], None] = lambda rows: None
     evaluations: int = field(default=0, init=False)
     calls: int = field(default=0, init=False)
@@ -62,7 +59,7 @@ class Engine:
         groups = self._begin(plans, group_size, kernel, noise)
         tails = self.tails.walked_by(plans)
         jobs = [(tails.tree(group.plan.tails), group.prompt, group.x) for group in groups]
-        finals = self._finish(jobs, tails, self.tail_velocity)
+        finals = self._finish(jobs, tails)
         return [
             Rollout(group.prompt, group.plan, tuple(group.transitions), latents)
             for group, latents in zip(groups, finals, strict=True)
@@ -73,7 +70,7 @@ class Engine:
         """Latents at sigma = 0 by the ODE from x [prompts, ...] at sigma = 1, by Euler's or another solver; num_steps
         evaluations a row."""
         walk = tails.tree([range(self.num_steps + 1)])
-        finals = self._finish([(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))], tails, None)
+        finals = self._finish([(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))], tails)
         return torch.cat([final[0] for final in finals])
 
     def initial(self, noise: Noise) -> Tensor:
@@ -83,7 +80,7 @@ class Engine:
     def _noise(self, generators: Sequence[torch.Generator]) -> Tensor:
         return self.policy.noise(generators).to(self.step_dtype).float()
 
-    def velocity(self, x: Tensor, steps: Sequence[int], prompts: Sequence[int], network: Velocity | None = None) -> Tensor:
+    def velocity(self, x: Tensor, steps: Sequence[int], prompts: Sequence[int]) -> Tensor:
         """Velocities, in `step_dtype`, of rows x [B, ...] at grid indices `steps` for rows `prompts` of the conditioning."""
         sigma = self.sigmas[torch.as_tensor(steps)].to(x.device)
         chunks = []
@@ -91,7 +88,7 @@ class Engine:
             picked = slice(int(rows[0]), int(rows[-1]) + 1)
             with bounded_by("rollout"):
                 cond = self.cond.rows(list(prompts[picked]))
-                chunks.append((network or self.policy.velocity)(x[picked], sigma[picked], cond).to(self.step_dtype))
+                chunks.append(self.policy.velocity(x[picked], sigma[picked], cond).to(self.step_dtype))
             self.evaluations += len(rows)
             self.calls += 1
             self.on_rows(len(rows))
@@ -157,7 +154,7 @@ class Engine:
             group.transitions.append(Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next)))
         group.move(x_next)
 
-    def _finish(self, jobs: Sequence[tuple[Node, int, Tensor]], tails: Tails, network: Velocity | None) -> list[Tensor]:
+    def _finish(self, jobs: Sequence[tuple[Node, int, Tensor]], tails: Tails) -> list[Tensor]:
         """Integrates each job's latents [G, ...] along its prefix tree; returns finals [M, G, ...] per job. Rows are kept on a
         stack and batches are taken from its top (depth first), so memory is bounded by the number of members, not of tails.
         """
@@ -177,7 +174,7 @@ class Engine:
             x, v = torch.stack([row.x for row in rows]), []
             if asking:
                 steps, prompts = [row.node.step for row in asking], [jobs[row.job][1] for row in asking]
-                v.append(self.velocity(x[: len(asking)], steps, prompts, network))
+                v.append(self.velocity(x[: len(asking)], steps, prompts))
             v += [tails.forecast_velocity(row.past, float(self.sigmas[row.node.step]))[None] for row in forecast]
             stack.extend(self._advance(rows, x, torch.cat(v), tails))
         return [torch.stack([torch.stack(members) for members in tails]) for tails in finals]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How tails are integrated: exactly, or approximately with fewer or cheaper evaluations. All approximations are off by default.
+"""How tails are integrated: by Euler steps over the steps of a plan, by another solver, or with fewer evaluations.
 A tail only estimates the reward of a member and carries no log-prob, so the ratio is unaffected: anchors and stochastic steps
 always use the policy's own velocity. `benchmarks.fast_tails` measures the errors.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from g2rpo.data import Cond, Plan, Solver
-from g2rpo.errors import at_least_one
+from g2rpo.data import Plan, Solver
 from g2rpo.flow import ode_step, per_row
 from g2rpo.rollout.sharing import Node, prefix_tree
 
@@ -21,51 +19,23 @@ Past = tuple[tuple[float, Tensor], ...]
 """The last evaluations of a row, newest first: sigma, and velocity (dpmpp2m: predicted image)."""
 
 
-class TailNetwork(Protocol):
-    """A cheaper network than the policy's."""
-
-    def refresh(self) -> None:
-        """Copies the policy's current weights."""
-        ...
-
-    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """As `Policy.velocity`, without gradients."""
-        ...
-
-
 @dataclass(frozen=True)
 class Tails:
     """Options of tails. `Tails()` takes exact Euler steps over the steps of a plan.
 
-    solver: "ab2" is the two-step Adams-Bashforth method in sigma, "dpmpp2m" is DPM-Solver++(2M) (arXiv 2211.01095, Alg. 2),
-        its form for flows; both are second order, need no further evaluations, and begin with an Euler step.
-    stride: a second-order tail visits only every `stride`-th of its plan's inner steps, after the first jump.
+    solver: "dpmpp2m" is DPM-Solver++(2M) (arXiv 2211.01095, Alg. 2), its form for flows: second order with as many evaluations;
+        it begins with an Euler step.
     forecast: from the third on, every second velocity of a tail is extrapolated, linearly in sigma, from the last two that were
         evaluated (TaylorSeer, arXiv 2503.06923, of order 1 on the network's output). To reuse the last velocity unchanged would
         be Euler with longer jumps, which `granularities` offer already.
-    compile, dtype, quantize: how the network is computed; see `policies.fast`.
     """
 
     solver: Solver = "euler"
-    stride: int = 1
     forecast: bool = False
-    compile: bool = False
-    dtype: Literal["policy", "bfloat16"] = "policy"
-    quantize: Literal["none", "int8"] = "none"
 
     def __post_init__(self) -> None:
-        at_least_one(stride=self.stride)
-        if self.stride > 1 and self.solver == "euler":
-            raise ValueError(
-                "stride needs a second-order solver (ab2 or dpmpp2m); longer Euler jumps are algorithm.granularities"
-            )
         if self.forecast and self.solver != "euler":
             raise ValueError(f"forecast replaces velocities of Euler steps: set forecast=false with solver={self.solver}")
-
-    @property
-    def own_network(self) -> bool:
-        """Whether tails need a network other than the policy's."""
-        return self.compile or self.dtype != "policy" or self.quantize != "none"
 
     def walked_by(self, plans: Sequence[Plan]) -> Tails:
         """These tails with the plans' solver; plans with the default ("euler") use `self.solver`."""
@@ -75,17 +45,14 @@ class Tails:
         return self if asked <= {"euler"} else replace(self, solver=asked.pop())
 
     def tree(self, tails: Sequence[Sequence[int]]) -> Node:
-        """The prefix tree of the tails, with `stride` and `forecast` applied."""
-        return prefix_tree([self._thinned(tail) for tail in tails], forecast=self.forecast)
-
-    def _thinned(self, tail: Sequence[int]) -> Sequence[int]:
-        return (*tail[:1], *tail[1 : -1 : self.stride], *tail[1:][-1:])  # a tail of one step has no inner steps
+        """The prefix tree of the tails, with `forecast` applied."""
+        return prefix_tree(tails, forecast=self.forecast)
 
     def remember(self, past: Past, x: Tensor, velocity: Tensor, sigma: float) -> Past:
         """`past` with the evaluation at sigma added."""
         if self.solver == "euler":
             return ((sigma, velocity), *past)[:2] if self.forecast else ()
-        return ((sigma, velocity if self.solver == "ab2" else x - sigma * velocity),)
+        return ((sigma, x - sigma * velocity),)
 
     def forecast_velocity(self, past: Past, sigma: float) -> Tensor:
         """The line through the last two velocities, at sigma."""
@@ -95,20 +62,16 @@ class Tails:
     def step(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, past: Sequence[Past]) -> Tensor:
         """x [B, ...] at `sigma_next` [B]; rows without a past take an Euler step.
 
-        Both second-order methods add to it a multiple of how much their quantity has changed since the row's last step:
-        ab2: dsigma^2 / (2 dsigma_before) of the velocity's change; dpmpp2m: (1 - sigma_next / sigma) * h / (2 h_before) of the
-        predicted image's, with h the change of log((1 - sigma) / sigma), and nothing on a step to 0, where h is infinite.
+        "dpmpp2m" adds to it (1 - sigma_next / sigma) * h / (2 h_before) of how much the predicted image has changed since the
+        row's last step, with h the change of log((1 - sigma) / sigma), and nothing on a step to 0, where h is infinite.
         """
         x_next = ode_step(x, velocity, sigma, sigma_next)
         if self.solver == "euler":
             return x_next
         now, then = sigma.double(), sigma_next.double()
         before = torch.tensor([memory[0][0] if memory else torch.nan for memory in past], dtype=torch.float64)
-        if self.solver == "ab2":
-            value, factor = velocity, (then - now) ** 2 / (2 * (now - before))
-        else:
-            value = x - per_row(sigma, x) * velocity
-            factor = (1 - then / now) * (_log_snr(then) - _log_snr(now)) / (2 * (_log_snr(now) - _log_snr(before)))
+        value = x - per_row(sigma, x) * velocity
+        factor = (1 - then / now) * (_log_snr(then) - _log_snr(now)) / (2 * (_log_snr(now) - _log_snr(before)))
         factor = factor.where(factor.isfinite(), 0.0)
         last = torch.stack([memory[0][1] if memory else own for memory, own in zip(past, value, strict=True)])
         return x_next + per_row(factor, x) * (value - last)

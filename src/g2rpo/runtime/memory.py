@@ -100,7 +100,7 @@ class BatchSizes:
     def find(self, policy: Policy, cond: Cond, noise: Tensor, most: int, gauge: Gauge | None = None) -> None:
         """Measures the sizes in `auto`: the rows, up to `most`, that leave `SAFETY_MARGIN` of the memory free.
 
-        cond and noise have one row. Only current calls are measured: later allocations (gradients, moments, copies for tails)
+        cond and noise have one row. Only current calls are measured: later allocations (gradients, moments)
         must fit into the margin, otherwise sizes are halved then.
         """
         gauge = gauge or AcceleratorGauge(policy.device)

@@ -17,7 +17,6 @@ from g2rpo.errors import UserError
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import Stopwatch, score_rollouts
-from g2rpo.rollout.tails import TailNetwork
 from g2rpo.runtime.devices import same_device
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
@@ -71,7 +70,6 @@ class Collector:
     shards: Replicated
     seed: int
     first: int
-    tail_network: TailNetwork | None
     on_evaluations: Callable[[int], None]
 
     def collect(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
@@ -95,8 +93,6 @@ class Collector:
         return self._collect(drawn, cond, prompts, watch)
 
     def _collect(self, drawn: Drawn, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
-        if self.tail_network is not None:
-            self.tail_network.refresh()
         size = self.prompts_at_once(drawn, len(prompts))
         parts = [range(len(prompts))[start : start + size] for start in range(0, len(prompts), size)]
         # ranks that make every call of the network together go on until all have sampled, and score meanwhile
@@ -156,7 +152,6 @@ class Collector:
             batch_size=self.sizes.rollout,
             **self.config.dtypes,
             tails=self.config.tails,
-            tail_velocity=self.tail_network.velocity if self.tail_network is not None else None,
             on_rows=self.on_evaluations,
         )
         try:

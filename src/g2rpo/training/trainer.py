@@ -34,7 +34,6 @@ from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.scoring import Stopwatch, scores_latents, weighted_scores
-from g2rpo.rollout.tails import TailNetwork
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import batch_sizes
@@ -58,11 +57,10 @@ from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout
 class Trainer:
     """Trains `policy` on `rewards` by `config`, and writes `run_dir`.
 
-    `judges` are rewards that score held-out pictures and are not trained on. `run_dir=None` writes nothing. `tail_network`
-    finishes members if `sampling.tails` needs another network than the policy's. `notify` is called when batch sizes are found,
-    or halved because memory ran out, and when `trackers` fail. `shards` holds the ranks and the placement of the weights: every
-    rank has a trainer, with its share of the prompts; rank 0 writes. After `stopping` is set on any rank, `train` saves after
-    the current iteration, or during an evaluation, and raises `Preempted`.
+    `judges` are rewards that score held-out pictures and are not trained on. `run_dir=None` writes nothing. `notify` is called
+    when batch sizes are found, or halved because memory ran out, and when `trackers` fail. `shards` holds the ranks and the
+    placement of the weights: every rank has a trainer, with its share of the prompts; rank 0 writes. After `stopping` is set on
+    any rank, `train` saves after the current iteration, or during an evaluation, and raises `Preempted`.
     """
 
     config: Config
@@ -72,7 +70,6 @@ class Trainer:
     heldout: Sequence[str]
     judges: Mapping[str, Reward] = field(default_factory=dict)
     run_dir: Path | None = None
-    tail_network: TailNetwork | None = None
     notify: Callable[[str], None] = print
     shards: Replicated = WHOLE
     on_evaluations: Callable[[int], None] = lambda rows: None
@@ -80,8 +77,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         c = self.config
-        if c.sampling.tails.own_network and self.tail_network is None:
-            raise ValueError("sampling.tails asks for a network of its own: pass a tail_network (see policies.fast)")
         self.iteration = 0
         self.saved_at = time.monotonic()
         self.stopping = False
@@ -124,7 +119,6 @@ class Trainer:
             shards=self.shards,
             seed=self.config.trainer.seed,
             first=self.world.first(self.config.trainer.prompts_per_iteration),
-            tail_network=self.tail_network,
             on_evaluations=lambda rows: self.on_evaluations(rows),
         )
 
