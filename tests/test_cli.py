@@ -134,7 +134,7 @@ OF_EACH_KIND = ("flow_grpo", "mixgrpo", "pave_grpo", "adagrpo", "diffusion_nft",
 @pytest.mark.parametrize("name", few([name for name in ALGORITHMS if name != "g2rpo"], OF_EACH_KIND.__contains__))
 def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config, name):
     quick = ["sampling.num_steps=8", "algorithm.group_size=3"]  # the least for the default branch steps and times
-    quick += ["trainer.iterations=1", "evaluation.num_prompts=1", "evaluation.pictures=1"]
+    quick += ["trainer.iterations=1", "evaluation.num_prompts=1"]
     named = [f"algorithm.name={name}", *fits(name)]
     quick += ["rewards.scene_accuracy=", "rewards.brightness=1"] if name == "refl" else []
     code, out, err = g2rpo(capsys, "train", tiny_config, *named, *quick, "--run-dir", tmp_path / "run")

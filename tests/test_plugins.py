@@ -166,7 +166,7 @@ def test_an_installed_package_offers_names(importable, capsys, tmp_path, monkeyp
     """`forward` and `redness` by entry point, in plan, train and the model card; misspelt, with a near match."""
     monkeypatch.chdir(tmp_path)
     small = ["algorithm.name=forward", "algorithm.group_size=2", "rewards.redness=1", "trainer.iterations=1"]
-    small += ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "evaluation.pictures=2"]
+    small += ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2"]
     for command in (["plan", "scenes", *small, "--no-probe", "--json"], ["train", "scenes", *small, "--run-dir", "run"]):
         code, _, err = g2rpo(capsys, *command)
         assert code == 0, err

@@ -151,8 +151,8 @@ def _mentioning(
 
 
 def _mentioned(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
-    """Mentions of `rewards`, with the weight, frames and tf32 that `table` has for their names."""
-    known = {name: entry.model_dump(include={"weight", "frames", "tf32"}) for name, entry in table.items()}
+    """Mentions of `rewards`, with the weight and frames that `table` has for their names."""
+    known = {name: entry.model_dump(include={"weight", "frames"}) for name, entry in table.items()}
     return {name: RewardConfig(kind=mention(reward), **known.get(name, {})) for name, reward in rewards.items()}
 
 

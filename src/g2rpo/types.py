@@ -84,7 +84,6 @@ class Reward(Protocol):
     algorithms with `uses_rewards` need that.
 
     Where one waits for an answer from elsewhere (`waits = True`), pictures are scored while other prompts are rolled out.
-    For one with `tf32 = True`, CUDA multiplies float32 matrices in TF32.
 
     A reward may change as the run goes on: its attribute `state`, plain data and tensors, is saved in checkpoints and set again
     on resuming. It must be the same on all ranks, which score different pictures; so it changes in a method

@@ -114,7 +114,7 @@ def test_sd3_trains_from_a_config(tmp_path, sd3_directory, scale):
     prompts.write_text("a red circle\ntwo blue square\n")
     policy = {"path": str(sd3_directory), **SIZE, "lora_rank": 2, "guidance_scale": scale}
     data = {**TINY, "policy": policy, "rewards": {"brightness": 1.0}}
-    data |= {"prompts": {"train": str(prompts)}, "evaluation": {"prompts": str(prompts), "num_prompts": 2, "pictures": 1}}
+    data |= {"prompts": {"train": str(prompts)}, "evaluation": {"prompts": str(prompts), "num_prompts": 2}}
     config = resolve(yaml.safe_load(yaml.safe_dump(data)), ["prompts.cache=off"])
     trainer = build_trainer(config, tmp_path / "run", print)
     before = [p.detach().clone() for p in trainer.learner.parameters]

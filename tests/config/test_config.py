@@ -172,5 +172,4 @@ def test_differences_are_dotted():
         "rewards.x.kind",
         "rewards.x.weight",
         "rewards.x.options",
-        "rewards.x.tf32",
     }

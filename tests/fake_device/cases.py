@@ -30,7 +30,7 @@ DATA = {
     "sampling": {"num_steps": 4, "batch_size": 5, "decode_batch_size": 4},
     "optim": {"learning_rate": 1e-3, "ema_decay": 0.9},
     "trainer": {"iterations": 2, "prompts_per_iteration": 2, "checkpoint_every": 1, "micro_batch_size": 2},
-    "evaluation": {"prompts": "none", "num_prompts": 3, "every": 2, "pictures": 2},
+    "evaluation": {"prompts": "none", "num_prompts": 3, "every": 2},
     "trackers": [],
 }
 

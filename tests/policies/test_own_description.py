@@ -64,7 +64,7 @@ def test_pictures_are_the_pipelines_own(ovis):
 def test_it_trains_and_what_it_saves_plain_diffusers_draws(ovis, tmp_path, capsys):
     """Its pipeline has no loader of LoRAs; its transformer has one."""
     folder, kind = ovis
-    few = ["trainer.iterations=1", "evaluation.num_prompts=1", "evaluation.pictures=1", "algorithm.group_size=2"]
+    few = ["trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2"]
     run, size = tmp_path / "run", ["policy.height=32", "policy.width=48"]
     few += ["rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"]
     code, _, err = g2rpo(capsys, "train", write_tiny(tmp_path, folder), f"policy.kind={kind}", *few, *size, "--run-dir", run)

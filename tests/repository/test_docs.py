@@ -28,7 +28,6 @@ SMALLEST = [
     "trainer.iterations=1",
     "trainer.prompts_per_iteration=1",
     "evaluation.num_prompts=2",
-    "evaluation.pictures=2",
 ]
 page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 

@@ -11,6 +11,7 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import RewardFailed, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
+from g2rpo.rollout import frames
 from g2rpo.rollout.frames import Frames, OnFrames
 from g2rpo.rollout.scoring import score
 from g2rpo.types import Prompt
@@ -56,7 +57,8 @@ def test_frames_without_a_score_are_left_out(reduce, expected):
     assert float(first) == pytest.approx(expected) and second.isnan()
 
 
-def test_frames_go_through_a_reward_in_batches_with_their_own_prompts():
+def test_frames_go_through_a_reward_in_batches_with_their_own_prompts(monkeypatch):
+    monkeypatch.setattr(frames, "AT_ONCE", 4)
     calls = []
 
     def reward(images, prompts):
@@ -67,7 +69,7 @@ def test_frames_go_through_a_reward_in_batches_with_their_own_prompts():
     clips = torch.rand(2, 5, 3, 2, 2)
     before = clips.clone()
     prompts = [Prompt("a", metadata={"value": 1}), Prompt("b", metadata={"value": 2})]
-    assert score({"own": OnFrames(reward, Frames(every=1, batch_size=4))}, clips, prompts)[0].tolist() == [1, 2]
+    assert score({"own": OnFrames(reward, Frames(every=1))}, clips, prompts)[0].tolist() == [1, 2]
     assert calls == [["a"] * 4, ["a", "b", "b", "b"], ["b", "b"]] and torch.equal(clips, before)
 
 

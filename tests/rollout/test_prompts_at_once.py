@@ -5,17 +5,12 @@ import threading
 import pytest
 import torch
 
-from g2rpo.build.rewards import build_rewards
-from g2rpo.commands.preflight import check
-from g2rpo.commands.train import load_config
-from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import RewardFailed, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.vlm import VLMJudge
 from g2rpo.rollout.frames import OnFrames
-from g2rpo.rollout.scoring import tf32_matmuls
 from g2rpo.training.collector import waited_for
 from tests.runtime.test_memory import Small
 from tests.support.runs import trainer
@@ -143,43 +138,3 @@ def test_scores_are_waited_for_where_another_device_computes_them(device, reward
     assert waited_for(score, torch.device(device)) == elsewhere
     score.waits = True
     assert waited_for(score, torch.device(device))
-
-
-def test_tf32_is_on_for_its_reward_alone_and_never_beside_a_rollout():
-    before = torch.backends.cuda.matmul.allow_tf32
-    seen = {}
-
-    def told(name):
-        def reward(images, prompts):
-            seen.setdefault(name, []).append(torch.backends.cuda.matmul.allow_tf32)
-            return waiting(images, prompts)
-
-        return reward
-
-    fast, exact = told("fast"), told("exact")
-    fast.tf32 = fast.waits = True
-    _, rows = run("rewards.exact=1.0", iterations=1, rewards={"bright": fast, "exact": exact})
-    assert set(seen["fast"]) == {True} and set(seen["exact"]) == {before} and before is False
-    assert torch.backends.cuda.matmul.allow_tf32 is before and rows[0]["seconds_overlapped"] == 0
-    with pytest.raises(UserError, match="rewards.bright.tf32: TF32 holds for the whole process"):
-        run("sampling.prompts_at_once=1", rewards={"bright": fast})
-    with pytest.raises(UserError, match="rewards.scene_accuracy.tf32: TF32 holds"):
-        check(load_config("scenes", ["rewards.scene_accuracy.tf32=true", "sampling.prompts_at_once=1"]))
-    (built,) = build_rewards({"red": RewardConfig(kind="brightness", tf32=True)}).values()
-    assert built.tf32 and not hasattr(build_rewards({"red": RewardConfig(kind="brightness")})["red"], "tf32")
-
-
-def test_tf32_follows_whichever_of_torchs_two_settings_was_used():
-    """Once the newer one has been used, torch refuses to read the older."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    try:
-        for chosen in ("tf32", "ieee"):
-            matmul.fp32_precision = chosen
-            with tf32_matmuls(False):
-                assert matmul.fp32_precision == chosen
-            with tf32_matmuls(True):
-                assert matmul.fp32_precision == "tf32"
-            assert matmul.fp32_precision == chosen
-    finally:
-        matmul.fp32_precision = before

@@ -124,7 +124,7 @@ def test_what_ranks_tell_each_other(tmp_path):
 
 def judge(world, folder):
     heldout = [str(i / 20) for i in range(5)]
-    t = trainer(folder / "run", "evaluation.pictures=5", "trainer.checkpoint_minutes=60", world=world, heldout=heldout)
+    t = trainer(folder / "run", "trainer.checkpoint_minutes=60", world=world, heldout=heldout)
     t.iteration, t.saved_at = 1, -1e9 * world.is_main  # hours ago by the clock of one rank: a checkpoint is due on all
     assert t._checkpoint_due()
     t.iteration = 0

@@ -70,7 +70,7 @@ def learn(world, folder, model, mode, killed=False):
     """`g2rpo train` on one rank; `killed` ends rank 1 amidst a network call of the second iteration."""
     policy = {"path": model, "height": 32, "width": 32, "max_sequence_length": 12, "tuning": "full"}
     prompts = {"train": str(Path(model) / "prompts.txt"), "cache": "off"}
-    evaluation = {"prompts": prompts["train"], "num_prompts": 3, "every": 1, "pictures": 1}
+    evaluation = {"prompts": prompts["train"], "num_prompts": 3, "every": 1}
     groups = {"policy": policy, "prompts": prompts, "evaluation": evaluation, "rewards": {"brightness": 1.0}}
     name, _, group = mode.partition(":")
     chosen = resolve(PLAIN | groups, [*SMALL, f"trainer.sharding={name}", f"trainer.shard_group={group or 'all'}"])

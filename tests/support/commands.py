@@ -14,7 +14,7 @@ TINY = {
     "sampling": {"num_steps": 4},
     "optim": {"learning_rate": 1e-3},
     "trainer": {"iterations": 2, "prompts_per_iteration": 1, "checkpoint_every": 1},
-    "evaluation": {"num_prompts": 3, "every": 1, "pictures": 2},
+    "evaluation": {"num_prompts": 3, "every": 1},
 }
 """A run of the tiny random FLUX, but for its policy and prompts."""
 

@@ -24,7 +24,7 @@ PLAIN = {
     "sampling": {"num_steps": 6, "batch_size": 32},
     "optim": {"learning_rate": 0.05},
     "trainer": {"iterations": 4, "prompts_per_iteration": 2, "checkpoint_every": 2},
-    "evaluation": {"prompts": "none", "num_prompts": 3, "every": 2, "rewards": {"dark": 1.0}, "pictures": 2},
+    "evaluation": {"prompts": "none", "num_prompts": 3, "every": 2, "rewards": {"dark": 1.0}},
 }
 PROMPTS = ["0", "0.1", "0.2", "-0.1", "-0.2"]
 

@@ -17,6 +17,7 @@ import g2rpo.training.checkpoint
 from g2rpo.errors import RewardFailed, Stopped
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.training import early_stop
 from g2rpo.training.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.commands import small_files
@@ -293,19 +294,22 @@ def test_infinite_scores_are_no_scores():
     assert row["missing_scores"] == 0.5 and row["skipped_updates"] == 0
 
 
-def test_a_reward_without_any_score_ends_the_run_after_a_while(tmp_path):
+def test_a_reward_without_any_score_ends_the_run_after_a_while(tmp_path, monkeypatch):
     """As an HTTP reward is once its server has gone for good. A single bad iteration does no harm."""
+    monkeypatch.setattr(early_stop, "UNSCORED", 3)
     silent_after = {1, 2, 4, 5, 6}
 
     def reward(images, prompts):
         return torch.full((len(images),), torch.nan) if t.iteration in silent_after else brightness(images, prompts)
 
-    t = trainer(tmp_path, *LONG, "evaluation.every=100", "trainer.max_unscored=3", rewards={"bright": reward})
+    t = trainer(tmp_path, *LONG, "evaluation.every=100", rewards={"bright": reward})
     with pytest.raises(Stopped, match="iteration 7: reward 'bright' gave no score at all in 3 iterations in a row"):
         list(t.train())
 
 
-def test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights(tmp_path):
+def test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(early_stop, "SKIPPED", 2)
+
     class Policy(GaussianPolicy):
         broken = False
 
@@ -313,7 +317,7 @@ def test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights(t
             v = super().velocity(x, sigma, cond)
             return v * float("nan") if v.requires_grad and self.broken else v
 
-    t = trainer(tmp_path, *LONG, "trainer.checkpoint_every=100", "trainer.max_skipped=2", policy=Policy())
+    t = trainer(tmp_path, *LONG, "trainer.checkpoint_every=100", policy=Policy())
     rows = t.train()
     while t.iteration < 4:
         next(rows)

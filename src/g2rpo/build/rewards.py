@@ -53,10 +53,7 @@ def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dic
 
 
 def configured(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-    """The rewards with what `table` says of `frames` and `tf32`; UserError for frames of one that takes clips or latents."""
-    for name, reward in rewards.items():
-        if name in table and table[name].tf32:
-            reward.tf32 = True  # type: ignore[attr-defined]
+    """The rewards with what `table` says of `frames`; UserError for frames of one that takes clips or latents."""
     chosen = {name: entry.frames for name, entry in table.items() if name in rewards and entry.frames is not None}
     for name in chosen:
         for kind, what in (("video", "whole clips"), ("latent", "latents")):

@@ -73,7 +73,7 @@ class Workspace:
         return Job(title, arguments, folder.parent / f"{folder.name}.log")
 
     def probe(self, cell: str) -> tuple[Path, list[str]]:
-        short = [f"trainer.iterations={PROBE}", "evaluation.num_prompts=1", "evaluation.pictures=1"]
+        short = [f"trainer.iterations={PROBE}", "evaluation.num_prompts=1"]
         return self.out / "probes" / cell, [*self.study.overrides_of(cell), *short]
 
     def run(self, cell: str, rate: float, seed: int, iterations: int) -> list[str]:

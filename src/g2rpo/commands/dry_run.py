@@ -11,7 +11,7 @@ from g2rpo.algorithms.contracts import name_of
 from g2rpo.build.components import pick_device
 from g2rpo.build.rewards import build_rewards, reward_kind
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.config.schema import AlarmsConfig, Config, RewardConfig
+from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.errors import RewardFailed, UserError, where
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import Brightness
@@ -43,7 +43,7 @@ def _try_algorithm(config: Config) -> None:
     changes = {
         "trainer": config.trainer.model_copy(update={"prompts_per_iteration": PROMPTS, "sharding": "none"}),
         "sampling": config.sampling.model_copy(update={"tails": Tails()}),
-        "alarms": AlarmsConfig(action="off"),
+        "alarms": {"action": "off"},
     }
     prompts = [str(index / 10) for index in range(PROMPTS * config.algorithm.candidates)]
     rewards = dict.fromkeys(config.rewards, Brightness())

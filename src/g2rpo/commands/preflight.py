@@ -31,7 +31,6 @@ from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.checkpoint import checkpoints
-from g2rpo.training.collector import TF32_ASIDE
 from g2rpo.training.updater import check_differentiable
 
 SECONDS = 1.5
@@ -164,9 +163,6 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
         found.add(f"evaluation.rewards.{name}: a trained reward has this name already; it is judged anyway")
     if not config.rewards:
         found.add("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
-    if config.sampling.prompts_at_once is not None:
-        for name in (name for name, entry in config.rewards.items() if entry.tf32):
-            found.add(TF32_ASIDE.format(name))
     found.tried(components.check_plans, config.algorithm, config.sampling)
     if "rewards" not in given and not isinstance(config.algorithm, Mentioned) and config.algorithm.uses_rewards:
         found.tried(_check_gradients, config)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,7 +19,7 @@ from g2rpo import plugins
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, named
 from g2rpo.config.given import is_mention
 from g2rpo.config.removed import is_neutral
-from g2rpo.config.schema import Config, RewardConfig, Section
+from g2rpo.config.schema import Config, Section
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.plain import DEPTH, parse_yaml, read_text
 from g2rpo.types import Algorithm
@@ -213,6 +213,8 @@ def _fields(kind: Any) -> dict[str, Any] | None:
         return {name: Algorithm if name == "algorithm" else field.annotation for name, field in kind.model_fields.items()}
     if kind is Algorithm:
         return {name: hint for each in ALGORITHMS.values() for name, hint in (_fields(each) or {}).items()}
+    if get_origin(kind) is dict and get_origin(names := get_args(kind)[0]) is Literal:
+        return dict.fromkeys(get_args(names), get_args(kind)[1])
     if get_args(kind)[1:] == (NoneType,):  # an optional group
         return _fields(get_args(kind)[0])
     if dataclasses.is_dataclass(kind):
@@ -221,28 +223,29 @@ def _fields(kind: Any) -> dict[str, Any] | None:
     return None
 
 
-def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = False) -> None:
-    """Refuses unknown keys, and takes out removed ones that ask for nothing."""
+def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = False, place: str | None = None) -> None:
+    """Refuses unknown keys, and takes out removed ones that ask for nothing; `place` is `prefix` without a reward's name."""
+    place = prefix if place is None else place
     if kind is Algorithm and isinstance(data, Mapping):
         kind = _class_in(data, source, mention)
     fields = _fields(kind)
-    if get_origin(kind) is dict and isinstance(data, Mapping):
+    if fields is None and get_origin(kind) is dict and isinstance(data, Mapping):
         for name, entry in data.items():
-            _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source, mention)
+            _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source, mention, "rewards.*.")
     if fields is None or not isinstance(data, dict):
         return
     for key, value in list(data.items()):
         if key not in fields:
-            if prefix == "algorithm." and key == "name":
+            if place == "algorithm." and key == "name":
                 continue
-            if is_neutral(f"{'rewards.*.' if kind is RewardConfig else prefix}{key}", value, source):
+            if is_neutral(f"{place}{key}", value, source):
                 del data[key]
                 continue
             near = did_you_mean(str(key), fields)
             if not prefix and (elsewhere := key_of(str(key), fields)):
                 near = f" Did you mean '{elsewhere}'?"
             raise UserError(f"{source}: unknown key '{prefix}{key}'.{near}")
-        _check_keys(fields[key], value, f"{prefix}{key}.", source, mention)
+        _check_keys(fields[key], value, f"{prefix}{key}.", source, mention, f"{place}{key}.")
 
 
 def key_of(word: str, fields: Mapping[str, Any] | None = None) -> str | None:

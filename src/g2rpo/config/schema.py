@@ -105,8 +105,6 @@ class RewardConfig(Section):
     options: dict[str, Any] = {}
     frames: Frames | None = None
     """Which frames of clips a reward of pictures scores; None: every fourth, their mean."""
-    tf32: bool = False
-    """Whether CUDA multiplies its float32 matrices in TF32: faster, with 10 bits instead of 23."""
 
 
 def _reward_table(value: Any) -> Any:
@@ -226,10 +224,6 @@ class TrainerConfig(Section):
     holds all shards, and groups send each other only gradients, once an update: hybrid sharding, for slow networks."""
     rank_timeout_s: Annotated[float, Field(gt=0, le=10**7)] = 1800
     """Seconds after which a rank that does not answer is lost."""
-    max_unscored: Count = 5
-    """The run stops after this many consecutive iterations in which a reward gave no score at all."""
-    max_skipped: Count = 10
-    """The run stops after this many consecutive updates with a non-finite gradient (none is applied)."""
     seed: Annotated[int, Field(ge=0)] = 42
 
 
@@ -247,7 +241,6 @@ class EvaluationConfig(Section):
     num_steps: Steps | None = None
     """None: `sampling.num_steps`."""
     rewards: RewardTable = {}
-    pictures: Count = 8
     controls: bool | Literal["auto"] = "auto"
     """Whether free knobs of the untrained model are sampled too, on up to 64 held-out prompts, and how much a prompt's pictures
     differ. "auto": where each takes at most a tenth of the run's network evaluations."""
@@ -257,31 +250,16 @@ Action = Annotated[Literal["off", "warn", "stop", "rollback"], BeforeValidator(_
 """The action of an alarm: nothing; a warning; save and end the run; or end it with the weights of its best evaluation."""
 
 
-class AlarmsConfig(Section):
-    """Actions of the alarms; docs/alarms.md defines when each is raised."""
+Alarm = Literal["action", "drift", "silent", "masked", "saturated", "hacking", "decline", "pictures", "diversity"]
+"""The name of an alarm, or "action" for all without an action of their own."""
 
-    action: Action = "warn"
-    """The action of every alarm without its own below."""
-    drift: Action | None = None
-    """Rollout and training pass disagree about log-probs."""
-    silent: Action | None = None
-    """Most groups have zero variance."""
-    masked: Action | None = None
-    """Groups without scores."""
-    saturated: Action | None = None
-    """Advantages at their clip."""
-    hacking: Action | None = None
-    """A held-out reward falls while a trained one rises."""
-    decline: Action | None = None
-    """A held-out reward falls, and no trained one rises."""
-    pictures: Action | None = None
-    """Pictures leave the base model's range of brightness, contrast, saturation, clipping or detail."""
-    diversity: Action | None = None
-    """Pictures of one prompt differ less than half as much as the base model's."""
 
-    def of(self, alarm: str) -> Action:
-        """The action of `alarm`."""
-        return getattr(self, alarm) or self.action
+def _given(value: Any) -> Any:
+    """Leaves out alarms without an action, as older runs wrote them."""
+    return {name: action for name, action in value.items() if action is not None} if isinstance(value, Mapping) else value
+
+
+AlarmTable = Annotated[dict[Alarm, Action], BeforeValidator(_given)]
 
 
 def _listed(value: Any) -> Any:
@@ -304,9 +282,14 @@ class Config(Section):
     optim: OptimConfig
     trainer: TrainerConfig
     evaluation: EvaluationConfig
-    alarms: AlarmsConfig = AlarmsConfig()
+    alarms: AlarmTable = {"action": "warn"}
+    """Actions of the alarms, by name; docs/alarms.md defines when each is raised."""
     trackers: Trackers = ["tensorboard"]
     """Trackers that show the log during a run; metrics.jsonl is always written."""
+
+    def action_of(self, alarm: str) -> Action:
+        """The action of an alarm."""
+        return self.alarms.get(alarm) or self.alarms.get("action", "warn")
 
 
 def grid_of(shift: Shift, policy: Policy, num_steps: int) -> Tensor:

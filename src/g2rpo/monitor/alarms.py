@@ -212,7 +212,7 @@ def crowd(count: int) -> float:
 
 def alarms_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int) -> Alarms:
     """The alarms of a run of `config`."""
-    off = frozenset(name for name in ADVICE if config.alarms.of(name) == "off")
+    off = frozenset(name for name in ADVICE if config.action_of(name) == "off")
     plans = (
         plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )

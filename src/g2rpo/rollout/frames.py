@@ -13,6 +13,9 @@ from torch import Tensor
 from g2rpo.errors import at_least_one
 from g2rpo.types import Reward
 
+AT_ONCE = 16
+"""Frames of one call of a reward, at most."""
+
 
 @dataclass(frozen=True)
 class Frames:
@@ -21,15 +24,13 @@ class Frames:
     every: frames 0, `every`, 2 `every`, ... are scored. Video VAEs make four frames (Wan) or eight (LTX-Video) of one latent
         frame, so neighbours differ little.
     reduce: "mean" of the frames' scores, or "min", their least. Frames without a score are left out.
-    batch_size: frames of one call of the reward, at most.
     """
 
     every: int = 4
     reduce: Literal["mean", "min"] = "mean"
-    batch_size: int = 16
 
     def __post_init__(self) -> None:
-        at_least_one(every=self.every, batch_size=self.batch_size)
+        at_least_one(every=self.every)
         if self.reduce not in ("mean", "min"):
             raise ValueError(f"reduce must be mean or min, got {self.reduce!r}")
 
@@ -57,7 +58,7 @@ class OnFrames:
         """Scores [B] of clips [B, T, 3, H, W], or of pictures [B, 3, H, W]; NaN where no frame has a score."""
         if images.ndim == 4:
             return self.reward(images.clone(), prompts)
-        chosen, size = images[:, :: self.frames.every], self.frames.batch_size
+        chosen, size = images[:, :: self.frames.every], AT_ONCE
         pictures, asked = chosen.flatten(0, 1), [prompt for prompt in prompts for _ in range(chosen.shape[1])]
         scores = [self._score(pictures[i : i + size], asked[i : i + size]) for i in range(0, len(pictures), size)]
         return self._reduced(torch.cat(scores).unflatten(0, chosen.shape[:2]))

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ def score(
     for name, reward in rewards.items():
         if (given := latents if scores_latents(reward) else images) is None:
             raise UserError(f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here")
-        with naming_reward(name, f"failed on {counted(count, 'picture')}"), tf32_matmuls(getattr(reward, "tf32", False)):
+        with naming_reward(name, f"failed on {counted(count, 'picture')}"):
             answer = _scored(reward, given, prompts)
             if answer is None:
                 raise ValueError(f"should return {count} scores, one per image, but returned None")
@@ -99,25 +98,6 @@ def naming_reward(name: str, what: str) -> Iterator[None]:
         if out_of_device_memory(error):
             raise
         raise RewardFailed(f"reward '{name}' {what}: {type(error).__name__}: {error}{where(error)}") from error
-
-
-@contextmanager
-def tf32_matmuls(wanted: bool) -> Iterator[None]:
-    """While entered, CUDA multiplies float32 matrices in TF32 if `wanted`, in the whole process."""
-    if not wanted:
-        yield
-        return
-    matmul: Any = torch.backends.cuda.matmul
-    chosen: tuple[str, Any] = "allow_tf32", True
-    try:
-        before = matmul.allow_tf32
-    except RuntimeError:  # once the newer setting has been used, torch refuses to read the older one
-        chosen, before = ("fp32_precision", "tf32"), matmul.fp32_precision
-    setattr(matmul, *chosen)
-    try:
-        yield
-    finally:
-        setattr(matmul, chosen[0], before)
 
 
 def _scored(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:

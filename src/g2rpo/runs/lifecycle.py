@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from g2rpo import __version__, plugins
 from g2rpo.config.resolve import absent_reward, allow_code, codes_in, differences, read_yaml, resolve
-from g2rpo.config.schema import AlarmsConfig, Config
+from g2rpo.config.schema import Alarm, Config
 from g2rpo.errors import UserError, counted
 from g2rpo.files import append_line, write_whole
 from g2rpo.plain import read_json_lines
@@ -35,8 +35,6 @@ MAY_CHANGE = (
     "trainer.shard_group",
     "sampling.batch_size",
     "sampling.decode_batch_size",
-    "trainer.max_unscored",
-    "trainer.max_skipped",
     "policy.device",
     "evaluation.every_minutes",
     "evaluation.first_minutes",
@@ -44,7 +42,7 @@ MAY_CHANGE = (
     "trackers",
     "recipe",
     "evaluation.controls",
-    *(f"alarms.{name}" for name in AlarmsConfig.model_fields),
+    *(f"alarms.{name}" for name in get_args(Alarm)),
 )
 """Keys that a resumed run may change: nothing already computed depends on them, and later results only by rounding."""
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from g2rpo.algorithms.contracts import plans_of
 from g2rpo.config.schema import SamplingConfig
-from g2rpo.errors import UserError
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import Stopwatch, score_rollouts
@@ -22,11 +21,6 @@ from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.seeding import generator_for
 from g2rpo.types import Algorithm, Cond, Kernel, Plan, Policy, Reward, Rollout, no_kernel
-
-TF32_ASIDE = (
-    "rewards.{}.tf32: TF32 holds for the whole process, so also for what is rolled out meanwhile; take it or "
-    "sampling.prompts_at_once out"
-)
 
 
 @dataclass(frozen=True)
@@ -125,21 +119,14 @@ class Collector:
 
     @property
     def scores_aside(self) -> bool:
-        """Whether another thread scores during rollouts: with `sampling.prompts_at_once`, or where a reward is waited for.
-
-        Raises UserError where that would change the precision of a rollout.
-        """
+        """Whether another thread scores during rollouts: with `sampling.prompts_at_once`, or where a reward is waited for."""
         chosen = self.config.prompts_at_once is not None
-        if exact := [name for name, reward in self.rewards.items() if getattr(reward, "tf32", False)]:
-            if chosen:
-                raise UserError(TF32_ASIDE.format(exact[0]))
-            return False
         return chosen or any(waited_for(reward, self.policy.device) for reward in self.rewards.values())
 
     def prompts_at_once(self, drawn: Drawn, every: int) -> int:
         """`sampling.prompts_at_once`; by default all, or where another thread scores as many as fill a batch."""
-        chosen, aside = self.config.prompts_at_once, self.scores_aside
-        if chosen is None and aside:
+        chosen = self.config.prompts_at_once
+        if chosen is None and self.scores_aside:
             chosen = max(1, self.sizes.rollout // (len(drawn.plans) * drawn.group_size))
         return min(chosen or every, every)
 

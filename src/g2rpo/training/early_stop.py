@@ -12,10 +12,15 @@ from g2rpo.monitor.alarms import ADVICE, Alarms, Scores
 from g2rpo.monitor.metrics import Row
 from g2rpo.training.run_files import RunFiles
 
+UNSCORED = 5
+"""Consecutive iterations without any score of a reward after which a run stops."""
+SKIPPED = 10
+"""Consecutive updates with a gradient that is not finite (none is applied) after which a run stops."""
+
 
 @dataclass(kw_only=True)
 class EarlyStop:
-    """Tells of new `alarms`, and ends the run as their actions and the limits of `config.trainer` say."""
+    """Tells of new `alarms`, and ends the run as their actions say, or after `UNSCORED` iterations or `SKIPPED` updates."""
 
     config: Config
     rewards: Sequence[str]
@@ -32,13 +37,13 @@ class EarlyStop:
     @property
     def may_roll_back(self) -> bool:
         """Whether an alarm may end the run with the weights of its best evaluation."""
-        return any(self.config.alarms.of(name) == "rollback" for name in ADVICE)
+        return any(self.config.action_of(name) == "rollback" for name in ADVICE)
 
     def see(self, row: Row, scores: Scores | None = None) -> None:
         """Sets the alarms of a row, with an evaluation's `scores`; tells of the new ones and keeps their actions for
         `end_if_asked`."""
         for name in self.alarms.see(row, scores):
-            self.asked |= {self.config.alarms.of(name)} & {"stop", "rollback"}
+            self.asked |= {self.config.action_of(name)} & {"stop", "rollback"}
             if self.files.world.is_main:
                 said = f"{name}: {row['alarms'][name]}. What helps: {ADVICE[name]}"
                 self.files.notify(f"alarm after iteration {row['iteration']}: {said}")
@@ -57,13 +62,12 @@ class EarlyStop:
     def check_limits(self, row: Row, skipped: int, save: Callable[[], object]) -> None:
         """Raises `Stopped` after too many iterations without a score, or too many updates `skipped` in a row because of their
         gradient; weights are those of the last update."""
-        limits, iteration = self.config.trainer, row["iteration"]
+        iteration = row["iteration"]
         for name in self.unscored:
             self.unscored[name] = self.unscored[name] + 1 if math.isnan(row[f"reward/{name}"]) else 0
-            if self.unscored[name] >= limits.max_unscored:
-                how_long = f"{self.unscored[name]} iterations in a row (trainer.max_unscored)"
-                raise Stopped(f"iteration {iteration}: reward '{name}' gave no score at all in {how_long}")
-        if skipped >= limits.max_skipped:
+            if self.unscored[name] >= UNSCORED:
+                raise Stopped(f"iteration {iteration}: reward '{name}' gave no score at all in {UNSCORED} iterations in a row")
+        if skipped >= SKIPPED:
             save()
-            how_long = f"{skipped} updates in a row (trainer.max_skipped)"
+            how_long = f"{skipped} updates in a row"
             raise Stopped(f"iteration {iteration}: the gradient was not finite in {how_long}; the weights before are saved")

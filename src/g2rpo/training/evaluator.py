@@ -46,13 +46,15 @@ from g2rpo.types import Policy, Reward
 OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
 """What became of a picture by its verdicts before and after training."""
 UNKNOWN = "have no verdict"
+SHOWN = 8
+"""Pictures of a grid."""
 
 
 @dataclass(kw_only=True)
 class Evaluator:
     """Evaluates the (averaged) weights on `heldout` prompts by `rewards`, which are trained on, and `judges`, which are not.
 
-    Pictures are sampled on the grid `sigmas` from fixed noise of `seed`; `shown` of them are kept as a grid.
+    Pictures are sampled on the grid `sigmas` from fixed noise of `seed`; `SHOWN` of them are kept as a grid.
     """
 
     policy: Policy
@@ -62,7 +64,6 @@ class Evaluator:
     heldout: Sequence[str]
     sigmas: Tensor
     seed: int
-    shown: int
     sizes: BatchSizes
     shards: Replicated
     files: RunFiles
@@ -237,7 +238,7 @@ class Evaluator:
 
     def _save_grid(self, grid: Path, rows: Mapping[str, Evaluation], which: str, right: Comparison | None = None) -> None:
         """Pictures of `chosen` held-out prompts with the scores that are trained on, a row for each labelled evaluation."""
-        places, how = chosen([one.right for one in rows.values()], self.shown, len(self.heldout))
+        places, how = chosen([one.right for one in rows.values()], SHOWN, len(self.heldout))
         strips = [
             Strip(
                 one.images[places],

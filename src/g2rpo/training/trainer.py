@@ -144,7 +144,6 @@ class Trainer:
             heldout=self.heldout,
             sigmas=self.evaluated_on,
             seed=self.config.trainer.seed,
-            shown=self.config.evaluation.pictures,
             sizes=self.sizes,
             shards=self.shards,
             files=self.files,
