@@ -1,6 +1,7 @@
 """The data types that the protocols exchange; `types.py` has the legend of times and shapes.
 
-In the order of an iteration: `Prompt`, `Cond`, `Plan`, `Normal`, `Transition`, `Rollout`, `Example`, `Batch`, `Loss`.
+In the order of an iteration: `Prompt`, `Cond`, `Precision`, `Plan`, `Normal`, `Transition`, `Rollout`, `Example`, `Batch`,
+`Loss`.
 At the end: broadcasting and rounding, which `Normal` and `flow` use.
 """
 
@@ -98,6 +99,30 @@ class Cond:
 
 Solver = Literal["euler", "dpmpp2m"]
 """The ODE solver of a tail (`rollout.tails`)."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of rollout and training pass.
+
+    network: of the network's calls.
+    anchor: of the latents at which noise enters.
+    sample: of the latents after the noise; before log-probs are taken, so that these belong to the stored latents.
+    step: of velocities and noise, and so of their products with a step's numbers (`times`).
+    """
+
+    network: torch.dtype = torch.float32
+    anchor: torch.dtype = torch.float32
+    sample: torch.dtype = torch.float32
+    step: torch.dtype = torch.float32
+
+    @property
+    def eps(self) -> float:
+        """That of the coarsest."""
+        return max(torch.finfo(dtype).eps for dtype in (self.network, self.anchor, self.sample, self.step))
+
+
+FLOAT32 = Precision()
 
 
 @dataclass(frozen=True)

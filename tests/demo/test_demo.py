@@ -23,6 +23,7 @@ from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
+from g2rpo.data import Precision
 from g2rpo.demo.gate import MAX_BODY, Gate
 from g2rpo.demo.opening import Opening, opening, opening_of
 from g2rpo.demo.studio import MAX_PROMPT, MAX_SEED, draw, learn, plan_labels
@@ -186,13 +187,16 @@ def test_a_lesson_is_the_first_iteration_of_the_run(run, studio):
     assert (tuned.finals - lesson.finals).abs().max() > 0.01
 
 
-def test_a_lesson_is_rolled_out_in_the_dtypes_of_training(studio):
-    """The engine's own, whatever they are; a group in others is not the one that the run learnt from."""
+def test_a_lesson_is_rolled_out_in_the_dtypes_of_training(run, tmp_path):
+    """The run's own; a group in others is not the one that the run learnt from."""
+    text = (run / "config.yaml").read_text()
     for kind in ("anchor", "sample", "step"):
-        sampling = studio.sampling.model_copy(update={f"{kind}_dtype": "bfloat16"})
-        other = replace(studio, sampling=sampling)
-        assert getattr(other.engine(PROMPT), f"{kind}_dtype") is torch.bfloat16
-        assert learn(other, PROMPT, seed=0, plan=1, tuned=False).finals.isfinite().all()
+        text = text.replace(f"{kind}_dtype: float32", f"{kind}_dtype: bfloat16")
+    (tmp_path / "config.yaml").write_text(text)
+    studio = open_studio(of_run(tmp_path), None, print)
+    narrow = Precision(torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    assert studio.engine(PROMPT).precision == narrow
+    assert learn(studio, PROMPT, seed=0, plan=1, tuned=False).finals.isfinite().all()
 
 
 def test_a_lesson_may_look_at_other_granularities(studio):

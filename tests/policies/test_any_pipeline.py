@@ -14,7 +14,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from PIL import Image
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.data import Cond, Prompt
+from g2rpo.data import Cond, Precision, Prompt
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.policies.conditioning import SIZES
@@ -295,7 +295,9 @@ def test_ratio_is_exactly_one_before_the_first_update(kind, prompts, tuning, dty
     algorithm = GranularGRPO(group_size=2, branch_steps=(1,), granularities=(1,))
     sigmas = policy.grid(3)
     kernel = algorithm.kernel(sigmas)
-    engine = Engine(policy=policy, cond=policy.encode(prompts[:1]), sigmas=sigmas, anchor_dtype=dtype, sample_dtype=dtype)
+    engine = Engine(
+        policy=policy, cond=policy.encode(prompts[:1]), sigmas=sigmas, precision=Precision(anchor=dtype, sample=dtype)
+    )
     (rollout,) = engine.rollout(algorithm.plans(3), 2, kernel, generator_for)
     (t,) = rollout.transitions
     sigma = sigmas[t.step]

@@ -7,6 +7,7 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.config.schema import grid_of
+from g2rpo.data import Precision
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
@@ -181,7 +182,9 @@ def test_ratio_is_exactly_one_before_the_first_update(sd3_directory, dtype, tuni
     algorithm = GranularGRPO(group_size=3, branch_steps=(0, 2), granularities=(1, 2))
     sigmas = sigma_grid(STEPS, 3.0)
     kernel = algorithm.kernel(sigmas)
-    engine = Engine(policy=policy, cond=policy.encode(PROMPTS[:1]), sigmas=sigmas, anchor_dtype=dtype, sample_dtype=dtype)
+    engine = Engine(
+        policy=policy, cond=policy.encode(PROMPTS[:1]), sigmas=sigmas, precision=Precision(anchor=dtype, sample=dtype)
+    )
     for rollout in engine.rollout(algorithm.plans(STEPS), 3, kernel, generator_for):
         (t,) = rollout.transitions
         sigma = sigmas[t.step]

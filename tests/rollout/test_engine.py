@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.data import Precision
 from g2rpo.flow import dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
@@ -158,7 +159,7 @@ def test_stored_latents_are_the_scored_ones(dtype):
     algorithm = GranularGRPO(branch_steps=(0, 3), granularities=(1,))
     kernel = algorithm.kernel(SIGMAS)
     policy = GaussianPolicy(dtype=dtype)
-    engine = make_engine(policy=policy, anchor_dtype=dtype, sample_dtype=dtype)
+    engine = make_engine(policy=policy, precision=Precision(anchor=dtype, sample=dtype))
     for rollout in engine.rollout(algorithm.plans(16), 4, kernel, noise):
         (t,) = rollout.transitions
         assert torch.equal(t.x.to(dtype).float(), t.x) and torch.equal(t.x_next.to(dtype).float(), t.x_next)

@@ -21,6 +21,7 @@ from g2rpo.config import recipes
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.resolve import resolve, resolve_as
 from g2rpo.config.schema import Config, PolicyConfig, RewardTable, SamplingConfig, Section
+from g2rpo.data import Precision
 from g2rpo.demo.opening import Opening, opening_of
 from g2rpo.demo.studio import Studio, Tuned, draw, learn
 from g2rpo.errors import UserError, loading
@@ -45,6 +46,7 @@ class Cast:
     policy: PolicyConfig
     algorithm: Algorithm
     sampling: SamplingConfig
+    precision: Precision
     rewards: RewardTable
     judges: RewardTable = field(default_factory=dict)
     seed: int = 42
@@ -84,6 +86,7 @@ def _of_config(title: str, c: Config) -> Cast:
         policy=c.policy,
         algorithm=c.algorithm,
         sampling=c.sampling,
+        precision=c.precision,
         rewards=c.rewards,
         judges=e.rewards,
         seed=c.trainer.seed,
@@ -106,6 +109,7 @@ def of_model(model: str, size: int | None, guidance: float | None, rewards: dict
             policy=policy,
             algorithm=GranularGRPO(),
             sampling=SamplingConfig(num_steps=16, shift="model"),
+            precision=Precision(network=getattr(torch, policy.dtype)),
             rewards=table,
         )
     title, recipe = RECIPES[model]
@@ -128,6 +132,7 @@ def open_studio(cast: Cast, weights: Path | None, notify: Say, heldout: Sequence
         policy=policy,
         algorithm=cast.algorithm,
         sampling=cast.sampling,
+        precision=cast.precision,
         sizes=batch_sizes(cast.sampling.batch_size, cast.sampling.decode_batch_size, 1, policy.device, notify),
         rewards=rewards,
         weights=torch.tensor([entry.weight for entry in cast.rewards.values()]),

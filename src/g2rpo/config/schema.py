@@ -18,6 +18,7 @@ from pydantic import (
 from torch import Tensor
 
 from g2rpo.config.algorithms import AnyAlgorithm
+from g2rpo.data import Precision
 from g2rpo.flow import scheduler_grid, sigma_grid
 from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
@@ -175,11 +176,6 @@ class SamplingConfig(Section):
     tails: Tails = Tails()
     """Cheaper, approximate tails of rollouts; exact by default."""
 
-    @property
-    def dtypes(self) -> dict[str, Any]:
-        """The dtypes of a rollout, as `rollout.engine.Engine` takes them."""
-        return {f"{name}_dtype": getattr(torch, getattr(self, f"{name}_dtype")) for name in ("anchor", "sample", "step")}
-
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -286,6 +282,12 @@ class Config(Section):
     """Actions of the alarms, by name; docs/alarms.md defines when each is raised."""
     trackers: Trackers = ["tensorboard"]
     """Trackers that show the log during a run; metrics.jsonl is always written."""
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of rollout and training pass."""
+        s = self.sampling
+        return Precision(*(getattr(torch, name) for name in (self.policy.dtype, s.anchor_dtype, s.sample_dtype, s.step_dtype)))
 
     def action_of(self, alarm: str) -> Action:
         """The action of an alarm."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.contracts import advantages_of, plans_of
 from g2rpo.config.schema import SamplingConfig, grid_of
+from g2rpo.data import FLOAT32, Precision
 from g2rpo.errors import UserError, counted
 from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.flow import ode_step
@@ -56,6 +57,7 @@ class Studio:
     rewards: Mapping[str, Reward]
     weights: Tensor
     judges: Mapping[str, Reward]
+    precision: Precision = FLOAT32
     tuned: Tuned = "nothing"
     explain: Callable[[str], str] = lambda prompt: ""
     seed: int = 42
@@ -110,7 +112,7 @@ class Studio:
             sigmas=self.grid(self.sampling.num_steps),
             batch_size=self.sizes.rollout,
             tails=self.sampling.tails,
-            **self.sampling.dtypes,
+            precision=self.precision,
         )
 
     @contextmanager

@@ -227,8 +227,7 @@ def rounding_of(config: Config) -> float:
     Two eps of the coarsest dtype of network, latents and velocities. With policy.quantize=fp8 a difference that small can round
     an input of a layer to another float8 number; at worst both calls round independently, each with a variance of eps^2 / 12.
     """
-    dtypes = (getattr(torch, config.policy.dtype), *config.sampling.dtypes.values())
-    rounding = max(2 * torch.finfo(dtype).eps for dtype in dtypes)
+    rounding = 2 * config.precision.eps
     return max(rounding, torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(6)) if config.policy.quantize == "fp8" else rounding
 
 

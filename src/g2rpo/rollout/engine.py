@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from g2rpo.data import FLOAT32, Precision
 from g2rpo.flow import ode_step
 from g2rpo.rollout.sharing import Node
 from g2rpo.rollout.tails import EXACT, Past, Tails
@@ -30,19 +31,15 @@ Noise = Callable[..., torch.Generator]
 class Engine:
     """Runs plans for a batch of prompts (the rows of `cond`) on the grid `sigmas` [num_steps + 1].
 
-    `batch_size` bounds the rows of one network call. `anchor_dtype` rounds the latents at which noise enters, `sample_dtype`
-    the latents after the noise; both before log-probs are taken, so that log-probs belong to the stored latents. `step_dtype`
-    is the dtype of velocities and noise, and so of their products with a step's numbers (`data.times`). `tails` finish
-    members only. `evaluations` counts rows given to the network, `calls` its calls; `on_rows(rows)` is called after each.
+    `batch_size` bounds the rows of one network call. `tails` finish members only. `evaluations` counts rows given to the
+    network, `calls` its calls; `on_rows(rows)` is called after each.
     """
 
     policy: Policy
     cond: Cond
     sigmas: Tensor
     batch_size: int = 64
-    anchor_dtype: torch.dtype = torch.float32
-    sample_dtype: torch.dtype = torch.float32
-    step_dtype: torch.dtype = torch.float32
+    precision: Precision = FLOAT32
     tails: Tails = EXACT
     on_rows: Callable[[int], None] = lambda rows: None
     evaluations: int = field(default=0, init=False)
@@ -78,17 +75,17 @@ class Engine:
         return self._noise([noise(prompt, "initial") for prompt in range(len(self.cond))])
 
     def _noise(self, generators: Sequence[torch.Generator]) -> Tensor:
-        return self.policy.noise(generators).to(self.step_dtype).float()
+        return self.policy.noise(generators).to(self.precision.step).float()
 
     def velocity(self, x: Tensor, steps: Sequence[int], prompts: Sequence[int]) -> Tensor:
-        """Velocities, in `step_dtype`, of rows x [B, ...] at grid indices `steps` for rows `prompts` of the conditioning."""
+        """Velocities of rows x [B, ...] at grid indices `steps` for rows `prompts` of the conditioning."""
         sigma = self.sigmas[torch.as_tensor(steps)].to(x.device)
         chunks = []
         for rows in torch.arange(len(x)).split(self.batch_size):
             picked = slice(int(rows[0]), int(rows[-1]) + 1)
             with bounded_by("rollout"):
                 cond = self.cond.rows(list(prompts[picked]))
-                chunks.append(self.policy.velocity(x[picked], sigma[picked], cond).to(self.step_dtype))
+                chunks.append(self.policy.velocity(x[picked], sigma[picked], cond).to(self.precision.step))
             self.evaluations += len(rows)
             self.calls += 1
             self.on_rows(len(rows))
@@ -104,7 +101,7 @@ class Engine:
         for step in range(max(branch_steps) + 1):
             v = self.velocity(x, [step] * len(x), prompts)
             if step in branch_steps:
-                anchors[step] = (x.to(self.anchor_dtype).float(), v)
+                anchors[step] = (x.to(self.precision.anchor).float(), v)
             x = ode_step(x, v, self.sigmas[step], self.sigmas[step + 1])
         return anchors
 
@@ -119,7 +116,7 @@ class Engine:
             for group in walking:
                 group.move(ode_step(group.x, group.known(), self.sigmas[step], self.sigmas[step + 1]))
         for group in own:
-            group.x = group.x.to(self.anchor_dtype).float()
+            group.x = group.x.to(self.precision.anchor).float()
         for ahead in range(max(plan.merge - plan.branch for plan in plans)):
             stepping = [group for group in groups if group.plan.branch + ahead < group.plan.merge]
             asking = [group for group in stepping if group.v is None]
@@ -149,7 +146,7 @@ class Engine:
         landing = kernel(group.x, group.known(), self.sigmas[step], self.sigmas[step + 1])
         generator = noise(group.prompt, "branch", group.plan.branch, step)
         draw = torch.randn(group_size, *group.x.shape[1:], generator=generator)
-        x_next = landing.sample(draw.to(group.x.device, self.step_dtype)).to(self.sample_dtype).float()
+        x_next = landing.sample(draw.to(group.x.device, self.precision.step)).to(self.precision.sample).float()
         if group.plan.trains(step):
             group.transitions.append(Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next)))
         group.move(x_next)

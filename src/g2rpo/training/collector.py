@@ -13,6 +13,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.contracts import plans_of
 from g2rpo.config.schema import SamplingConfig
+from g2rpo.data import Precision
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import Stopwatch, score_rollouts
@@ -59,6 +60,7 @@ class Collector:
     policy: Policy
     rewards: Mapping[str, Reward]
     config: SamplingConfig
+    precision: Precision
     sigmas: Tensor
     sizes: BatchSizes
     shards: Replicated
@@ -137,7 +139,7 @@ class Collector:
             cond=cond.rows(list(rows)),
             sigmas=self.sigmas,
             batch_size=self.sizes.rollout,
-            **self.config.dtypes,
+            precision=self.precision,
             tails=self.config.tails,
             on_rows=self.on_evaluations,
         )

@@ -114,6 +114,7 @@ class Trainer:
             policy=self.policy,
             rewards=self.rewards,
             config=self.config.sampling,
+            precision=self.config.precision,
             sigmas=self.sigmas,
             sizes=self.sizes,
             shards=self.shards,
@@ -131,7 +132,7 @@ class Trainer:
             sizes=self.sizes,
             max_grad_norm=self.config.optim.max_grad_norm,
             shards=self.shards,
-            step_dtype=self.config.sampling.dtypes["step_dtype"],
+            step_dtype=self.config.precision.step,
             old=self.learner.as_old,
         )
 
