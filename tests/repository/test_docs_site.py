@@ -38,9 +38,9 @@ def test_the_reference_has_every_config_key():
     page = docs_site.config_page()
     assert keys(page, "Top level") == list(Config.model_fields)
     for name, field in Config.model_fields.items():
-        if name not in ("recipe", "algorithm", "rewards", "trackers"):
+        if name not in ("recipe", "algorithm", "rewards", "alarms", "trackers"):
             assert keys(page, f"`{name}`") == list(_fields(field.annotation)), name
-    assert keys(page, "`sampling.tails`") == ["solver", "stride", "forecast", "compile", "dtype", "quantize"]
+    assert keys(page, "`sampling.tails`") == ["solver", "forecast"]
     assert "| `num_steps` | integer >= 2, <= 250 | required |  |" in page
     assert re.search(r"^\| `shift` \| number > 0 or `model`, `scheduler` \| `3.0` \| ", page, re.MULTILINE)
     assert re.search(r"^\| `ema_warmup` \|.*\| The average begins at the untrained weights", page, re.MULTILINE)

@@ -101,15 +101,14 @@ def test_a_reward_that_answers_for_clips_instead_of_frames_is_named():
 def test_the_config_names_frames():
     asked = {"every": 2, "reduce": "min"}
     reward = build_rewards({"bright": RewardConfig(kind="brightness", frames=asked)})["bright"]
-    assert reward.frames == Frames(2, "min", 16)
-    assert config("rewards.bright.frames.every=3").rewards["bright"].frames == Frames(3, "mean", 16)
+    assert reward.frames == Frames(2, "min")
+    assert config("rewards.bright.frames.every=3").rewards["bright"].frames == Frames(3, "mean")
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("every=0", "every must be at least 1, got 0"),
-        ("batch_size=0", "batch_size must be at least 1, got 0"),
         ("reduce=max", "reduce"),
         ("evry=2", "Did you mean 'every'"),
     ],

@@ -291,7 +291,8 @@ class Config(Section):
 
     def action_of(self, alarm: str) -> Action:
         """The action of an alarm."""
-        return self.alarms.get(alarm) or self.alarms.get("action", "warn")
+        actions = {str(name): action for name, action in self.alarms.items()}
+        return actions.get(alarm) or actions.get("action", "warn")
 
 
 def grid_of(shift: Shift, policy: Policy, num_steps: int) -> Tensor:
