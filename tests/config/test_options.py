@@ -13,6 +13,49 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.schema import Config, RewardConfig
 
 OPTIONS = """
+alarms
+algorithm.advantage_clip algorithm.batch_std algorithm.branch_schedule algorithm.branch_steps algorithm.candidates
+algorithm.ceiling algorithm.clip_range algorithm.compression algorithm.correction algorithm.decay_rate
+algorithm.divergence_limit algorithm.drop_zero_advantages algorithm.eta algorithm.first_steps algorithm.forget
+algorithm.granularities algorithm.group_size algorithm.kl_denominator algorithm.kl_weight algorithm.last_steps
+algorithm.level algorithm.longest_stay algorithm.mixing algorithm.name algorithm.noise_weight algorithm.noisy_last_step
+algorithm.old_after algorithm.old_flat algorithm.old_most algorithm.old_rise algorithm.old_weight
+algorithm.population_std algorithm.power algorithm.reward_mix algorithm.roll_back algorithm.scale algorithm.schedule
+algorithm.sde algorithm.segments algorithm.share algorithm.shared_noise algorithm.shortest_stay algorithm.strength
+algorithm.stride algorithm.tail algorithm.times algorithm.trained_fraction algorithm.update_every
+algorithm.window_iterations algorithm.window_range algorithm.window_size
+evaluation.controls evaluation.every evaluation.every_minutes evaluation.first_minutes evaluation.num_prompts
+evaluation.num_steps evaluation.prompts
+optim.betas optim.decay optim.ema_decay optim.ema_every optim.ema_warmup optim.eps optim.learning_rate
+optim.max_grad_norm optim.warmup_iterations optim.weight_decay
+policy.attention policy.autocast policy.compile policy.detach_negative policy.device policy.dtype
+policy.gradient_checkpointing policy.guidance_scale policy.height policy.kind policy.lora_alpha policy.lora_init
+policy.lora_rank policy.lora_targets policy.max_sequence_length policy.negative_prompt policy.num_frames policy.path
+policy.pipeline policy.published_pictures policy.quantize policy.truncate_timesteps policy.tuning policy.vae_tiling
+policy.width
+prompts.cache prompts.train
+recipe
+rewards.NAME.frames.every rewards.NAME.frames.reduce
+rewards.NAME.kind
+rewards.NAME.options.antialias rewards.NAME.options.api_key_env rewards.NAME.options.aspects
+rewards.NAME.options.backoff_s rewards.NAME.options.batch_size rewards.NAME.options.check rewards.NAME.options.clip
+rewards.NAME.options.concurrency rewards.NAME.options.contains rewards.NAME.options.counting_threshold
+rewards.NAME.options.detect rewards.NAME.options.detector rewards.NAME.options.device rewards.NAME.options.dtype
+rewards.NAME.options.exact rewards.NAME.options.form rewards.NAME.options.format rewards.NAME.options.heads
+rewards.NAME.options.image_size rewards.NAME.options.instruction rewards.NAME.options.max_tokens
+rewards.NAME.options.model rewards.NAME.options.model_cfg rewards.NAME.options.negative rewards.NAME.options.options
+rewards.NAME.options.partial rewards.NAME.options.path rewards.NAME.options.processor rewards.NAME.options.quality
+rewards.NAME.options.request rewards.NAME.options.retries rewards.NAME.options.score rewards.NAME.options.target
+rewards.NAME.options.temperature rewards.NAME.options.template rewards.NAME.options.threshold
+rewards.NAME.options.timeout_s rewards.NAME.options.token_env rewards.NAME.options.tokenizer rewards.NAME.options.url
+rewards.NAME.options.width rewards.NAME.options.workers
+rewards.NAME.weight
+sampling.anchor_dtype sampling.batch_size sampling.decode_batch_size sampling.num_steps sampling.prompts_at_once
+sampling.sample_dtype sampling.shift sampling.step_dtype
+sampling.tails.forecast sampling.tails.solver
+trackers
+trainer.checkpoint_every trainer.checkpoint_minutes trainer.iterations trainer.keep_checkpoints trainer.micro_batch_size
+trainer.prompts_per_iteration trainer.rank_timeout_s trainer.seed trainer.shard_group trainer.sharding
 """
 
 
