@@ -17,14 +17,14 @@ WRONG = {
     "update_every": ["often", 0],
     "candidates": [1],
     "ceiling": ["high"],  # any number may be one
-    **{key: [-1] for key in ("kl_weight", "decay_rate", "old_weight", "old_rise", "strength", "old_flat", "old_after")},
+    **{key: [-1] for key in ("kl_weight", "old_weight", "old_rise", "strength", "old_flat", "old_after")},
     **{key: [-0.1, 1] for key in ("forget", "old_most")},
     **{key: [0, 1.5] for key in ("trained_fraction", "compression", "share", "power")},
     **{
         key: [0, -1e-4]
         for key in ("eta", "clip_range", "advantage_clip", "divergence_limit", "noise_weight", "mixing", "scale")
     },
-    **dict.fromkeys(("window_size", "window_iterations", "stride", "longest_stay", "shortest_stay"), COUNT),
+    **dict.fromkeys(("window_size", "window_iterations", "stride"), COUNT),
     **dict.fromkeys(("times", "first_steps", "last_steps"), COUNT),
 }
 FIELDS = [(name, each) for name, kind in ALGORITHMS.items() for each in dataclasses.fields(kind)]

@@ -213,7 +213,7 @@ def test_flash_that_compresses_nothing_has_mixgrpos_steps():
 # --- windows and trained steps
 
 
-def published_windows(num_steps, iterations, *, size, stay, stride, roll_back, rule="progressive"):
+def published_windows(num_steps, iterations, *, size, stay, stride, rule="progressive"):
     """The published scheduler from its description: a counter of iterations and the window's first step; the steps of a window
     end before num_steps - 2. `rule` is how long the window stays at a step."""
     last, start, counter, windows = num_steps - 2, 0, 0, []
@@ -232,7 +232,7 @@ def published_windows(num_steps, iterations, *, size, stay, stride, roll_back, r
             counter = 0
             start += stride
         if start > last:
-            start, counter = (0, 0) if roll_back else (last, counter)
+            start, counter = 0, 0
     return windows
 
 
@@ -245,23 +245,19 @@ def windows(algorithm, num_steps=25, iterations=300):
 @pytest.mark.parametrize(
     ("algorithm", "published"),
     [
-        (MixGRPO(), {"size": 4, "stay": 25, "stride": 1, "roll_back": True}),
-        (MixGRPOFlash(), {"size": 4, "stay": 20, "stride": 1, "roll_back": True}),
-        (MixGRPOFlash(schedule="frozen"), {"size": 4, "stay": 20, "stride": 0, "roll_back": True}),
-        (MixGRPO(stride=4, window_iterations=10), {"size": 4, "stay": 10, "stride": 4, "roll_back": True}),
+        (MixGRPO(), {"size": 4, "stay": 25, "stride": 1}),
+        (MixGRPOFlash(), {"size": 4, "stay": 20, "stride": 1}),
+        (MixGRPOFlash(schedule="frozen"), {"size": 4, "stay": 20, "stride": 0}),
+        (MixGRPO(stride=4, window_iterations=10), {"size": 4, "stay": 10, "stride": 4}),
         (
             MixGRPO(schedule="decay", stride=4),
-            {"size": 4, "stay": (10, 1), "stride": 4, "roll_back": True, "rule": "decay"},
-        ),
-        (
-            MixGRPO(schedule="decay", window_size=2, longest_stay=20, shortest_stay=5, stride=2),
-            {"size": 2, "stay": (20, 5), "stride": 2, "roll_back": True, "rule": "decay"},
+            {"size": 4, "stay": (10, 1), "stride": 4, "rule": "decay"},
         ),
         (
             MixGRPO(schedule="exp_decay", window_iterations=12, stride=2),
-            {"size": 4, "stay": 12, "stride": 2, "roll_back": True, "rule": "exp_decay"},
+            {"size": 4, "stay": 12, "stride": 2, "rule": "exp_decay"},
         ),
-        (MixGRPO(schedule="decay"), {"size": 4, "stay": (10, 1), "stride": 1, "roll_back": True, "rule": "decay"}),
+        (MixGRPO(schedule="decay"), {"size": 4, "stay": (10, 1), "stride": 1, "rule": "decay"}),
     ],
 )
 def test_the_window_moves_as_published(algorithm, published):
@@ -276,11 +272,6 @@ def test_the_window_moves_as_published(algorithm, published):
 @pytest.mark.parametrize(("algorithm", "reached"), [(MixGRPO(), 14), (MixGRPOFlash(), 17)])
 def test_the_steps_that_300_iterations_never_train(algorithm, reached):
     assert {step for window in windows(algorithm) for step in window} == set(range(reached + 1))
-
-
-def test_without_roll_back_the_window_stays_at_the_end_and_is_cut_short():
-    ours = windows(MixGRPO(window_iterations=5, roll_back=False))
-    assert ours[-1] == ours[150] == [22] and ours[109] == [21, 22]
 
 
 def test_a_random_window_lies_anywhere_before_the_end():

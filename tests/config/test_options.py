@@ -15,14 +15,13 @@ from g2rpo.config.schema import Config, RewardConfig
 OPTIONS = """
 alarms
 algorithm.advantage_clip algorithm.batch_std algorithm.branch_schedule algorithm.branch_steps algorithm.candidates
-algorithm.ceiling algorithm.clip_range algorithm.compression algorithm.correction algorithm.decay_rate
-algorithm.divergence_limit algorithm.drop_zero_advantages algorithm.eta algorithm.first_steps algorithm.forget
-algorithm.granularities algorithm.group_size algorithm.kl_denominator algorithm.kl_weight algorithm.last_steps
-algorithm.level algorithm.longest_stay algorithm.mixing algorithm.name algorithm.noise_weight algorithm.noisy_last_step
-algorithm.old_after algorithm.old_flat algorithm.old_most algorithm.old_rise algorithm.old_weight
-algorithm.population_std algorithm.power algorithm.reward_mix algorithm.roll_back algorithm.scale algorithm.schedule
-algorithm.sde algorithm.segments algorithm.share algorithm.shared_noise algorithm.shortest_stay algorithm.strength
-algorithm.stride algorithm.tail algorithm.times algorithm.trained_fraction algorithm.update_every
+algorithm.ceiling algorithm.clip_range algorithm.compression algorithm.correction algorithm.divergence_limit
+algorithm.drop_zero_advantages algorithm.eta algorithm.first_steps algorithm.forget algorithm.granularities
+algorithm.group_size algorithm.kl_denominator algorithm.kl_weight algorithm.last_steps algorithm.level algorithm.mixing
+algorithm.name algorithm.noise_weight algorithm.noisy_last_step algorithm.old_after algorithm.old_flat
+algorithm.old_most algorithm.old_rise algorithm.old_weight algorithm.population_std algorithm.power algorithm.reward_mix
+algorithm.scale algorithm.schedule algorithm.sde algorithm.segments algorithm.share algorithm.shared_noise
+algorithm.strength algorithm.stride algorithm.tail algorithm.times algorithm.trained_fraction algorithm.update_every
 algorithm.window_iterations algorithm.window_range algorithm.window_size
 evaluation.controls evaluation.every evaluation.every_minutes evaluation.first_minutes evaluation.num_prompts
 evaluation.num_steps evaluation.prompts

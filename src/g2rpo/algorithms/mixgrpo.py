@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -28,19 +28,15 @@ class MovingWindow:
     """The stochastic steps of an iteration.
 
     The window of `window_size` steps stays for `window_iterations`, then moves on by `stride` ("progressive"). "decay" shortens
-    the stay linearly from `longest_stay` to `shortest_stay`; "exp_decay" by exp(-decay_rate (start - 13)) from step 13 on;
-    "random" draws its first step in every iteration; "frozen" never moves it. At the end it is truncated, and then restarts
-    (`roll_back`) or stays. As in the published code, the last two steps are never stochastic.
+    the stay linearly from 10 to 1; "exp_decay" by exp(-(start - 13) / 10) from step 13 on; "random" draws its first step in
+    every iteration; "frozen" never moves it. At the end it is truncated, and then restarts. As in the published code, the last
+    two steps are never stochastic.
     """
 
     window_size: PositiveInt = 4
     schedule: Schedule = "progressive"
     window_iterations: PositiveInt = 25
     stride: PositiveInt = 1
-    roll_back: bool = True
-    longest_stay: PositiveInt = 10
-    shortest_stay: PositiveInt = 1
-    decay_rate: NonNegativeFloat = 0.1
 
     def window_plan(self, num_steps: int, iteration: int, seed: int, shared_noise: bool) -> Plan:
         start = self.window_start(num_steps, iteration, seed)
@@ -60,8 +56,6 @@ class MovingWindow:
             iteration -= stay
             start += self.stride
             if start >= end:
-                if not self.roll_back:
-                    return end - 1
                 start = 0
         return start
 
@@ -69,9 +63,9 @@ class MovingWindow:
         """The number of iterations with the window at `start`."""
         if self.schedule == "decay":
             gone = start / end
-            return max(self.shortest_stay, int(self.longest_stay * (1 - gone) + self.shortest_stay * gone))
+            return max(1, int(10 * (1 - gone) + gone))
         if self.schedule == "exp_decay":
-            return math.ceil(self.window_iterations * math.exp(-self.decay_rate * max(0, start - 13)))
+            return math.ceil(self.window_iterations * math.exp(-0.1 * max(0, start - 13)))
         return self.window_iterations
 
 
