@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "trackers",
     "recipe",
     "evaluation.controls",
+    "alarms",  # none has an action of its own
     *(f"alarms.{name}" for name in get_args(Alarm)),
 )
 """Keys that a resumed run may change: nothing already computed depends on them, and later results only by rounding."""
