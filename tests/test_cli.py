@@ -340,14 +340,14 @@ def test_a_reward_server_that_refuses_in_the_middle_of_a_run_is_one_message(caps
     class Refusing(RewardServer):
         """Refuses its token once the base model has been scored."""
 
-        def admit(self, connection):
-            super().admit(connection)
+        def _scores(self, body):
             self.asked = getattr(self, "asked", 0) + 1
-            if self.asked > 2:  # health before anything is loaded, the evaluation
+            if self.asked > 2:  # the trial before anything is loaded, the evaluation
                 self.token = "another"
+            return super()._scores(body)
 
     with Refusing(lambda images, prompts: images.mean((1, 2, 3)), port=0) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         reward = ["rewards.scene_accuracy=", f"rewards.far={{kind: http, options: {{url: '{server.address}'}}}}"]
         code, _, err = g2rpo(
             capsys, "train", tiny_config, *reward, "sampling.decode_batch_size=64", "--run-dir", tmp_path / "run"

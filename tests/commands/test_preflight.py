@@ -89,7 +89,7 @@ finally:
         "rewards.clip_score.options.path is missing; clip_score cannot do without it",
         "rewards.brightnes: unknown reward 'brightnes'. Did you mean 'brightness'",
         "rewards.saturation.options: unknown option 'x'",
-        "rewards.http: http://127.0.0.1:9/health: URLError: <urlopen error [Errno 111] Connection refused>",
+        "rewards.http: http://127.0.0.1:9/health: ConnectError: [Errno 111] Connection refused",
         "rewards.vlm_judge: names an environment variable that is not set",
     ):
         assert any(line.startswith(f"- {wanted}") for line in lines), (wanted, ended.stderr)

@@ -97,7 +97,7 @@ def test_a_png_is_a_picture_or_a_bad_request(data):
 @pytest.fixture(scope="module")
 def server():
     with RewardServer(Mean(), port=0, limits=LIMITS) as running:
-        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=running.serve_forever, daemon=True).start()
         yield running
         running.shutdown()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from g2rpo.rewards.analytic import JPEGSize
 from g2rpo.rewards.pixels import to_pil, to_uint8
 from g2rpo.rewards.remote import RemoteReward, encode_png
-from g2rpo.rewards.server import Limits, RewardServer, serve
+from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, request_json
 from g2rpo.rewards.vlm import VLMJudge, parse_scores
 
@@ -35,15 +35,15 @@ def pictures(count: int, size: int = 24) -> Tensor:
 
 
 @contextmanager
-def running(server: ThreadingHTTPServer) -> Iterator[str]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+def running(server: ThreadingHTTPServer | RewardServer) -> Iterator[str]:
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
         host, port = server.server_address[:2]
         yield f"http://{host!s}:{port}"
     finally:
         server.shutdown()
-        server.server_close()
+        server.__exit__()
         thread.join(timeout=5)
 
 
@@ -100,7 +100,7 @@ def test_the_token_is_needed_and_is_never_a_setting(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "example.org", ""])
 def test_other_interfaces_need_a_token(host: str, token: str | None) -> None:
     with pytest.raises(ValueError, match="give a token"):
-        serve(Prompted(), host, 0, token=token)
+        RewardServer(Prompted(), host, 0, token=token)
 
 
 def png_header(width: int, height: int) -> str:
@@ -155,7 +155,7 @@ def test_the_server_refuses_what_it_should(body: bytes, status: int, says: str) 
 def test_the_server_refuses_other_paths_types_and_lengths() -> None:
     with running(RewardServer(Prompted(), port=0, limits=SMALL)) as url:
         assert post(url, score_body([PNG], ["a"]), **{"Content-Type": "text/plain"})[0] == 415
-        assert post(url, score_body([PNG], ["a"]), **{"Content-Length": "-5"})[0] == 411
+        assert post(url, b"0\r\n\r\n", **{"Transfer-Encoding": "chunked"})[0] == 411
         with pytest.raises(Refused, match="404"):
             request_json(f"{url}/")
         with pytest.raises(Refused, match="404"):

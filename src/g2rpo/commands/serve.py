@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 from collections.abc import Sequence
@@ -14,11 +15,14 @@ from g2rpo.commands.progress import say
 from g2rpo.commands.serving import check_address, refused, token_for
 from g2rpo.config.resolve import parse_options
 from g2rpo.config.schema import RewardConfig
+from g2rpo.errors import UserError
 from g2rpo.rewards.server import RewardServer
 
 
 def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, console: Console) -> None:
     """Loads reward `kind` with key=value `options` and serves it until interrupted."""
+    if importlib.util.find_spec("uvicorn") is None:
+        raise UserError("serve-reward needs uvicorn: pip install uvicorn")
     token = token_for(host, token_env)
     check_address(host, port)
     if plugins.is_code(kind):

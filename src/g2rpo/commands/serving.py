@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from g2rpo.errors import UserError
-from g2rpo.rewards.server import is_loopback
 from g2rpo.rewards.transport import token_from
+from g2rpo.web import is_loopback
 
 
 def token_for(host: str, variable: str | None) -> str | None:

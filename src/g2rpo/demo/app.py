@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
 from g2rpo.demo import views
-from g2rpo.demo.gate import MAX_UPLOAD, Gate, Scope, bounded
+from g2rpo.demo.gate import MAX_UPLOAD, STRANGERS, Gate, Scope
 from g2rpo.demo.studio import (
     MAX_PROMPT,
     MAX_STRENGTH,
@@ -30,6 +30,7 @@ from g2rpo.demo.studio import (
     plan_labels,
 )
 from g2rpo.errors import RewardFailed, UserError
+from g2rpo.web import bounded
 
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
@@ -242,5 +243,5 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
         css=views.style(),
     )
     config = page.server.config
-    config.http_protocol_class = bounded(config.http_protocol_class, known)
+    config.http_protocol_class = bounded(config.http_protocol_class, lambda connection: known(connection.scope), STRANGERS)
     return address

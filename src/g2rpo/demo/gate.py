@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from g2rpo.rewards.server import content_length, host_of, is_loopback
+from g2rpo.web import host_of, is_loopback
 
 log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
@@ -38,32 +38,6 @@ CLAIMED = (b"x-forwarded-host", b"x-gradio-server")
 """Headers by which a client could choose the address in the page's links; a proxy passes Host on."""
 STRANGERS = 256
 """Connections at a time that have not asked anything with a login (without a token: anything)."""
-
-
-def bounded(protocol: Any, known: Callable[[Scope], bool], most: int = STRANGERS) -> Any:
-    """uvicorn's class of a connection, with at most `most` connections at a time that have made no request which is `known`:
-    the oldest is closed for one more, so that idle ones keep nobody out."""
-    strangers: dict[Any, None] = {}
-
-    class Connection(protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(strangers) >= most:
-                oldest = next(iter(strangers))
-                del strangers[oldest]
-                oldest.transport.abort()
-            strangers[self] = None
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self in strangers and self.cycle is not None and known(self.scope):
-                del strangers[self]
-
-        def connection_lost(self, error: Exception | None) -> None:
-            strangers.pop(self, None)
-            super().connection_lost(error)
-
-    return Connection
 
 
 @dataclass(frozen=True)
@@ -106,11 +80,7 @@ class Gate:
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Why a request may not pass, if it may not."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin, length = (
-            headers.get("host", ""),
-            headers.get("origin"),
-            content_length(headers.get("content-length", "0")),
-        )
+        host, origin, length = headers.get("host", ""), headers.get("origin"), headers.get("content-length", "0")
         known = {"GET": READ, "HEAD": READ, "POST": WRITE}.get(scope["method"])
         if self.local and not is_loopback(host_of(host)):
             return 421, "without a token, only this machine's own names (localhost, 127.0.0.1) are served"
@@ -120,9 +90,9 @@ class Gate:
         upload = self.uploads and UPLOAD.fullmatch(f"{scope['method']} {path}") is not None
         if not upload and (known is None or not known.fullmatch(path)):
             return 404, "there is nothing but the page"
-        if "transfer-encoding" in headers or length is None:
+        if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
             return 411, "a Content-Length is needed"
         most = MAX_UPLOAD if upload else MAX_BODY
-        if length > most:
+        if len(length) > 18 or int(length) > most:
             return 413, f"at most {most} bytes"
         return None

@@ -1,4 +1,4 @@
-"""Serve any reward over HTTP (protocol: `g2rpo.rewards.remote`). Standard library and Pillow only.
+"""Serve any reward over HTTP (protocol: `g2rpo.rewards.remote`), with uvicorn.
 
 What comes over the network is not trusted: bodies, numbers of pictures and their pixels are bounded before anything is
 decoded, only PNG is read, nothing is unpickled, slow clients are cut off, and only the loopback interface is served
@@ -7,12 +7,12 @@ without a token.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import contextlib
 import hmac
 import io
-import ipaddress
 import json
 import logging
 import math
@@ -20,13 +20,11 @@ import re
 import socket
 import struct
 import threading
-import time
-import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,8 +33,10 @@ from torch import Tensor
 
 from g2rpo.plain import is_text, parse_json
 from g2rpo.types import Prompt, Reward
+from g2rpo.web import bounded, host_of, is_loopback
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class Limits:
     images: int = 256
     pixels: int = 2**26  # of all pictures that are decoded or scored at a time: 64 pictures of 1024 x 1024
     prompt_chars: int = 20_000
-    headers_s: float = 10.0  # for all headers and the first byte of the body
+    headers_s: float = 10.0  # for all headers, and again for the first byte of the body
     read_s: float = 60.0  # for the whole body
     gap_s: float = 5.0  # between two pieces of what a client sends
     connections: int = 64  # at a time whose headers or body have not begun to come, or that are refused; the oldest makes room
-    clients: int = 64  # at a time that may ask, and have begun to; more are answered 503, which clients retry
+    clients: int = 64  # at a time whose bodies have begun to come; more are answered 503, which clients retry
     requests: int = 8  # of theirs being read or scored at a time
     wait_s: float = 30.0  # for one of those places, before the answer is 503
 
@@ -157,146 +157,16 @@ def _strings(value: Any) -> list[str]:
 
 
 _ROUTES = "there are GET /health and POST /score"
-_LINGER_S, _WRITE_S = 5.0, 30.0
+_LINGER_S = 5.0
 
 
-class _Input(io.RawIOBase):
-    """Reads of a connection until `deadline`, then TimeoutError, also for a client that sends a byte at a time; and after
-    `gap_s` without any."""
-
-    def __init__(self, connection: socket.socket, seconds: float, gap_s: float) -> None:
-        self.connection, self.gap_s = connection, gap_s
-        self.allow(seconds)
-
-    def allow(self, seconds: float) -> None:
-        """From now."""
-        self.deadline = time.monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self.connection.settimeout(max(1e-3, min(self.gap_s, self.deadline - time.monotonic())))
-        try:
-            return self.connection.recv_into(buffer)
-        finally:
-            self.connection.settimeout(_WRITE_S)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """One connection, one request."""
-
-    server: RewardServer
-
-    def setup(self) -> None:
-        super().setup()
-        self.input = _Input(self.connection, self.server.limits.headers_s, self.server.limits.gap_s)
-        self.rfile = io.BufferedReader(self.input)
-        self.connection.settimeout(_WRITE_S)
-
-    def do_GET(self) -> None:
-        try:
-            self._authorize()
-            if self.path != "/health":
-                raise BadRequest(404, _ROUTES)
-            self._answer(200, {"status": "ok", "reward": self.server.name, **self.server.more})
-        except BadRequest as error:
-            self._answer(error.status, {"error": str(error)})
-
-    def do_POST(self) -> None:
-        try:
-            self._authorize()
-            if self.path != "/score":
-                raise BadRequest(404, _ROUTES)
-            self._answer(200, {"scores": self._scores()})
-        except BadRequest as error:
-            self._refuse(error)
-        except OSError:  # the connection broke: no answer can be sent
-            raise
-        except Exception as error:  # the reward failed: the server continues, the client may retry
-            log.exception("the reward failed")
-            self._answer(500, {"error": f"the reward failed with {type(error).__name__}; the server's log says more"})
-
-    def _scores(self) -> list[float | None]:
-        length = self._length()
-        with contextlib.suppress(TimeoutError):  # which `_body` says
-            self.rfile.peek(1)  # type: ignore[attr-defined]  # a BufferedReader (socketserver, rbufsize)
-        self.server.admit(self.connection)
-        if not self.server.slots.acquire(timeout=self.server.limits.wait_s):
-            raise BadRequest(503, "busy")
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.server.slots.release)
-            images, prompts = parse_request(
-                self._body(length), self.server.limits, lambda pixels: stack.enter_context(self.server.decoding(pixels))
-            )
-            with self.server.one_at_a_time:  # in float32 they are four times as large, so only those of one request
-                scores = self.server.reward(images.float().div_(255), prompts)
-        return [float(s) if math.isfinite(s) else None for s in scores.tolist()]
-
-    def _authorize(self) -> None:
-        token = self.server.token
-        given = self.headers.get("Authorization", "")
-        if token is None and not is_loopback(host_of(self.headers.get("Host", "localhost"))):
-            # against DNS rebinding, by which a web page could read the answers
-            raise BadRequest(403, "without a token this server answers to loopback addresses only")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise BadRequest(401, "a valid token is needed: Authorization: Bearer ...")
-
-    def _length(self) -> int:
-        """The announced length of the body; `BadRequest` for one that is not read."""
-        # A web page can post to a loopback server, but not with this content type unless the server agrees beforehand.
-        if self.headers.get_content_type() != "application/json":
-            raise BadRequest(415, "the content type must be application/json")
-        length = content_length(self.headers.get("Content-Length", ""))
-        if length is None:
-            raise BadRequest(411, "a Content-Length is needed")
-        if length > self.server.limits.body_bytes:
-            raise BadRequest(413, f"the body is larger than {self.server.limits.body_bytes} bytes")
-        return length
-
-    def _body(self, length: int) -> bytes:
-        self.input.allow(self.server.limits.read_s)
-        try:
-            body = self.rfile.read(length)
-        except TimeoutError as error:
-            raise BadRequest(408, "the body did not come in time") from error
-        if len(body) < length:
-            raise BadRequest(400, "the body is shorter than its Content-Length")
-        return body
-
-    def _answer(self, status: int, content: dict[str, Any]) -> None:
-        data = json.dumps(content, allow_nan=False).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def _refuse(self, error: BadRequest) -> None:
-        """Answers an error, then discards what the client still sends: closing at once would reset the connection before the
-        client has read the answer."""
-        self._answer(error.status, {"error": str(error)})
-        self.wfile.flush()
-        self.connection.shutdown(socket.SHUT_WR)
-        self.input.allow(_LINGER_S)
-        with contextlib.suppress(OSError):
-            while self.rfile.read1(65536):
-                pass
-
-    def log_message(self, format: str, *args: Any) -> None:
-        log.info("%s %s", self.address_string(), ascii(format % args))  # no control characters in a log
-
-
-class RewardServer(ThreadingHTTPServer):
+class RewardServer:
     """An HTTP server of one reward; requests are read in parallel and scored one at a time.
 
     `port` 0 takes a free port: `address` says which. Call `serve_forever()`, and `shutdown()` from another thread.
     Raises ValueError if `host` is not a loopback address and there is no `token`, or if the reward needs more than pictures and
-    prompts.
+    prompts; OSError if the address is taken.
     """
-
-    daemon_threads = True
-    request_queue_size = 128  # socketserver's 5 make some of a hundred ranks that connect at once wait a second
 
     def __init__(
         self,
@@ -307,6 +177,9 @@ class RewardServer(ThreadingHTTPServer):
         token: str | None = None,
         limits: Limits | None = None,
     ) -> None:
+        import uvicorn
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
         token = (token or "").strip() or None
         if token is None and not is_loopback(host):
             raise ValueError(f"serving on {host} without a token would let anyone use this machine; give a token")
@@ -317,26 +190,138 @@ class RewardServer(ThreadingHTTPServer):
         self.more = {"right": float(right)} if (right := getattr(reward, "right", None)) is not None else {}
         self.name = type(reward).__name__
         self.one_at_a_time = threading.Lock()
-        self.slots = threading.BoundedSemaphore(self.limits.requests)
         self.pixels_left, self.room = self.limits.pixels, threading.Condition()
-        self.strangers: dict[socket.socket, None] = {}  # connections that have not been admitted, the oldest first
-        self.clients: set[socket.socket] = set()
-        self.counting = threading.Lock()
-        super().__init__((host, port), _Handler)
+        self.slots = asyncio.Semaphore(self.limits.requests)
+        self.scoring = ThreadPoolExecutor(self.limits.requests)
+        self.clients = 0
+        most = self.limits.connections
+        self.connection = bounded(H11Protocol, self._has_asked, most, headers_s=self.limits.headers_s, half_open=True)
+        self.strangers = self.connection.strangers
+        config = uvicorn.Config(
+            self._answer_request, http=self.connection, interface="asgi3", ws="none", lifespan="off", proxy_headers=False,
+            server_header=False, log_config=None, access_log=False, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        self.server, self.ended = uvicorn.Server(config), threading.Event()
+        self.ended.set()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.create_server((host, port), family=family, backlog=128)  # a hundred ranks may connect at once
+        self.server_address = self.socket.getsockname()[:2]
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Closes the connection that has been idle longest, so that idle clients cannot block others."""
-        with self.counting:
-            if len(self.strangers) >= self.limits.connections:
-                oldest = next(iter(self.strangers))
-                del self.strangers[oldest]
-                with contextlib.suppress(OSError):  # it is closed already
-                    oldest.shutdown(socket.SHUT_RDWR)
-            self.strangers[request] = None
-        super().process_request(request, client_address)
+    @property
+    def address(self) -> str:
+        host, port = self.server_address
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def serve_forever(self) -> None:
+        """Answers until `shutdown`, or a signal that is raised again."""
+        self.ended.clear()
+        try:
+            self.server.run(sockets=[self.socket])
+        finally:
+            self.ended.set()
+
+    def shutdown(self) -> None:
+        """Ends `serve_forever` in another thread, and waits for its end."""
+        self.server.should_exit = True
+        self.ended.wait()
+
+    def __enter__(self) -> RewardServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.socket.close()
+        self.scoring.shutdown(wait=False, cancel_futures=True)
+
+    def _has_asked(self, connection: Any) -> bool:
+        """Whether a connection may ask, and its body has begun to come."""
+        begun = connection.cycle.body or not connection.cycle.more_body
+        return bool(begun) and self._refusal(_headers(connection.scope)) is None
+
+    async def _answer_request(self, scope: Mapping[str, Any], receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        """The ASGI application."""
+        status, rest, body = 200, False, _Body(receive)
+        try:
+            content = await self._answer(scope, body)
+        except _Gone:
+            return
+        except BadRequest as error:
+            status, content, rest = error.status, {"error": str(error)}, body.more
+        except Exception as error:  # the reward failed: the server continues, the client may retry
+            log.exception("the reward failed")
+            status, content = 500, {"error": f"the reward failed with {type(error).__name__}; the server's log says more"}
+        log.info("%s %s: %d", scope["method"], ascii(scope["path"]), status)  # no control characters in a log
+        data = json.dumps(content, allow_nan=False).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data)), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": data, "more_body": rest})
+        if rest:  # what the client still sends: closing at once would reset the connection before it has read the answer
+            with contextlib.suppress(TimeoutError, _Gone):
+                async with asyncio.timeout(_LINGER_S):
+                    while await body.piece():
+                        pass
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _answer(self, scope: Mapping[str, Any], body: _Body) -> dict[str, Any]:
+        headers = _headers(scope)
+        if (refused := self._refusal(headers)) is not None:
+            raise refused
+        if (scope["method"], scope["path"]) == ("GET", "/health"):
+            return {"status": "ok", "reward": self.name, **self.more}
+        if (scope["method"], scope["path"]) != ("POST", "/score"):
+            raise BadRequest(404, _ROUTES)
+        # A web page can post to a loopback server, but not with this content type unless the server agrees beforehand.
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise BadRequest(415, "the content type must be application/json")
+        if "content-length" not in headers:
+            raise BadRequest(411, "a Content-Length is needed")
+        if int(headers["content-length"]) > self.limits.body_bytes:  # a number: uvicorn refuses anything else
+            raise BadRequest(413, f"the body is larger than {self.limits.body_bytes} bytes")
+        first = await _in_time(self.limits.headers_s, body.piece())
+        async with self._place():
+            content = first + await _in_time(self.limits.read_s, self._rest(body))
+            scores = await asyncio.get_running_loop().run_in_executor(self.scoring, self._scores, content)
+        return {"scores": [float(score) if math.isfinite(score) else None for score in scores.tolist()]}
+
+    def _refusal(self, headers: Mapping[str, str]) -> BadRequest | None:
+        """Why whoever sent `headers` may not ask; None if he may."""
+        if self.token is None and not is_loopback(host_of(headers.get("host", "localhost"))):
+            # against DNS rebinding, by which a web page could read the answers
+            return BadRequest(403, "without a token this server answers to loopback addresses only")
+        wanted = f"Bearer {self.token}".encode()
+        if self.token is not None and not hmac.compare_digest(headers.get("authorization", "").encode(), wanted):
+            return BadRequest(401, "a valid token is needed: Authorization: Bearer ...")
+        return None
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of the places for clients, and then for requests that are read or scored; `BadRequest` if none becomes free."""
+        if self.clients >= self.limits.clients:
+            raise BadRequest(503, "busy")
+        self.clients += 1
+        try:
+            await _in_time(self.limits.wait_s, self.slots.acquire(), BadRequest(503, "busy"))
+            try:
+                yield
+            finally:
+                self.slots.release()
+        finally:
+            self.clients -= 1
+
+    async def _rest(self, body: _Body) -> bytes:
+        """What follows the first piece."""
+        pieces = []
+        while piece := await _in_time(self.limits.gap_s, body.piece()):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _scores(self, body: bytes) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            images, prompts = parse_request(body, self.limits, lambda pixels: stack.enter_context(self._decoding(pixels)))
+            with self.one_at_a_time:  # in float32 they are four times as large, so only those of one request
+                return self.reward(images.float().div_(255), prompts)
 
     @contextlib.contextmanager
-    def decoding(self, pixels: int) -> Iterator[None]:
+    def _decoding(self, pixels: int) -> Iterator[None]:
         """While entered, so many pixels of all that may be decoded at a time are taken; `BadRequest` if none become free."""
         with self.room:
             if not self.room.wait_for(lambda: self.pixels_left >= pixels, self.limits.wait_s):
@@ -349,65 +334,40 @@ class RewardServer(ThreadingHTTPServer):
                 self.pixels_left += pixels
                 self.room.notify_all()
 
-    def admit(self, connection: socket.socket) -> None:
-        """Marks a connection as admitted, so that it is no longer closed for others; `BadRequest` if there are too many."""
-        with self.counting:
-            if len(self.clients) >= self.limits.clients:
-                raise BadRequest(503, "busy")
-            self.strangers.pop(connection, None)
-            self.clients.add(connection)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            with self.counting:
-                self.strangers.pop(request, None)
-                self.clients.discard(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.warning("a connection from %s broke", client_address, exc_info=True)
-
-    @property
-    def address(self) -> str:
-        host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}"
+class _Gone(Exception):
+    """The client closed the connection."""
 
 
-def content_length(header: str) -> int | None:
-    """The number in a Content-Length header, None if there is none. One of more than 18 digits is as large as 19."""
-    if not (header.isascii() and header.isdecimal()):
-        return None
-    return int(header) if len(header) <= 18 else 10**18
+def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def host_of(header: str) -> str:
-    """The name in a Host header; "" if there is none."""
+LATE = BadRequest(408, "the body did not come in time")
+
+
+async def _in_time(seconds: float, coming: Awaitable[T], late: BadRequest = LATE) -> T:
+    """What `coming` returns within so many seconds; then `late` is raised."""
     try:
-        return urllib.parse.urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return ""
+        async with asyncio.timeout(seconds):
+            return await coming
+    except TimeoutError:
+        raise late from None
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+class _Body:
+    """The body of a request, as it comes."""
 
+    def __init__(self, receive: Callable[[], Any]) -> None:
+        self.receive, self.more = receive, True
 
-def serve(
-    reward: Reward,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    token: str | None = None,
-    limits: Limits | None = None,
-) -> None:
-    """Serve `reward` until interrupted; see `RewardServer` for the arguments."""
-    with RewardServer(reward, host, port, token=token, limits=limits) as server:
-        log.info("%s at %s", server.name, server.address)
-        server.serve_forever()
+    async def piece(self) -> bytes:
+        """The next bytes; none at the end."""
+        while self.more:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            self.more = message.get("more_body", False)
+            if message.get("body"):
+                return bytes(message["body"])
+        return b""

@@ -1,21 +1,19 @@
-"""JSON over HTTP with bounds on everything: time, size, redirects, retries. Standard library only."""
+"""JSON over HTTP with bounds on everything: time, size, redirects, retries."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import logging
 import os
 import random
 import reprlib
-import socket
+import ssl
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import cache
 from typing import Any, TypeVar
 
 from g2rpo.plain import parse_json
@@ -40,13 +38,6 @@ class TooSlow(NoAnswer):
 
 class Refused(OSError):
     """The endpoint refused the request permanently (a 4xx status)."""
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the token, and the pictures, to another host."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None
 
 
 def endpoint(url: str, path: str) -> str:
@@ -138,47 +129,66 @@ def request_json(
     Raises `NoAnswer` if there is none within `timeout_s` (for the whole exchange) and `max_bytes`, the status is 408, 429, 3xx
     or 5xx, or `read` raises it; `Refused` for the other 4xx. No message repeats `token`.
     """
-    headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+    headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
     data = None
     if body is not None:
         data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
-    request = urllib.request.Request(url, data=data, headers=headers)
-    handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
-    if urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
-        handlers.append(urllib.request.ProxyHandler({}))  # a proxy cannot see this machine's loopback
-    deadline, sockets = time.monotonic() + timeout_s, list[socket.socket]()
-    handlers += [_HTTP(sockets), _HTTPS(sockets)]
-    # A socket's own timeout bounds one read; a peer that sends a byte at a time never reaches it. So sockets are closed then.
-    shut = threading.Timer(timeout_s, _shut, [sockets])
-    shut.daemon = True
-    shut.start()
+    status, said, content = _exchange(url, headers, data, timeout_s, max_bytes, token)
+    if status >= 300:
+        explained = _printable(content[:300].decode(errors="replace").strip() or said)
+        message = f"{url} answered {status}: {without_token(explained, token)}"
+        raise (Refused if 400 <= status < 500 and status not in (408, 429) else NoAnswer)(message)
     try:
-        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-            return read(parse_json(_read(response, deadline, max_bytes)))
-    except urllib.error.HTTPError as error:  # not chained: its own text has the server's words too
-        message = f"{url} answered {error.code}: {without_token(_explanation(error), token)}"
-        if 400 <= error.code < 500 and error.code not in (408, 429):
-            raise Refused(message) from None
-        raise NoAnswer(message) from None
+        return read(parse_json(content))
     except NoAnswer as error:
-        raise type(error)(f"{url} {without_token(str(error), token)}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        if time.monotonic() >= deadline:  # any exception after the socket was shut down
-            raise TooSlow(f"{url} did not finish its answer in time") from None
-        reason = getattr(error, "reason", None)
-        kind = Unreachable if isinstance(reason, OSError) and not isinstance(reason, TimeoutError) else NoAnswer
-        raise kind(f"{url}: {type(error).__name__}: {without_token(_printable(str(error)), token)}") from None
-    finally:
-        shut.cancel()
+        raise NoAnswer(f"{url} {without_token(str(error), token)}") from None
+    except ValueError as error:
+        raise NoAnswer(f"{url}: {type(error).__name__}: {without_token(_printable(str(error)), token)}") from None
 
 
-def _explanation(error: urllib.error.HTTPError) -> str:
-    """The first words of an error's body, or its status in words."""
+def _exchange(
+    url: str, headers: Mapping[str, str], data: bytes | None, timeout_s: float, max_bytes: int, token: str | None
+) -> tuple[int, str, bytes]:
+    """Status, its words, and the body. `NoAnswer` as `request_json`.
+
+    A timeout of httpx bounds each read, and a peer that sends a byte at a time never reaches it. So a thread reads, and is left
+    when the time is over; it ends because its connection is closed, or with its next read's timeout.
+    """
+    import httpx
+
+    for name in ("httpx", "httpcore"):  # they log what servers answer, which may repeat a token
+        logging.getLogger(name).setLevel(logging.WARNING)
+    local = urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")  # which no proxy can see
+    client = httpx.Client(verify=_tls(), timeout=timeout_s, trust_env=not local)
+    method, answer = "GET" if data is None else "POST", Future[tuple[int, str, bytes]]()
+
+    def exchange() -> None:
+        try:
+            with client, client.stream(method, url, headers=headers, content=data) as response:
+                content = bytearray()
+                for piece in response.iter_raw():
+                    content += piece
+                    if len(content) > max_bytes:
+                        raise NoAnswer(f"{url} answered more than {max_bytes} bytes")
+                answer.set_result((response.status_code, response.reason_phrase, bytes(content)))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=exchange, daemon=True).start()
     try:
-        with error:
-            return _printable(error.read1(300).decode(errors="replace").strip() or error.reason)
-    except (OSError, http.client.HTTPException, ValueError):  # the status is enough
-        return _printable(error.reason)
+        return answer.result(timeout_s)
+    except (TimeoutError, httpx.TimeoutException):
+        client.close()
+        raise TooSlow(f"{url} did not finish its answer in time") from None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        kind = Unreachable if isinstance(error, httpx.ConnectError) else NoAnswer
+        raise kind(f"{url}: {type(error).__name__}: {without_token(_printable(str(error)), token)}") from None
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reads the certificates: a tenth of a second
 
 
 def _printable(text: str) -> str:
@@ -189,58 +199,6 @@ def _printable(text: str) -> str:
 def brief(answer: Any) -> str:
     """The beginning of an answer, for messages; printable, however deep it is."""
     return reprlib.repr(answer)
-
-
-def _shut(sockets: list[socket.socket]) -> None:
-    for each in sockets:
-        with contextlib.suppress(OSError):  # already closed
-            socket.socket.shutdown(each, socket.SHUT_RDWR)  # TLS's own shutdown would wait
-
-
-class _HTTP(urllib.request.HTTPHandler):
-    """Records its open sockets in a list."""
-
-    def __init__(self, sockets: list[socket.socket]) -> None:
-        super().__init__()
-        self.sockets = sockets
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_noting(http.client.HTTPConnection, self.sockets), request)
-
-
-class _HTTPS(urllib.request.HTTPSHandler):
-    """The same with TLS."""
-
-    def __init__(self, sockets: list[socket.socket]) -> None:
-        super().__init__()
-        self.sockets = sockets
-
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_noting(http.client.HTTPSConnection, self.sockets), request)
-
-
-def _noting(kind: Any, sockets: list[socket.socket]) -> Any:
-    """The connection class `kind`, which adds its socket to `sockets`."""
-
-    class Connection(kind):
-        def connect(self) -> None:
-            super().connect()
-            sockets.append(self.sock)
-
-    return Connection
-
-
-def _read(response: Any, deadline: float, max_bytes: int) -> bytes:
-    """The body, as long as it is neither too slow nor too long."""
-    pieces, size = [], 0
-    while piece := response.read1(65536):
-        size += len(piece)
-        if size > max_bytes:
-            raise NoAnswer(f"answered more than {max_bytes} bytes")
-        pieces.append(piece)
-    if time.monotonic() >= deadline:  # the end was not the end: the socket was shut
-        raise TooSlow("did not finish its answer in time")
-    return b"".join(pieces)
 
 
 def with_retries(call: Callable[[], T], *, retries: int, backoff_s: float, what: str) -> T | None:

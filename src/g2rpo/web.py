@@ -1,0 +1,69 @@
+"""What the package's two servers share: who is addressed, and how many connections may wait. Both run on uvicorn."""
+
+from __future__ import annotations
+
+import ipaddress
+import urllib.parse
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+
+def host_of(header: str) -> str:
+    """The name in a Host header; "" if there is none."""
+    try:
+        return urllib.parse.urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bounded(
+    protocol: Any, known: Callable[[Any], bool], most: int, *, headers_s: float | None = None, half_open: bool = False
+) -> Any:
+    """uvicorn's class of a connection, with at most `most` open at a time that are not `known(connection)` once a request has
+    begun: the oldest is closed for one more, so that idle ones keep nobody out. They are in the class's `strangers`.
+
+    A connection is closed if its first headers take longer than `headers_s`. With `half_open` a client that has closed its own
+    side after a whole request still gets an answer.
+    """
+
+    class Connection(protocol):
+        strangers: ClassVar[dict[Any, None]] = {}  # the oldest first
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.strangers) >= most:
+                oldest = next(iter(self.strangers))
+                del self.strangers[oldest]
+                oldest.transport.abort()
+            self.strangers[self] = None
+            self.late = self.loop.call_later(headers_s, self.close_without_request) if headers_s else None
+
+        def close_without_request(self) -> None:
+            if self.cycle is None:
+                self.transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self in self.strangers and self.cycle is not None and known(self):
+                del self.strangers[self]
+
+        def eof_received(self) -> bool:
+            return half_open and self.cycle is not None and not self.cycle.more_body
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self.strangers.pop(self, None)
+            if self.late is not None:
+                self.late.cancel()
+            super().connection_lost(error)
+
+    return Connection
