@@ -491,7 +491,7 @@ def test_a_run_that_begins_to_go_back_late_may_have_nothing_to_go_back_to(tmp_pa
     late.resume()
     assert late.iteration == 5 < first_alarm(warned[1])
     _, stop = rows_of(late)
-    assert not isinstance(stop, RolledBack) and "no weights were kept" in str(stop)
+    assert not isinstance(stop, RolledBack) and "has no weights to go back to" in str(stop)
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"iteration_{first_alarm(warned[1]):06d}"
 
 
