@@ -80,7 +80,7 @@ def resolve_as(
     try:
         group = kind.model_validate(merged, context={"mention": mention})
     except ValidationError as error:
-        raise UserError("\n".join(_complaints(error, source))) from None
+        raise UserError("\n".join(_complaints(error, merged, source))) from None
     _check_sizes(group, source)
     return group
 
@@ -292,22 +292,25 @@ def _numbers(leaf: Any) -> Iterator[float]:
             yield from _numbers(inner)
 
 
-def _is_member(part: int | str) -> bool:
-    """Whether a part of pydantic's location is a union member and not a key."""
-    return part in ("it", "int", "constrained-int", "constrained-float") or str(part).startswith(("literal[", "tuple["))
+def _place(loc: Sequence[int | str], data: Any, missing: bool) -> tuple[str, Any]:
+    """The dotted key of pydantic's location, and what `data` has there; members of unions in between are no keys of the data."""
+    parts = []
+    for part in loc:
+        if (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            parts.append(str(part))
+            data = data[part]  # type: ignore[index]
+    return ".".join([*parts, *([str(loc[-1])] if missing else [])]), data
 
 
-def _complaints(error: ValidationError, source: str, prefix: str = "") -> Iterator[str]:
+def _complaints(error: ValidationError, data: Any, source: str, prefix: str = "") -> Iterator[str]:
     for problem in error.errors():
-        where = (
-            problem["loc"][:1] + problem["loc"][2:] if problem["loc"][:1] == ("algorithm",) else problem["loc"]
-        )  # the union's tag
-        key = prefix + ".".join(str(part) for part in where if not _is_member(part))
+        key, value = _place(problem["loc"], data, problem["type"] == "missing")
+        key = prefix + key
         if isinstance(inner := problem.get("ctx", {}).get("error"), ValidationError):  # an algorithm's own fields
-            yield from _complaints(inner, source, f"{key}.")
+            yield from _complaints(inner, value, source, f"{key}.")
         elif problem["loc"][-1:] == ("[key]",):
             space = "; YAML needs a space after ':'" if ":" in problem["input"] else ""
-            yield f"{source}: {key.removesuffix('.[key]')} is no name: write letters, digits and . _ + -{space}"
+            yield f"{source}: {key} is no name: write letters, digits and . _ + -{space}"
         elif problem["type"] == "missing":
             yield f"{source}: '{key}' is missing"
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from g2rpo.evaluation.controls import PLAIN, RIGHT, SPREAD_NOISES, Control, against_controls
+from g2rpo.config.schema import Config, EvaluationConfig
+from g2rpo.evaluation.controls import (
+    PLAIN,
+    RIGHT,
+    SHARE,
+    SPREAD_NOISES,
+    SPREAD_PROMPTS,
+    Control,
+    against_controls,
+    guidance_of,
+    prompts_within,
+    run_controls,
+)
 from g2rpo.evaluation.heldout import (
     Comparison,
     Evaluation,
@@ -27,6 +40,7 @@ from g2rpo.evaluation.heldout import (
     save_evaluation,
     save_scores,
 )
+from g2rpo.evaluation.study import work_of_run
 from g2rpo.monitor.alarms import judged_gain
 from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.monitor.curves import save_curves
@@ -48,6 +62,35 @@ OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed righ
 UNKNOWN = "have no verdict"
 SHOWN = 8
 """Pictures of a grid."""
+
+
+def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes: bool) -> dict[str, Any]:
+    """The controls of an evaluator, and on how many `heldout` prompts they and the spread within a prompt are sampled."""
+    asked = config.evaluation.controls
+    if asked is False:
+        return {}
+    controls = run_controls(steps, guidance_of(policy))
+    evaluations = work_of_run(config)
+    cost = sum(control.steps or steps for control in controls)
+    looks = 1 + math.ceil(config.trainer.iterations / config.evaluation.every)
+    spread_on = min(SPREAD_PROMPTS, heldout)
+    affordable = asked is True or spread_on * SPREAD_NOISES * steps * looks <= SHARE * evaluations
+    return {
+        "controls": controls,
+        "controls_on": prompts_within(asked, heldout, cost, evaluations) if writes else 0,
+        "spread_on": spread_on if affordable else 0,
+    }
+
+
+def evaluation_due(config: EvaluationConfig, iteration: int, iterations: int, rows: Sequence[Row]) -> bool:
+    """Whether an evaluation is due that the log `rows` lacks; minutes are of training since the last one."""
+    evaluated = [row["iteration"] for row in rows if row["kind"] == "eval"]
+    last = max(evaluated, default=0)
+    minutes = config.every_minutes if last or config.first_minutes is None else config.first_minutes
+    spent = sum(row["seconds"] for row in rows if row["kind"] == "train" and row["iteration"] > last)
+    late = minutes is not None and spent >= 60 * minutes
+    due = iteration % config.every == 0 or iteration >= iterations or late
+    return iteration == 0 or (due and iteration not in evaluated)
 
 
 @dataclass(kw_only=True)

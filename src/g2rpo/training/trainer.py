@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +15,9 @@ from torch import Tensor
 from g2rpo.algorithms.contracts import advantages_of, choice_of, plans_of
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.errors import Preempted
-from g2rpo.evaluation.controls import (
-    SHARE,
-    SPREAD_NOISES,
-    SPREAD_PROMPTS,
-    guidance_of,
-    prompts_within,
-    run_controls,
-)
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images
-from g2rpo.evaluation.study import work_of_run
 from g2rpo.input_pictures import images_of
 from g2rpo.monitor.alarms import alarms_of
-from g2rpo.monitor.diagnostics import diagnose, reward_metrics
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
@@ -41,13 +29,14 @@ from g2rpo.runtime.sharding import WHOLE, Replicated
 from g2rpo.seeding import generator_for
 from g2rpo.training.collector import Collected, Collector
 from g2rpo.training.early_stop import EarlyStop
-from g2rpo.training.evaluator import Evaluator
+from g2rpo.training.evaluator import Evaluator, evaluation_due, free_knobs
 from g2rpo.training.first_group import save_first_group
 from g2rpo.training.header import header_of
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import write_card
 from g2rpo.training.persistence import Persistence
 from g2rpo.training.reward_states import observe, stateful
+from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.run_files import RunFiles
 from g2rpo.training.updater import Updater, check_differentiable
 from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout
@@ -149,25 +138,8 @@ class Trainer:
             shards=self.shards,
             files=self.files,
             grid=partial(grid_of, self.config.sampling.shift, self.policy),
-            **self._free_knobs(),
+            **free_knobs(self.config, self.policy, len(self.evaluated_on) - 1, len(self.heldout), self.run_dir is not None),
         )
-
-    def _free_knobs(self) -> dict[str, Any]:
-        """The controls of the evaluator, and on how many prompts they and the spread within a prompt are sampled."""
-        c, steps, asked = self.config, len(self.evaluated_on) - 1, self.config.evaluation.controls
-        if asked is False:
-            return {}
-        controls = run_controls(steps, guidance_of(self.policy))
-        evaluations = work_of_run(c)
-        cost = sum(control.steps or steps for control in controls)
-        looks = 1 + math.ceil(c.trainer.iterations / c.evaluation.every)
-        spread_on = min(SPREAD_PROMPTS, len(self.heldout))
-        affordable = asked is True or spread_on * SPREAD_NOISES * steps * looks <= SHARE * evaluations
-        return {
-            "controls": controls,
-            "controls_on": prompts_within(asked, len(self.heldout), cost, evaluations) if self.run_dir is not None else 0,
-            "spread_on": spread_on if affordable else 0,
-        }
 
     @property
     def _keeps_base(self) -> bool:
@@ -200,7 +172,7 @@ class Trainer:
         c = self.config.trainer
         self.saved_at = time.monotonic()
         with self.files.log(self.iteration, self.config.model_dump(mode="json"), self.trackers) as logged:
-            if self._is_to_be_judged():
+            if self._evaluation_due():
                 yield logged(self._evaluate_unless_stopped())
                 self._stop_if_asked()
                 self.early_stop.end_if_asked(self.iteration, self.roll_back)
@@ -208,7 +180,7 @@ class Trainer:
                 yield (row := logged(self.iterate()))
                 self.early_stop.check_limits(row, self.updater.skipped_in_a_row, self.save)
                 self._stop_if_asked()  # an evaluation that the interrupted run did not finish
-                if self._is_to_be_judged():
+                if self._evaluation_due():
                     yield logged(self._evaluate_unless_stopped())
                     self._stop_if_asked()
                 if self._checkpoint_due():
@@ -217,8 +189,7 @@ class Trainer:
 
     def iterate(self) -> Row:
         """Runs one iteration; returns its metrics."""
-        self.final = None
-        watch = Stopwatch()
+        self.final, watch = None, Stopwatch()
         prompts = self.prompts_of(self.iteration)
         cond = self.policy.encode(prompts)
         watch.lap("encode")
@@ -231,13 +202,12 @@ class Trainer:
             rewards = self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
             watch.lap("waiting")
             observe(self.rewards, self.iteration, rewards)
-        rollouts = collected.rollouts
         advantages = advantages_of(algorithm, rewards, self.weights)
-        own_advantages = self.world.shard(advantages)
+        own = self.world.shard(advantages)
         examples = [
             example
-            for rollout, own in zip(rollouts, own_advantages, strict=True)
-            for example in algorithm.examples(rollout, own, self._draws(rollout))
+            for rollout, values in zip(collected.rollouts, own, strict=True)
+            for example in algorithm.examples(rollout, values, self._draws(rollout))
         ]
 
         if self.algorithm.uses_rewards:
@@ -248,38 +218,27 @@ class Trainer:
         self.learner.update_old(self.algorithm.old_decay(self.learner.steps))
         watch.lap("update")
 
-        branches = [rollout.plan.branch for rollout in rollouts] * self.world.size  # equal on all ranks
-        tails = [rollout.plan.tail_names for rollout in rollouts] * self.world.size
+        branches = [rollout.plan.branch for rollout in collected.rollouts] * self.world.size  # equal on all ranks
         learnt = self.memory.observe(self.iteration, branches, rewards, self.weights) if self.memory else {}
-        parts = [collected, *choice]
-        images = sum(rollout.finals.shape[:2].numel() for part in parts for rollout in part.rollouts)
-        spent = sum(part.evaluations for part in parts)
-        evaluations, images, halved = self.world.total(spent, images, self.sizes.halved)
-        compared = not self.algorithm.uses_rewards and not all(map(scores_latents, self.rewards.values()))
-        if self.iteration == 0 and self.files.writes and compared:
-            save_first_group(self.files, self.policy, self.sizes, list(self.rewards), prompts, collected, own_advantages)
+        if self.iteration == 0:
+            self._save_first_group(prompts, collected, own)
         self.iteration += 1
         row: Row = {
             "kind": "train",
             "iteration": self.iteration,
-            **reward_metrics(list(self.rewards), rewards, advantages, self.algorithm.advantage_clip),
-            **diagnose(branches, tails, list(self.rewards), rewards, advantages),
+            **of_groups(collected.rollouts, list(self.rewards), rewards, advantages, algorithm.advantage_clip, self.world.size),
             **learnt,
             **stats.summary(self.algorithm),
             "learning_rate": rate,
-            "evaluations": evaluations,
-            "images": images,
-            "batch_size": self.sizes.rollout,
-            "decode_batch_size": self.sizes.decode,
-            "micro_batch_size": self.sizes.micro,
-            "out_of_memory": halved,
-            "ranks": self.world.size,
-            "seconds": sum(watch.seconds.values()),
-            "seconds_overlapped": collected.seconds_overlapped,
-            **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
+            **of_cost([*choice, collected], self.world, self.sizes, watch),
         }
         self.early_stop.see(row)
         return row
+
+    def _save_first_group(self, prompts: Sequence[str], collected: Collected, advantages: Tensor) -> None:
+        """Keeps a group as pictures, unless nothing compares its members or rewards score latents."""
+        if self.files.writes and not self.algorithm.uses_rewards and not all(map(scores_latents, self.rewards.values())):
+            save_first_group(self.files, self.policy, self.sizes, list(self.rewards), prompts, collected, advantages)
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
         """The config's plans of an iteration, by default the current one (`algorithm_now` may have others)."""
@@ -404,21 +363,10 @@ class Trainer:
         self.rolled_back_from, self.iteration = self.iteration, best
         return best
 
-    def _is_to_be_judged(self) -> bool:
-        """Whether an evaluation is due that the log lacks: after this iteration, or after the one in which a run was
-        stopped."""
-        every, last = self.config.evaluation.every, self.config.trainer.iterations
-        due = self.iteration % every == 0 or self.iteration >= last or self._evaluation_minutes_over()
-        known = any(row["kind"] == "eval" and row["iteration"] == self.iteration for row in self.alarms.rows)
-        return self.world.total(self.iteration == 0 or (due and not known))[0] > 0
-
-    def _evaluation_minutes_over(self) -> bool:
-        """Whether training since the last evaluation has taken the minutes after which one is due."""
-        rows, c = self.alarms.rows, self.config.evaluation
-        last = max((row["iteration"] for row in rows if row["kind"] == "eval"), default=0)
-        minutes = c.every_minutes if last or c.first_minutes is None else c.first_minutes
-        spent = sum(row["seconds"] for row in rows if row["kind"] == "train" and row["iteration"] > last)
-        return minutes is not None and spent >= 60 * minutes
+    def _evaluation_due(self) -> bool:
+        """Whether an evaluation is due on any rank: they have different clocks."""
+        due = evaluation_due(self.config.evaluation, self.iteration, self.config.trainer.iterations, self.alarms.rows)
+        return self.world.total(due)[0] > 0
 
     def _checkpoint_due(self) -> bool:
         c = self.config.trainer

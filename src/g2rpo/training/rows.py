@@ -1,0 +1,45 @@
+"""A training row of the log: what its groups say, and what the iteration has cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from g2rpo.monitor.diagnostics import diagnose, reward_metrics
+from g2rpo.monitor.metrics import Row
+from g2rpo.rollout.scoring import Stopwatch
+from g2rpo.runtime.distributed import World
+from g2rpo.runtime.memory import BatchSizes
+from g2rpo.training.collector import Collected
+from g2rpo.types import Rollout
+
+
+def of_groups(
+    rollouts: Sequence[Rollout], names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float, ranks: int
+) -> Row:
+    """Statistics of rewards [N, R, M, G] and advantages [N, G] of all ranks, whose plans are those of `rollouts`."""
+    branches = [rollout.plan.branch for rollout in rollouts] * ranks
+    tails = [rollout.plan.tail_names for rollout in rollouts] * ranks
+    return {
+        **reward_metrics(names, rewards, advantages, clip),
+        **diagnose(branches, tails, names, rewards, advantages),
+    }
+
+
+def of_cost(parts: Sequence[Collected], world: World, sizes: BatchSizes, watch: Stopwatch) -> Row:
+    """Network evaluations and pictures of all ranks, batch sizes, and this rank's seconds; the rollouts are the last part."""
+    images = sum(rollout.finals.shape[:2].numel() for part in parts for rollout in part.rollouts)
+    evaluations, images, halved = world.total(sum(part.evaluations for part in parts), images, sizes.halved)
+    return {
+        "evaluations": evaluations,
+        "images": images,
+        "batch_size": sizes.rollout,
+        "decode_batch_size": sizes.decode,
+        "micro_batch_size": sizes.micro,
+        "out_of_memory": halved,
+        "ranks": world.size,
+        "seconds": sum(watch.seconds.values()),
+        "seconds_overlapped": parts[-1].seconds_overlapped,
+        **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},
+    }
