@@ -293,7 +293,7 @@ def _numbers(leaf: Any) -> Iterator[float]:
 
 
 def _place(loc: Sequence[int | str], data: Any, missing: bool) -> tuple[str, Any]:
-    """The dotted key of pydantic's location, and what `data` has there; members of unions in between are no keys of the data."""
+    """The dotted key of pydantic's location, without members of unions, which `data` lacks, and what `data` has there."""
     parts = []
     for part in loc:
         if (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int)):
