@@ -144,6 +144,12 @@ MUTATIONS = [
     ),
     Mutation("training/checkpoint.py", "same = _digest(file) == digest", "same = True", TRAINER),
     Mutation("training/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT),
+    Mutation(
+        "training/collector.py", "drawn.first + rows[prompt]", "drawn.first + prompt", "tests/rollout/test_prompts_at_once.py"
+    ),
+    Mutation(
+        "data.py", "(self.network, self.anchor, self.sample, self.step))", "(self.network, self.anchor, self.sample))", ALARMS
+    ),
     Mutation("monitor/alarms.py", "SILENT, MASKED = 0.5, 0.1", "SILENT, MASKED = 0.6, 0.1", ALARMS),
     Mutation("monitor/alarms.py", "not drift <= drift_limit", "drift > drift_limit", ALARMS),
     Mutation("monitor/alarms.py", "LEVEL / (len(now) * looks * looks * (looks + 1))", "LEVEL", ALARMS),
