@@ -267,7 +267,7 @@ def test_missing_scores_teach_nothing_and_are_counted():
 def test_rewards_find_their_rollouts_whatever_the_decoding_batch(monkeypatch):
     """72 pictures of 2 prompts x 3 branch steps x 2 granularities x 6 members, in batches of 5 and of 1000."""
     groups = []
-    monkeypatch.setattr("g2rpo.training.trainer.reward_metrics", lambda names, rewards, *rest: groups.append(rewards) or {})
+    monkeypatch.setattr("g2rpo.training.rows.reward_metrics", lambda names, rewards, *rest: groups.append(rewards) or {})
     for size in (5, 1000):
         trainer(None, f"sampling.decode_batch_size={size}").iterate()
     assert groups[0].shape == (6, 1, 2, 6)
