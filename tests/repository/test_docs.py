@@ -180,6 +180,14 @@ def test_the_tree_in_the_page_of_the_architecture_is_the_repository():
     assert all(re.match(r" {0,2}[\w./]+ +\S.{5,}", line) for line in lines)
 
 
+def test_what_the_page_of_the_architecture_finds_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| `([\w.]+)` \|$", page.split("## Where is ...?")[1].split("\n## ")[0], re.MULTILINE)
+    assert len(rows) == 25
+    for name in rows:
+        pkgutil.resolve_name(f"g2rpo.{name}")
+
+
 def test_the_page_of_recipes_has_every_one_and_no_other():
     table = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == recipes.names()
