@@ -197,7 +197,7 @@ def test_torchrun_is_all_it_takes_and_ends_when_a_rank_is_killed(capsys, tmp_pat
     lines = ["import os, signal", "calls = 0", "def it(images, prompts):", "    global calls", "    calls += 1"]
     lines += ["    if calls == LAST and os.environ.get('RANK') == '1':", "        os.kill(os.getpid(), signal.SIGKILL)"]
     lines += ["    return images.flatten(1).mean(1)"]
-    (tmp_path / "reward.py").write_text("\n".join(lines).replace("LAST", "5"))  # base; iteration, evaluation, twice
+    (tmp_path / "reward.py").write_text("\n".join(lines).replace("LAST", "6"))  # tried; base; iteration, evaluation, twice
     run, plugin = tmp_path / "run", ["--plugin", str(tmp_path / "reward.py")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "g2rpo", "train"]
     reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
