@@ -79,12 +79,13 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir if there is one.")] = False,
     accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
+    within: options.Within = None,
     push_to_hub: options.PushToHub = None,
 ) -> None:
     """Train a model on rewards."""
     if resume and recipe is not None and "=" in recipe:
         overrides, recipe = [recipe, *(overrides or [])], None
-    _train(recipe, overrides, run_dir, resume, accept_changes, push_to_hub)
+    _train(recipe, overrides, run_dir, resume, accept_changes, within, push_to_hub)
 
 
 @app.command("resume", cls=options.WithSettings)
@@ -94,10 +95,11 @@ def resume_run(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Go on although prompts, model or reward code are not those of before.")
     ] = False,
+    within: options.Within = None,
     push_to_hub: options.PushToHub = None,
 ) -> None:
     """Continue a run where it was stopped, with its own config."""
-    _train(None, overrides, run, True, accept_changes, push_to_hub)
+    _train(None, overrides, run, True, accept_changes, within, push_to_hub)
 
 
 def _train(
@@ -106,6 +108,7 @@ def _train(
     run_dir: Path | None,
     resume: bool,
     accept_changes: bool,
+    within: str | None,
     push_to_hub: str | None,
 ) -> None:
     with stoppable("stopped before training began; the same command begins again") as stopping:  # loading is slow
@@ -114,7 +117,7 @@ def _train(
 
         if push_to_hub is not None:
             check_push(push_to_hub)
-        directory = run(recipe, overrides or [], run_dir, resume, console, accept_changes, stopping)
+        directory = run(recipe, overrides or [], run_dir, resume, console, accept_changes, stopping, within)
     if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
 

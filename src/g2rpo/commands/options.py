@@ -53,6 +53,10 @@ Controls = Annotated[
     bool, typer.Option("--controls", help="Also the base with less first noise, more steps, other guidance and solvers.")
 ]
 
+Within = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="Fit iterations and evaluations to a time for all, such as 90m or 3h."),
+]
 PushToHub = Annotated[str | None, typer.Option(help="Then upload weights and card to OWNER/NAME.")]
 
 Host = Annotated[str, typer.Option(help="Other machines need a token: see --token-env.")]

@@ -37,6 +37,7 @@ from g2rpo.runs.lifecycle import check_contents, claim, entered, read_config, re
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
+from g2rpo.training.pace import seconds_in
 from g2rpo.training.trainer import Trainer
 from g2rpo.types import Reward
 
@@ -161,12 +162,15 @@ def train(
     console: Console,
     accept_changes: bool = False,
     stopping: Stopping | None = None,
+    within: str | None = None,
 ) -> Path | None:
     """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks other than 0.
 
     With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own recipe; if there is none
-    yet, that of `recipe` begins. A stop signal (`stopping`) saves a checkpoint first.
+    yet, that of `recipe` begins. A stop signal (`stopping`) saves a checkpoint first. `within` is the time that the run may
+    take, with its earlier starts: its number of iterations and its evaluations are fitted to it.
     """
+    ends_at = None if within is None else time.monotonic() + seconds_in(within)
     notes: list[str] = []
     begun = run_dir is not None and RunDirectory(run_dir).config.is_file()
     if resume and run_dir is not None and (recipe is None or (begun and recipe == read_config(run_dir).recipe)):
@@ -187,7 +191,7 @@ def train(
             )
         chosen = stack.enter_context(entered(config, run_dir, resume, warn_on(console))) if world.is_main else ""
         directory = Path(world.broadcast_text(str(chosen)))
-        _run(config, directory, resume, world, console, accept_changes, stopping)
+        _run(config, directory, resume, world, console, accept_changes, stopping, ends_at)
         return directory if world.is_main else None
 
 
@@ -208,6 +212,7 @@ def _run(
     console: Console,
     accept_changes: bool = False,
     stopping: Stopping | None = None,
+    ends_at: float | None = None,
 ) -> None:
     """Trains on one rank."""
     stopping = stopping or Stopping("")
@@ -219,6 +224,8 @@ def _run(
     trainer = open_run(config, directory, resume, accept_changes, notify, world, console=console)
     if resume:
         console.print(f"resuming after iteration {trainer.iteration}" if trainer.iteration else "nothing to resume: it begins")
+    if ends_at is not None:
+        trainer.ends_at = ends_at - sum(row["seconds"] for row in trainer.alarms.rows)  # of earlier starts
     began = time.perf_counter()
     ended: RolledBack | None = None
     stopping.message = f"stopped at once; {trainer.files.command} goes on from the last checkpoint"

@@ -31,16 +31,19 @@ def watch_training(trainer: Trainer, console: Console, quiet: float = QUIET) -> 
     """Runs the training with a progress bar and a line for every evaluation. Without a terminal, a line is printed after an
     iteration if the last one is `BETWEEN` seconds old, and after `quiet` seconds without one.
     """
-    config = trainer.config
-    total = config.trainer.iterations
-    prompts, algorithm, tails = config.trainer.prompts_per_iteration, config.algorithm, config.sampling.tails
-    rows = [prompts * count_per_prompt(algorithm, trainer.plans(iteration), tails) for iteration in range(total)]
-    first, began, last = sum(rows[: trainer.iteration]), time.monotonic(), -BETWEEN
+    config, total = trainer.config, trainer.config.trainer.iterations
+
+    def evaluations(iterations: int) -> int:
+        prompts, tails = config.trainer.prompts_per_iteration, config.sampling.tails
+        return sum(prompts * count_per_prompt(config.algorithm, trainer.plans(each), tails) for each in range(iterations))
+
+    first, began, last = evaluations(trainer.iteration), time.monotonic(), -BETWEEN
     count = TextColumn("{task.fields[iteration]}/{task.fields[iterations]}")
 
     def line(task: Task) -> str:
         share = f"{100 * task.completed / task.total:.1f} %" if task.total else ""
-        head = f"{timedelta(seconds=round(time.monotonic() - began))}  {task.fields['iteration']}/{total} iterations, {share}"
+        passed, of = timedelta(seconds=round(time.monotonic() - began)), task.fields["iterations"]
+        head = f"{passed}  {task.fields['iteration']}/{of} iterations, {share}"
         said = [f"{name} {value}" for name, value in [*_alarms(task.fields["alarms"]), *task.fields["rewards"]]]
         return "  ".join([head, *said, *pace(task, "evaluations")])
 
@@ -48,7 +51,7 @@ def watch_training(trainer: Trainer, console: Console, quiet: float = QUIET) -> 
         task = progress.add_task(
             "",
             start=False,
-            total=sum(rows),
+            total=evaluations(total),
             completed=first,
             first=first,
             iterations=total,
@@ -62,6 +65,9 @@ def watch_training(trainer: Trainer, console: Console, quiet: float = QUIET) -> 
             say(progress.console, f"first the base model draws {len(trainer.heldout)} held-out prompts, which are scored ...")
         trainer.on_evaluations = lambda done: progress.advance(task, done * trainer.world.size)
         for row in trainer.train():
+            if trainer.config.trainer.iterations != total:  # fitted to a time
+                total = trainer.config.trainer.iterations
+                progress.update(task, total=evaluations(total), iterations=total)
             if row["kind"] == "train":
                 alarms = list(row.get("alarms", ()))
                 progress.update(task, rewards=_rewards(row), alarms=alarms, iteration=row["iteration"])

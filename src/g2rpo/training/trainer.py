@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +35,7 @@ from g2rpo.training.first_group import save_first_group
 from g2rpo.training.header import header_of
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import write_card
+from g2rpo.training.pace import MEASURED, fitted, with_length
 from g2rpo.training.persistence import Persistence
 from g2rpo.training.reward_states import observe, stateful
 from g2rpo.training.rows import of_cost, of_groups
@@ -49,7 +51,8 @@ class Trainer:
     `judges` are rewards that score held-out pictures and are not trained on. `run_dir=None` writes nothing. `notify` is called
     when batch sizes are found, or halved because memory ran out, and when `trackers` fail. `shards` holds the ranks and the
     placement of the weights: every rank has a trainer, with its share of the prompts; rank 0 writes. After `stopping` is set on
-    any rank, `train` saves after the current iteration, or during an evaluation, and raises `Preempted`.
+    any rank, `train` saves after the current iteration, or during an evaluation, and raises `Preempted`. With `ends_at`, a time
+    of `time.monotonic`, the number of iterations follows from what they take (`training.pace`).
     """
 
     config: Config
@@ -63,12 +66,14 @@ class Trainer:
     shards: Replicated = WHOLE
     on_evaluations: Callable[[int], None] = lambda rows: None
     trackers: Sequence[Tracker] = field(default_factory=lambda: [TensorBoard()])
+    ends_at: float | None = None
 
     def __post_init__(self) -> None:
         c = self.config
         self.iteration = 0
         self.saved_at = time.monotonic()
         self.stopping = False
+        self.fitted = False  # whether the number of iterations was fitted to `ends_at`
         self.rolled_back_from: int | None = None
         self.final: Evaluation | None = None  # of the weights as they are, after the last iteration
         self.files = RunFiles(self.run_dir, self.world, self.notify)
@@ -169,23 +174,47 @@ class Trainer:
 
     def train(self) -> Iterator[Row]:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
-        c = self.config.trainer
         self.saved_at = time.monotonic()
         with self.files.log(self.iteration, self.config.model_dump(mode="json"), self.trackers) as logged:
             if self._evaluation_due():
                 yield logged(self._evaluate_unless_stopped())
                 self._stop_if_asked()
                 self.early_stop.end_if_asked(self.iteration, self.roll_back)
-            while self.iteration < c.iterations:
+            self._fit_to_time()
+            while self.iteration < self.config.trainer.iterations:
                 yield (row := logged(self.iterate()))
                 self.early_stop.check_limits(row, self.updater.skipped_in_a_row, self.save)
                 self._stop_if_asked()  # an evaluation that the interrupted run did not finish
+                self._fit_to_time()
                 if self._evaluation_due():
                     yield logged(self._evaluate_unless_stopped())
                     self._stop_if_asked()
                 if self._checkpoint_due():
                     self.save()
                 self.early_stop.end_if_asked(self.iteration, self.roll_back)
+
+    def _fit_to_time(self) -> None:
+        """With `ends_at`, fits the number of iterations to the time that is left, by rank 0's clock."""
+        if self.ends_at is None or self.iteration < MEASURED:
+            return
+        looks = [row for row in self.alarms.rows if row["kind"] == "eval"]
+        steps, e = len(self.evaluated_on) - 1, self.evaluator
+        knobs = sum(control.steps or steps for control in e.controls) * e.controls_on / (steps * len(self.heldout))
+        look = looks[-1]["seconds"] / (1 if self._keeps_base or looks[-1]["iteration"] else 1 + knobs)
+        finishing = look * (
+            0.25 + (knobs if self._keeps_base else 0)
+        )  # free knobs that are still to be sampled; files, pictures
+        train = [row["seconds"] for row in self.alarms.rows if row["kind"] == "train"]
+        config = fitted(self.config, train, look, self.ends_at - time.monotonic() - finishing, first=not self.fitted)
+        asked = (config.trainer.iterations, config.evaluation.every)
+        iterations, every = json.loads(self.world.broadcast_text(json.dumps(asked)))
+        self.fitted = True
+        if (iterations, every) == (self.config.trainer.iterations, self.config.evaluation.every):
+            return
+        self.config = self.early_stop.config = with_length(self.config, iterations, every)
+        if self.files.writes:
+            with self.files.written(self.files.run.config) as path:
+                path.write_text(self.config.to_yaml(), encoding="utf-8")
 
     def iterate(self) -> Row:
         """Runs one iteration; returns its metrics."""
