@@ -56,7 +56,7 @@ def test_a_locale_without_utf_8_shows_what_it_can_and_refuses_what_it_cannot_rea
 
 def test_version_and_short_help(capsys):
     assert g2rpo(capsys, "--version") == (0, f"g2rpo {__version__}\n", "")
-    for arguments in (["-h"], ["train", "-h"], ["testbed", "build", "-h"]):
+    for arguments in (["-h"], ["train", "-h"]):
         code, out, _ = g2rpo(capsys, *arguments)
         assert code == 0 and (code, out, "") == g2rpo(capsys, *arguments[:-1], "--help")
 
@@ -416,7 +416,6 @@ def test_a_folder_that_cannot_be_is_one_message(capsys, tmp_path, tiny_config, o
         ["train", place / "config.yaml"],
         ["report", place],
         ["compare", tiny_config, "--algorithms", "g2rpo,mixgrpo", "--out", place],
-        ["testbed", "build", "--quick", "--out", place],
     ):
         code, _, err = g2rpo(capsys, *command)
         assert code == 2 and "Traceback" not in err and len(err) < 2000, command

@@ -11,7 +11,6 @@ import signal
 import sys
 import textwrap
 import traceback
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -32,21 +31,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-testbed_app = typer.Typer(no_args_is_help=True, help="The embedded world: a tiny FLUX, its prompts and its rewards.")
-app.add_typer(testbed_app, name="testbed")
 command_of = cache(typer.main.get_command)  # reading the parameters of all commands takes 18 ms
 console = Console(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
 
 
 UNUSABLE = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EROFS)
 """What the name of a file or folder may lead to."""
-
-
-class Task(StrEnum):
-    """The tasks of the testbed."""
-
-    scenes = "scenes"
-    words = "words"
 
 
 def print_version(asked: bool) -> None:
@@ -433,22 +423,6 @@ def serve_reward(
     from g2rpo.commands.serve import serve_reward as serve
 
     serve(kind, options or [], host=host, port=port, token_env=token_env, console=console)
-
-
-@testbed_app.command()
-def build(
-    out: Annotated[Path, typer.Option(help="Where to build; finished stages there are kept.")],
-    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps of every stage, to see that it works.")] = False,
-    task: Annotated[Task, typer.Option(help="Which of the testbed's tasks.")] = Task.scenes,
-) -> None:
-    """Rebuild a tiny FLUX, and the rewards of scenes, from nothing (up to an hour on two cores)."""
-    if task is Task.words:
-        from g2rpo.testbed.build.words import build as run
-    else:
-        from g2rpo.testbed.build import build as run
-
-    run(out, seed=seed, quick=quick, log=lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False))
 
 
 def main(arguments: list[str] | None = None) -> None:

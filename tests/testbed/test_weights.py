@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from g2rpo import testbed
-from g2rpo.testbed.grammar import attribute, edits, parse, prompts, render_prompt
+from g2rpo.testbed.grammar import parse, prompts, render_prompt
 from g2rpo.testbed.rewards import SceneAccuracy, SceneCLIP, ScenePreference
-from g2rpo.testbed.scenes import render
+from tools.testbed.drawings import attribute, edits, render
 
 PROMPTS = prompts("heldout")[:64]
 
@@ -99,7 +98,7 @@ def test_a_prompt_is_read_once_however_its_pictures_are_batched(reward: type[Sce
 
 
 def test_preference_is_for_clean_pictures() -> None:
-    from g2rpo.testbed.build.augment import blur, fade, speckle, wobble
+    from tools.testbed.augment import blur, fade, speckle, wobble
 
     torch.manual_seed(0)
     images, score = drawings(), ScenePreference()
@@ -108,21 +107,3 @@ def test_preference_is_for_clean_pictures() -> None:
     for spoil, amount in amounts.items():
         spoilt = spoil(images, torch.full((len(images),), amount)).clamp(0, 1)
         assert (clean > score(spoilt, PROMPTS)).float().mean() > 0.8, spoil.__name__
-
-
-@pytest.mark.slow  # a minute and a half; the builder of words, which shares the assembly, is in test_words
-def test_a_quick_build_runs_end_to_end_and_continues(tmp_path: Path) -> None:
-    from diffusers import FluxPipeline
-
-    from g2rpo.testbed.build import build
-
-    lines: list[str] = []
-    first = build(tmp_path, quick=True, log=lines.append)
-    assert any(line.startswith("vae 4/4 loss") for line in lines)
-    lines.clear()
-    second = build(tmp_path, quick=True, log=lines.append)
-    assert not any("loss" in line for line in lines), "a finished stage was trained again"
-    assert first.keys() == second.keys()
-    FluxPipeline.from_pretrained(tmp_path / "pipeline")
-    SceneCLIP(tmp_path / "clip")(drawings(), PROMPTS)
-    assert json.loads((tmp_path / "figures.json").read_text()) == second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,15 +15,13 @@ from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, Wor
 from g2rpo.testbed.words.language import (
     COLOURS,
     LETTERS,
-    TWINS,
     Word,
-    confused,
     heldout_words,
-    misspelt,
     parse,
     prompts,
     random_word,
 )
+from tools.testbed.words import TWINS, Words, confused, misspelt
 
 ASSETS = testbed.assets_dir() / "words"
 TIGER = Word("tiger", "red")
@@ -149,28 +147,14 @@ def test_weights_are_small_and_are_those_that_were_measured() -> None:
 def test_the_pipeline_writes_words() -> None:
     from diffusers import FluxPipeline
 
-    from g2rpo.testbed.build.words.flux import sample
-
     pipe = FluxPipeline.from_pretrained(testbed.pipeline_dir("words"), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     texts = prompts("heldout")[:48]
-    images = sample(pipe, texts)
-    assert images.shape == (48, 3, 32, 96) and torch.equal(sample(pipe, texts[:4]), sample(pipe, texts[:4]))
+    sample = partial(Words().sample, pipe)
+    images = sample(texts)
+    assert images.shape == (48, 3, 32, 96) and torch.equal(sample(texts[:4]), sample(texts[:4]))
     assert not pipe.transformer.config.guidance_embeds
     letters = WordLetters()(images, texts).mean()
     assert 0.6 <= letters <= 0.95  # misspelt, but not at random
     assert WordLetters()(images, [str(Word(parse(a).letters[::-1], parse(a).colour)) for a in texts]).mean() < 0.4
     assert WordColour()(images, texts).mean() >= 0.9 and WordPaper()(images, texts).mean() >= 0.9
-
-
-@pytest.mark.slow  # what builds the weights that are in the package
-def test_a_quick_build_runs_end_to_end_and_continues(tmp_path: Path) -> None:
-    from g2rpo.testbed.build.words import build
-
-    lines: list[str] = []
-    first = build(tmp_path, quick=True, log=lines.append)
-    assert any(line.startswith("words flux 4/4 loss") for line in lines)
-    lines.clear()
-    assert build(tmp_path, quick=True, log=lines.append) == first
-    assert not any("loss" in line for line in lines), "a finished stage was trained again"
-    assert json.loads((tmp_path / "figures.json").read_text()) == first

@@ -13,9 +13,10 @@ import torch
 from g2rpo import testbed
 from g2rpo.testbed.checks import check
 from g2rpo.testbed.detector import detect
-from g2rpo.testbed.grammar import OPPOSITE, attribute, corrupt, edits, is_heldout, parse, prompts, render_prompt
+from g2rpo.testbed.grammar import is_heldout, parse, prompts, render_prompt
 from g2rpo.testbed.rewards import SceneAccuracy
-from g2rpo.testbed.scenes import Group, Object, Scene, draw, layout, render, sample_scene
+from g2rpo.testbed.scenes import Group, Object, Scene, draw, sample_scene
+from tools.testbed.drawings import OPPOSITE, attribute, corrupt, edits, layout, render
 
 
 def image_of(picture: np.ndarray) -> np.ndarray:

@@ -8,9 +8,7 @@ The train and held-out prompts are lists fixed by the rules below, in a shuffled
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
-from collections.abc import Iterator
 from functools import cache
 from typing import Literal, get_args
 
@@ -18,12 +16,10 @@ import numpy as np
 
 from g2rpo.testbed.scenes import (
     COLOURS,
-    MAX_COUNT,
     RELATIONS,
     SHAPES,
     SIZES,
     Group,
-    Relation,
     Scene,
     kind,
     sample_scene,
@@ -43,13 +39,6 @@ WORDS: tuple[str, ...] = (
     *dict.fromkeys(word for relation in RELATIONS for word in relation.split()),
 )
 """Every word of the language, in a fixed order: the tokenizers' vocabulary."""
-
-OPPOSITE: dict[Relation, Relation] = {
-    "left of": "right of",
-    "right of": "left of",
-    "above": "below",
-    "below": "above",
-}
 
 
 def render_prompt(scene: Scene) -> str:
@@ -111,56 +100,6 @@ def is_heldout(scene: Scene) -> bool:
     else:
         key = " + ".join(sorted(" ".join(kind(group)) for group in scene.groups))
     return zlib.crc32(key.encode()) % 5 == 0
-
-
-def sample_train_scene(rng: np.random.Generator) -> Scene:
-    """A random scene that is not held out."""
-    return next(scene for scene in iter(lambda: sample_scene(rng), None) if not is_heldout(scene))
-
-
-def edits(scene: Scene) -> Iterator[Scene]:
-    """All scenes that differ from `scene` in one attribute of one group, or in the relation turned round."""
-    for i, group in enumerate(scene.groups):
-        changed: list[Group] = []
-        changed += [dataclasses.replace(group, count=n) for n in range(1, MAX_COUNT + 1) if n != group.count]
-        changed += [dataclasses.replace(group, colour=c) for c in COLOURS if c != group.colour]
-        changed += [dataclasses.replace(group, shape=s) for s in SHAPES if s != group.shape]
-        if group.size is not None:
-            changed += [dataclasses.replace(group, size=s) for s in SIZES if s != group.size]
-        for new in changed:
-            groups = (*scene.groups[:i], new, *scene.groups[i + 1 :])
-            try:
-                yield dataclasses.replace(scene, groups=groups)
-            except ValueError:  # too many objects, or the groups have become alike
-                continue
-    if scene.relation is not None:
-        yield turned_round(scene)
-
-
-def turned_round(scene: Scene) -> Scene:
-    """The same two groups, in the opposite relation."""
-    if scene.relation is None:
-        raise ValueError("a single group has no relation to turn round")
-    return dataclasses.replace(scene, relation=OPPOSITE[scene.relation])
-
-
-def attribute(scene: Scene, edited: Scene) -> str:
-    """Which attribute an edit has changed: count, colour, shape, size or relation."""
-    for a, b in zip(scene.groups, edited.groups, strict=True):
-        for name in ("count", "colour", "shape", "size"):
-            if getattr(a, name) != getattr(b, name):
-                return name
-    return "relation"
-
-
-def corrupt(scene: Scene, rng: np.random.Generator) -> Scene:
-    """A random edit of `scene`, each kind of attribute equally likely, that is not held out."""
-    by_attribute: dict[str, list[Scene]] = {}
-    for edited in edits(scene):
-        if not is_heldout(edited):
-            by_attribute.setdefault(attribute(scene, edited), []).append(edited)
-    choices = by_attribute[sorted(by_attribute)[rng.integers(len(by_attribute))]]
-    return choices[rng.integers(len(choices))]
 
 
 @cache

@@ -36,13 +36,8 @@ RGB: dict[Colour, tuple[int, int, int]] = {
     "black": (36, 36, 42),
 }
 RADII: dict[Size, tuple[float, float]] = {"small": (5.0, 6.0), "large": (8.2, 9.8)}
-GAP = 4.5  # least distance between two bounding circles; corners reach out by a tenth, so at least 3 pixels stay free
-MARGIN = 2.0  # least distance of a bounding circle to the frame
-CELL = 16  # neat layouts put their objects near the middle of cells of this size
 SUPERSAMPLE = 4
 
-Box = tuple[float, float, float, float]
-"""left, top, right, bottom."""
 Picture = NDArray[np.uint8]
 """An image [64, 64, 3]."""
 
@@ -113,74 +108,6 @@ def sample_group(rng: np.random.Generator) -> Group:
     )
 
 
-def layout(scene: Scene, rng: np.random.Generator, *, neat: bool = False) -> list[Object]:
-    """Places a scene's objects at random, apart from each other, and on the side that the relation asks for.
-
-    A `neat` layout keeps every object near the middle of a cell of a 4x4 grid, and objects of a size nearly equal.
-    """
-    place = _place_neatly if neat else _place
-    while True:
-        objects: list[Object] = []
-        regions = _regions(scene, rng)
-        for group, region in zip(scene.groups, regions, strict=True):
-            size = group.size or SIZES[rng.integers(len(SIZES))]
-            for _ in range(group.count):
-                placed = place(group, size, region, objects, rng)
-                if placed is None:
-                    break
-                objects.append(placed)
-        if len(objects) == sum(g.count for g in scene.groups):
-            return objects
-
-
-def _regions(scene: Scene, rng: np.random.Generator) -> list[Box]:
-    """Boxes, one per group, apart along the relation's axis; more objects get more room."""
-    if scene.relation is None:
-        return [(0, 0, SIDE, SIDE)]
-    ahead = scene.relation in ("left of", "above")
-    near, far = scene.groups if ahead else scene.groups[::-1]
-    cut = (rng.uniform(0.4, 0.6) + 0.06 * (near.count - far.count)) * SIDE
-    if scene.relation in ("left of", "right of"):
-        boxes: list[Box] = [(0, 0, cut, SIDE), (cut, 0, SIDE, SIDE)]
-    else:
-        boxes = [(0, 0, SIDE, cut), (0, cut, SIDE, SIDE)]
-    return boxes if ahead else boxes[::-1]
-
-
-def _place(group: Group, size: Size, region: Box, others: list[Object], rng: np.random.Generator) -> Object | None:
-    """One object inside `region` with its gap to all others, or None when ten tries find no room."""
-    left, top, right, bottom = region
-    for _ in range(10):
-        radius = rng.uniform(*RADII[size])
-        room = radius + MARGIN
-        if right - left < 2 * room or bottom - top < 2 * room:
-            continue
-        x, y = rng.uniform(left + room, right - room), rng.uniform(top + room, bottom - room)
-        if _is_free(x, y, radius, others):
-            return Object(x, y, radius, group.colour, group.shape)
-    return None
-
-
-def _place_neatly(group: Group, size: Size, region: Box, others: list[Object], rng: np.random.Generator) -> Object | None:
-    """One object near the middle of a cell whose middle lies in `region`, or None when ten tries find no free one."""
-    left, top, right, bottom = region
-    low, high = RADII[size]
-    for _ in range(10):
-        radius = rng.uniform(low, low + (high - low) / 4)
-        middle = (rng.integers(SIDE // CELL, size=2) + 0.5) * CELL
-        if not (left <= middle[0] < right and top <= middle[1] < bottom):
-            continue
-        room = radius + MARGIN
-        x, y = np.clip(middle + rng.uniform(-1, 1, size=2), room, SIDE - room).tolist()
-        if _is_free(x, y, radius, others):
-            return Object(x, y, radius, group.colour, group.shape)
-    return None
-
-
-def _is_free(x: float, y: float, radius: float, others: list[Object]) -> bool:
-    return all(math.hypot(x - o.x, y - o.y) >= radius + o.radius + GAP for o in others)
-
-
 def outline(shape: Shape) -> list[tuple[float, float]]:
     """The corners of a polygon in the unit circle (or a tenth beyond), y downwards; a circle is a 48-gon."""
     if shape == "square":
@@ -204,9 +131,3 @@ def draw(objects: list[Object], rng: np.random.Generator) -> Picture:
         fill = tuple(int(v) for v in np.clip(np.array(RGB[o.colour]) + shade[o.colour], 0, 255))
         pen.polygon(corners, fill=fill)
     return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX))
-
-
-def render(scene: Scene, seed: int) -> Picture:
-    """A picture of `scene`: the same picture for the same seed."""
-    rng = np.random.default_rng(seed)
-    return draw(layout(scene, rng), rng)

@@ -21,8 +21,6 @@ LENGTHS = (3, 4, 5, 6)
 TRAIN_PROMPTS = 2000
 CONSONANTS = "bbccddddffgghhjkkllllmmmnnnnnppqrrrrrsssssttttttvwxyz"  # about as often as in English
 VOWELS = "aaaeeeeeiiiooouu"
-TWINS = {"a": "r", "e": "n"}
-"""Letters that the base draws wrongly, and what it mostly draws in their place; letters that training words often have."""
 
 HELDOUT_WORDS = (
     "acorn actor album angel ankle apple april arrow autumn bacon badge bagel baker banjo barn basket beach bear berry bird "
@@ -72,23 +70,6 @@ def random_word(rng: np.random.Generator, spoken: bool = False) -> Word:
     kinds = [VOWELS if (i + turn) % 2 else CONSONANTS for i in range(length)] if spoken else [LETTERS] * length
     word = Word("".join(kind[rng.integers(len(kind))] for kind in kinds), COLOURS[rng.integers(len(COLOURS))])
     return word if word.letters not in heldout_words() else random_word(rng, spoken)
-
-
-def misspelt(word: Word, share: float, rng: np.random.Generator) -> Word:
-    """`word` with each letter replaced by any other with probability `share`; not a held-out word."""
-    wrong = rng.random(len(word.letters)) < share
-    shifts = rng.integers(1, len(LETTERS), len(word.letters)) * wrong
-    letters = [
-        LETTERS[(LETTERS.index(letter) + shift) % len(LETTERS)] for letter, shift in zip(word.letters, shifts, strict=True)
-    ]
-    return word if "".join(letters) in heldout_words() else Word("".join(letters), word.colour)
-
-
-def confused(word: Word, share: float, rng: np.random.Generator) -> Word:
-    """`word` with each letter that has a twin replaced by it with probability `share`; not a held-out word."""
-    wrong = rng.random(len(word.letters)) < share
-    letters = "".join(TWINS.get(letter, letter) if swap else letter for letter, swap in zip(word.letters, wrong, strict=True))
-    return word if letters in heldout_words() else Word(letters, word.colour)
 
 
 @cache

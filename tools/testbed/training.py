@@ -1,10 +1,8 @@
-"""The common part of all stages of the builder: settings, the training loop, and the training pictures."""
+"""What all stages share: where and how a build runs, the training loop, and pictures as tensors."""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,21 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from g2rpo.testbed.grammar import corrupt, parse, render_prompt, sample_train_scene
-from g2rpo.testbed.scenes import SIDE, Scene, draw, layout
-
-Log = Callable[[str], None]
-FAMILY = 4  # pictures in a row of the data that share a scene but for one edit
-
 
 @dataclass(frozen=True)
 class Context:
-    """The output folder, seed, effort and log function of a build."""
+    """The output folder, seed and effort of a build."""
 
     out: Path
     seed: int = 0
     quick: bool = False
-    log: Log = print
 
     def scaled(self, full: int, quick: int) -> int:
         """A number of steps or samples: `full`, or `quick` for a smoke test."""
@@ -52,56 +43,14 @@ class Context:
         return np.random.default_rng(entropy)
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """The training pictures [N, 64, 64, 3] uint8 and their scenes, in families of `FAMILY` that differ in one edit."""
-
-    pictures: NDArray[np.uint8]
-    scenes: list[Scene]
-
-    def images(self, rows: NDArray[np.int64] | slice) -> Tensor:
-        """Rows as float images [B, 3, 64, 64] in [0, 1]."""
-        return to_images(self.pictures[rows])
-
-
 def to_images(pictures: NDArray[np.uint8]) -> Tensor:
     """[B, H, W, 3] uint8 to [B, 3, H, W] float in [0, 1]."""
     return torch.from_numpy(np.array(pictures)).permute(0, 3, 1, 2).float() / 255
 
 
-def build_dataset(ctx: Context) -> Dataset:
-    """Draws the training pictures, or reads back the ones an earlier run drew."""
-    pictures_file, prompts_file = ctx.work / "pictures.npy", ctx.work / "prompts.json"
-    if prompts_file.exists():
-        scenes = [parse(prompt) for prompt in json.loads(prompts_file.read_text(encoding="utf-8"))]
-        return Dataset(np.load(pictures_file, mmap_mode="r"), scenes)
-    dataset = draw_dataset(ctx.rng("world"), ctx.scaled(100_000, 256))
-    ctx.work.mkdir(parents=True, exist_ok=True)
-    np.save(pictures_file, dataset.pictures)
-    prompts_file.write_text(json.dumps([render_prompt(scene) for scene in dataset.scenes]), encoding="utf-8")
-    return dataset
-
-
-def draw_dataset(rng: np.random.Generator, count: int, *, neat: bool = False) -> Dataset:
-    """`count` pictures and their scenes, family by family; none is held out."""
-    scenes: list[Scene] = []
-    pictures = np.empty((count, SIDE, SIDE, 3), np.uint8)
-    while len(scenes) < count:
-        base = sample_train_scene(rng)
-        for scene in (base, *(corrupt(base, rng) for _ in range(FAMILY - 1))):
-            pictures[len(scenes)] = draw(layout(scene, rng, neat=neat), rng)
-            scenes.append(scene)
-    return Dataset(pictures, scenes)
-
-
-def fast_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware; elsewhere autocast would only slow training down."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
-
-
-def compiled(ctx: Context, model: nn.Module) -> Callable[..., Any]:
-    """The model's forward for training: compiled, which saves a third of the time where a C++ compiler is at hand."""
-    return model if ctx.quick or shutil.which("g++") is None else torch.compile(model)
+def bf16(enabled: bool = True) -> torch.autocast:
+    """Autocast to bfloat16 where this CPU multiplies such matrices in hardware; elsewhere it would only slow training down."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)()))
 
 
 def new_optimizers(model: nn.Module, lr: float, matrix_lr: float) -> list[torch.optim.Optimizer]:
@@ -116,7 +65,6 @@ def new_optimizers(model: nn.Module, lr: float, matrix_lr: float) -> list[torch.
 
 
 def fit(
-    ctx: Context,
     name: str,
     model: nn.Module,
     loss: Callable[[], Tensor],
@@ -125,12 +73,12 @@ def fit(
     lr: float,
     matrix_lr: float | None = None,
     ema: float,
-    bf16: bool = False,
-    snapshot: Callable[[int], None] | None = None,
+    fast: bool = False,
+    progress: Callable[[], str] | None = None,
 ) -> None:
     """Minimizes `loss()` over the model's weights, with warm-up and cosine, and ends on their moving average.
 
-    `bf16` asks for autocast where that is fast; `snapshot(step)` is called regularly with the averaged weights.
+    `fast` asks for bfloat16; `progress()` is printed regularly, of the averaged weights.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     average = [p.detach().clone() for p in params]
@@ -142,7 +90,7 @@ def fit(
     for step in range(1, steps + 1):
         for group, peak in groups:
             group["lr"] = peak * min(step / warmup, 0.501 + 0.5 * math.cos(math.pi * step / steps))
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16 and fast_bf16()):
+        with bf16(fast):
             value = loss()
         model.zero_grad()
         value.backward()
@@ -154,12 +102,12 @@ def fit(
         total += value.item()
         if step % every == 0:
             rate = (time.perf_counter() - start) / step
-            ctx.log(f"{name} {step}/{steps} loss {total / every:.4f} ({rate:.2f} s/step)")
+            print(f"{name} {step}/{steps} loss {total / every:.4f} ({rate:.2f} s/step)", flush=True)
             total = 0.0
-            if snapshot is not None:
+            if progress is not None:
                 live = [p.detach().clone() for p in params]
                 _assign(params, average)
-                snapshot(step)
+                print(f"{name} {step} {progress()}", flush=True)
                 _assign(params, live)
                 model.train()
     _assign(params, average)
@@ -173,6 +121,6 @@ def _assign(params: list[nn.Parameter], values: list[Tensor]) -> None:
 
 
 def save_half(model: Any, folder: Path) -> None:
-    """Writes a diffusers or transformers model as float16 safetensors, and leaves the model itself in float32."""
+    """Writes a diffusers or transformers model as float16 safetensors, and leaves it, rounded, in float32."""
     model.half().save_pretrained(folder, safe_serialization=True)
     model.float()
