@@ -31,7 +31,7 @@ from g2rpo.monitor.curves import COLOURS
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import Stopwatch, score_rollouts
 from g2rpo.seeding import generator_for
-from g2rpo.statistics import bootstrap_mean
+from g2rpo.statistics import interval
 from g2rpo.types import Plan
 
 
@@ -83,7 +83,7 @@ def main() -> None:
             "reward": reward,
             "tail": name,
             "jumps": len(tails[step][name]) - 1,
-            **asdict(bootstrap_mean(values)),
+            **asdict(interval(values)),
             "silent": float(np.isnan(values).mean()),
         }
         for (step, reward, name), values in agreements.items()

@@ -1,4 +1,4 @@
-"""Statistics: bootstrap intervals, samples in proportion, and spread and rank correlation within groups."""
+"""Statistics: intervals of means, samples in proportion, and spread and rank correlation within groups."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FEWEST = 8
 """The fewest values of which a mean gets an interval: the spread of fewer is hardly known."""
 
 
-def half_width(error: float, count: int) -> float:
-    """Half of the 95 % t interval of a mean of `count` values with this standard error; NaN for fewer than `FEWEST`."""
-    return float(stdtrit(count - 1, 0.975)) * error if count >= FEWEST else float("nan")
+def half_width(error: float, count: int, level: float = 0.95) -> float:
+    """Half of the t interval of a mean of `count` values with this standard error; NaN for fewer than `FEWEST`."""
+    return float(stdtrit(count - 1, (1 + level) / 2)) * error if count >= FEWEST else float("nan")
 
 
 @dataclass(frozen=True)
@@ -32,40 +32,25 @@ class Interval:
     count: int
 
 
-def bootstrap_mean(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Interval:
-    """The mean of `values` [N] and its percentile bootstrap interval (Efron 1979), of `FEWEST` values or more; NaN values
-    are left out.
+def interval(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Interval:
+    """The mean of `values`, [N] prompts or [S, N] training seeds by prompts, and its interval. NaN values are left out.
 
-    The interval spans the middle `level` of the means of `resamples` samples of N drawn with replacement. It is a function of
-    its arguments. For a difference of two models on the same prompts pass the differences, prompt by prompt: their interval is
-    far narrower than the two models' own suggest.
+    For a difference of two models on the same prompts pass the differences, prompt by prompt: their interval is far narrower
+    than the two models' own suggest.
+
+    Over prompts alone it is Student's t. Of several seeds, seeds and prompts are resampled independently of one another
+    ("pigeonhole bootstrap", Owen 2007, arXiv 0712.1111, for crossed random effects): what one seed shares over prompts and one
+    prompt over seeds does not average out within either. Its variance is rather too large than too small where S and N are
+    large; with S seeds the variance between them is underestimated by the factor (S - 1) / S, as by any bootstrap, which
+    matters for two or three. Resamples of NaN alone are left out.
     """
-    every = np.asarray(values, dtype=np.float64)
-    valid = every[~np.isnan(every)]
-    count = len(valid)
-    if count < FEWEST:
-        return Interval(float(valid.mean()) if count else float("nan"), float("nan"), float("nan"), count)
-    random = np.random.default_rng(seed)
-    means = [valid[random.integers(0, count, count)].mean() for _ in range(resamples)]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(valid.mean()), float(low), float(high), count)
-
-
-def bootstrap_crossed(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Interval:
-    """The mean of `values` [S, N], S training seeds by N prompts, and its interval over both.
-
-    Seeds and prompts are resampled independently of one another ("pigeonhole bootstrap", Owen 2007, arXiv 0712.1111, for
-    crossed random effects): what one seed shares over prompts and one prompt over seeds does not average out within either.
-    Its variance is rather too large than too small where S and N are large; with S seeds the variance between them is
-    underestimated by the factor (S - 1) / S, as by any bootstrap, which matters for two or three. With one seed the interval is
-    over prompts alone. NaN values are left out, and resamples of NaN alone.
-    """
-    every = np.asarray(values, dtype=np.float64)
+    every = np.atleast_2d(np.asarray(values, dtype=np.float64))
     valid = ~np.isnan(every)
     count = int(valid.sum())
     mean = float(every[valid].mean()) if count else float("nan")
-    if count < 2:
-        return Interval(mean, float("nan"), float("nan"), count)
+    if len(every) == 1 or count < 2:
+        half = half_width(float(every[valid].std(ddof=1) / np.sqrt(count)), count, level) if count > 1 else float("nan")
+        return Interval(mean, mean - half, mean + half, count)
     random = np.random.default_rng(seed)
     seeds, prompts = (random.multinomial(size, np.full(size, 1 / size), resamples) for size in every.shape)
     totals = ((seeds @ np.where(valid, every, 0)) * prompts).sum(1)

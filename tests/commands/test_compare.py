@@ -1,4 +1,4 @@
-"""Studies: what a budget buys, how a rate is chosen, what an interval covers, and the command from end to end."""
+"""Studies: what a budget buys, how a rate is chosen, and the command from end to end."""
 
 import json
 import math
@@ -31,7 +31,6 @@ from g2rpo.evaluation.study import (
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
 from g2rpo.runs.lifecycle import read_config
-from g2rpo.statistics import bootstrap_crossed, bootstrap_mean
 from tests.support.commands import g2rpo
 from tests.support.runs import fits, trainer
 
@@ -75,40 +74,6 @@ def test_a_budget_buys_as_many_iterations_as_fit(name):
         assert iterations_within(config, costs[count] - 1) == count
     with pytest.raises(UserError, match=f"below one iteration, which takes {costs[0]:,}"):
         iterations_within(config, costs[0] - 1)
-
-
-def test_crossed_intervals_cover_the_truth_as_often_as_they_say():
-    """Scores = seed effect + prompt effect + noise, 12 seeds by 40 prompts, 200 studies of 90 % intervals. At 12 seeds their
-    spread is underestimated by 11/12 and the noise is counted up to three times, so about 176 should hold the truth; the
-    standard deviation of that count is 4.6, and 4 of them are allowed. Intervals over prompts alone hold it far less often."""
-    held = alone = 0
-    for study in range(200):
-        random = np.random.default_rng(study)
-        values = random.normal(0, 0.3, (12, 1)) + random.normal(0, 0.5, (1, 40)) + random.normal(0, 0.5, (12, 40))
-        interval = bootstrap_crossed(values, level=0.9, resamples=400, seed=study)
-        held += interval.low <= 0 <= interval.high
-        prompts = bootstrap_mean(values.mean(0), level=0.9, resamples=400, seed=study)
-        alone += prompts.low <= 0 <= prompts.high
-    assert 158 <= held <= 194
-    assert alone < 158
-
-
-def test_crossed_intervals_of_one_seed_are_those_over_prompts():
-    """The quantiles of 20,000 resamples differ by their own error: see test_statistics."""
-    values = np.random.default_rng(0).normal(1, 2, 300)
-    one, plain = bootstrap_crossed(values[None], resamples=20_000), bootstrap_mean(values, resamples=20_000)
-    assert one.mean == pytest.approx(plain.mean) and one.count == 300
-    for end in ("low", "high"):
-        assert getattr(one, end) - one.mean == pytest.approx(getattr(plain, end) - plain.mean, rel=0.05)
-
-
-def test_crossed_intervals_leave_missing_scores_out():
-    values = np.random.default_rng(0).normal(size=(3, 20))
-    wider = np.concatenate([values, np.full((3, 1), np.nan)], 1)
-    assert bootstrap_crossed(wider).mean == bootstrap_crossed(values).mean and bootstrap_crossed(wider).count == 60
-    values[1] = np.nan
-    assert bootstrap_crossed(values).mean == pytest.approx(np.nanmean(values)) and bootstrap_crossed(values).count == 40
-    assert math.isnan(bootstrap_crossed(np.full((2, 3), np.nan)).mean)
 
 
 def run(*scores):

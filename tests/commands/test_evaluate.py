@@ -14,7 +14,7 @@ from g2rpo.evaluation.heldout import sample_images
 from g2rpo.evaluation.sweep import Judging, JudgingConfig
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.statistics import bootstrap_mean
+from g2rpo.statistics import interval
 from tests.support.commands import g2rpo, small_files
 from tests.support.runs import brightness, darkness
 
@@ -68,7 +68,7 @@ def test_results_are_the_means_and_intervals_of_the_scores(tmp_path, monkeypatch
             scores.append(brightness(images, PROMPTS).double().numpy())
         line = next(line for line in report["results"] if (line["steps"], line["reward"]) == (steps, "bright"))
         for name, values in (("base", scores[0]), ("tuned", scores[1]), ("change", scores[1] - scores[0])):
-            expected = bootstrap_mean(values, seed=5)
+            expected = interval(values)
             assert line[name]["count"] == 7
             for key in ("mean", "low", "high"):  # float32 pictures in batches of 3 or 7
                 assert line[name][key] == pytest.approx(getattr(expected, key), abs=1e-6), (name, key)
@@ -224,12 +224,12 @@ def test_evaluate_from_the_command_line(model, tiny_config, tmp_path, capsys):
     change = report["results"][1]["change"]
     assert abs(change["mean"]) > 1e-4
     words = " ".join(shown.split())
-    assert "3 prompts, means with 95 % bootstrap intervals" in words and f"{change['mean']:+.3f}" in words
+    assert "95 % intervals" in words and f"{change['mean']:+.3f}" in words
     assert {path.name for path in out.glob("grid_*.png")} == {"grid_steps_002.png", "grid_steps_003.png"}
 
     before = files(out)
     code, again, err = g2rpo(capsys, *arguments)  # all is there: no model is loaded, the same is shown
-    assert code == 0 and "building" not in again and "bootstrap" in again and files(out) == before
+    assert code == 0 and "building" not in again and "95 % intervals" in again and files(out) == before
 
     for gone in ("chunks/steps_002_tuned_000002.json", "results.json"):
         (out / gone).unlink()

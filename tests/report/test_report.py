@@ -30,7 +30,7 @@ from g2rpo.report.seeds import repeats
 from g2rpo.report.verdict import summary, verdict
 from g2rpo.report.words import decimals, signed, span
 from g2rpo.runs.lifecycle import claim, record_start, source_commit
-from g2rpo.statistics import bootstrap_crossed
+from g2rpo.statistics import interval
 from tests.support.commands import g2rpo
 from tests.support.runs import PLAIN, brightness, config, trainer
 
@@ -403,13 +403,13 @@ def seeds(tmp_path_factory):
 def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prompts(seeds):
     scores = [[load_file(run / "scores" / f"iteration_{i:06d}.safetensors") for run in seeds] for i in (0, 2, 4)]
     bright = np.stack([[one["bright"].double().numpy() for one in after] for after in scores])  # [evaluation, seed, prompt]
-    change = bootstrap_crossed(bright[2] - bright[0])
+    change = interval(bright[2] - bright[0])
     (line,) = repeats(read_runs(seeds))
     found = {one.reward: one for one in line.changes()}
     assert (found["bright"].base, found["bright"].tuned) == pytest.approx((bright[0].mean(), bright[2].mean()))
     assert found["bright"].interval == (change.low, change.high) and found["bright"].seeds == 3 and found["bright"].trained
     right = (bright >= 0.5).astype(float)
-    share, ends = line.right(), bootstrap_crossed(right[2] - right[0])
+    share, ends = line.right(), interval(right[2] - right[0])
     assert (share.base, share.tuned, share.interval) == (right[0].mean(), right[2].mean(), (ends.low, ends.high))
     page = Page(render(read_runs(seeds)))
     points = [signed(100 * value, 0) for value in (ends.mean, ends.low, ends.high)]

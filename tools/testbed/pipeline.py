@@ -186,10 +186,11 @@ def build_vae(ctx: Context, task: Task) -> AutoencoderKL:
     def loss() -> Tensor:
         images = to_images(task.pictures(ctx, rng, shape.batch)) * 2 - 1
         posterior = vae.encode(images).latent_dist
-        error = vae.decode(posterior.sample()).sample.float() - images
+        decoded = vae.decode(posterior.sample()).sample.float()
+        error = decoded - images
         edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()  # what tells shapes apart
-        kl = posterior.kl().mean() / np.prod(task.latent)
-        return error.abs().mean() + error.pow(2).mean() + 0.5 * edges + KL_WEIGHT * kl
+        reconstruction = F.l1_loss(decoded, images) + error.pow(2).mean() + 0.5 * edges
+        return reconstruction + KL_WEIGHT * posterior.kl().mean() / np.prod(task.latent)
 
     fit("vae", vae, loss, steps=ctx.scaled(shape.steps, 4), lr=shape.lr, ema=shape.ema, fast=task.fast)
     latents = encode(vae, task.pictures(ctx, rng))

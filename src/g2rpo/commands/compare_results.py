@@ -88,7 +88,7 @@ def write_results(
     results = {
         "study": study.model_dump(mode="json"),
         "prompts": prompts,
-        "intervals": "95% bootstrap over training seeds and held-out prompts (crossed), 2000 resamples",
+        "intervals": "95% over training seeds and held-out prompts: crossed bootstrap, 2000 resamples; of one seed Student's t",
         "evaluations_count": "rollout evaluations, and 3 for each latent of a training pass (4 with a KL term)",
         "seconds_per_evaluation": dict(prices),
         "pilots": {name: {f"{rate:g}": list(values) for rate, values in own.items()} for name, own in gains.items()},
@@ -125,7 +125,7 @@ def markdown(
     parts = [
         f"# {', '.join(study.cells)} on {study.recipe}",
         f"Budget of a run: {budget}. {study.seeds} seeds, {prompts} held-out prompts, one noise for all. Brackets: 95 % "
-        "bootstrap intervals over seeds and prompts.",
+        "intervals over seeds and prompts.",
         "## Spent, per run",
         _rows(
             ["cell", "learning rate", "iterations", "network evaluations*", "pictures", "seconds of training"],

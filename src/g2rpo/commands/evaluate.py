@@ -129,7 +129,7 @@ def evaluate(
 def results_table(judging: Judging, width: int) -> Table:
     """The table of results for a console of `width`."""
     sides = judging.sides
-    table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % bootstrap intervals")
+    table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % intervals")
     table.add_column("steps", justify="right", overflow="fold")
     add_names(table, "reward", list(judging.config.rewards), width)
     for column in (*sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):

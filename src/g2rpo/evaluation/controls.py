@@ -21,7 +21,7 @@ from g2rpo.monitor.metrics import Row
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
 from g2rpo.seeding import generator_for
-from g2rpo.statistics import Interval, bootstrap_mean
+from g2rpo.statistics import Interval, interval
 from g2rpo.types import Policy
 
 NOISES = (0.0, 0.3, 0.5, 0.7)
@@ -188,9 +188,9 @@ def _mean(values: Tensor) -> float | None:
     return finite(float(values.double().nanmean()))
 
 
-def numbers(interval: Interval) -> Row:
+def numbers(of: Interval) -> Row:
     """As JSON."""
-    return {key: finite(value) for key, value in asdict(interval).items()}
+    return {key: finite(value) for key, value in asdict(of).items()}
 
 
 def finite(value: float) -> float | None:
@@ -198,13 +198,13 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def best_control(controls: Mapping[str, ArrayLike], tuned: ArrayLike, seed: int = 0) -> Best | None:
+def best_control(controls: Mapping[str, ArrayLike], tuned: ArrayLike) -> Best | None:
     """The best of scores [N] by control, against tuned ones; NaN is no score. None if no control has any."""
     scores = {name: np.asarray(values, dtype=np.float64) for name, values in controls.items()}
     if (best := highest(scores)) is None:
         return None
     control, mean = best
-    return Best(control, mean, bootstrap_mean(np.asarray(tuned, dtype=np.float64) - scores[control], seed=seed))
+    return Best(control, mean, interval(np.asarray(tuned, dtype=np.float64) - scores[control]))
 
 
 def highest(scores: Mapping[str, NDArray[np.float64]]) -> tuple[str, float] | None:

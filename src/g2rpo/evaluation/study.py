@@ -27,7 +27,7 @@ from g2rpo.files import whole_file
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rollout.planning import count_per_prompt, count_trained
 from g2rpo.runs.directory import RunDirectory
-from g2rpo.statistics import Interval, bootstrap_crossed
+from g2rpo.statistics import Interval, interval
 
 Scores = NDArray[np.float64]
 Unit = Literal["iterations", "evaluations", "seconds"]
@@ -171,7 +171,7 @@ def curve(runs: Sequence[History], reward: str) -> list[Point]:
     for place, iteration in enumerate(runs[0].iterations):
         change = np.stack([run.scores[place][reward] - run.scores[0][reward] for run in runs])
         spent, seconds = (float(np.mean([getattr(run, of)[place] for run in runs])) for of in ("work", "seconds"))
-        points.append(Point(iteration, spent, seconds, bootstrap_crossed(change)))
+        points.append(Point(iteration, spent, seconds, interval(change)))
     return points
 
 
@@ -207,7 +207,7 @@ def best_knobs(base: Judged, controls: Mapping[str, Mapping[str, Scores]], steps
             by_control = {control: scores[reward] for control, scores in controls.items()}
             if (best := highest(by_control)) is not None:
                 control, mean = best
-                knobs.append(Knob(reward, control, mean, bootstrap_crossed((by_control[control] - before)[None])))
+                knobs.append(Knob(reward, control, mean, interval(by_control[control] - before)))
     return knobs
 
 
@@ -222,9 +222,9 @@ def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Outcome]:
         Outcome(
             name,
             *key,
-            tuned=bootstrap_crossed(judged[key]),
-            change=bootstrap_crossed(judged[key] - base[key]),
-            lead=bootstrap_crossed(judged[key] - first[key]),
+            tuned=interval(judged[key]),
+            change=interval(judged[key] - base[key]),
+            lead=interval(judged[key] - first[key]),
         )
         for key in base
         for name, judged in cells.items()

@@ -26,12 +26,11 @@ from g2rpo.monitor.clips import save_clip, seconds_of, stills
 from g2rpo.monitor.pictures import to_pil
 from g2rpo.plain import parse_json, read_text
 from g2rpo.rewards.pixels import to_uint8
-from g2rpo.statistics import Interval, bootstrap_mean
+from g2rpo.statistics import Interval, interval
 from g2rpo.types import Policy, Reward
 
 Side = Literal["base", "control", "tuned"]
 Row = dict[str, Any]
-RESAMPLES, LEVEL = 2000, 0.95
 
 
 class JudgingConfig(Section):
@@ -175,10 +174,10 @@ class Judging:
         for steps in sorted(set(self.config.steps)):
             for name in self.config.rewards:
                 of = {side: scores[steps, name, side] for side in self.sides}
-                line: Row = {"steps": steps, "reward": name, **{side: self._interval(own) for side, own in of.items()}}
+                line: Row = {"steps": steps, "reward": name, **{side: interval(own) for side, own in of.items()}}
                 if len(of) == 2:
                     pairs = zip(of["base"], of["tuned"], strict=True)
-                    line["change"] = self._interval([after - before for before, after in pairs])
+                    line["change"] = interval([after - before for before, after in pairs])
                 table.append(line)
         return table
 
@@ -201,12 +200,12 @@ class Judging:
                 **control.model_dump(),
                 "steps": control.steps or at,
                 "reward": name,
-                "mean": self._interval(own[str(control)]),
+                "mean": interval(own[str(control)]),
             }
             for control in self.config.controls
             for name, own in scores.items()
         ]
-        best = {name: best_control(own, tuned[name], self.config.seed) for name, own in scores.items() if name in tuned}
+        best = {name: best_control(own, tuned[name]) for name, own in scores.items() if name in tuned}
         return table, {name: found for name, found in best.items() if found is not None}
 
     def write_results(self) -> Path:
@@ -217,7 +216,7 @@ class Judging:
             "weights": c.weights,
             "prompts": len(self.prompts),
             "seed": c.seed,
-            "intervals": f"{LEVEL:.0%} percentile bootstrap over prompts, {RESAMPLES} resamples",
+            "intervals": "95% t intervals over prompts",
             "results": [_plain(line) for line in self.results()],
         }
         if c.controls:
@@ -229,9 +228,6 @@ class Judging:
             write_whole(self.directory / "pictures.jsonl", "".join(_json(row) + "\n" for row in self.rows()).encode())
             write_whole(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
         return path
-
-    def _interval(self, values: Sequence[float]) -> Interval:
-        return bootstrap_mean(values, resamples=RESAMPLES, level=LEVEL, seed=self.config.seed)
 
     def _finished(self, chunk: Chunk) -> list[Row] | None:
         """The rows of a chunk; None if it is not finished, or one of its pictures is gone."""

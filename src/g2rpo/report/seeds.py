@@ -17,7 +17,7 @@ from g2rpo.config.schema import Config
 from g2rpo.evaluation.heldout import least_reached, load_tensors
 from g2rpo.monitor.metrics import Row
 from g2rpo.report.history import Change, Occurrence, Points, Run
-from g2rpo.statistics import Interval, Z, bootstrap_crossed
+from g2rpo.statistics import Interval, Z, interval
 
 SEED, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
 """Runs of one line have different seeds, and may differ in where they ran and what they logged to."""
@@ -107,7 +107,7 @@ class Repeats:
         """The iterations that all were evaluated at, the reward's means, and its changes from the base."""
         x = _common([[row["iteration"] for row in run.evaluations] for run in self.runs])
         scores = [self._scores([iteration] * len(self.runs))[reward].double() for iteration in x]
-        return x, [float(each.nanmean()) for each in scores], [bootstrap_crossed(each - scores[0]) for each in scores]
+        return x, [float(each.nanmean()) for each in scores], [interval(each - scores[0]) for each in scores]
 
     def _sides(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return self._scores([0] * len(self.runs)), self._scores(self.judged_after)
@@ -130,7 +130,7 @@ class Repeats:
         """From the base's values [S, N] to the tuned ones; prompts that have both count."""
         both = ~(base.isnan() | tuned.isnan())
         base, tuned = base.double(), tuned.double()
-        change = bootstrap_crossed(tuned - base)
+        change = interval(tuned - base)
         return Change(
             reward,
             reward in self.config.rewards,
