@@ -24,7 +24,7 @@ from g2rpo.commands.compare import Workspace
 from g2rpo.commands.jobs import Workers, locked
 from g2rpo.evaluation.study import PILOT_SEEDS, History, Point, Study, best_rate, curve, gain, iterations_within, read_run
 from g2rpo.files import write_whole
-from g2rpo.monitor.curves import COLOURS
+from g2rpo.monitor.curves import COLOURS, curve_with_band
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
 SMALL = "algorithm.group_size=12"
@@ -127,17 +127,13 @@ def draw(path: Path, curves: Mapping[str, Mapping[str, Mapping[str, Sequence[Poi
     for row, (world, rewards) in zip(axes, curves.items(), strict=True):
         for axis, (reward, own) in zip(row, rewards.items(), strict=True):
             for (cell, points), colour in zip(own.items(), COLOURS, strict=False):
-                x = [point.work / 1000 for point in points]
-                axis.plot(x, [p.change.mean for p in points], color=colour, marker="o", markersize=3, label=cell)
-                if seeds[world] >= 3:
-                    ends = ([getattr(p.change, end) for p in points] for end in ("low", "high"))
-                    axis.fill_between(x, *ends, color=colour, alpha=0.12, linewidth=0)
+                x, ends = [point.work / 1000 for point in points], ("low", "high") if seeds[world] >= 3 else ("mean", "mean")
+                changes = ([getattr(point.change, name) for point in points] for name in ("mean", *ends))
+                curve_with_band(axis, x, *changes, colour, label=cell)
             axis.axhline(0, color="#888", linewidth=0.8)
             many = f"{seeds[world]} seeds" if seeds[world] > 1 else "one seed"
             axis.set_title(f"{world}: change of {reward}, {many}", fontsize=10, loc="left")
             axis.set_xlabel("thousand network evaluations, training included", fontsize=9)
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
 

@@ -17,7 +17,7 @@ from g2rpo.config import recipes
 from g2rpo.cost.counting import count
 from g2rpo.cost.rewards import cost_of_reward
 from g2rpo.errors import UserError
-from g2rpo.rollout.planning import count_evaluations, count_images
+from g2rpo.rollout.planning import count_evaluations
 from tests.support.commands import g2rpo
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,8 @@ def test_a_prompt_costs_what_the_comments_say(name, prompts, evaluations, images
     config = load_config(name, [])
     plans, size = config.algorithm.plans(config.sampling.num_steps), config.algorithm.group_size
     assert config.trainer.prompts_per_iteration == prompts
-    assert (count_evaluations(plans, size), count_images(plans, size)) == (evaluations, images)
+    scored = size * sum(len(plan.tails) for plan in plans)
+    assert (count_evaluations(plans, size), scored) == (evaluations, images)
 
 
 def test_a_plan_of_clips_counts_the_frames_that_are_scored():

@@ -26,7 +26,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
-from g2rpo.testbed.grammar import WORDS, prompts, render_prompt
+from g2rpo.testbed.grammar import COUNTS, NOUNS, prompts, render_prompt
 from g2rpo.testbed.rewards import SceneAccuracy
 from g2rpo.testbed.scenes import COLOURS, MAX_COUNT, RELATIONS, SHAPES, SIDE, SIZES, Group, Relation, Scene
 from tools.testbed import judges
@@ -37,6 +37,7 @@ from tools.testbed.training import Context, bf16
 
 # CLIPTextModel pools at the first end token, except that it treats the id 2 as a mark of old, broken configs.
 PAD, END, UNKNOWN = 0, 1, 3
+WORDS = (*COUNTS, *SIZES, *COLOURS, *NOUNS, *dict.fromkeys(word for relation in RELATIONS for word in relation.split()))
 SPECIAL = ("<pad>", "</s>", "<reserved>", "<unk>")
 MAX_TOKENS = 16
 GUIDANCE = (1.0, 5.0)

@@ -24,6 +24,7 @@ from g2rpo.errors import UserError
 from g2rpo.evaluation.controls import highest
 from g2rpo.evaluation.heldout import load_tensors
 from g2rpo.files import whole_file
+from g2rpo.monitor.curves import COLOURS, curve_with_band
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rollout.planning import count_per_prompt, count_trained
 from g2rpo.runs.directory import RunDirectory
@@ -242,36 +243,27 @@ def judged_scores(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Sc
 
 def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:
     """Draws curves[reward][cell]: a row of panels per reward, against iterations, network evaluations and seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from g2rpo.monitor.curves import COLOURS
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     axes_of: dict[str, Callable[[Point], float]] = {
         "iterations": lambda point: point.iteration,
         "network evaluations, training included": lambda point: point.work,
         "seconds of training": lambda point: point.seconds,
     }
-    figure, axes = pyplot.subplots(
-        len(curves), 3, figsize=(12.6, 2.8 * len(curves)), squeeze=False, layout="constrained", sharey="row"
-    )
+    figure = Figure(figsize=(12.6, 2.8 * len(curves)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(curves), 3, squeeze=False, sharey="row")
     for row, (reward, cells) in zip(axes, curves.items(), strict=True):
         for axis, (label, spent) in zip(row, axes_of.items(), strict=True):
             for number, (cell, points) in enumerate(cells.items()):
-                x, style = [spent(point) for point in points], "-" if number < len(COLOURS) else "--"
-                colour = COLOURS[number % len(COLOURS)]
-                axis.plot(x, [point.change.mean for point in points], style, color=colour, marker="o", markersize=3, label=cell)
-                ends = ([getattr(point.change, end) for point in points] for end in ("low", "high"))
-                axis.fill_between(x, *ends, color=colour, alpha=0.15, linewidth=0)
+                changes = ([getattr(point.change, name) for point in points] for name in ("mean", "low", "high"))
+                style = {"label": cell, "linestyle": "-" if number < len(COLOURS) else "--"}
+                curve_with_band(axis, [spent(point) for point in points], *changes, COLOURS[number % len(COLOURS)], **style)
             axis.axhline(0, color="#888", linewidth=0.8)
             axis.set_xlabel(label, fontsize=9)
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
         row[0].set_ylabel("change", fontsize=9)
         row[0].set_title(f"{reward} ({'trained on' if reward in trained else 'judged only'})", fontsize=10, loc="left")
     axes[0][0].legend(fontsize=8)
     with whole_file(path) as unfinished:
         figure.savefig(unfinished, dpi=120)
-    pyplot.close(figure)

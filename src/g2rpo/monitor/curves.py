@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from g2rpo.monitor.metrics import Row
 from g2rpo.statistics import Z
@@ -76,15 +76,28 @@ def _panel(axis: Axes, name: str, evaluations: Sequence[Row], iterations: Sequen
     x, y = [r["iteration"] for r in evaluations], [_number(r.get(key)) for r in evaluations]
     error = [Z * _number(r.get(f"stderr/{name}")) for r in evaluations]
     low, high = ([value + side * e for value, e in zip(y, error, strict=True)] for side in (-1, 1))
-    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    axis.plot(x, y, color=colour, marker="o", markersize=4)
+    curve_with_band(axis, x, y, low, high, colour)
     title = f"{name} ({'trained on' if trained else 'judged only'})"
     axis.set_title(title, fontsize=10, y=1)  # where matplotlib would put it after a search
     axis.set_xlabel("iteration", fontsize=9)
     axis.tick_params(labelsize=9)
     axis.locator_params("x", nbins=6, integer=True)
     axis.locator_params("y", nbins=6)
-    axis.grid(alpha=0.25)
+
+
+def curve_with_band(
+    axis: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    colour: str,
+    **line: Any,
+) -> None:
+    """A marked line, and a band around it, on an axis with a pale grid and no box."""
+    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    axis.plot(x, y, color=colour, marker="o", markersize=4, **line)
+    axis.grid(visible=True, alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
 
 

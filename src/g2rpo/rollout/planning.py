@@ -90,8 +90,3 @@ class _CountingNetwork:
 
     def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:
         return x.flatten(1).sum(1)
-
-
-def count_images(plans: Sequence[Plan], group_size: int) -> int:
-    """Images to decode and score for one prompt."""
-    return sum(group_size * len(plan.tails) for plan in plans)

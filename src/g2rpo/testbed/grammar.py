@@ -29,16 +29,8 @@ Split = Literal["train", "heldout"]
 SPLIT_SIZES: dict[Split, int] = {"train": 2000, "heldout": 400}
 
 NUMBERS = ("a", "two", "three")
-_COUNTS = {"a": 1, "one": 1, "two": 2, "three": 3}
-_NOUNS = {word: shape for shape in SHAPES for word in (shape, f"{shape}s")}
-WORDS: tuple[str, ...] = (
-    *_COUNTS,
-    *SIZES,
-    *COLOURS,
-    *_NOUNS,
-    *dict.fromkeys(word for relation in RELATIONS for word in relation.split()),
-)
-"""Every word of the language, in a fixed order: the tokenizers' vocabulary."""
+COUNTS = {"a": 1, "one": 1, "two": 2, "three": 3}
+NOUNS = {word: shape for shape in SHAPES for word in (shape, f"{shape}s")}
 
 
 def render_prompt(scene: Scene) -> str:
@@ -80,11 +72,11 @@ def _parse_group(words: list[str], prompt: str) -> tuple[Group, list[str]]:
         return words.pop(0)
 
     words = list(words)
-    count = _COUNTS[take("a number", tuple(_COUNTS))]
+    count = COUNTS[take("a number", tuple(COUNTS))]
     size = next((s for s in SIZES if words[:1] == [s]), None)
     words = words[1:] if size else words
     colour = COLOURS[COLOURS.index(take("a colour", COLOURS))]
-    shape = _NOUNS[take("a shape", tuple(_NOUNS))]
+    shape = NOUNS[take("a shape", tuple(NOUNS))]
     return Group(count, colour, shape, size), words
 
 
