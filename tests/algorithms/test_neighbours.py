@@ -26,6 +26,7 @@ from g2rpo.rollout.planning import count_evaluations, count_per_prompt
 from g2rpo.seeding import generator_for
 from g2rpo.types import Normal, Plan
 from tests.support.runs import fits, trainer
+from tests.support.variants import few
 
 NAMES = list(ALGORITHMS)
 ONCE = ("algorithm.update_every=rollout", "algorithm.group_size=6", "sampling.num_steps=8")
@@ -51,7 +52,7 @@ def test_the_ratio_is_exactly_one_before_the_first_update_and_the_weights_move(n
     assert not torch.equal(weights(t), before)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, {"g2rpo", "diffusion_nft"}.__contains__))  # the two ways to a loss
 def test_training_raises_the_reward(name):
     t = named(name, "algorithm.group_size=12", "sampling.num_steps=8", "trainer.iterations=12")
     before = t.score_heldout().means()["bright"]
@@ -85,13 +86,6 @@ def test_evaluations_are_the_predicted_ones(name, iteration):
 )
 def test_the_cost_of_the_published_settings(algorithm, num_steps, evaluations):
     assert count_evaluations(algorithm.plans(num_steps), algorithm.group_size) == evaluations
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_plans_are_a_function_of_iteration_and_seed(name):
-    algorithm = ALGORITHMS[name]()
-    for iteration in (0, 7, 290):
-        assert algorithm.plans(16, iteration, 3) == algorithm.plans(16, iteration, 3)
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dancegrpo", "mixgrpo"])
