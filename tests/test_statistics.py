@@ -48,6 +48,7 @@ def test_missing_scores_are_left_out():
 
 
 def test_few_values_give_no_interval():
+    assert (f"{interval([1.0, 3.0])}", f"{interval([0.5] * 8):+}") == ("2.000", "+0.500 [+0.500, +0.500]")
     for few, mean, count in (
         ([1.0, 3.0, 2.0], 2.0, 3),
         ([1.0], 1.0, 1),

@@ -31,6 +31,11 @@ class Interval:
     high: float
     count: int
 
+    def __format__(self, sign: str) -> str:
+        """MEAN [LOW, HIGH]; MEAN alone where there are too few values. `sign` "+" is for changes."""
+        mean, low, high = (f"{value:{sign}.3f}" for value in (self.mean, self.low, self.high))
+        return f"{mean} [{low}, {high}]" if np.isfinite(self.low) else mean
+
 
 def interval(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Interval:
     """The mean of `values`, [N] prompts or [S, N] training seeds by prompts, and its interval. NaN values are left out.

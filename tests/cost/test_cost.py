@@ -398,7 +398,7 @@ def test_ranks_share_the_work_and_with_pieces_the_state(deep):
     assert training.memory.moments["rollout"] - full.memory.moments["rollout"] == 2 * everything - layers
     assert "gathered layers" not in two.memory.working
     assert training.memory.working["network call"] < whole.memory.working["network call"]  # autocast has nothing to cast
-    with pytest.raises(UserError, match=r"prompts_per_iteration=2 cannot be divided evenly over 3 ranks"):
+    with pytest.raises(UserError, match="prompts_per_iteration=2 .* 3 ranks"):
         make_plan(config(deep["flux"]), cuda=False, heldout=3, distinct_prompts=6, ranks=3)
 
 

@@ -370,7 +370,7 @@ def test_the_run_is_its_report_in_a_frame(run):
         (["--model", "testbed", "--size", "0"], "height: input should be greater than 0"),
         (["--model", "/no/such"], "/no/such: is no directory"),
         (["--model", "testbed", "--rewards", "brigthness"], "Did you mean 'brightness'?"),
-        (["--model", "testbed", "--rewards", "bad.yaml"], "unknown key 'rewards.brightness.wieght'. Did you mean 'weight'?"),
+        (["--model", "testbed", "--rewards", "bad.yaml"], "rewards.brightness.wieght"),
         (["--model", "testbed", "--host", "0.0.0.0"], "without a token"),
         (["--model", "testbed", "--token-env", "NOT_SET"], "is not set"),
         (["--model", "testbed", "--token-env", "BLANK"], "is not set"),

@@ -39,6 +39,7 @@ from g2rpo.training.model_card import _block
 from tests.support.commands import g2rpo as command
 from tests.support.fuzzing import mutated
 from tests.support.runs import trainer
+from tests.support.servers import serving
 from tests.support.tiny import save_flux
 
 SECRET = "hunter2-hunter2"
@@ -382,24 +383,21 @@ class Zero:
 
 
 def test_a_client_that_drips_its_headers_is_cut_off():
-    with RewardServer(Zero(), port=0, limits=Limits(headers_s=0.5)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        with socket.create_connection(server.server_address, timeout=10) as slow:
-            slow.sendall(b"GET /health HTTP/1.1\r\n")
-            try:
-                while True:  # for ever, if the server let it
-                    slow.sendall(b"X")
-                    time.sleep(0.02)
-            except OSError:
-                pass
-        server.shutdown()
+    with (
+        serving(RewardServer(Zero(), port=0, limits=Limits(headers_s=0.5))) as server,
+        socket.create_connection(server.server_address, timeout=10) as slow,
+    ):
+        slow.sendall(b"GET /health HTTP/1.1\r\n")
+        with contextlib.suppress(OSError):
+            while True:  # for ever, if the server let it
+                slow.sendall(b"X")
+                time.sleep(0.02)
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nX: "], ids=["silent", "half a header"])
 def test_connections_that_say_nothing_keep_nobody_out(said):
     """A hundred of them, where 64 may wait: each newcomer takes the oldest one's place, and is answered at once."""
-    with RewardServer(Zero(), port=0, token=SECRET) as server, contextlib.ExitStack() as idle:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(RewardServer(Zero(), port=0, token=SECRET)) as server, contextlib.ExitStack() as idle:
         before = threading.active_count()
         for _ in range(100):
             idle.enter_context(socket.create_connection(server.server_address, timeout=10)).sendall(said)
@@ -410,13 +408,11 @@ def test_connections_that_say_nothing_keep_nobody_out(said):
         while threading.active_count() - before > server.limits.connections and time.monotonic() < until:
             time.sleep(0.01)  # threads of closed connections end
         assert threading.active_count() - before <= server.limits.connections
-        server.shutdown()
 
 
 def test_who_may_ask_is_not_closed_for_others_and_there_are_only_so_many():
     """One client in the middle of its body, strangers around it, and a second client that finds no place."""
-    with RewardServer(Zero(), port=0, token=SECRET, limits=Limits(connections=2, clients=1)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(RewardServer(Zero(), port=0, token=SECRET, limits=Limits(connections=2, clients=1))) as server:
         head = f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
         with socket.create_connection(server.server_address, timeout=10) as first, contextlib.ExitStack() as idle:
             first.sendall(f"{head}Content-Length: 2\r\n\r\n[".encode())
@@ -428,15 +424,13 @@ def test_who_may_ask_is_not_closed_for_others_and_there_are_only_so_many():
                 request_json(f"{server.address}/score", token=SECRET, timeout_s=5, body={})
             first.sendall(b"]")
             assert b"400" in first.recv(100)
-        server.shutdown()
 
 
 @pytest.mark.parametrize("sent", [b"", b"{"], ids=["nothing", "its beginning"])
 def test_clients_whose_bodies_do_not_come_keep_nobody_out(sent):
     """Twelve with a token, where four may ask at a time and one is read."""
     limits = Limits(connections=4, clients=4, requests=1, gap_s=0.3)
-    with RewardServer(Zero(), port=0, token=SECRET, limits=limits) as server, contextlib.ExitStack() as idle:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(RewardServer(Zero(), port=0, token=SECRET, limits=limits)) as server, contextlib.ExitStack() as idle:
         head = f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
         for _ in range(4 if sent else 12):
             stalled = idle.enter_context(socket.create_connection(server.server_address, timeout=10))
@@ -448,20 +442,17 @@ def test_clients_whose_bodies_do_not_come_keep_nobody_out(sent):
             except (Refused, NoAnswer) as error:
                 answer = str(error)
         assert "400" in answer and time.monotonic() - began < 5
-        server.shutdown()
 
 
 @pytest.mark.parametrize(("length", "status"), [("9" * 5000, 400), ("²", 400), ("-1", 400), ("", 400), ("9" * 18, 413)])
 def test_a_content_length_is_a_number_that_can_be_read(length, status):
-    with RewardServer(Zero(), port=0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        with socket.create_connection(server.server_address, timeout=10) as client:
-            head = (
-                f"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
-            )
-            client.sendall(head.encode("latin-1"))
-            assert int(client.recv(100).split()[1]) == status
-        server.shutdown()
+    with (
+        serving(RewardServer(Zero(), port=0)) as server,
+        socket.create_connection(server.server_address, timeout=10) as client,
+    ):
+        head = f"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+        client.sendall(head.encode("latin-1"))
+        assert int(client.recv(100).split()[1]) == status
 
 
 def test_a_blank_token_is_none():

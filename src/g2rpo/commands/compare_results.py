@@ -32,7 +32,6 @@ from g2rpo.evaluation.study import (
 from g2rpo.files import write_whole
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.plain import parse_json, read_text
-from g2rpo.statistics import Interval
 
 FREE = "no training: best free knob"
 
@@ -148,7 +147,7 @@ def markdown(
     for steps in study.steps:
         at = {(line.cell, line.reward): line for line in table if line.steps == steps}
         parts.append(f"## {steps} steps: change against the base")
-        changes = [[cell, *(_cell(at[cell, name].change) for name in rewards)] for cell in study.cells]
+        changes = [[cell, *(f"{at[cell, name].change:+}" for name in rewards)] for cell in study.cells]
         if knobs and steps == study.steps[0]:
             changes.append([FREE, *_knob_cells(knobs, rewards)])
         parts.append(_rows(["cell", *names], changes))
@@ -156,7 +155,7 @@ def markdown(
         if others:
             parts.append(f"## {steps} steps: lead over {first}")
             parts.append(
-                _rows(["cell", *names], [[cell, *(_cell(at[cell, name].lead) for name in rewards)] for cell in others])
+                _rows(["cell", *names], [[cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in others])
             )
     if gains:
         parts.append("## Pilots: gain in the trained rewards, in standard deviations of the base, on training prompts")
@@ -181,13 +180,9 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def _cell(interval: Interval) -> str:
-    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
-
-
 def _knob_cells(knobs: Sequence[Knob], rewards: Sequence[str]) -> list[str]:
     of = {knob.reward: knob for knob in knobs}
-    return [f"{_cell(of[name].change)}, {of[name].control}" for name in rewards]
+    return [f"{of[name].change:+}, {of[name].control}" for name in rewards]
 
 
 def _console_table(
@@ -207,7 +202,7 @@ def _console_table(
         out.add_column(f"{name}{'' if name in trained else ' (judged)'}", justify="right", overflow="fold")
     for cell in dict.fromkeys(line.cell for line in table):
         own = {line.reward: line.change for line in table if (line.cell, line.steps) == (cell, steps)}
-        out.add_row(cell, *(escape(_cell(own[name])) for name in rewards))
+        out.add_row(cell, *(escape(f"{own[name]:+}") for name in rewards))
     if knobs:
         out.add_row(FREE, *map(escape, _knob_cells(knobs, rewards)))
     return out

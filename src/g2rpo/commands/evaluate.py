@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -135,7 +136,7 @@ def results_table(judging: Judging, width: int) -> Table:
     for column in (*sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):
         table.add_column(column, justify="right", overflow="fold")
     for line in judging.results():
-        cells = [str(line["steps"]), line["reward"], *(_cell(line[side]) for side in sides)]
+        cells = [str(line["steps"]), line["reward"], *(escape(f"{line[side]}") for side in sides)]
         if len(sides) == 2:
             cells.append(_coloured(line["change"]))
         scored = list(line.values())[-1].count
@@ -163,12 +164,7 @@ def controls_table(judging: Judging, width: int) -> Table:
 
 def _coloured(change: Interval) -> str:
     colour = "green" if change.low > 0 else "red" if change.high < 0 else "white"
-    return f"[{colour}]{_cell(change, '+')}[/]"
-
-
-def _cell(interval: Interval, sign: str = "") -> str:
-    mean, low, high = (f"{value:{sign}.3f}" for value in (interval.mean, interval.low, interval.high))
-    return f"{mean} \\[{low}, {high}]" if math.isfinite(interval.low) else mean  # too few prompts for an interval
+    return f"[{colour}]{escape(f'{change:+}')}[/]"
 
 
 def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
