@@ -43,7 +43,11 @@ def test_a_table_of_80_columns_breaks_no_override():
 
 def test_ram_is_not_taken_for_a_cards_memory(capsys, tiny_config, monkeypatch):
     monkeypatch.setattr("g2rpo.cost.plan.os.sysconf", lambda name: 1)
-    out = " ".join(g2rpo(capsys, "plan", tiny_config, "policy.device=cpu", "--no-probe")[1].split())
+    out = " ".join(
+        g2rpo(capsys, "plan", tiny_config, "policy.device=cpu", "policy.dtype=bfloat16", "policy.quantize=int8", "--no-probe")[
+            1
+        ].split()
+    )
     assert "does not fit" in out and "this machine's RAM" in out and "--device" in out
 
 

@@ -21,6 +21,8 @@ from transformers import (
     T5EncoderModel,
 )
 
+BLOCKS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+"""Of transformers like FLUX."""
 WORDS = ["<pad>", "<bos>", "</s>", "<unk>", "a", "red", "blue", "circle", "square", "left", "of", "two"]
 
 
@@ -38,7 +40,7 @@ def tokenizer(length: int) -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_vae() -> AutoencoderKL:
+def tiny_vae(**changes) -> AutoencoderKL:
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -50,6 +52,7 @@ def tiny_vae() -> AutoencoderKL:
         use_post_quant_conv=False,
         scaling_factor=0.7,
         shift_factor=0.1,
+        **changes,
     )
 
 
@@ -76,26 +79,20 @@ def flux_pipeline(seed: int = 0, guidance_embeds: bool = True) -> FluxPipeline:
     """A random FLUX of 0.1 M parameters for 32x32 pictures."""
     torch.manual_seed(seed)
     transformer = FluxTransformer2DModel(
+        **BLOCKS,
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=24,
         pooled_projection_dim=20,
         guidance_embeds=guidance_embeds,
         axes_dims_rope=(4, 6, 6),
     )
     torch.nn.init.normal_(transformer.proj_out.weight, std=0.3)  # diffusers starts it at zero: no velocity at all
-    vae = tiny_vae()
-    clip = CLIPTextModel(clip_config(20))
-    t5 = tiny_t5(24)
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
-        vae=vae,
-        text_encoder=clip,
+        vae=tiny_vae(),
+        text_encoder=CLIPTextModel(clip_config(20)),
         tokenizer=tokenizer(12),
-        text_encoder_2=t5,
+        text_encoder_2=tiny_t5(24),
         tokenizer_2=tokenizer(12),
         transformer=transformer,
     )

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from diffusers import (
     AutoencoderDC,
-    AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
@@ -56,9 +55,19 @@ from transformers import (
 )
 
 from g2rpo.policies import catalogue
-from tests.support.tiny import WORDS, flux_pipeline, sd3_pipeline, tiny_t5, tokenizer
+from tests.support.tiny import BLOCKS, WORDS, flux_pipeline, sd3_pipeline, tiny_t5, tiny_vae, tokenizer
 
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}</s>"
+
+
+LANGUAGE = {
+    "vocab_size": len(WORDS),
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 
 
 def chat_tokenizer(length: int = 512):
@@ -68,56 +77,16 @@ def chat_tokenizer(length: int = 512):
 
 
 def qwen3(width: int, layers: int, causal: bool = True):
-    config = Qwen3Config(
-        vocab_size=len(WORDS),
-        hidden_size=width,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=width // 2,
-        max_position_embeddings=512,
-    )
-    return (Qwen3ForCausalLM if causal else Qwen3Model)(config)
+    shape = {**LANGUAGE, "hidden_size": width, "head_dim": width // 2, "num_hidden_layers": layers}
+    return (Qwen3ForCausalLM if causal else Qwen3Model)(Qwen3Config(**shape, max_position_embeddings=512))
 
 
 def qwen_vl(width: int, words: int = len(WORDS), image: int = 3, vision_start: int = 3):
-    text = {
-        "vocab_size": words,
-        "hidden_size": width,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rope_parameters": {"mrope_section": [1, 1, width // 4 - 2], "rope_type": "default", "rope_theta": 1e6},
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": width,
-        "patch_size": 14,
-    }
+    rope = {"mrope_section": [1, 1, width // 4 - 2], "rope_type": "default", "rope_theta": 1e6}
+    text = {**LANGUAGE, "vocab_size": words, "hidden_size": width, "max_position_embeddings": 512, "rope_parameters": rope}
+    vision = {**VISION, "out_hidden_size": width, "patch_size": 14}
     special = {"image_token_id": image, "vision_start_token_id": vision_start}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special))
-
-
-def kl_vae(**changes):
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        layers_per_block=1,
-        latent_channels=4,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=0.7,
-        shift_factor=0.1,
-        **changes,
-    )
 
 
 def qwen_vae(mean: float = 0.1, std: float = 0.8):
@@ -160,11 +129,8 @@ def flux2_vae():
 
 def klein(distilled: bool = False):
     transformer = Flux2Transformer2DModel(
+        **BLOCKS,
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=24,
         timestep_guidance_channels=16,
         axes_dims_rope=(4, 4, 4, 4),
@@ -213,7 +179,7 @@ def z_image():
     )
     return ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=kl_vae(),
+        vae=tiny_vae(),
         text_encoder=qwen3(16, 3, causal=False),
         tokenizer=chat_tokenizer(),
         transformer=transformer,
@@ -222,7 +188,7 @@ def z_image():
 
 def kontext():
     flux = flux_pipeline()
-    parts = {**flux.components, "vae": kl_vae()}
+    parts = {**flux.components, "vae": tiny_vae()}
     return FluxKontextPipeline(**{**parts, "scheduler": dynamic()})
 
 
@@ -329,18 +295,7 @@ def ltx():
 
 
 def gemma2(width: int):
-    return Gemma2Model(
-        Gemma2Config(
-            vocab_size=len(WORDS),
-            hidden_size=width,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=1024,
-        )
-    )
+    return Gemma2Model(Gemma2Config(**LANGUAGE, hidden_size=width, head_dim=8, max_position_embeddings=1024))
 
 
 def lumina2():
@@ -361,7 +316,7 @@ def lumina2():
     return Lumina2Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
-        vae=kl_vae(),
+        vae=tiny_vae(),
         text_encoder=gemma2(16),
         tokenizer=tokenizer(512),
     )
@@ -369,11 +324,8 @@ def lumina2():
 
 def chroma():
     transformer = ChromaTransformer2DModel(
+        **BLOCKS,
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=24,
         axes_dims_rope=(4, 6, 6),
         approximator_num_channels=8,
@@ -382,7 +334,7 @@ def chroma():
     )
     louder(transformer.proj_out, 0.3)
     return ChromaPipeline(
-        scheduler=dynamic(), vae=kl_vae(), text_encoder=tiny_t5(24), tokenizer=tokenizer(512), transformer=transformer
+        scheduler=dynamic(), vae=tiny_vae(), text_encoder=tiny_t5(24), tokenizer=tokenizer(512), transformer=transformer
     )
 
 
@@ -399,21 +351,12 @@ def cogview4():
         condition_dim=4,
         rope_axes_dim=(32, 32),
     )
-    config = GlmConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=0,
-    )
+    glm = GlmModel(GlmConfig(**LANGUAGE, hidden_size=16, head_dim=8, pad_token_id=0))
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, base_image_seq_len=16, time_shift_type="linear"
     )
     return CogView4Pipeline(
-        tokenizer=tokenizer(512), text_encoder=GlmModel(config), vae=kl_vae(), transformer=transformer, scheduler=scheduler
+        tokenizer=tokenizer(512), text_encoder=glm, vae=tiny_vae(), transformer=transformer, scheduler=scheduler
     )
 
 
@@ -485,24 +428,9 @@ def krea2():
         axes_dims_rope=(8, 4, 4),
     )
     words = krea2_tokenizer()
-    text = {
-        "vocab_size": len(words),
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 1e6},
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 16,
-        "deepstack_visual_indexes": [0],
-    }
+    rope = {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 1e6}
+    text = {**LANGUAGE, "vocab_size": len(words), "hidden_size": 16, "head_dim": 8, "rope_parameters": rope}
+    vision = {**VISION, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
     return Krea2Pipeline(
         scheduler=dynamic(),
         vae=qwen_vae(),
@@ -516,19 +444,12 @@ def krea2():
 def ovis():
     """A class that the catalogue does not describe."""
     transformer = OvisImageTransformer2DModel(
-        in_channels=16,
-        out_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        axes_dims_rope=(4, 6, 6),
+        **BLOCKS, in_channels=16, out_channels=16, joint_attention_dim=16, axes_dims_rope=(4, 6, 6)
     )
     louder(transformer.proj_out, 0.3)
     return OvisImagePipeline(
         scheduler=dynamic(),
-        vae=kl_vae(),
+        vae=tiny_vae(),
         text_encoder=qwen3(16, 2, causal=False),
         tokenizer=chat_tokenizer(),
         transformer=transformer,
@@ -545,7 +466,7 @@ def prx():
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         text_encoder=gemma2(16),
         tokenizer=tokenizer(24),
-        vae=kl_vae(),
+        vae=tiny_vae(),
     )
 
 
