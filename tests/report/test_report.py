@@ -68,6 +68,11 @@ class Page(HTMLParser):
         return [a for t, a in self.tags if t == tag and all(a.get(k.rstrip("_")) == v for k, v in attributes.items())]
 
     @property
+    def charts(self):
+        """What every chart shows, by its title."""
+        return {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in self.all("svg", class_="chart")}
+
+    @property
     def words(self):
         return " ".join(" ".join(self.text).split())
 
@@ -125,7 +130,7 @@ def test_the_newest_evaluation_says_what_results_json_says(run_dir):
 
 
 def test_charts_hold_the_logged_numbers(run_dir, html):
-    charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in Page(html).all("svg", class_="chart")}
+    charts = Page(html).charts
     rows = read_metrics(run_dir)
     faint, marked = charts["bright, trained on"]["lines"]
     for line, kind in ((faint, "train"), (marked, "eval")):
@@ -148,7 +153,7 @@ def test_with_several_ranks_evaluations_take_as_long_as_the_last_rank():
 def test_constants_are_said_and_not_drawn(html):
     page = Page(html)
     assert "Constant throughout:" in page.words and "KL to the base 0" in page.words and "Missing scores 0" in page.words
-    assert "KL to the base" not in {a["aria-label"].split(".")[0] for a in page.all("svg", class_="chart")}
+    assert "KL to the base" not in page.charts
 
 
 def test_costs_are_sums(run_dir, html):
@@ -221,7 +226,7 @@ def test_the_verdict_comes_first_then_pictures_and_what_ran_comes_last(html):
     assert links == [name for name in sections if name in links]
 
 
-def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(tmp_path):
+def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(run_dir, tmp_path):
     def bright(images, prompts):
         return brightness(images, prompts)
 
@@ -244,12 +249,12 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     share = [f"{100 * row['right']:.0f} %" for row in (rows[0], rows[-1])]
     assert f"Right on {share[1]} of 3 unseen prompts, was {share[0]} (" in page.words
     assert "✓ is right and ✗ wrong" in page.words
-    assert "✓" not in Page(render(read_runs([make_run(tmp_path / "plain")]))).words  # nothing there can tell
+    assert "✓" not in Page(render(read_runs([run_dir]))).words  # nothing there can tell
 
 
-def test_pictures_in_the_proportions_of_all_come_first_and_the_first_prompts_during_the_run_below(tmp_path):
+def test_pictures_in_the_proportions_of_all_come_first_and_the_first_prompts_during_the_run_below(run_dir, tmp_path):
     """A run whose before_after.png has other prompts than its evaluations, as where a reward tells right from wrong."""
-    directory = make_run(tmp_path / "run")
+    directory = shutil.copytree(run_dir, tmp_path / "run")
     how = "3 of 9 held-out prompts, in the proportions of all: 2 of 6 that became right, 1 of 3 that stayed wrong."
     rows = [
         Strip(torch.rand(3, 3, 4, 4), side, {}, torch.tensor(right))
@@ -365,7 +370,7 @@ def test_markup_from_users_is_text(tmp_path):
 
 def test_two_runs_share_their_charts(run_dir, other_dir):
     page = Page(render(read_runs([run_dir, other_dir])))
-    charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in page.all("svg", class_="chart")}
+    charts = page.charts
     lines = charts["bright, trained on"]["lines"]
     assert [(line["name"], line["style"]) for line in lines] == [
         ("first: training batches", 0),
@@ -420,7 +425,7 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     digits = decimals(found["bright"].error)
     assert f"({signed(change.low, digits)} to {signed(change.high, digits)})" in page.words and "bootstrap" in page.words
     assert page.words.count("Finished: 4 iterations.") == 1 and "trainer.seed 1 2 3" in page.words
-    charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in page.all("svg", class_="chart")}
+    charts = page.charts
     faint, held_out = charts["bright, trained on"]["lines"]
     assert held_out["y"] == [compact(float(each.mean())) for each in bright] and held_out["x"] == [0, 2, 4]
     logged = [[row["reward/bright"] for row in read_metrics(run) if row["kind"] == "train"] for run in seeds]
@@ -438,7 +443,7 @@ def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path)
     names = lambda lines: [[run.name for run in line.runs] for line in lines]  # noqa: E731
     assert names(repeats(runs)) == [["1", "2", "place"], ["longer"], ["again"]]
     page = Page(render(runs))
-    charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in page.all("svg", class_="chart")}
+    charts = page.charts
     assert [line["name"] for line in charts["Gradient norm"]["lines"]] == ["1 · 2 · place", "longer", "again"]
     assert page.words.count("1 · 2 · place.") == 1 and "over 3 seeds" in page.words
     (starts := seeds[1] / "starts.jsonl").write_text(json.dumps({"contents": {"prompts.train": "others"}}) + "\n")
@@ -491,8 +496,8 @@ def test_a_run_that_stopped_has_a_page(tmp_path):
     assert change == Change("bright", True, 2, first["reward/bright"], last["reward/bright"], last["stderr/bright"], 3)
 
 
-def test_a_run_that_was_extended_is_not_finished(tmp_path):
-    directory = make_run(tmp_path / "run")
+def test_a_run_that_was_extended_is_not_finished(run_dir, tmp_path):
+    directory = shutil.copytree(run_dir, tmp_path / "run")
     claim(directory, config("trainer.iterations=8"))
     t = trainer(directory, "trainer.iterations=8")
     t.resume()
@@ -507,8 +512,8 @@ def test_a_run_that_logged_nothing_has_a_page(tmp_path):
     assert "nothing is logged yet of 4 iterations" in Page(render(read_runs([tmp_path]))).words
 
 
-def test_pictures_of_an_older_version_are_named(tmp_path):
-    directory = make_run(tmp_path / "run")
+def test_pictures_of_an_older_version_are_named(run_dir, tmp_path):
+    directory = shutil.copytree(run_dir, tmp_path / "run")
     path = directory / "samples" / "iteration_000002.png"
     Image.open(path).copy().save(path, pnginfo=PngInfo())
     page = Page(render(read_runs([directory])))
@@ -516,16 +521,16 @@ def test_pictures_of_an_older_version_are_named(tmp_path):
     assert all(a["alt"].startswith("member ") for a in page.all("img"))
 
 
-def test_missing_numbers_are_gaps(tmp_path):
+def test_missing_numbers_are_gaps(run_dir, tmp_path):
     """A reward without a single score in an iteration is null in the log."""
-    directory = make_run(tmp_path / "run", finish=False)
+    directory = shutil.copytree(run_dir, tmp_path / "run")
     rows = read_metrics(directory)
     for row in rows:
         if row["iteration"] == 2:
             row |= {"reward/bright": None, "stderr/bright": None}
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = Page(render(read_runs([directory])))
-    charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in page.all("svg", class_="chart")}
+    charts = page.charts
     assert "–" in charts["bright, trained on"]["lines"][0]["y"]
 
 
@@ -644,7 +649,7 @@ def test_alarms_are_told_and_marked(tmp_path):
 
 
 def test_what_pictures_look_like(run_dir, html):
-    charts = {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in Page(html).all("svg", class_="chart")}
+    charts = Page(html).charts
     evaluations = [row for row in read_metrics(run_dir) if row["kind"] == "eval"]
     base, mean = charts["Brightness"]["lines"]
     assert mean["y"] == [compact(row["image/brightness"]) for row in evaluations]

@@ -41,6 +41,7 @@ from tests.support.fuzzing import mutated
 from tests.support.runs import trainer
 from tests.support.servers import serving
 from tests.support.tiny import save_flux
+from tests.support.variants import few
 
 SECRET = "hunter2-hunter2"
 
@@ -62,6 +63,14 @@ def test_a_payload_runs_where_it_is_let(tmp_path):
     assert (tmp_path / "mark").exists()
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directory of a run of four iterations."""
+    folder = tmp_path_factory.mktemp("trained")
+    list(trainer(folder).train())
+    return folder
+
+
 def forged(path, **files):
     """Replaces files of a checkpoint, and its manifest so that every digest is right."""
     for name, write in files.items():
@@ -71,8 +80,8 @@ def forged(path, **files):
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(tmp_path):
-    list(trainer(tmp_path).train())
+def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     forged(checkpoints(tmp_path / "checkpoints")[-1], state=lambda file: torch.save(Payload(tmp_path / "mark"), file))
     again = trainer(tmp_path)
     (complaint,) = again.resume()
@@ -88,8 +97,8 @@ def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(tmp_path):
         ('{"iteration": 7, "files": {}}', "another checkpoint's"),
     ],
 )
-def test_a_manifest_that_is_none_is_named(tmp_path, content, message):
-    list(trainer(tmp_path).train())
+def test_a_manifest_that_is_none_is_named(trained, tmp_path, content, message):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     (checkpoints(tmp_path / "checkpoints")[-1] / "manifest.json").write_text(content)
     again = trainer(tmp_path)
     assert message in again.resume()[0] and again.iteration == 2
@@ -112,9 +121,9 @@ def rewritten(change):
     return write
 
 
-@pytest.mark.parametrize("betas", ["x", (2.0,), (2.0, -1.0), None, [[]]])
-def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(tmp_path, betas):
-    list(trainer(tmp_path).train())
+@pytest.mark.parametrize("betas", few(["x", [2.0, -1.0], None, [[]]], "x".__eq__))
+def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(trained, tmp_path, betas):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path, tmp_path / "forged")
     change = rewritten(lambda state: state["optimizer"]["param_groups"][0].update(betas=betas, weight_decay=betas))
     forged(checkpoints(tmp_path / "forged" / "checkpoints")[-1], state=change)
@@ -141,8 +150,8 @@ def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(tmp
     ],
     ids=["lost", "word", "shape", "step", "place", "list", "average", "empty"],
 )
-def test_moments_that_are_none_are_named_and_the_checkpoint_before_is_used(tmp_path, change):
-    list(trainer(tmp_path).train())
+def test_moments_that_are_none_are_named_and_the_checkpoint_before_is_used(trained, tmp_path, change):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     forged(checkpoints(tmp_path / "checkpoints")[-1], state=rewritten(change))
     again = trainer(tmp_path)
     (complaint,) = again.resume()
@@ -519,8 +528,8 @@ def test_a_log_cut_within_a_letter_is_gone_on_with(tmp_path):
     assert log.read_bytes().startswith(whole) and len(read_metrics(tmp_path)) == len(whole.splitlines()) + 2
 
 
-def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(tmp_path):
-    list(trainer(tmp_path).train())
+def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     claim(tmp_path, trainer(None).config)
     record_start(tmp_path, 0, torch.device("cpu"))
     with (tmp_path / "starts.jsonl").open("ab") as file:
@@ -534,8 +543,8 @@ def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "other"])
-def test_a_damaged_base_evaluation_is_named(tmp_path, damage):
-    list(trainer(tmp_path).train())
+def test_a_damaged_base_evaluation_is_named(trained, tmp_path, damage):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     base = tmp_path / "baseline.safetensors"
     if damage == "cut":
         base.write_bytes(base.read_bytes()[:50])
