@@ -258,12 +258,8 @@ def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]],
         for axis, (label, spent) in zip(row, axes_of.items(), strict=True):
             for number, (cell, points) in enumerate(cells.items()):
                 mean, low, high = ([getattr(point.change, name) for point in points] for name in ("mean", "low", "high"))
-                x, colour, style = (
-                    [spent(point) for point in points],
-                    COLOURS[number % len(COLOURS)],
-                    "-" if number < len(COLOURS) else "--",
-                )
-                curve_with_band(axis, x, mean, low, high, colour, label=cell, linestyle=style)
+                x, style = [spent(point) for point in points], "-" if number < len(COLOURS) else "--"
+                curve_with_band(axis, x, mean, low, high, COLOURS[number % len(COLOURS)], label=cell, linestyle=style)
             axis.axhline(0, color="#888", linewidth=0.8)
             axis.set_xlabel(label, fontsize=9)
         row[0].set_ylabel("change", fontsize=9)
