@@ -222,6 +222,7 @@ def test_draw_two_pictures_with_their_scores(page):
     assert fits(page)
 
 
+@pytest.mark.slow  # in a browser; what it shows is tested without one
 def test_settings_are_used_and_mistakes_are_told(page):
     sources = "[...document.querySelectorAll('#drawing img')].map(it => it.src)"
     draw(page, "three blue stars")
@@ -252,6 +253,7 @@ def test_settings_are_used_and_mistakes_are_told(page):
         page.get_by_text(f"seed 7 · {said} · guidance 3.5 · strength 0").wait_for(timeout=MINUTE)
 
 
+@pytest.mark.slow  # in a browser; what it shows is tested without one
 def test_a_prompt_outside_the_grammar_is_drawn_without_scores(page):
     write(page, "a dog <img src=x onerror=alert(1)>")
     page.locator("textarea:visible").press("Enter")
@@ -260,6 +262,7 @@ def test_a_prompt_outside_the_grammar_is_drawn_without_scores(page):
     assert page.locator("#drawing .g2-prompt").inner_text().split("\n")[0] == "a dog <img src=x onerror=alert(1)>"
 
 
+@pytest.mark.slow  # in a browser; what it shows is tested without one
 def test_how_it_learns_shows_anchor_members_and_advantages(page):
     page.get_by_role("tab", name="How it learns").click()
     page.wait_for_selector("#branch", timeout=MINUTE)
@@ -297,6 +300,7 @@ def test_the_run_is_shown(page, run):
     assert fits(page)
 
 
+@pytest.mark.slow  # in a browser; what it shows is tested without one
 def test_it_follows_light_and_dark_and_is_legible_in_both(browser, address):
     def brightness(scheme):
         context = browser.new_context(color_scheme=scheme)

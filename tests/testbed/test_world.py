@@ -24,7 +24,7 @@ def image_of(picture: np.ndarray) -> np.ndarray:
 
 
 @cache
-def gallery(count: int = 1500) -> list[tuple[Scene, np.ndarray]]:
+def gallery(count: int = 500) -> list[tuple[Scene, np.ndarray]]:
     """Random scenes and their pictures."""
     rng = np.random.default_rng(11)
     return [(scene, image_of(render(scene, seed))) for seed, scene in enumerate(sample_scene(rng) for _ in range(count))]
