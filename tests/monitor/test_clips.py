@@ -146,7 +146,7 @@ def test_a_resumed_run_has_its_clips(tmp_path):
 def test_the_report_shows_them_moving_and_stills_to_who_asked_for_no_motion(run):
     page = render(read_runs([run]))
     shown = page.count('<picture><source media="(prefers-reduced-motion: reduce), print" srcset="data:image/webp;base64,')
-    assert shown == 2 * 3 and page.count('loading="lazy"') == shown  # prompts, evaluations
+    assert shown == 3 * 3 and page.count('loading="lazy"') == shown  # prompts, evaluations
     assert "Motion" in page
 
 

@@ -218,7 +218,7 @@ def test_a_run_says_how_many_pictures_are_right(tmp_path):
     assert results["right"]["base"] == rows[0]["right"] == float((base.scores["bright"] >= 0.5).float().mean())
     assert results["right"]["tuned"] == rows[-1]["right"] == float((tuned.scores["bright"] >= 0.5).float().mean())
     assert results["right"]["error"] == rows[-1]["right_stderr"] and rows[0]["right_stderr"] == 0
-    places, how = chosen([base.right, tuned.right], 2, 3)
+    places, how = chosen([base.right, tuned.right], 8, 3)
     grid = read_grid(tmp_path / "samples" / "before_after.png")
     for cells, right, side in zip(grid.scores, grid.right, (base, tuned), strict=True):
         assert [cell["bright"] for cell in cells] == side.scores["bright"][places].tolist()
@@ -229,7 +229,7 @@ def test_a_run_says_how_many_pictures_are_right(tmp_path):
     assert note == (f"{how}.\nBoth rows from the same noise. Right: bright at least 0.5. Of all 3, {shares}.")
     assert results["right"]["least"] == {"bright": 0.5} and "in_words" not in results["right"]
     during = read_grid(tmp_path / "samples" / "iteration_000002.png")
-    assert during.note == ("The first 2 of 3 held-out prompts, in their order.\nAfter iteration 2. Right: bright at least 0.5.")
+    assert during.note == ("The first 3 of 3 held-out prompts, in their order.\nAfter iteration 2. Right: bright at least 0.5.")
 
 
 def test_pictures_before_and_after_are_in_the_proportions_of_all():
