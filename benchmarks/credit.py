@@ -52,7 +52,7 @@ from g2rpo.monitor.curves import COLOURS
 from g2rpo.objectives import group_normalize
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_trained
-from g2rpo.rollout.scoring import Stopwatch, decode, score, score_rollouts
+from g2rpo.rollout.scoring import decode, score, score_rollouts
 from g2rpo.seeding import generator_for, seed_for
 from g2rpo.statistics import Interval
 from g2rpo.training.trainer import Trainer
@@ -186,7 +186,7 @@ def sketch_prompt(trainer: Trainer, variants: Mapping[str, Variant], sketch: Ske
         return generator_for(trainer.config.trainer.seed, "credit", number, *purpose)
 
     rollouts = engine.rollout(plans, trainer.algorithm.group_size, trainer.algorithm.kernel(trainer.sigmas), noise)
-    rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, [prompt], 8, Stopwatch())  # [plans, R, 1, G]
+    rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, [prompt], 8)  # [plans, R, 1, G]
     found = {}
     for plan, rollout, advantages in zip(plans, rollouts, group_normalize(rewards).sum(2), strict=True):
         own = gradients(trainer.policy, trainer.algorithm.kernel(trainer.sigmas), trainer.sigmas, rollout, advantages, prompt)

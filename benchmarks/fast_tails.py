@@ -31,7 +31,7 @@ from g2rpo.build.rewards import build_rewards
 from g2rpo.commands.train import load_config
 from g2rpo.flow import sigma_grid
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.scoring import Stopwatch, score_rollouts
+from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.rollout.tails import EXACT, Tails
 from g2rpo.seeding import generator_for
 from g2rpo.types import Policy, Rollout
@@ -110,7 +110,7 @@ def main() -> None:
 
     def scores(rollouts: list[Rollout]) -> Tensor:
         """[R, groups * tails, members]."""
-        return score_rollouts(policy, rollouts, rewards, prompts, 8, Stopwatch()).transpose(0, 1).flatten(1, 2)
+        return score_rollouts(policy, rollouts, rewards, prompts, 8).transpose(0, 1).flatten(1, 2)
 
     small = Runner(policy, prompts[:1], GranularGRPO(branch_steps=(0,)), sigmas, args.batch_size, CLOCKS[args.clock])
     exact, exact_evaluations, _ = runner.rollout(EXACT)

@@ -29,7 +29,7 @@ from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.flow import tail
 from g2rpo.monitor.curves import COLOURS
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.scoring import Stopwatch, score_rollouts
+from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.seeding import generator_for
 from g2rpo.statistics import interval
 from g2rpo.types import Plan
@@ -70,7 +70,7 @@ def main() -> None:
             return generator_for(args.seed, "granularity", number, *purpose)
 
         rollouts = engine.rollout(plans, size, trainer.algorithm.kernel(trainer.sigmas), noise)
-        scored = score_rollouts(trainer.policy, rollouts, trainer.rewards, prompts, 8, Stopwatch()).double().numpy()
+        scored = score_rollouts(trainer.policy, rollouts, trainer.rewards, prompts, 8).double().numpy()
         for (step, own), rewards in zip(tails.items(), scored, strict=True):
             for reward, values in zip(trainer.rewards, rewards, strict=True):
                 for name, other in list(zip(own, values, strict=True))[1:]:

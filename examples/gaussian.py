@@ -16,7 +16,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.scoring import Stopwatch, score_rollouts
+from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.seeding import generator_for
 from g2rpo.training.updater import Updater
@@ -48,7 +48,7 @@ prompts = ["0", "0"]  # to this policy a prompt is a number that shifts the mean
 for iteration in range(ITERATIONS):
     engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas)  # anchors, branches, tails
     rollouts = engine.rollout(algorithm.plans(STEPS), algorithm.group_size, kernel, partial(generator_for, iteration))
-    rewards = score_rollouts(policy, rollouts, {"grey": greyness}, prompts, 64, Stopwatch())  # [groups, 1, granularities, G]
+    rewards = score_rollouts(policy, rollouts, {"grey": greyness}, prompts, 64)  # [groups, 1, granularities, G]
     advantages = algorithm.advantages(rewards, torch.ones(1))  # [groups, G]
     draw = partial(generator_for, iteration, "train")  # for losses that draw noise; this one does not
     examples = [e for rollout, own in zip(rollouts, advantages, strict=True) for e in algorithm.examples(rollout, own, draw)]

@@ -22,9 +22,9 @@ from g2rpo.prompts.sources import read_prompts
 from g2rpo.report.history import read_runs
 from g2rpo.report.page import render
 from g2rpo.rewards.analytic import Similarity
-from g2rpo.rollout.frames import Frames, OnFrames
+from g2rpo.rollout.scoring import score
 from g2rpo.runs.lifecycle import claim, record_start
-from g2rpo.types import Cond, Prompt
+from g2rpo.types import Cond, Frames, Prompt
 from tests.support.commands import g2rpo
 from tests.support.runs import PLAIN, Editing, Loaded, brightness, config, picture, trainer
 
@@ -180,7 +180,9 @@ def test_similarity_is_one_for_the_input_picture_itself(tmp_path):
     scores = Similarity()(images, prompts)
     assert scores[:3].tolist() == pytest.approx([1, 0, 0.8]) and scores[3].isnan()
     clip = torch.stack([images[0], images[1]])[None]
-    assert OnFrames(Similarity(), Frames(every=1))(clip, prompts[:1]).item() == pytest.approx(0.5)
+    whole = Similarity()
+    whole.frames = Frames(every=1)
+    assert score({"same": whole}, clip, prompts[:1]).item() == pytest.approx(0.5)
 
 
 def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):

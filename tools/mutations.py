@@ -105,11 +105,13 @@ MUTATIONS = [
     Mutation("rollout/tails.py", "/ (2 * (_log_snr(now)", "/ (1 * (_log_snr(now)", TAILS),
     Mutation("rollout/tails.py", "velocity + (sigma - near)", "velocity - (sigma - near)", TAILS),
     Mutation(
-        "rollout/scoring.py",
+        "types.py",
         "values.where(values.isfinite(), torch.nan)",
         "values",
         "tests/training/test_faults.py::test_infinite_scores_are_no_scores",
     ),
+    Mutation("rollout/scoring.py", "clips[:, :: frames.every]", "clips", "tests/rollout/test_frames.py"),
+    Mutation("cost/rewards.py", "* parse_dtype(dtype).itemsize", "* 4", "tests/rewards/test_declarations.py"),
     Mutation("seeding.py", "repr(key)", "repr(key[:2])", "tests/test_seeding.py"),
     Mutation(
         "prompts/order.py", "self._shuffle(place // len(self.prompts))", "self._shuffle(0)", "tests/prompts/test_prompts.py"

@@ -35,7 +35,7 @@ from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import entered, read_config
 from g2rpo.training.trainer import Trainer
-from g2rpo.types import Algorithm, Policy, Reward
+from g2rpo.types import Algorithm, Policy, Scorer
 
 
 def trainer(
@@ -47,8 +47,8 @@ def trainer(
     accept_changes: bool = False,
     algorithm: Algorithm | None = None,
     policy: Policy | None = None,
-    rewards: Mapping[str, Reward] | None = None,
-    judges: Mapping[str, Reward] | None = None,
+    rewards: Mapping[str, Scorer] | None = None,
+    judges: Mapping[str, Scorer] | None = None,
     prompts: Sequence[str] | None = None,
     heldout: Sequence[str] | None = None,
     trackers: Sequence[Tracker] | None = None,
@@ -127,8 +127,8 @@ def _mentioning(
     config: Config,
     algorithm: Algorithm | None,
     policy: Policy | None,
-    rewards: Mapping[str, Reward] | None,
-    judges: Mapping[str, Reward] | None,
+    rewards: Mapping[str, Scorer] | None,
+    judges: Mapping[str, Scorer] | None,
     prompts: Sequence[str] | None,
     heldout: Sequence[str] | None,
 ) -> Config:
@@ -150,7 +150,7 @@ def _mentioning(
     return config.model_copy(update={**changes, "evaluation": config.evaluation.model_copy(update=judged)})
 
 
-def _mentioned(rewards: Mapping[str, Reward], table: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
+def _mentioned(rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
     """Mentions of `rewards`, with the weight and frames that `table` has for their names."""
     known = {name: entry.model_dump(include={"weight", "frames"}) for name, entry in table.items()}
     return {name: RewardConfig(kind=mention(reward), **known.get(name, {})) for name, reward in rewards.items()}
@@ -192,7 +192,7 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
     return sample_images(CachedPolicy(policy, encoded), prompts, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
 
 
-def evaluate(run: str | Path, rewards: Mapping[str, Reward], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
+def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
     """Base against tuned for any rewards on any prompts, from the same noise. Bootstrap intervals: `g2rpo evaluate`."""
     _check_lists(prompts=prompts)
     _check_tables(rewards=rewards)

@@ -1,4 +1,4 @@
-"""The three protocols: Policy, Reward, Algorithm. The data types they exchange are in `data.py`; import either from here.
+"""What can be replaced: Policy, Reward, Algorithm. The data types they exchange are in `data.py`; import either from here.
 
 Time runs from sigma = 1 (noise) to sigma = 0 (image): x = (1 - sigma) * image + sigma * noise, velocity = noise - image.
 A *step* is an index on the sigma grid (0 is pure noise, num_steps is the image); an *iteration* is one update of the weights.
@@ -9,16 +9,19 @@ B rows or members of a batch, [...] the latent of one sample.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from g2rpo.data import Batch, Cond, Example, Loss, Normal, Plan, Prompt, Rollout, Transition, per_row, plain_prompt  # noqa: F401
+from g2rpo.errors import at_least_one
 
 
 @runtime_checkable
@@ -67,32 +70,158 @@ class Policy(Protocol):
         ...
 
 
-@runtime_checkable
-class Reward(Protocol):
+@dataclass(frozen=True)
+class Frames:
+    """How a reward of pictures scores clips.
+
+    every: frames 0, `every`, 2 `every`, ... are scored. Video VAEs make four frames (Wan) or eight (LTX-Video) of one latent
+        frame, so neighbours differ little.
+    reduce: "mean" of the frames' scores, or "min", their least. Frames without a score are left out.
+    """
+
+    every: int = 4
+    reduce: Literal["mean", "min"] = "mean"
+
+    def __post_init__(self) -> None:
+        at_least_one(every=self.every)
+        if self.reduce not in ("mean", "min"):
+            raise ValueError(f"reduce must be mean or min, got {self.reduce!r}")
+
+    def of(self, length: int) -> int:
+        """How many frames of a clip of `length` frames are scored."""
+        return math.ceil(length / self.every)
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Networks on the meta device and a call that scores one picture with them, and what is known in numbers alone."""
+
+    networks: Sequence[torch.nn.Module] = ()
+    score: Callable[[], Any] = lambda: None
+    parameters: int = 0
+    flops: float = 0.0
+    """Floating-point operations for one picture, besides those of `score`."""
+
+
+Scorer = Callable[[Tensor, Sequence[str]], Any]
+"""A `Reward`, or any function or object that is called as one; `as_reward` makes a `Reward` of it."""
+
+
+class Reward:
     """Scores pictures: raw, unweighted, higher is better. NaN means "no score" and is masked out of its group.
 
-    If a score separates right pictures from wrong ones, an attribute `right` may give the least score of a right picture:
-    pictures are then marked, and the share of right ones is logged. `right_in_words` says what a right picture does, for the
-    first sentence of the report: "Spells {} texts" becomes "Spells 71 % of 192 unseen texts"; words without {}, such as "in the
-    asked colour", follow those of another reward.
-
-    Clips of a video policy, [B, T, 3, H, W], are scored by their frames (`rollout.frames`). A reward with an attribute
-    `video = True` gets whole clips instead, one with `latent = True` the final latents [B, ...] (as `Policy.decode` takes
-    them): where all rewards do, training decodes nothing.
-
-    For pictures that require a gradient, one with `differentiable = True` returns scores that carry it, on any device;
-    algorithms with `uses_rewards` need that.
-
-    Where one waits for an answer from elsewhere (`waits = True`), pictures are scored while other prompts are rolled out.
-
-    A reward may change as the run goes on: its attribute `state`, plain data and tensors, is saved in checkpoints and set again
-    on resuming. It must be the same on all ranks, which score different pictures; so it changes in a method
-    `observe(iteration, scores)`, called on every rank after an iteration with the scores [N, M, G] of all ranks' N groups.
+    A subclass needs `__call__`; the rest has defaults. A function, or an object of another class, may have the same attributes.
     """
+
+    right: float | None = None
+    """The least score of a right picture: pictures are then marked, and the share of right ones is logged."""
+    right_in_words: str | None = None
+    """What a right picture does, for the first sentence of the report: "Spells {} texts" becomes "Spells 71 % of 192 unseen
+    texts"; words without {}, such as "in the asked colour", follow those of another reward."""
+    video: bool = False
+    """Whether it takes whole clips [B, T, 3, H, W] of a video policy. Clips are otherwise scored by their `frames`."""
+    latent: bool = False
+    """Whether it takes final latents [B, ...] (as `Policy.decode` does): where all rewards do, training decodes nothing."""
+    differentiable: bool = False
+    """Whether scores of pictures that require a gradient carry it, on any device; algorithms with `uses_rewards` need that."""
+    waits: bool = False
+    """Whether it waits for an answer from elsewhere: pictures are then scored while other prompts are rolled out."""
+    device: torch.device | None = None
+    """Where it computes, if that is an accelerator; where the policy is, nothing is rolled out meanwhile."""
+    frames: Frames | None = None
+    """The frames of clips that it scores; None: those of `Frames()`."""
+    state: Any = None
+    """What changes as the run goes on: plain data and tensors, saved in checkpoints and set again on resuming. It must be the
+    same on all ranks, which score different pictures; so it changes in `observe` alone."""
+
+    # What the class says before one is made: preflight and `g2rpo plan` read it. Options are the constructor's arguments.
+    upstream: ClassVar[str] = ""
+    """The address of the code whose scores it gives, and its `licence`."""
+    licence: ClassVar[str] = ""
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """For options that name a file, a folder or a hub repository: the files of which one must be there."""
+    code_option: ClassVar[str] = ""
+    """The option that may name code, as FILE.py:NAME."""
+    libraries: ClassVar[tuple[str, ...]] = ()
+    """What has to be installed for it besides g2rpo's own requirements."""
+    asks: ClassVar[bool] = False
+    """Whether its constructor asks a server, which has `timeout_s` for the answer."""
+    wants: ClassVar[str] = ""
+    """What a prompt must have, in words, if it needs more than text; `target` finds it."""
+
+    @staticmethod
+    def target(prompt: str) -> Any:
+        """What `wants` describes, None for a prompt without; ValueError if its metadata are malformed."""
+
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        """What runs in this process, with all its options; None if that is not known. Called for `g2rpo plan`, on torch's meta
+        device."""
+        return None if "device" in inspect.signature(cls).parameters else RewardModel()
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1], each for its own prompt."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no __call__")
+
+    def observe(self, iteration: int, scores: Tensor) -> None:
+        """Called on every rank after an iteration with the scores [N, M, G] of all ranks' N groups."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @torch.no_grad()
+    def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """What a call answers as float32 [B] on CPU, infinite scores as NaN; ValueError unless it is a number per picture."""
+        answer: Any = self(images, list(prompts))
+        if isinstance(answer, list | tuple):
+            answer = [math.nan if value is None else float(value) for value in answer]
+        values = None if answer is None else torch.as_tensor(answer).detach().float().cpu()
+        if values is None or values.shape != (len(prompts),):
+            returned = None if values is None else f"the shape {list(values.shape)}"
+            raise ValueError(f"should return {len(prompts)} scores, one per image, but returned {returned}")
+        return values.where(values.isfinite(), torch.nan)
+
+
+class CallableReward(Reward):
+    """A function, or an object of any class, with `options` for its calls, and those of a reward's attributes that it has."""
+
+    def __init__(self, scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
+        self.scorer, self.options = scorer, dict(options or {})
+        self.__doc__ = inspect.getdoc(scorer)
+        for name in ("right", "right_in_words", "video", "latent", "differentiable", "waits", "device"):
+            setattr(self, name, getattr(scorer, name, getattr(Reward, name)))
+
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        return None
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Any:
+        return self.scorer(images, prompts, **self.options)
+
+    @property
+    def state(self) -> Any:
+        return getattr(self.scorer, "state", None)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.scorer.state = state  # type: ignore[attr-defined]
+
+    def observe(self, iteration: int, scores: Tensor) -> None:
+        getattr(self.scorer, "observe", super().observe)(iteration, scores)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.scorer, "__qualname__", type(self.scorer).__name__)
+
+
+def as_reward(scorer: Scorer) -> Reward:
+    """`scorer` itself if it is a `Reward`; other objects and functions are wrapped, here and nowhere else."""
+    return scorer if isinstance(scorer, Reward) else CallableReward(scorer)
+
+
+def as_rewards(scorers: Mapping[str, Scorer]) -> dict[str, Reward]:
+    return {name: as_reward(scorer) for name, scorer in scorers.items()}
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Normal]

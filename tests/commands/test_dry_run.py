@@ -13,7 +13,7 @@ from tests.support.runs import PROMPTS, brightness, darkness
 
 REWARDS = {
     "return images.flatten(1)": "returned the shape [2, 12288]",
-    "return None": "should return 2 numbers, one per image, but returned None",
+    "return None": "should return 2 scores, one per image, but returned None",
     "return images.nothing": "mine.py:2: return images.nothing",
 }
 

@@ -34,9 +34,9 @@ from g2rpo.flow import sigma_grid
 from g2rpo.report.history import read_runs
 from g2rpo.report.verdict import summary
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.scoring import Stopwatch
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.seeding import generator_for
+from g2rpo.training.stopwatch import Stopwatch
 from g2rpo.types import Plan, no_kernel
 from tests.support.commands import TINY, g2rpo
 from tests.support.ports import free_port

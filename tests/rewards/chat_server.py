@@ -6,11 +6,15 @@ import base64
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 from PIL import Image, ImageStat
+
+from g2rpo.rewards.server import RewardServer
+from tests.support.servers import serving
 
 WORDS = ("Yes", " yes", "YES", "No", " no", "The", "I", "\u2581Yes")
 Logits = Callable[[float, str], Sequence[float]]
@@ -19,6 +23,14 @@ Logits = Callable[[float, str], Sequence[float]]
 def brightness(logits_of_yes: float) -> Logits:
     """A model that says yes to bright pictures: its logits of `WORDS`, from a picture's mean in [0, 1] and the text."""
     return lambda mean, text: (logits_of_yes * mean, mean, -2.0, 1.0, 0.5, -1.0, -3.0, -2.5)
+
+
+@contextmanager
+def running(server: ThreadingHTTPServer | RewardServer) -> Iterator[str]:
+    """The address of a server while it runs."""
+    with serving(server):
+        host, port = server.server_address[:2]
+        yield f"http://{host!s}:{port}"
 
 
 class ChatServer(ThreadingHTTPServer):

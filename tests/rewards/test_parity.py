@@ -26,7 +26,7 @@ from g2rpo.rewards.hpsv2 import HPSv2
 from g2rpo.rewards.image_reward import ImageReward, blip_configs, part, vision_state
 from g2rpo.rewards.pickscore import PickScore
 from g2rpo.rewards.weights import check_state
-from tests.rewards.learned import FIXTURES, TOKENIZER, openai_clip_dir, oracle, save_pickscore, state_of
+from tests.rewards.learned import TOKENIZER, openai_clip_dir, oracle, save_learned, state_of
 from tests.rewards.oracle_inputs import PROMPTS, TOKEN_PROMPTS, fixed_image
 
 SCORE = 1e-5
@@ -72,22 +72,8 @@ def open_clip_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str
 
 
 @pytest.fixture(scope="module")
-def pickscore_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_pickscore(tmp_path_factory.mktemp("pickscore"))
-
-
-@pytest.fixture(scope="module")
-def hpsv2_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("hpsv2") / "HPS_v2.1_compressed.pt"
-    torch.save({"state_dict": state_of(oracle("hpsv2")["state_dict"])}, file)
-    return str(file)
-
-
-@pytest.fixture(scope="module")
-def image_reward_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("image_reward") / "ImageReward.pt"
-    torch.save(state_of(oracle("image_reward")["state_dict"]), file)
-    return str(file)
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return save_learned(tmp_path_factory.mktemp("learned"))
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
@@ -117,10 +103,10 @@ def test_token_ids_are_open_clips() -> None:
         assert len(ours) == len(theirs)
 
 
-def test_hpsv2_is_upstreams(hpsv2_file: str) -> None:
+def test_hpsv2_is_upstreams(options: dict[str, dict[str, Any]]) -> None:
     recorded = oracle("hpsv2")
     for antialias in (True, False):
-        reward = HPSv2(hpsv2_file, tokenizer=TOKENIZER, antialias=antialias, model_cfg=recorded["model_cfg"])
+        reward = HPSv2(**options["hpsv2"], antialias=antialias)
         cases = [c for c in recorded["cases"] if c["antialias"] is antialias]
         for case in cases:
             seen = reward.encoder.preprocess(image(case["image"]))[0, :, ::8, ::8]
@@ -129,19 +115,18 @@ def test_hpsv2_is_upstreams(hpsv2_file: str) -> None:
         assert worst(reward, cases) < SCORE
 
 
-def test_pickscore_is_upstreams(pickscore_dir: str) -> None:
+def test_pickscore_is_upstreams(options: dict[str, dict[str, Any]]) -> None:
     recorded = oracle("pickscore")
-    reward = PickScore(pickscore_dir, processor=pickscore_dir)
+    reward = PickScore(**options["pickscore"])
     for case in recorded["cases"]:
         seen = reward.encoder.preprocess(image(case["image"]))[0, :, ::8, ::8]
         torch.testing.assert_close(seen, torch.tensor(case["pixel_rows"]), atol=PIXEL, rtol=0)
     assert worst(reward, recorded["cases"]) < SCORE * reward.scale.item()
 
 
-def test_image_reward_is_upstreams(image_reward_file: str) -> None:
+def test_image_reward_is_upstreams(options: dict[str, dict[str, Any]]) -> None:
     recorded = oracle("image_reward")
-    heads = (recorded["vision"]["num_heads"], recorded["med_config"]["num_attention_heads"])
-    reward = ImageReward(image_reward_file, tokenizer=str(FIXTURES / "bert_tokenizer"), heads=heads)
+    reward = ImageReward(**options["image_reward"])
     for case in recorded["cases"]:
         seen = reward.preprocess(image(case["image"]))[0, :, ::56, ::56]
         torch.testing.assert_close(seen, torch.tensor(case["pixel_rows"]), atol=PIXEL, rtol=0)
@@ -162,28 +147,20 @@ def test_aesthetic_is_upstreams(tmp_path: Path) -> None:
 # --- the same comparisons, turned wrong once: each must be far outside the tolerance ------------------------------
 
 
-def test_wrong_activation_is_noticed(open_clip_dir: Callable[..., str]) -> None:
-    reward = CLIPScore(open_clip_dir(False, "shortest"), tokenizer=TOKENIZER)
-    cases = [c for c in oracle("open_clip")["cases"] if c["quick_gelu"] and c["resize_mode"] == "shortest"]
-    assert worst(reward, cases) > 100 * SCORE
-
-
-@pytest.mark.parametrize("change", [{"mode": "squash"}, {"odd_margin": "floor"}, {"interpolation": "bilinear"}])
-def test_wrong_preprocessing_is_noticed(open_clip_dir: Callable[..., str], change: dict[str, str]) -> None:
-    reward = CLIPScore(open_clip_dir(False, "shortest"), tokenizer=TOKENIZER)
-    reward.encoder.preprocess = replace(reward.encoder.preprocess, **change)  # type: ignore[type-var]
+@pytest.mark.parametrize(
+    "change", ["activation", {"mode": "squash"}, {"odd_margin": "floor"}, {"interpolation": "bilinear"}, "clean"]
+)
+def test_a_wrong_step_is_noticed(open_clip_dir: Callable[..., str], change: str | dict[str, str]) -> None:
+    reward = CLIPScore(open_clip_dir(change == "activation", "shortest"), tokenizer=TOKENIZER)
+    if isinstance(change, dict):
+        reward.encoder.preprocess = replace(reward.encoder.preprocess, **change)  # type: ignore[type-var]
+    elif change == "clean":
+        reward.encoder.clean = None
     cases = [c for c in oracle("open_clip")["cases"] if not c["quick_gelu"] and c["resize_mode"] == "shortest"]
     assert worst(reward, cases) > 100 * SCORE
 
 
-def test_wrong_cleaning_is_noticed(open_clip_dir: Callable[..., str]) -> None:
-    reward = CLIPScore(open_clip_dir(False, "shortest"), tokenizer=TOKENIZER)
-    reward.encoder.clean = None
-    cases = [c for c in oracle("open_clip")["cases"] if not c["quick_gelu"] and c["resize_mode"] == "shortest"]
-    assert worst(reward, cases) > 100 * SCORE
-
-
-def test_swapped_query_and_key_are_noticed(hpsv2_file: str, tmp_path: Path) -> None:
+def test_swapped_query_and_key_are_noticed(options: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     recorded = oracle("hpsv2")
     state = state_of(recorded["state_dict"])
     weight = state["transformer.resblocks.1.attn.in_proj_bias"]
@@ -194,15 +171,15 @@ def test_swapped_query_and_key_are_noticed(hpsv2_file: str, tmp_path: Path) -> N
     assert worst(reward, [c for c in recorded["cases"] if c["antialias"]]) > 100 * SCORE
 
 
-def test_missing_antialias_is_noticed(hpsv2_file: str) -> None:
+def test_missing_antialias_is_noticed(options: dict[str, dict[str, Any]]) -> None:
     recorded = oracle("hpsv2")
-    reward = HPSv2(hpsv2_file, tokenizer=TOKENIZER, antialias=False, model_cfg=recorded["model_cfg"])
+    reward = HPSv2(**options["hpsv2"], antialias=False)
     assert worst(reward, [c for c in recorded["cases"] if c["antialias"]]) > 100 * SCORE
 
 
-def test_the_other_librarys_crop_is_noticed(pickscore_dir: str, tmp_path: Path) -> None:
+def test_the_other_librarys_crop_is_noticed(options: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     recorded = oracle("pickscore")
-    reward = PickScore(pickscore_dir, processor=pickscore_dir)
+    reward = PickScore(**options["pickscore"])
     reward.encoder.preprocess = replace(reward.encoder.preprocess, odd_margin="round")  # type: ignore[type-var]
     assert worst(reward, recorded["cases"]) > 100 * SCORE
     recorded = oracle("aesthetic")
@@ -214,9 +191,9 @@ def test_the_other_librarys_crop_is_noticed(pickscore_dir: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("heads", [(4, 3), (2, 6)])
-def test_wrong_number_of_heads_is_noticed(image_reward_file: str, heads: tuple[int, int]) -> None:
+def test_wrong_number_of_heads_is_noticed(options: dict[str, dict[str, Any]], heads: tuple[int, int]) -> None:
     recorded = oracle("image_reward")
-    reward = ImageReward(image_reward_file, tokenizer=str(FIXTURES / "bert_tokenizer"), heads=heads)
+    reward = ImageReward(**{**options["image_reward"], "heads": heads})
     assert worst(reward, recorded["cases"]) > 100 * SCORE
 
 
@@ -250,9 +227,9 @@ def test_a_text_tower_of_its_own_has_the_same_names(open_clip_dir: Callable[...,
 
 
 def test_open_clip_files_win_where_a_folder_holds_both_formats(
-    open_clip_dir: Callable[..., str], pickscore_dir: str, tmp_path: Path
+    open_clip_dir: Callable[..., str], options: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    for source in (pickscore_dir, open_clip_dir(True, "squash")):
+    for source in (options["pickscore"]["path"], open_clip_dir(True, "squash")):
         for file in Path(source).iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())
     cases = [c for c in oracle("open_clip")["cases"] if c["quick_gelu"] and c["resize_mode"] == "squash"]
@@ -263,8 +240,8 @@ def test_open_clip_files_win_where_a_folder_holds_both_formats(
         CLIPScore(str(tmp_path))
 
 
-def test_an_incomplete_transformers_clip_is_refused(pickscore_dir: str, tmp_path: Path) -> None:
-    for file in Path(pickscore_dir).iterdir():
+def test_an_incomplete_transformers_clip_is_refused(options: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    for file in Path(options["pickscore"]["path"]).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     state = state_of(oracle("pickscore")["state_dict"])
     del state["visual_projection.weight"]

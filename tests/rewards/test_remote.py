@@ -24,7 +24,8 @@ from g2rpo.rewards.pixels import to_pil, to_uint8
 from g2rpo.rewards.remote import RemoteReward, encode_png
 from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, request_json
-from g2rpo.rewards.vlm import VLMJudge, parse_scores
+from g2rpo.rewards.vlm import VLMJudge
+from tests.rewards.chat_server import running
 
 SMALL = Limits(body_bytes=200_000, images=4, pixels=10_000, prompt_chars=100, read_s=1.0, wait_s=0.2)
 QUICK: dict[str, Any] = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
@@ -32,19 +33,6 @@ QUICK: dict[str, Any] = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
 
 def pictures(count: int, size: int = 24) -> Tensor:
     return torch.rand(count, 3, size, size + 8, generator=torch.Generator().manual_seed(count))
-
-
-@contextmanager
-def running(server: ThreadingHTTPServer | RewardServer) -> Iterator[str]:
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        host, port = server.server_address[:2]
-        yield f"http://{host!s}:{port}"
-    finally:
-        server.shutdown()
-        server.__exit__()
-        thread.join(timeout=5)
 
 
 def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
@@ -359,37 +347,6 @@ def test_a_wrong_address_fails_at_once() -> None:
 
 
 # --- the judge -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("circle (shape): 1\nFinal Score: 4", 4.0),
-        ("**Final Score:** 3.5/5", 3.5),
-        ("final score : <2>", 2.0),
-        ("Final Score: 1-5? I say Final Score: 5.", 5.0),
-        ("<think>Final Score: 2?</think>\nFinal Score: 4", 4.0),
-        ("Final Score: 1 to 5", None),
-        ("Final Score: 45", None),
-        ("Final Score: 0", None),
-        ("Final Score: -3", None),
-        ("Final Score: good", None),
-        ("I cannot judge this. 4", None),
-        ("", None),
-    ],
-)
-def test_a_final_score_is_read(text: str, score: float | None) -> None:
-    value = parse_scores(text, ["Final Score"])
-    assert (value != value) if score is None else value == score
-
-
-def test_aspects_are_averaged_and_all_are_needed() -> None:
-    names = ("Alignment Score", "Coherence Score", "Style Score")
-    text = "Alignment Score (1-5): 4\nCoherence Score (1-5): 3\n**Style Score (1-5):** 3.5"
-    assert parse_scores(text, names) == pytest.approx(3.5)
-    assert parse_scores(text, names[:1]) == 4
-    missing = parse_scores(text.replace("Style", "Colour"), names)
-    assert missing != missing
 
 
 def completion(text: str) -> str:

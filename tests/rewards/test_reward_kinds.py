@@ -11,8 +11,8 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import RewardFailed, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
-from g2rpo.rollout.frames import Frames
 from g2rpo.rollout.scoring import score
+from g2rpo.types import Frames
 from tests.support.ranks import finish, start
 from tests.support.runs import brightness, darkness, trainer
 
@@ -97,7 +97,7 @@ def test_the_example_of_latents_is_smaller_for_smoother_ones():
     texture = FunctionReward(example("texture").texture)
     ramp = torch.linspace(0, 1, 8).expand(2, 4, 8, 8) * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)
     torch.testing.assert_close(texture(ramp, ["a", "b"]), torch.tensor([1 / 49, 4 / 49]))
-    assert texture.latent and not hasattr(texture, "state") and not hasattr(texture, "observe")
+    assert texture.latent and texture.state is None
 
 
 class Bar:

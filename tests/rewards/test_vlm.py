@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from g2rpo.rewards.instructions import read_instruction
 from g2rpo.rewards.transport import NoAnswer, Refused
 from g2rpo.rewards.vlm import VLMJudge, parse_scores
 from g2rpo.rewards.yes_no import yes_probability
-from tests.rewards.chat_server import WORDS, ChatServer, brightness
+from tests.rewards.chat_server import WORDS, ChatServer, brightness, running
 
 QUICK: dict[str, Any] = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
 GREY = torch.tensor([0.2, 0.4, 0.6, 0.8]).mul(255).round().div(255)
@@ -29,21 +26,10 @@ def flat(values: Tensor) -> Tensor:
     return values.reshape(-1, 1, 1, 1).expand(-1, 3, 24, 32).contiguous()
 
 
-@contextmanager
-def serving(server: ChatServer) -> Iterator[ChatServer]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5)
-
-
 @pytest.mark.parametrize("style", ["vllm", "llama.cpp"])
 def test_yes_no_is_the_probability_of_all_spellings_of_yes_over_those_of_yes_and_no(style: Any) -> None:
-    with serving(ChatServer(style)) as server:
+    server = ChatServer(style)
+    with running(server):
         judge = VLMJudge(server.url, "judge", form="yes_no", **QUICK)
         scores = judge(flat(GREY), ["a", "b", "c", "d"])
         asked = server.requests[-1]
@@ -80,7 +66,8 @@ def test_prose_is_counted_in_one_warning(caplog: pytest.LogCaptureFixture) -> No
     def prose_if_dark(mean: float, text: str) -> tuple[float, ...]:
         return brightness(4.0)(mean, text) if mean > 0.5 else (-1e5, -1e5, -1e5, -1e5, -1e5, 3.0, 1.0, -1e5)
 
-    with serving(ChatServer("vllm", prose_if_dark)) as server:
+    server = ChatServer("vllm", prose_if_dark)
+    with running(server):
         judge = VLMJudge(server.url, "judge", form="yes_no", check=False, **QUICK)
         scores = judge(flat(torch.cat([GREY, torch.tensor([torch.nan])])), ["a"] * 5)
         assert len(server.requests) == 4  # prose is an answer: it is not asked for again
@@ -91,7 +78,8 @@ def test_prose_is_counted_in_one_warning(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_judge_that_cannot_work_is_refused_when_it_is_made() -> None:
-    with serving(ChatServer("vllm")) as server:
+    server = ChatServer("vllm")
+    with running(server):
         with pytest.raises(NoAnswer, match=r"has no model 'judgee', but \['judge'\]. Did you mean 'judge'"):
             VLMJudge(server.url, "judgee", **QUICK)
         with pytest.raises(Refused, match="greater than max allowed: 20"):
@@ -99,7 +87,8 @@ def test_a_judge_that_cannot_work_is_refused_when_it_is_made() -> None:
         server.logprobs = False
         with pytest.raises(NoAnswer, match="answered no log-probs of its first token"):
             VLMJudge(server.url, "judge", form="yes_no", **QUICK)
-    with serving(ChatServer("llama.cpp")) as server:
+    server = ChatServer("llama.cpp")
+    with running(server):
         assert torch.isfinite(VLMJudge(server.url, "any name", form="yes_no", **QUICK)(flat(GREY), ["a"] * 4)).all()
         server.vision = False
         with pytest.raises(NoAnswer, match="image input is not supported"):
@@ -110,7 +99,8 @@ def test_a_judge_thinks_before_it_decides() -> None:
     assert parse_scores("<think>Final Score: 2, or 3?</think> Final Score: 4", ["Final Score"]) == 4
     assert math.isnan(parse_scores("<think>so far Final Score: 2", ["Final Score"]))  # max_tokens ended it
     assert math.isnan(parse_scores("<think>Final Score: 2</think> I cannot say.", ["Final Score"]))
-    with serving(ChatServer("vllm", says="Final Score: 3")) as server:
+    server = ChatServer("vllm", says="Final Score: 3")
+    with running(server):
         judge = VLMJudge(server.url, "judge", request={"chat_template_kwargs": {"enable_thinking": False}}, **QUICK)
         assert judge(flat(GREY[:1]), ["a"]).tolist() == [3.0]
         assert server.requests[-1]["chat_template_kwargs"] == {"enable_thinking": False}
@@ -143,8 +133,40 @@ def test_aspects_are_read_as_unified_reward_2_writes_them(style: Any) -> None:
     """Its scores are decimals: the example in its repository's point_score_ACS_image_generation.py."""
     scores = {"Alignment": 2.694700002670288, "Coherence": 2.371500015258789, "Style": 2.802500009536743}
     says = "\n".join(f"{name} Score (1-5): {value}" for name, value in scores.items())
-    with serving(ChatServer(style, says=says)) as server:
+    server = ChatServer(style, says=says)
+    with running(server):
         score = VLMJudge(server.url, "judge", form="aspects", **QUICK)(flat(GREY[:1]), ["a"])
         assert "logprobs" not in server.requests[-1]
         json.dumps(server.requests)
     torch.testing.assert_close(score, torch.tensor([sum(scores.values()) / 3]))
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("circle (shape): 1\nFinal Score: 4", 4.0),
+        ("**Final Score:** 3.5/5", 3.5),
+        ("final score : <2>", 2.0),
+        ("Final Score: 1-5? I say Final Score: 5.", 5.0),
+        ("<think>Final Score: 2?</think>\nFinal Score: 4", 4.0),
+        ("Final Score: 1 to 5", None),
+        ("Final Score: 45", None),
+        ("Final Score: 0", None),
+        ("Final Score: -3", None),
+        ("Final Score: good", None),
+        ("I cannot judge this. 4", None),
+        ("", None),
+    ],
+)
+def test_a_final_score_is_read(text: str, score: float | None) -> None:
+    value = parse_scores(text, ["Final Score"])
+    assert (value != value) if score is None else value == score
+
+
+def test_aspects_are_averaged_and_all_are_needed() -> None:
+    names = ("Alignment Score", "Coherence Score", "Style Score")
+    text = "Alignment Score (1-5): 4\nCoherence Score (1-5): 3\n**Style Score (1-5):** 3.5"
+    assert parse_scores(text, names) == pytest.approx(3.5)
+    assert parse_scores(text, names[:1]) == 4
+    missing = parse_scores(text.replace("Style", "Colour"), names)
+    assert missing != missing

@@ -11,14 +11,20 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import RewardFailed, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
-from g2rpo.rollout import frames
-from g2rpo.rollout.frames import Frames, OnFrames
+from g2rpo.rollout import scoring
 from g2rpo.rollout.scoring import score
-from g2rpo.types import Prompt
+from g2rpo.types import CallableReward, Frames, Prompt, as_reward
 from tests.support.commands import g2rpo
 from tests.support.runs import brightness, config
 
 NAN = math.nan
+
+
+def framed(scorer, *frames):
+    """A reward of pictures that scores `Frames(*frames)` of clips."""
+    reward = CallableReward(scorer)
+    reward.frames = Frames(*frames)
+    return reward
 
 
 def flat(*values):
@@ -34,16 +40,16 @@ def test_every_fourth_frame_is_scored_and_the_mean_is_the_clips():
 @pytest.mark.parametrize(
     ("frames", "expected"),
     [
-        (Frames(every=1), 0.4),
-        (Frames(every=2), 0.35),
-        (Frames(every=1, reduce="min"), 0.1),
-        (Frames(every=2, reduce="min"), 0.3),
-        (Frames(every=9), 0.3),
+        ((1,), 0.4),
+        ((2,), 0.35),
+        ((1, "min"), 0.1),
+        ((2, "min"), 0.3),
+        ((9,), 0.3),
     ],
 )
 def test_frames_and_how_their_scores_are_reduced(frames, expected):
     clip = flat(0.3, 0.1, 0.4, 0.8)
-    assert score({"bright": OnFrames(brightness, frames)}, clip, ["a"]).item() == pytest.approx(expected)
+    assert score({"bright": framed(brightness, *frames)}, clip, ["a"]).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("reduce", "expected"), [("mean", 0.4), ("min", 0.2)])
@@ -53,12 +59,12 @@ def test_frames_without_a_score_are_left_out(reduce, expected):
         return bright.where(bright < 0.9, torch.inf if reduce == "min" else NAN)
 
     clips = torch.cat([flat(0.2, 1.0, 0.6), flat(1.0, 1.0, 1.0)])
-    first, second = score({"some": OnFrames(some, Frames(1, reduce))}, clips, ["a", "b"])[0]
+    first, second = score({"some": framed(some, 1, reduce)}, clips, ["a", "b"])[0]
     assert float(first) == pytest.approx(expected) and second.isnan()
 
 
 def test_frames_go_through_a_reward_in_batches_with_their_own_prompts(monkeypatch):
-    monkeypatch.setattr(frames, "AT_ONCE", 4)
+    monkeypatch.setattr(scoring, "AT_ONCE", 4)
     calls = []
 
     def reward(images, prompts):
@@ -69,15 +75,14 @@ def test_frames_go_through_a_reward_in_batches_with_their_own_prompts(monkeypatc
     clips = torch.rand(2, 5, 3, 2, 2)
     before = clips.clone()
     prompts = [Prompt("a", metadata={"value": 1}), Prompt("b", metadata={"value": 2})]
-    assert score({"own": OnFrames(reward, Frames(every=1))}, clips, prompts)[0].tolist() == [1, 2]
+    assert score({"own": framed(reward, 1, "mean")}, clips, prompts)[0].tolist() == [1, 2]
     assert calls == [["a"] * 4, ["a", "b", "b", "b"], ["b", "b"]] and torch.equal(clips, before)
 
 
 def test_pictures_are_scored_as_before_and_verdicts_pass():
-    reward = OnFrames(brightness)
     pictures = torch.rand(3, 3, 2, 2)
-    assert torch.equal(score({"x": reward}, pictures, ["a"] * 3), score({"x": brightness}, pictures, ["a"] * 3))
-    assert not hasattr(reward, "right") and OnFrames(FunctionReward(Whole)).right == 0.5
+    assert torch.equal(score({"x": framed(brightness, 2)}, pictures, ["a"] * 3), score({"x": brightness}, pictures, ["a"] * 3))
+    assert as_reward(brightness).right is None and FunctionReward(Whole).right == 0.5
 
 
 class Whole:
@@ -94,8 +99,8 @@ def test_a_function_may_take_whole_clips():
 
 
 def test_a_reward_that_answers_for_clips_instead_of_frames_is_named():
-    with pytest.raises(RewardFailed, match=r"reward 'x' failed on 2 pictures: .*should return 6 scores, one per frame"):
-        score({"x": OnFrames(lambda images, prompts: torch.zeros(2), Frames(1))}, torch.rand(2, 3, 3, 2, 2), ["a", "b"])
+    with pytest.raises(RewardFailed, match=r"reward 'x' failed on 2 pictures: .*should return 6 scores, one per image"):
+        score({"x": framed(lambda images, prompts: torch.zeros(2), 1)}, torch.rand(2, 3, 3, 2, 2), ["a", "b"])
 
 
 def test_the_config_names_frames():
@@ -128,5 +133,5 @@ def test_rewards_given_as_objects_keep_the_frames_of_their_names():
     few = ["trainer.prompts_per_iteration=1", "rewards.red.kind=brightness", "rewards.red.frames.every=2"]
     objects = {"policy": GaussianPolicy(), "prompts": ["0"], "heldout": ["0"], "judges": {}}
     t = api.trainer("scenes", few, rewards={"red": brightness}, **objects)
-    assert t.rewards["red"] == OnFrames(brightness, Frames(2))
+    assert t.rewards["red"].scorer is brightness and t.rewards["red"].frames == Frames(2)
     assert t.config.rewards["red"].frames == Frames(2)

@@ -10,8 +10,8 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.vlm import VLMJudge
-from g2rpo.rollout.frames import OnFrames
 from g2rpo.training.collector import waited_for
+from g2rpo.types import as_reward
 from tests.runtime.test_memory import Small
 from tests.support.runs import trainer
 
@@ -113,7 +113,7 @@ def test_a_reward_that_waits_is_scored_aside_by_default():
     assert torch.equal(parts, whole)
     assert rows[0]["seconds_overlapped"] == 0 < theirs[0]["seconds_overlapped"]
     assert run("sampling.prompts_at_once=3", rewards={"bright": waiting})[1][0]["seconds_overlapped"] == 0
-    assert all(kind.waits for kind in (RemoteReward, VLMJudge)) and FunctionReward(waiting).waits and OnFrames(waiting).waits
+    assert all(reward.waits for reward in (RemoteReward, VLMJudge, FunctionReward(waiting)))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,6 @@ def test_scores_are_waited_for_where_another_device_computes_them(device, reward
 
     if reward is not None:
         score.device = torch.device(reward)
-    assert waited_for(score, torch.device(device)) == elsewhere
+    assert waited_for(as_reward(score), torch.device(device)) == elsewhere
     score.waits = True
-    assert waited_for(score, torch.device(device))
+    assert waited_for(as_reward(score), torch.device(device))

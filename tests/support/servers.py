@@ -12,6 +12,8 @@ def serving(server):
     thread = threading.Thread(target=server.serve_forever, kwargs=options, daemon=True)
     with server:
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join(timeout=5)
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(timeout=5)

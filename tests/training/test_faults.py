@@ -260,7 +260,7 @@ def raises(images):
             r"\(in raises, .*test_faults\.py:\d+: raise KeyError\(\"no such word\"\)\)\n"
             r"The whole traceback is in .*rank0\.txt; .* continues from the last checkpoint",
         ),
-        (lambda images: torch.zeros(len(images), 2), "after iteration 2: reward 'bright' should return .* scores"),
+        (lambda images: torch.zeros(len(images), 2), "after iteration 2: reward 'bright' .*should return .* scores"),
         (lambda images: "good", "after iteration 2: reward 'bright' failed"),
     ],
 )

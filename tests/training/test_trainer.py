@@ -11,8 +11,8 @@ from g2rpo.flow import scheduler_grid, sigma_grid
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.scoring import Stopwatch
 from g2rpo.training.checkpoint import BrokenCheckpoint, checkpoints, load_checkpoint
+from g2rpo.training.stopwatch import Stopwatch
 from tests.support.runs import brightness, trainer
 
 
@@ -280,7 +280,7 @@ def test_rewards_find_their_rollouts_whatever_the_decoding_batch(monkeypatch):
 
 
 def test_a_reward_of_the_wrong_shape_is_named():
-    with pytest.raises(RewardFailed, match="reward 'bright' should return 64 scores"):
+    with pytest.raises(RewardFailed, match="reward 'bright' .*should return 64 scores"):
         trainer(None, rewards={"bright": lambda images, prompts: torch.zeros(3)}).iterate()
     with pytest.raises(RewardFailed, match="reward 'bright' .* should return 64 scores, one per image, but returned None"):
         trainer(None, rewards={"bright": lambda images, prompts: None}).iterate()

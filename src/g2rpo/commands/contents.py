@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.build.embeddings import pipeline_identity
-from g2rpo.build.rewards import WEIGHT_OPTIONS
-from g2rpo.config.schema import Config
+from g2rpo.build.rewards import declared_by, reward_kind
+from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.files import FileDigests, digest_of, local
 from g2rpo.input_pictures import digest_of_prompts
 
-READ = ("target", *WEIGHT_OPTIONS)  # options of rewards that may name a file
 SMALL = 2**24  # bytes; larger files, which are weights, are compared by their size
 
 
@@ -28,7 +27,7 @@ def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], 
     rewards = {**given.get("rewards", {}), **given.get("judges", {})}
     named = {**config.rewards, **config.evaluation.rewards}
     of_rewards = {
-        f"rewards.{name}": source_of(rewards[name]) if name in rewards else _of_options(entry.options)
+        f"rewards.{name}": source_of(rewards[name]) if name in rewards else _of_options(name, entry)
         for name, entry in named.items()
     }
     found = {
@@ -53,9 +52,11 @@ def source_of(thing: Any) -> str:
         return ""
 
 
-def _of_options(options: Mapping[str, Any]) -> str:
-    """Digests of the local files in a reward's options."""
-    paths = [_file_of(value) for key, value in options.items() if key in READ and isinstance(value, str)]
+def _of_options(name: str, entry: RewardConfig) -> str:
+    """Digests of the local files in a reward's options: those that it declares, or any that code of the user's has."""
+    declared = declared_by(kind := reward_kind(name, entry))
+    may = {*declared.files, declared.code_option} if declared is kind else entry.options.keys()
+    paths = [_file_of(value) for key, value in entry.options.items() if key in may and isinstance(value, str)]
     return ", ".join(f"{path.name}: {_of_path(path)}" for path in paths if path is not None)
 
 

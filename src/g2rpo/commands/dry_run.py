@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +17,11 @@ from g2rpo.errors import RewardFailed, UserError, where
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rewards.function import load_function
-from g2rpo.rollout.scoring import decode, score, scores_latents
+from g2rpo.rollout.scoring import decode, score
 from g2rpo.rollout.tails import Tails
 from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import Trainer
-from g2rpo.types import Reward
+from g2rpo.types import Scorer, as_reward
 
 PROMPTS = 2
 """Of the trial."""
@@ -57,15 +58,15 @@ def _try_algorithm(config: Config) -> None:
         raise UserError(f"{tried}: {type(error).__name__}: {error}{where(error)}") from error
 
 
-def _own(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
+def _own(rewards: Mapping[str, Scorer]) -> dict[str, Scorer]:
     """Those that are not of this package."""
-    owners = {name: getattr(reward, "__module__", "") or "" for name, reward in rewards.items()}
-    return {name: reward for name, reward in rewards.items() if not owners[name].startswith("g2rpo.")}
+    owners = {name: reward if inspect.isroutine(reward) else type(reward) for name, reward in rewards.items()}
+    return {name: reward for name, reward in rewards.items() if not (owners[name].__module__ or "").startswith("g2rpo.")}
 
 
-def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Reward]:
+def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Scorer]:
     """The rewards of a config that are functions; a class might load a model."""
-    found: dict[str, Reward] = {}
+    found: dict[str, Scorer] = {}
     for name, entry in table.items():
         kind = load_function(entry.options["target"]) if entry.kind == "function" else reward_kind(name, entry)
         if not isinstance(kind, type):
@@ -73,9 +74,9 @@ def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Rewa
     return found
 
 
-def _try_reward(name: str, reward: Reward, config: Config, given: Mapping[str, Any]) -> None:
+def _try_reward(name: str, reward: Scorer, config: Config, given: Mapping[str, Any]) -> None:
     """Scores random pictures of the run's size, or what a given policy decodes from noise."""
-    if scores_latents(reward):
+    if as_reward(reward).latent:
         return
     if (policy := given.get("policy")) is not None:
         images = decode(policy, policy.noise([generator_for("trial", i) for i in range(PROMPTS)]), PROMPTS)

@@ -32,6 +32,7 @@ from g2rpo.files import FileDigests, local, write_whole
 from g2rpo.input_pictures import digest_of_prompts
 from g2rpo.monitor.clips import read_clip, reduced
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
+from g2rpo.rewards.pixels import to_tensor
 from g2rpo.runs.directory import RunDirectory, check_weights
 from g2rpo.runs.lifecycle import first_usable, read_config
 from g2rpo.runtime.folders import held, is_empty
@@ -253,6 +254,6 @@ def _read_picture(folder: Path, chunk: Chunk, index: int) -> Tensor:
         if path == clip:
             return reduced(read_clip(path)[0][None] / 255)[0]
         with Image.open(path, formats=["PNG"]) as picture:
-            return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+            return to_tensor([picture])[0]
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{path}: is damaged ({error}); delete it and the same command paints it again") from None

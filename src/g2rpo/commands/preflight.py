@@ -18,7 +18,7 @@ from g2rpo import plugins
 from g2rpo.build import components, hub
 from g2rpo.build.hub import Question, at_once
 from g2rpo.build.prompts import build_prompts
-from g2rpo.build.rewards import REWARDS, check_devices, check_rewards, reward_kind
+from g2rpo.build.rewards import check_devices, check_rewards, declared_by, defaults_of, reward_kind
 from g2rpo.build.trackers import check_trackers
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.config.given import Mentioned
@@ -26,22 +26,17 @@ from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.cost.blueprint import build_shallow, read_blueprint
 from g2rpo.errors import UserError
 from g2rpo.files import is_hub_id
-from g2rpo.rewards.hpsv3 import INSTRUCTION
 from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.checkpoint import checkpoints
 from g2rpo.training.updater import check_differentiable
+from g2rpo.types import Reward, as_rewards
 
 SECONDS = 1.5
 """Seconds for servers to answer. Slower ones are not reported: they may be busy."""
 LARGE = 2**28
 """Bytes of a transformer from which on it takes longer to load than to build without weights."""
-CLIP = ("open_clip_config.json", "config.json")
-TOKENIZER = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
-FILES = {"path": CLIP, "clip": CLIP, "tokenizer": TOKENIZER, "processor": TOKENIZER, "instruction": INSTRUCTION}
-FILES["detector"] = ("config.json",)
-"""By option of a reward, files of which one must be in the place that it names. A reward's own WEIGHTS come before `path`."""
 
 
 def check(config: Config, given: Collection[str] = (), directory: Path | None = None) -> tuple[list[str], list[str]]:
@@ -133,12 +128,12 @@ class _Prompts:
         for name, (key, source) in self.sources.items():
             texts = self.train if name == "prompts" else self.heldout
             for reward, entry in _rewards(config, {*given, "judges"} if name == "prompts" else given).items():
-                kind = reward_kind(reward, entry)
-                if hasattr(kind, "wants") and texts:
-                    found.tried(_check_targets, f"rewards.{reward}", kind, texts, f"{key}={source}")
+                declared = declared_by(reward_kind(reward, entry))
+                if declared.wants and texts:
+                    found.tried(_check_targets, f"rewards.{reward}", declared, texts, f"{key}={source}")
 
 
-def _check_targets(reward: str, kind: Any, texts: Sequence[str], source: str) -> None:
+def _check_targets(reward: str, kind: type[Reward], texts: Sequence[str], source: str) -> None:
     """Refuses prompts in none of which a reward finds what it looks for, and metadata that it cannot read."""
     targets = []
     for text in texts:
@@ -175,8 +170,7 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
 
 def _check_gradients(config: Config) -> None:
     """Refuses rewards without the gradient that the algorithm learns from."""
-    kinds = {name: reward_kind(name, entry) for name, entry in config.rewards.items()}
-    check_differentiable(config.algorithm, {name: kind if isinstance(kind, type) else None for name, kind in kinds.items()})
+    check_differentiable(config.algorithm, as_rewards({name: reward_kind(name, it) for name, it in config.rewards.items()}))
 
 
 def _check_pipeline(config: PolicyConfig) -> Path | None:
@@ -199,20 +193,17 @@ def _check_pipeline(config: PolicyConfig) -> Path | None:
 def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
     """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
     check_rewards({name: entry})
-    if entry.kind not in REWARDS:
-        return
     kind = reward_kind(name, entry)
-    libraries = getattr(inspect.getmodule(kind), "LIBRARIES", ())
-    if absent := [library for library in libraries if importlib.util.find_spec(library) is None]:
-        raise UserError(f"rewards.{name}: needs {' and '.join(absent)}: pip install {' '.join(libraries)}")
-    options = {option: parameter.default for option, parameter in inspect.signature(kind).parameters.items()} | entry.options
+    declared = declared_by(kind)
+    if absent := [library for library in declared.libraries if importlib.util.find_spec(library) is None]:
+        raise UserError(f"rewards.{name}: needs {' and '.join(absent)}: pip install {' '.join(declared.libraries)}")
+    options = {**defaults_of(kind), **entry.options}
     for option, value in options.items():
         if value is inspect.Parameter.empty:
             raise UserError(f"rewards.{name}.options.{option} is missing; {entry.kind} cannot do without it")
-    if "url" in options:
+    if declared.asks:
         questions[f"rewards.{name}"] = partial(_ask_endpoint, kind, entry.options)
-    own = getattr(inspect.getmodule(kind), "WEIGHTS", None)
-    for option, files in {**FILES, **({"path": (own,)} if own else {})}.items():
+    for option, files in declared.files.items():
         if isinstance(place := options.get(option), str) and not plugins.is_code(place):
             _check_files(f"rewards.{name}.options.{option}", place, files, questions)
 

@@ -22,10 +22,9 @@ from g2rpo.data import Precision
 from g2rpo.flow import scheduler_grid, sigma_grid
 from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
-from g2rpo.rollout.frames import Frames
 from g2rpo.rollout.tails import Tails
 from g2rpo.runtime.sharding import ShardingMode
-from g2rpo.types import Policy
+from g2rpo.types import Frames, Policy
 
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(gt=0, le=10**6)]

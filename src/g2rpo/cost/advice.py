@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from typing import Any
 
-from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.build.rewards import declared_by, defaults_of, reward_kind
+from g2rpo.config.given import is_mention
+from g2rpo.config.schema import Config
 
-LEARNED = ("hpsv2", "clip_score", "pickscore", "image_reward", "aesthetic")
-"""Rewards with weights, which may be kept in bfloat16, or on the CPU."""
 Change = tuple[str, ...]
 """Overrides that belong together."""
 
@@ -25,7 +26,7 @@ def same_result(config: Config, ranks: int) -> Iterator[Change]:
     if config.trainer.shard_group != "all":
         yield ("trainer.shard_group=all",)
     for table in ("rewards", "evaluation.rewards"):  # held-out rewards are called less often
-        if on_device := [name for name, entry in learned(config, table) if entry.options.get("device") != "cpu"]:
+        if on_device := [name for name, options in _options(config, table) if options.get("device", "cpu") != "cpu"]:
             yield tuple(f"{table}.{name}.options.device=cpu" for name in on_device)
     if config.trainer.micro_batch_size > 1:
         yield ("trainer.micro_batch_size=1",)
@@ -39,10 +40,13 @@ def same_result(config: Config, ranks: int) -> Iterator[Change]:
         yield ("prompts.cache=auto",)
 
 
-def learned(config: Config, table: str) -> list[tuple[str, RewardConfig]]:
-    """The rewards with weights of one of the config's two tables."""
+def _options(config: Config, table: str) -> list[tuple[str, dict[str, Any]]]:
+    """All options of the rewards of one of the config's two tables; the device is the policy's unless it is named."""
     entries = config.rewards if table == "rewards" else config.evaluation.rewards
-    return [(name, entry) for name, entry in entries.items() if entry.kind in LEARNED]
+    kinds = {name: reward_kind(name, entry) for name, entry in entries.items() if not is_mention(entry.kind)}
+    taken = {name: defaults_of(kind) for name, kind in kinds.items() if declared_by(kind) is kind}
+    placed = {name: {**options, **({"device": "auto"} if "device" in options else {})} for name, options in taken.items()}
+    return [(name, {**options, **entries[name].options}) for name, options in placed.items()]
 
 
 def other_method(config: Config) -> Iterator[Change]:
@@ -50,8 +54,8 @@ def other_method(config: Config) -> Iterator[Change]:
     rewards = tuple(
         f"{table}.{name}.options.dtype=bfloat16"
         for table in ("rewards", "evaluation.rewards")
-        for name, entry in learned(config, table)
-        if entry.options.get("dtype", "float32") == "float32"
+        for name, options in _options(config, table)
+        if options.get("dtype") == "float32"
     )
     network = ("policy.dtype=bfloat16",) if config.policy.dtype == "float32" else ()
     low_rank = ("policy.tuning=lora", "optim.learning_rate=1e-4") if config.policy.tuning == "full" else ()

@@ -17,7 +17,7 @@ from g2rpo.cost.counting import Counts
 from g2rpo.cost.seconds import Seconds, summed
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import dry_rollout
-from g2rpo.rollout.scoring import decode, weighted_scores
+from g2rpo.rollout.scoring import decode, score, weighted_scores
 from g2rpo.runtime.devices import accelerator
 from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import Trainer
@@ -63,8 +63,8 @@ def by_probe(
     chunks = [min(most, counts.heldout - start) for start in range(0, counts.heldout, most)]  # calls of an evaluation's step
     own_calls = measured([*chunks, *(size for iteration, _ in counts.kinds for size in iteration.calls)])
     picture, images, asked = _pictures(trainer, cond, prompts, rows, timed)
-    score = {
-        name: timed(partial(reward, images, asked)) / len(images)
+    scoring = {
+        name: timed(partial(score, {name: reward}, images, asked, images)) / len(images)
         for name, reward in {**trainer.rewards, **trainer.judges}.items()
     }
     once = _examples(trainer, rows, counts.largest(lambda it: it.passes))
@@ -76,11 +76,11 @@ def by_probe(
         "encode": 0.0 if cached else encoding * counts.prompts,
         "rollout": counts.mean(lambda it: own_calls(it.calls)),
         "decode": counts.mean(lambda it: it.images) * picture,
-        "rewards": counts.mean(lambda it: it.images) * sum(score[name] for name in config.rewards),
+        "rewards": counts.mean(lambda it: it.images) * sum(scoring[name] for name in config.rewards),
         "update": counts.mean(lambda it: it.training_rows / passed * (update - step) + it.optimizer_steps * step),
     }
     evaluation = counts.heldout_steps * own_calls(chunks)
-    evaluation += counts.heldout * (picture + sum(score.values()) + (0.0 if cached else encoding))
+    evaluation += counts.heldout * (picture + sum(scoring.values()) + (0.0 if cached else encoding))
     ahead = distinct_prompts * encoding if cached else 0.0
     return summed(iteration, ahead, evaluation, counts, f"probe of this machine's {policy.device}: a few calls of each kind")
 

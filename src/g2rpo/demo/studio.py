@@ -199,8 +199,7 @@ def draw(
 
 def meaning_of(reward: Reward) -> str:
     """The first sentences of a reward's documentation; "" if it has none."""
-    owner = getattr(reward, "reward", reward)  # of frames
-    said = inspect.getdoc(getattr(owner, "function", owner)) or ""
+    said = inspect.getdoc(reward) or ""
     return " ".join(said.split("\n\n")[0].split())
 
 

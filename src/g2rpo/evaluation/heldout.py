@@ -20,7 +20,7 @@ from g2rpo.rollout.scoring import decode, score_in_batches
 from g2rpo.runtime.distributed import World
 from g2rpo.seeding import generator_for
 from g2rpo.statistics import half_width
-from g2rpo.types import Policy, Reward
+from g2rpo.types import Policy, Reward, Scorer, as_rewards
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _sample(
 def evaluate(
     policy: Policy,
     prompts: Sequence[str],
-    rewards: Mapping[str, Reward],
+    rewards: Mapping[str, Scorer],
     sigmas: Tensor,
     *,
     seed: int,
@@ -112,7 +112,7 @@ def evaluate(
         scores.append(score_in_batches(rewards, images, part, decode_batch_size, latents))
         pictures.append(kept(images))
     by_reward = dict(zip(rewards, torch.cat(scores, 1), strict=True))
-    return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(rewards, by_reward))
+    return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(as_rewards(rewards), by_reward))
 
 
 def verdicts(rewards: Mapping[str, Reward], scores: Mapping[str, Tensor]) -> Tensor | None:
@@ -130,7 +130,7 @@ def least_reached(least: Mapping[str, float], scores: Mapping[str, Tensor]) -> T
 
 def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:
     """The least score of a right picture, for each reward that defines it; UserError if that is no number."""
-    said = {name: value for name, reward in rewards.items() if (value := getattr(reward, "right", None)) is not None}
+    said = {name: reward.right for name, reward in rewards.items() if reward.right is not None}
     for name, value in said.items():
         _in_words(name, rewards[name])
         if not isinstance(value, int | float):
@@ -149,7 +149,7 @@ def right_in_words(rewards: Mapping[str, Reward]) -> str | None:
 
 
 def _in_words(name: str, reward: Reward) -> str | None:
-    words = getattr(reward, "right_in_words", None)
+    words = reward.right_in_words
     if words is not None and not (isinstance(words, str) and words.count("{}") <= 1):
         raise UserError(f"reward '{name}': `right_in_words` is a text with {{}} once or never; it is {words!r:.80}")
     return words

@@ -7,12 +7,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
-from g2rpo.rewards.pixels import to_pil, to_uint8
+from g2rpo.rewards.pixels import to_pil, to_tensor, to_uint8
 from g2rpo.types import Policy
 
 FRAMES, SIDE = 24, 256
@@ -79,4 +78,4 @@ def read_clip(path: Path, frames: int = FRAMES) -> tuple[Tensor, float]:
     ends = torch.tensor(durations).cumsum(0)
     times = (torch.arange(frames) + 0.5) / frames * ends[-1]
     chosen = [pictures[min(int(index), len(pictures) - 1)] for index in torch.searchsorted(ends, times, right=True)]
-    return torch.stack([torch.from_numpy(np.array(picture)).permute(2, 0, 1) for picture in chosen]), float(ends[-1]) / 1000
+    return to_tensor(chosen), float(ends[-1]) / 1000

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from g2rpo.rewards.clip_encoder import load_clip
-from g2rpo.rewards.pixels import Preprocess, score_in_batches
-from g2rpo.rewards.weights import build, fetch, guess_model, read_state_dict
+from g2rpo.rewards.clip_encoder import clip_model, load_clip
+from g2rpo.rewards.pixels import PictureReward, Preprocess
+from g2rpo.rewards.weights import CLIP_FILES, build, fetch, read_state_dict
+from g2rpo.types import RewardModel
 
 WEIGHTS = "sac+logos+ava1-l14-linearMSE.pth"
 
@@ -33,23 +34,16 @@ class LinearHead(nn.Module):
         return features.squeeze(-1)
 
 
-def build_head(state: Mapping[str, Tensor], width: int, what: str, path: object) -> LinearHead:
-    """A `LinearHead` with the weights of `state`; ValueError, with a guess at their model, if they do not fit."""
-    try:
-        return cast(LinearHead, build(lambda: LinearHead(width), state, what, path))
-    except ValueError as error:
-        raise ValueError(f"{error}. It seems to be {guess_model(state)}.") from error
-
-
-class Aesthetic:
+class Aesthetic(PictureReward):
     """The aesthetic quality of a picture, about 1 to 10; it ignores the prompt, so it is easily hacked.
 
     Args: `path`, the head's file (sac+logos+ava1-l14-linearMSE.pth) or its folder; `clip`, the folder or repository of
     OpenAI's CLIP ViT-L/14; `device`; `dtype` of CLIP's weights (the head stays float32); `batch_size`.
-    Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
     """
 
     differentiable = True
+    upstream = "https://github.com/christophschuhmann/improved-aesthetic-predictor"
+    files = {"path": (WEIGHTS,), "clip": CLIP_FILES}
 
     def __init__(
         self,
@@ -65,12 +59,12 @@ class Aesthetic:
         # The head was trained on features of OpenAI's own preprocessing, which cuts an odd margin as torchvision does.
         self.encoder.preprocess = replace(cast(Preprocess, self.encoder.preprocess), odd_margin="round")
         width = self.encoder.model.config.projection_dim
-        self.head = build_head(read_state_dict(file), width, f"an aesthetic head for {clip}", file).to(device)
+        self.head = build(lambda: LinearHead(width), read_state_dict(file), f"an aesthetic head for {clip}", file).to(device)
         self.batch_size = batch_size
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        return score_in_batches(images, prompts, self._score, self.batch_size)
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        return clip_model(options["clip"])
 
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         return cast(Tensor, self.head(self.encoder.image_features(images)))

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from g2rpo.input_pictures import read_inputs
-from g2rpo.rewards.pixels import score_in_batches, to_pil
-
-_CHUNK = 64  # pictures at a time; it only bounds memory
+from g2rpo.rewards.pixels import PictureReward, to_pil, to_tensor
 
 
-class JPEGSize:
+class JPEGSize(PictureReward):
     """Size of the picture as a JPEG file, in kB (1000 bytes): incompressibility, as in DDPO (Black et al. 2023).
 
     With `negative`, minus the size: compressibility. `quality` is the encoder's, 1 to 95. The size depends a little on the
@@ -28,11 +24,7 @@ class JPEGSize:
             raise ValueError(f"quality must be from 1 to 95, got {quality}")
         self.sign, self.quality = -1.0 if negative else 1.0, quality
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Kilobytes [B] of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        return score_in_batches(images, prompts, self._score, _CHUNK)
-
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         sizes = []
         for picture in to_pil(images):
             buffer = io.BytesIO()
@@ -41,51 +33,36 @@ class JPEGSize:
         return torch.tensor(sizes)
 
 
-class Brightness:
-    """Mean of all channels of all pixels, in [0, 1]; with `negative`, minus that."""
-
+class _Mean(PictureReward):
     differentiable = True
 
     def __init__(self, *, negative: bool = False) -> None:
         self.sign = -1.0 if negative else 1.0
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Brightness [B] of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        return score_in_batches(images, prompts, self._score, _CHUNK)
 
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+class Brightness(_Mean):
+    """Mean of all channels of all pixels, in [0, 1]; with `negative`, minus that."""
+
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         return self.sign * images.float().flatten(1).mean(dim=1) / 255
 
 
-class Saturation:
+class Saturation(_Mean):
     """Mean HSV saturation, (max - min) / max over a pixel's channels, 0 for black, in [0, 1]; `negative` flips its sign."""
 
-    differentiable = True
-
-    def __init__(self, *, negative: bool = False) -> None:
-        self.sign = -1.0 if negative else 1.0
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Saturation [B] of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        return score_in_batches(images, prompts, self._score, _CHUNK)
-
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         x = images.float()
         high, low = x.amax(dim=1), x.amin(dim=1)
         return self.sign * ((high - low) / high.clamp(min=1)).flatten(1).mean(dim=1)
 
 
-class Similarity:
+class Similarity(PictureReward):
     """How much of a prompt's first input picture is kept: 1 - mean |difference| over pixels and channels in [0, 1].
 
     The input picture is brought to the size of the picture. A prompt without one has no score, NaN.
     """
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Similarity [B] of images [B, 3, H, W] in [0, 1], each to its own prompt's `images`."""
-        return score_in_batches(images, prompts, self._score, _CHUNK)
-
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         inputs = {prompt: _fitted(prompt, images.shape[3], images.shape[2]) for prompt in dict.fromkeys(prompts)}
         pairs = [(image.float().cpu(), inputs[prompt]) for image, prompt in zip(images, prompts, strict=True)]
         return torch.tensor([torch.nan if own is None else 1 - float((image - own).abs().mean()) / 255 for image, own in pairs])
@@ -96,5 +73,4 @@ def _fitted(prompt: str, width: int, height: int) -> Tensor | None:
     pictures = read_inputs(prompt)
     if not pictures:
         return None
-    resized = pictures[0].resize((width, height), Image.Resampling.BICUBIC)
-    return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float()
+    return to_tensor([pictures[0].resize((width, height), Image.Resampling.BICUBIC)])[0].float()

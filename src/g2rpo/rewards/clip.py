@@ -6,25 +6,23 @@ preprocessing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from torch import Tensor
+from g2rpo.rewards.clip_encoder import CLIPReward, clip_model, load_clip
+from g2rpo.rewards.weights import CLIP_FILES, TOKENIZER_FILES
+from g2rpo.types import RewardModel
 
-from g2rpo.rewards.clip_encoder import load_clip
-from g2rpo.rewards.pixels import score_in_batches
 
-
-class CLIPScore:
+class CLIPScore(CLIPReward):
     """Cosine between a picture and its prompt, by any CLIP on disk or on the Hugging Face Hub (Hessel et al. 2021).
 
     Scores are in [-1, 1]; about 0.2 to 0.45 for the DFN5B models. Args: `path`, a folder or repository id in transformers
     or open_clip format; `tokenizer`, where the model's folder has none; `format`, to force one of the two; `device`;
     `dtype` of the weights ("float32", "float16", "bfloat16"); `batch_size`, pictures per forward.
-    Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
     """
 
-    differentiable = True
+    files = {"path": CLIP_FILES, "tokenizer": TOKENIZER_FILES}
 
     def __init__(
         self,
@@ -39,6 +37,6 @@ class CLIPScore:
         self.encoder = load_clip(path, tokenizer=tokenizer, format=format, device=device, dtype=dtype)
         self.batch_size = batch_size
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Cosines [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        return score_in_batches(images, prompts, self.encoder.similarity, self.batch_size)
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        return clip_model(options["path"])

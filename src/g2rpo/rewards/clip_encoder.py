@@ -11,9 +11,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.open_clip import clean_prompt, clip_config, clip_state, preprocess_from
-from g2rpo.rewards.pixels import Preprocess
-from g2rpo.rewards.weights import MissingFile, build, check_config, fetch, guess_model, parse_dtype, read_state_dict
+from g2rpo.files import local
+from g2rpo.rewards.open_clip import PUBLISHED, clean_prompt, clip_config, clip_state, preprocess_from
+from g2rpo.rewards.pixels import PictureReward, Preprocess
+from g2rpo.rewards.weights import MissingFile, build, check_config, fetch, parse_dtype, read_state_dict
+from g2rpo.types import RewardModel
 
 TEXT_CACHE_SIZE = 1024
 _OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -85,6 +87,16 @@ class ClipEncoder:
         return cast(Tensor, self.tokenizer(texts, **options)["input_ids"])
 
 
+class CLIPReward(PictureReward):
+    """One that scores by the cosine of a picture and its prompt under `encoder`, unless it says otherwise."""
+
+    differentiable = True
+    encoder: ClipEncoder
+
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return self.encoder.similarity(images, prompts)
+
+
 def _unit(output: Any) -> Tensor:
     """Unit-length float32 features; since transformers 5 `get_*_features` wraps them in an output object."""
     features = output if isinstance(output, Tensor) else output.pooler_output
@@ -129,15 +141,37 @@ def load_clip(
     return ClipEncoder(model, words, preprocess, device=device, dtype=dtype)
 
 
+def clip_model(path: str | Path) -> RewardModel | None:
+    """The CLIP in a folder, or a published one by its repository; None for a repository that is not known."""
+    from transformers import CLIPConfig
+
+    folder = local(path)
+    if str(path) in PUBLISHED:
+        config = clip_config(PUBLISHED[str(path)])
+    elif (folder / "open_clip_config.json").is_file():
+        config = clip_config(json.loads((folder / "open_clip_config.json").read_text(encoding="utf-8"))["model_cfg"])
+    elif (folder / "config.json").is_file():
+        check_config(folder)
+        config = CLIPConfig.from_pretrained(folder)
+    else:
+        return None
+    return clip_of(config)
+
+
+def clip_of(config: Any) -> RewardModel:
+    """A CLIP that scores a picture by its vision tower: a prompt's text features are computed once and kept."""
+    from transformers import CLIPModel
+
+    model, side = CLIPModel(config), config.vision_config.image_size
+    return RewardModel([model], lambda: model.get_image_features(pixel_values=torch.empty(1, 3, side, side)))
+
+
 def build_open_clip(model_cfg: dict[str, Any], state: dict[str, Tensor], what: str, path: object) -> Any:
-    """CLIPModel with an open_clip state dict; ValueError, with a guess at its model, if it does not fit."""
+    """CLIPModel with an open_clip state dict; ValueError if it does not fit."""
     from transformers import CLIPModel
 
     config = clip_config(model_cfg)
-    try:
-        return build(lambda: CLIPModel(config), clip_state(state), what, path)
-    except ValueError as error:
-        raise ValueError(f"{error}. It seems to be {guess_model(state)}.") from error
+    return build(lambda: CLIPModel(config), clip_state(state), what, path, published=state)
 
 
 def load_clip_tokenizer(source: str | Path) -> Any:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from g2rpo.errors import UserError
 from g2rpo.plugins import is_code, load
-from g2rpo.rewards.pixels import check_batch
+from g2rpo.types import CallableReward, Scorer
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -26,53 +23,21 @@ def load_function(target: str) -> Callable[..., Any]:
     return found
 
 
-class FunctionReward:
+class FunctionReward(CallableReward):
     """Scores by `function(images, prompts, **options)`; a class is made with `options` and then called.
 
     `target` is the function or class, or its place as "path/to/file.py:name".
 
     The function gets images [B, 3, H, W], float in [0, 1] as they were decoded, and the prompts, under no_grad. It returns B
-    numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Its attributes `right`,
-    `right_in_words`, `video`, `latent`, `waits`, `state` and `observe`, if it has them, are the reward's (`types.Reward`). Its
-    exceptions are not caught.
-    Raises ValueError if the function cannot be loaded.
+    numbers: a tensor, an array or a list, in which None, NaN and infinity mean "no score". Those of its attributes that a
+    `types.Reward` has are the reward's. Its exceptions are not caught. Raises ValueError if the function cannot be loaded.
     """
 
-    def __init__(self, target: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> None:
-        found = load_function(target) if isinstance(target, str) else target
-        given = dict(options or {})
-        self.target = target if isinstance(target, str) else found.__qualname__
-        self.function: Any = found(**given) if isinstance(found, type) else found
-        self.options = {} if isinstance(found, type) else given
-        self.right, self.right_in_words = (getattr(self.function, name, None) for name in ("right", "right_in_words"))
-        self.video, self.latent, self.waits = (bool(getattr(self.function, n, False)) for n in ("video", "latent", "waits"))
+    code_option = "target"
 
-    @property
-    def state(self) -> Any:
-        """That of the function; AttributeError if it has none."""
-        return self.function.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.function.state = state
-
-    @property
-    def observe(self) -> Any:
-        """That of the function; AttributeError if it has none."""
-        return self.function.observe
-
-    @torch.no_grad()
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU; ValueError if the function returns anything but B numbers."""
-        if not self.latent:
-            check_batch(images[:, 0] if images.ndim == 5 else images, prompts)
-        answer = self.function(images, list(prompts), **self.options)
-        if isinstance(answer, list | tuple):
-            answer = [torch.nan if value is None else float(value) for value in answer]
-        wanted = f"should return {len(images)} numbers, one per image, but returned"
-        if answer is None:
-            raise ValueError(f"{self.target} {wanted} None")
-        scores = torch.as_tensor(answer, dtype=torch.float32).detach().cpu()
-        if scores.shape != (len(images),):
-            raise ValueError(f"{self.target} {wanted} the shape {list(scores.shape)}")
-        return scores.where(torch.isfinite(scores), torch.nan)
+    def __init__(self, target: str | Scorer, *, options: Mapping[str, Any] | None = None) -> None:
+        found: Any = load_function(target) if isinstance(target, str) else target
+        if isinstance(found, type):
+            super().__init__(found(**(options or {})))
+        else:
+            super().__init__(found, options)

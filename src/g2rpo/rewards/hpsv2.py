@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from g2rpo.rewards.clip_encoder import ClipEncoder, build_open_clip, load_clip_tokenizer
-from g2rpo.rewards.open_clip import VIT_H_14, clean_prompt
-from g2rpo.rewards.pixels import normalise, score_in_batches
-from g2rpo.rewards.weights import fetch, read_state_dict
+from g2rpo.rewards.clip_encoder import ClipEncoder, CLIPReward, build_open_clip, clip_of, load_clip_tokenizer
+from g2rpo.rewards.open_clip import VIT_H_14, clean_prompt, clip_config
+from g2rpo.rewards.pixels import normalise
+from g2rpo.rewards.weights import TOKENIZER_FILES, fetch, read_state_dict
+from g2rpo.types import RewardModel
 
 WEIGHTS = "HPS_v2.1_compressed.pt"
 
@@ -32,17 +33,17 @@ def pad_to_square(images: Tensor, size: int, antialias: bool = True) -> Tensor:
     return torch.nn.functional.pad(x, (left, size - width - left, top, size - height - top))
 
 
-class HPSv2:
+class HPSv2(CLIPReward):
     """HPSv2.1: image and text features of a fine-tuned ViT-H-14, multiplied; about 0.2 to 0.38 on its training pictures.
 
     Only scores of one prompt are comparable. Args: `path`, the file HPS_v2.1_compressed.pt, its folder or the repository;
     `tokenizer`, a folder or repository with CLIP's tokenizer, which the published file lacks; `antialias`, how the tensor
     is downscaled: torchvision antialiases since 0.17 and did not when HPSv2.1 was published; `device`; `dtype` of the
     weights (upstream: float16 autocast); `batch_size`; `model_cfg`, an open_clip architecture other than ViT-H-14.
-    Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
     """
 
-    differentiable = True
+    upstream, licence = "https://github.com/tgxs002/HPSv2", "Apache-2.0"
+    files = {"path": (WEIGHTS,), "tokenizer": TOKENIZER_FILES}
 
     def __init__(
         self,
@@ -67,6 +68,6 @@ class HPSv2:
         self.encoder = ClipEncoder(model, words, preprocess, device=device, dtype=dtype, clean=clean_prompt)
         self.batch_size = batch_size
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        return score_in_batches(images, prompts, self.encoder.similarity, self.batch_size)
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        return clip_of(clip_config(options["model_cfg"] or VIT_H_14))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from g2rpo.rewards.instructions import read_instruction
-from g2rpo.rewards.pixels import normalise, score_in_batches, to_pil, to_tensor
-from g2rpo.rewards.weights import build, check_config, fetch, guess_model, parse_dtype, read_state_dict
+from g2rpo.rewards.pixels import PictureReward, normalise, to_pil, to_tensor
+from g2rpo.rewards.weights import TOKENIZER_FILES, build, check_config, fetch, guess_model, parse_dtype, read_state_dict
+from g2rpo.types import RewardModel
 
 WEIGHTS = "HPSv3.safetensors"
 INSTRUCTION = ("data_collator_qwen.py", "hpsv3/dataset/data_collator_qwen.py")
@@ -23,7 +24,7 @@ PIXELS = 256 * 28 * 28
 """Pixels of every picture after resizing."""
 
 
-class HPSv3:
+class HPSv3(PictureReward):
     """The mean of the preference that HPSv3 predicts (of a normal distribution; its width is not used).
 
     Averages of published models go from -.2 (SD 2) to 10.6 (Kolors). Every picture is brought to about 200,000 pixels.
@@ -32,8 +33,10 @@ class HPSv3:
     (it is read, not run) or the folder that `pip install --no-deps --target FOLDER hpsv3==1.0.0` makes; `processor`, a folder
     or repository with the config and tokenizer of Qwen2-VL-7B-Instruct; `device`; `dtype` of Qwen2-VL's weights (the head stays
     float32; upstream: bfloat16); `batch_size`.
-    Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
     """
+
+    upstream, licence = "https://github.com/MizzenAI/HPSv3", "MIT"
+    files = {"path": (WEIGHTS,), "instruction": INSTRUCTION, "processor": TOKENIZER_FILES}
 
     def __init__(
         self,
@@ -63,19 +66,29 @@ class HPSv3:
 
         def part(make: Any, config: Any, prefix: str, what: str) -> Any:
             own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            module = build(lambda: _with_frequencies(make(config)), own, what, file)
+            module = build(lambda: _with_frequencies(make(config)), own, what, file, published=state)
             return module.to(device=self.device, dtype=self.dtype)
 
         self.vision = part(Qwen2VisionTransformerPretrainedModel, config.vision_config, "visual.", "HPSv3's vision tower")
         self.text = part(Qwen2VLTextModel, config.text_config, "model.", "HPSv3's language model")
         self.head = part(_head, config.text_config.hidden_size, "rm_head.", "HPSv3's head").float()
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        return score_in_batches(images, prompts, self._score, self.batch_size)
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        """Qwen2-VL 7B without its output layer; operations are those of the weights alone, on 1024 patches and about 900
+        tokens."""
+        from transformers import Qwen2VLConfig
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, Qwen2VLTextModel
+
+        text = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+        text |= {"num_key_value_heads": 4, "vocab_size": 151658}
+        config = Qwen2VLConfig(text_config=text, vision_config={"hidden_size": 3584})
+        vision, language = Qwen2VisionTransformerPretrainedModel(config.vision_config), Qwen2VLTextModel(config.text_config)
+        sizes = [sum(p.numel() for p in part.parameters()) for part in (vision, language.layers)]
+        return RewardModel([vision, language], flops=2.0 * (1024 * sizes[0] + 900 * sizes[1]))
 
     @torch.no_grad()
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         patches, grid = self._patches(images)
         features = self.vision(patches.to(self.device, self.dtype), grid_thw=grid.to(self.device)).pooler_output
         ids, mask = (value.to(self.device) for value in self._tokens(prompts, int(grid[0].prod()) // self.merge**2))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from g2rpo.rewards.aesthetic import build_head
-from g2rpo.rewards.pixels import Preprocess, score_in_batches
-from g2rpo.rewards.weights import build, fetch, guess_model, parse_dtype, read_state_dict
+from g2rpo.rewards.aesthetic import LinearHead
+from g2rpo.rewards.pixels import PictureReward, Preprocess
+from g2rpo.rewards.weights import TOKENIZER_FILES, build, fetch, guess_model, parse_dtype, read_state_dict
+from g2rpo.types import RewardModel
 
 WEIGHTS = "ImageReward.pt"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the training set, as published
@@ -83,16 +84,17 @@ def blip_configs(state: Mapping[str, Tensor], heads: tuple[int, int]) -> tuple[A
     return vision_config, text_config
 
 
-class ImageReward:
+class ImageReward(PictureReward):
     """(r - 0.1672) / 1.0333 of BLIP's joint encoding of picture and prompt; about -2 to 2.
 
     The picture's shorter side becomes 224 pixels and the middle is cut out; a prompt has at most 35 tokens.
     Args: `path`, the file ImageReward.pt, its folder or the repository; `tokenizer`, BERT's; `device`; `dtype` of BLIP's
     weights (the head stays float32); `batch_size`; `heads`, attention heads of the vision and text towers.
-    Raises FileNotFoundError or ValueError, which say what is missing or does not fit.
     """
 
     differentiable = True
+    upstream, licence = "https://github.com/THUDM/ImageReward", "Apache-2.0"
+    files = {"path": (WEIGHTS,), "tokenizer": TOKENIZER_FILES}
 
     def __init__(
         self,
@@ -114,25 +116,39 @@ class ImageReward:
             raise ValueError(f"{file} is not ImageReward v1.0. It seems to be {guess_model(state)}.")
         vision, text = blip_configs(state, heads)
         self.device, self.dtype = torch.device(device), parse_dtype(dtype)
-        vision_tower = build(lambda: BlipVisionModel(vision), vision_state(state), "ImageReward's ViT", file)
-        text_tower = build(
-            lambda: BlipTextModel(text, add_pooling_layer=False),
-            part(state, "blip.text_encoder."),
-            "ImageReward's text encoder",
-            file,
-        )
-        self.vision = vision_tower.to(device=self.device, dtype=self.dtype)
-        self.text = text_tower.to(device=self.device, dtype=self.dtype)
-        self.head = build_head(part(state, "mlp."), text.hidden_size, "ImageReward's head", file).to(self.device)
+
+        def made(factory: Callable[[], nn.Module], own: Mapping[str, Tensor], what: str, kind: torch.dtype) -> Any:
+            return build(factory, own, f"ImageReward's {what}", file, published=state).to(device=self.device, dtype=kind)
+
+        self.vision = made(lambda: BlipVisionModel(vision), vision_state(state), "ViT", self.dtype)
+        words = part(state, "blip.text_encoder.")
+        self.text = made(lambda: BlipTextModel(text, add_pooling_layer=False), words, "text encoder", self.dtype)
+        self.head = made(lambda: LinearHead(text.hidden_size), part(state, "mlp."), "head", torch.float32)
         self.tokenizer = BertTokenizerFast.from_pretrained(tokenizer)
         self.preprocess = Preprocess(resize=vision.image_size, crop=vision.image_size)
         self.batch_size = batch_size
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        return score_in_batches(images, prompts, self._score, self.batch_size)
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        """BLIP's large vision tower and BERT with cross-attention, as published; the small head is left out."""
+        from transformers import BlipTextConfig, BlipVisionConfig
+        from transformers.models.blip.modeling_blip import BlipVisionModel
+        from transformers.models.blip.modeling_blip_text import BlipTextModel
 
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+        vision = BlipVisionModel(BlipVisionConfig(**wide, image_size=224, patch_size=16))
+        base = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+        base |= {"vocab_size": 30524, "encoder_hidden_size": 1024, "max_position_embeddings": 512}
+        text = BlipTextModel(BlipTextConfig(**base, is_decoder=True), add_pooling_layer=False)
+
+        def score() -> None:
+            patches = vision(pixel_values=torch.empty(1, 3, 224, 224)).last_hidden_state
+            words = torch.zeros(1, MAX_TOKENS, dtype=torch.long)
+            text(input_ids=words, encoder_hidden_states=patches, is_decoder=False)
+
+        return RewardModel([vision, text], score)
+
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         pixels = self.preprocess(images).to(self.device, self.dtype)
         patches = self.vision(pixel_values=pixels).last_hidden_state
         words = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt").to(

@@ -6,9 +6,7 @@ The score is Flow-GRPO's (arXiv 2505.05470, section 4.1): 1 - edit distance / le
 from __future__ import annotations
 
 import importlib
-import logging
 import re
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,17 +15,13 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.errors import UserError, at_least_one
-from g2rpo.rewards.pixels import check_batch, score_in_batches, to_pil
+from g2rpo.rewards.pixels import TargetReward, to_pil
 from g2rpo.types import Prompt
 
-log = logging.getLogger(__name__)
-
-LIBRARIES = ("rapidocr", "onnxruntime")
 _QUOTED = re.compile(r"\"([^\"]+)\"|“([^”]+)”|(?<!\w)'(.+?)'(?!\w)|‘([^’]+)’")  # an apostrophe inside a word is no quote
-_CHUNK = 64  # pictures at a time; it only bounds memory
 
 
-class OCR:
+class OCR(TargetReward):
     """1 - edit distance / length, in [0, 1], of what is read and the text that the prompt asks for; 1 is exact.
 
     The text is the prompt's metadata `text`, or else what stands in its first quotes; a prompt without either has no score.
@@ -35,21 +29,20 @@ class OCR:
     Args: `detect`, whether text is looked for in the whole picture (about 1 s each on a core); without, the picture is read as
     one line (about 10 ms). `contains`, whether a text with more around it is right too, as in Flow-GRPO; else more letters are
     errors. `exact`, whether anything else than 1 becomes 0. `width`, the least width that a line is read at, at height 48: it
-    is padded to that, so that a smaller one is faster for short lines. `workers`, threads that read a picture each (None: as
-    many as torch computes with).
+    is padded to that, so that a smaller one is faster for short lines. Pictures are read
+    in as many threads as torch computes with.
     """
 
+    upstream, licence = "https://github.com/RapidAI/RapidOCR", "Apache-2.0"
+    libraries = ("rapidocr", "onnxruntime")
     right = 1.0
     right_in_words = "Spells {} texts"
     wants = "a text to show: put it in quotes, or in the metadata as `text`"
 
-    def __init__(
-        self, *, detect: bool = True, contains: bool = False, exact: bool = False, width: int = 320, workers: int | None = None
-    ) -> None:
-        at_least_one(width=width, workers=1 if workers is None else workers)
-        self.detect, self.contains, self.exact, self.workers = detect, contains, exact, workers
+    def __init__(self, *, detect: bool = True, contains: bool = False, exact: bool = False, width: int = 320) -> None:
+        at_least_one(width=width)
+        self.detect, self.contains, self.exact = detect, contains, exact
         self.engine = load_engine(width)
-        self._warned = False
 
     @staticmethod
     def target(prompt: str) -> str | None:
@@ -59,20 +52,8 @@ class OCR:
         text = str(given) if given is not None else next(filter(None, quoted.groups())) if quoted else ""
         return text if plain_letters(text) else None
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        check_batch(images, prompts)
-        targets = [self.target(prompt) for prompt in prompts]
-        asked = [i for i, target in enumerate(targets) if target is not None]
-        scores = torch.full((len(images),), torch.nan)
-        scores[asked] = score_in_batches(images[asked], [str(targets[i]) for i in asked], self._score, _CHUNK)
-        if len(asked) < len(images) and not self._warned:
-            self._warned = True
-            log.warning("%d of %d prompts have no text in quotes or metadata: no score", len(images) - len(asked), len(images))
-        return scores
-
-    def _score(self, images: Tensor, targets: list[str]) -> Tensor:
-        with ThreadPoolExecutor(self.workers or torch.get_num_threads()) as pool:
+    def score_pictures(self, images: Tensor, targets: list[str]) -> Tensor:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             texts = list(pool.map(self.read, to_pil(images)))
         scores = torch.tensor([similarity(*pair, contains=self.contains) for pair in zip(texts, targets, strict=True)])
         return (scores == 1).float() if self.exact else scores
@@ -85,11 +66,11 @@ class OCR:
 
 def load_engine(width: int = 320) -> Any:
     """RapidOCR with sessions of one thread and without log output; UserError if it is not installed."""
-    for library in LIBRARIES:
+    for library in OCR.libraries:
         try:
             importlib.import_module(library)
         except ModuleNotFoundError as error:
-            raise UserError(f"the reward ocr needs {library}: pip install {' '.join(LIBRARIES)}") from error
+            raise UserError(f"the reward ocr needs {library}: pip install {' '.join(OCR.libraries)}") from error
     from rapidocr import RapidOCR
 
     threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}

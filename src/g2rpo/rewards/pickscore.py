@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from g2rpo.rewards.clip_encoder import load_clip
-from g2rpo.rewards.pixels import score_in_batches
+from g2rpo.rewards.clip_encoder import CLIPReward, clip_of, load_clip
+from g2rpo.rewards.open_clip import VIT_H_14, clip_config
+from g2rpo.rewards.weights import CLIP_FILES, TOKENIZER_FILES
+from g2rpo.types import RewardModel
 
 
-class PickScore:
+class PickScore(CLIPReward):
     """exp(logit_scale) * cosine, as on the model card; about 18 to 26 for the published weights.
 
     Other trainers divide by 26, subtract 18 and divide by 8, or leave the scale away: their numbers are not these.
     Args: `path`, the model's folder or repository; `processor`, a folder or repository with the tokenizer and
     preprocessor_config.json, which the published model is used with but does not hold; `device`; `dtype` of the weights
     ("float32", "float16", "bfloat16"); `batch_size`, pictures per forward.
-    Raises FileNotFoundError, OSError or ValueError, which say what is missing or does not fit.
     """
 
-    differentiable = True
+    upstream = "https://github.com/yuvalkirstain/PickScore"
+    files = {"path": CLIP_FILES, "processor": TOKENIZER_FILES}
 
     def __init__(
         self,
@@ -37,9 +40,9 @@ class PickScore:
         self.scale = self.encoder.model.logit_scale.float().exp()
         self.batch_size = batch_size
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where a picture is not finite."""
-        return score_in_batches(images, prompts, self._score, self.batch_size)
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        return clip_of(clip_config(VIT_H_14))
 
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        return self.scale * self.encoder.similarity(images, prompts)
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return self.scale * super().score_pictures(images, prompts)

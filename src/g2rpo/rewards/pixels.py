@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,11 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from g2rpo.errors import at_least_one
+from g2rpo.types import Reward
+
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -59,52 +63,76 @@ def to_tensor(pictures: Sequence[Image.Image]) -> Tensor:
     return torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2)
 
 
-def score_in_batches(
-    images: Tensor,
-    prompts: Sequence[str],
-    score: Callable[[Tensor, list[str]], Tensor],
-    batch_size: int,
-    missing: str = "the model's score is not finite",
-) -> Tensor:
-    """Scores [B], float32 on CPU: `score(uint8 images, prompts)` for at most `batch_size` rows at a time.
+class PictureReward(Reward):
+    """A reward of 8-bit pictures: a subclass scores at most `batch_size` rows at a time in `score_pictures`.
 
-    Where `images` require a gradient, `score` gets the same 8-bit values as float32 with the gradient of what was rounded, and
-    scores keep theirs, on their device.
-
-    A picture with a NaN or infinite pixel is not shown to the model: its score is NaN. So is the score of a row for which the
-    model itself answers something that is not finite, `missing` in words. One warning counts both.
+    A picture with a NaN or infinite pixel is not shown to it: its score is NaN. So is the score of a row for which it answers
+    something that is not finite, `missing` in words. One warning counts both. Constructors raise OSError or ValueError, which
+    say what is missing or does not fit.
     """
-    check_batch(images, prompts)
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if images.requires_grad:
-        parts = zip(images.split(batch_size), _chunks(prompts, batch_size), strict=True)
-        return torch.cat([score(with_gradient(to_uint8(part), part * 255), own) for part, own in parts])
-    scores = torch.full((len(images),), torch.nan)
-    extremes = torch.stack(images.flatten(1).aminmax(dim=1))  # NaN if any pixel is
-    rows = torch.isfinite(extremes).all(dim=0).nonzero().flatten().tolist()
-    for start in range(0, len(rows), batch_size):
-        chunk = rows[start : start + batch_size]
-        values = score(to_uint8(images[chunk]), [prompts[i] for i in chunk]).float().cpu()
-        scores[chunk] = values.where(torch.isfinite(values), torch.nan)
-    _warn({"pixels that are not finite": len(images) - len(rows), missing: int(scores[rows].isnan().sum())}, len(images))
-    return scores
+
+    batch_size = 64
+    missing = "the model's score is not finite"
+
+    def score_pictures(self, images: Tensor, prompts: list[Any]) -> Tensor:
+        """Scores [B] of uint8 images [B, 3, H, W]. Where pictures require a gradient, it gets the same 8-bit values as float32
+        with the gradient of what was rounded, and scores keep theirs, on their device."""
+        raise NotImplementedError(f"{type(self).__name__} has no score_pictures")
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        check_batch(images, prompts)
+        at_least_one(batch_size=self.batch_size)
+        if images.requires_grad:
+            parts = zip(images.split(self.batch_size), _chunks(prompts, self.batch_size), strict=True)
+            return torch.cat([self.score_pictures(with_gradient(to_uint8(part), part * 255), own) for part, own in parts])
+        scores = torch.full((len(images),), torch.nan)
+        extremes = torch.stack(images.flatten(1).aminmax(dim=1))  # NaN if any pixel is
+        rows = torch.isfinite(extremes).all(dim=0).nonzero().flatten().tolist()
+        for chunk in _chunks(rows, self.batch_size):
+            values = self.score_pictures(to_uint8(images[chunk]), [prompts[i] for i in chunk]).float().cpu()
+            scores[chunk] = values.where(torch.isfinite(values), torch.nan)
+        reasons = {"pixels that are not finite": len(images) - len(rows), self.missing: int(scores[rows].isnan().sum())}
+        if any(reasons.values()):
+            counts = ", ".join(f"{number} ({reason})" for reason, number in reasons.items() if number)
+            log.warning("no score for %d of %d images: %s", sum(reasons.values()), len(images), counts)
+        return scores
 
 
-def _chunks(prompts: Sequence[str], size: int) -> list[list[str]]:
-    return [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
+class TargetReward(PictureReward):
+    """One for prompts that have a `target`, which `score_pictures` gets in their place. The others have no score; the first
+    time, a warning counts them."""
+
+    _warned = False
+
+    def target_of(self, prompt: str) -> Any:
+        """The `target` of a prompt; ValueError says why there is none."""
+        if (target := self.target(prompt)) is None:
+            raise ValueError(f"it lacks {self.wants}")
+        return target
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        check_batch(images, prompts)
+        targets, reasons = {}, []
+        for i, prompt in enumerate(prompts):
+            try:
+                targets[i] = self.target_of(prompt)
+            except ValueError as error:
+                reasons.append(f"{prompt!r}: {error}")
+        scores = torch.full((len(images),), torch.nan)
+        scores[list(targets)] = super().__call__(images[list(targets)], list(targets.values()))
+        if reasons and not self._warned:
+            self._warned = True
+            log.warning("no score for %d of %d prompts, the first: %s", len(reasons), len(images), reasons[0])
+        return scores
+
+
+def _chunks(rows: Sequence[T], size: int) -> list[list[T]]:
+    return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
 def with_gradient(value: Tensor, smooth: Tensor) -> Tensor:
     """`value`, float32, with the gradient of `smooth`: for what is rounded, or computed by Pillow."""
     return smooth + (value.to(smooth) - smooth).detach()
-
-
-def _warn(unscored: dict[str, int], count: int) -> None:
-    """One warning of how many pictures of `count` have no score, by reason."""
-    reasons = [f"{number} ({reason})" for reason, number in unscored.items() if number]
-    if reasons:
-        log.warning("no score for %d of %d images: %s", sum(unscored.values()), count, ", ".join(reasons))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.errors import at_least_one
-from g2rpo.rewards.pixels import score_in_batches, to_pil
+from g2rpo.rewards.pixels import PictureReward, to_pil
 from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
 from g2rpo.types import Prompt
 
@@ -38,7 +37,7 @@ def encode_png(picture: Image.Image) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-class RemoteReward:
+class RemoteReward(PictureReward):
     """Scores from a reward server; a batch that stays unanswered after all retries is NaN, and a warning is logged.
 
     Args: `url`, such as http://127.0.0.1:8000; `token_env`, the environment variable with the server's token;
@@ -48,8 +47,7 @@ class RemoteReward:
     Raises ValueError for a malformed address or a missing token, OSError if the check fails or a request is refused.
     """
 
-    waits = True
-    right: float | None = None
+    waits = asks = True
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class RemoteReward:
         check: bool = True,
     ) -> None:
         self.url, self.token = endpoint(url, "/score"), token_from(token_env)
-        self.batch_size, self.concurrency = batch_size, concurrency
+        self.per_request, self.concurrency, self.batch_size = batch_size, concurrency, batch_size * concurrency
         self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
         check_patience(timeout_s=timeout_s, retries=retries, backoff_s=backoff_s, concurrency=concurrency)
         at_least_one(batch_size=batch_size)
@@ -72,13 +70,9 @@ class RemoteReward:
             url = endpoint(url, "/health")
             self.right = request_json(url, token=self.token, timeout_s=min(timeout_s, 10.0), read=parse_right)
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where the server gave none."""
-        return score_in_batches(images, prompts, self._score, self.batch_size * self.concurrency)
-
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        starts = range(0, len(images), self.batch_size)
-        batches = [(images[i : i + self.batch_size], prompts[i : i + self.batch_size]) for i in starts]
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
+        starts, size = range(0, len(images), self.per_request), self.per_request
+        batches = [(images[i : i + size], prompts[i : i + size]) for i in starts]
         with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
             return torch.cat(list(pool.map(lambda batch: self._request(*batch), batches)))
 

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from g2rpo.plain import is_text, parse_json
-from g2rpo.types import Prompt, Reward
+from g2rpo.rewards.pixels import to_tensor
+from g2rpo.types import Prompt, Scorer, as_reward
 from g2rpo.web import bounded, host_of, is_loopback
 
 log = logging.getLogger(__name__)
@@ -71,10 +71,9 @@ def decode_png(text: str, pixels_left: int) -> Tensor:
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
             _check_size(*picture.size, pixels_left)  # a second header could have changed it; nothing is decoded yet
-            array = np.asarray(picture.convert("RGB"))
+            return to_tensor([picture.convert("RGB")])[0]
     except Exception as error:  # Pillow does not document which for damaged files
         raise BadRequest(400, f"an image is a broken PNG: {type(error).__name__}") from error
-    return torch.from_numpy(array.copy()).permute(2, 0, 1)
 
 
 def _bytes(text: str) -> bytes:
@@ -170,7 +169,7 @@ class RewardServer:
 
     def __init__(
         self,
-        reward: Reward,
+        reward: Scorer,
         host: str = "127.0.0.1",
         port: int = 8000,
         *,
@@ -183,12 +182,17 @@ class RewardServer:
         token = (token or "").strip() or None
         if token is None and not is_loopback(host):
             raise ValueError(f"serving on {host} without a token would let anyone use this machine; give a token")
-        for name, what in (("video", "clips"), ("latent", "latents"), ("state", "a state that checkpoints keep")):
-            if getattr(reward, name, False):
-                raise ValueError(f"this reward needs {what} (`{name}`), and a server gets pictures and prompts")
+        reward = as_reward(reward)
+        for unserved, what in (
+            (reward.video, "clips (`video`)"),
+            (reward.latent, "latents (`latent`)"),
+            (reward.state is not None, "a state that checkpoints keep (`state`)"),
+        ):
+            if unserved:
+                raise ValueError(f"this reward needs {what}, and a server gets pictures and prompts")
         self.reward, self.token, self.limits = reward, token, limits or Limits()
-        self.more = {"right": float(right)} if (right := getattr(reward, "right", None)) is not None else {}
-        self.name = type(reward).__name__
+        self.more = {} if reward.right is None else {"right": float(reward.right)}
+        self.name = reward.name
         self.one_at_a_time = threading.Lock()
         self.pixels_left, self.room = self.limits.pixels, threading.Condition()
         self.slots = asyncio.Semaphore(self.limits.requests)
@@ -318,7 +322,7 @@ class RewardServer:
         with contextlib.ExitStack() as stack:
             images, prompts = parse_request(body, self.limits, lambda pixels: stack.enter_context(self._decoding(pixels)))
             with self.one_at_a_time:  # in float32 they are four times as large, so only those of one request
-                return self.reward(images.float().div_(255), prompts)
+                return self.reward.scores(images.float().div_(255), prompts)
 
     @contextlib.contextmanager
     def _decoding(self, pixels: int) -> Iterator[None]:

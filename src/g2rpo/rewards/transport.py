@@ -121,20 +121,19 @@ def request_json(
     body: Mapping[str, Any] | None = None,
     token: str | None = None,
     timeout_s: float = 60.0,
-    max_bytes: int = MAX_ANSWER,
     read: Callable[[Any], Any] = lambda answer: answer,
 ) -> Any:
     """`read` of the JSON that `url` returns for a GET, or for a POST of `body`.
 
-    Raises `NoAnswer` if there is none within `timeout_s` (for the whole exchange) and `max_bytes`, the status is 408, 429, 3xx
-    or 5xx, or `read` raises it; `Refused` for the other 4xx. No message repeats `token`.
+    Raises `NoAnswer` if there is none within `timeout_s` (for the whole exchange) and `MAX_ANSWER` bytes, the status is 408,
+    429, 3xx or 5xx, or `read` raises it; `Refused` for the other 4xx. No message repeats `token`.
     """
     headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     data = None
     if body is not None:
         data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
-    status, said, content = _exchange(url, headers, data, timeout_s, max_bytes, token)
+    status, said, content = _exchange(url, headers, data, timeout_s, token)
     if status >= 300:
         explained = _printable(content[:300].decode(errors="replace").strip() or said)
         message = f"{url} answered {status}: {without_token(explained, token)}"
@@ -148,7 +147,7 @@ def request_json(
 
 
 def _exchange(
-    url: str, headers: Mapping[str, str], data: bytes | None, timeout_s: float, max_bytes: int, token: str | None
+    url: str, headers: Mapping[str, str], data: bytes | None, timeout_s: float, token: str | None
 ) -> tuple[int, str, bytes]:
     """Status, its words, and the body. `NoAnswer` as `request_json`.
 
@@ -169,8 +168,8 @@ def _exchange(
                 content = bytearray()
                 for piece in response.iter_raw():
                     content += piece
-                    if len(content) > max_bytes:
-                        raise NoAnswer(f"{url} answered more than {max_bytes} bytes")
+                    if len(content) > MAX_ANSWER:
+                        raise NoAnswer(f"{url} answered more than {MAX_ANSWER} bytes")
                 answer.set_result((response.status_code, response.reason_phrase, bytes(content)))
         except Exception as error:
             answer.set_exception(error)

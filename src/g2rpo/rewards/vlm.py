@@ -21,7 +21,7 @@ from torch import Tensor
 
 from g2rpo.errors import did_you_mean
 from g2rpo.rewards.instructions import read_instruction
-from g2rpo.rewards.pixels import score_in_batches, to_pil
+from g2rpo.rewards.pixels import PictureReward, to_pil
 from g2rpo.rewards.remote import encode_png
 from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
 from g2rpo.rewards.yes_no import MOST_LIKELY, yes_probability
@@ -83,7 +83,7 @@ def parse_scores(text: str, names: Sequence[str]) -> float:
     return sum(values) / len(values)
 
 
-class VLMJudge:
+class VLMJudge(PictureReward):
     """A score by a vision-language model; NaN, and one warning that counts them, where it gives none.
 
     From 1 to 5 for the forms "final" and "aspects". For "yes_no" P(yes) / (P(yes) + P(no)) of the answer's first token, from 0
@@ -93,15 +93,16 @@ class VLMJudge:
     instruction instead of the form's, with {prompt} where the prompt goes: the text itself, FILE.txt, or FILE.py:NAME for a
     string that a Python file assigns (it is read, not run); `aspects`, the names of the scores to average instead of all the
     form's; `api_key_env`, the environment variable with the key; `image_size`, to which the longer side of a larger picture is
-    reduced; `temperature`; `max_tokens` of the answer (1024; for "yes_no" 1); `request`, further fields of every request, such
-    as {"chat_template_kwargs": {"enable_thinking": false}}; `concurrency`, requests at a time; `timeout_s` for each; `retries`
+    reduced; `max_tokens` of the answer (1024; for "yes_no" 1); `request`, further fields of every request, such
+    as {"temperature": 0.7}, 0 unless given; `concurrency`, requests at a time; `timeout_s` for each; `retries`
     and `backoff_s`, the first wait; `check`, ask the endpoint for its models now, and for "yes_no" one question about a grey
     picture, so that a wrong address, key or model, or a server without log-probs, fails here.
     Raises ValueError for bad settings, FileNotFoundError for a missing template, OSError if the check fails or a request is
     refused.
     """
 
-    waits = True
+    waits = asks = True
+    missing = "the judge's answer has no score"
 
     def __init__(
         self,
@@ -113,7 +114,6 @@ class VLMJudge:
         aspects: Sequence[str] | None = None,
         api_key_env: str | None = None,
         image_size: int = 512,
-        temperature: float = 0.0,
         max_tokens: int | None = None,
         request: Mapping[str, Any] | None = None,
         concurrency: int = 8,
@@ -128,7 +128,7 @@ class VLMJudge:
         self.template = _template(asked.template if template is None else template)
         self.names = tuple(asked.scores if aspects is None else aspects)
         self.url, self.token = endpoint(url, "/chat/completions"), token_from(api_key_env)
-        self.settings: dict[str, Any] = {"model": model, "temperature": temperature, "max_tokens": max_tokens or 1024}
+        self.settings: dict[str, Any] = {"model": model, "temperature": 0.0, "max_tokens": max_tokens or 1024}
         if not self.names:
             self.settings |= {"max_tokens": max_tokens or 1, "logprobs": True, "top_logprobs": MOST_LIKELY}
         self.settings |= request or {}
@@ -138,11 +138,7 @@ class VLMJudge:
         if check:
             self._check(endpoint(url, "/models"), min(timeout_s, 10.0))
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1]; NaN where the judge gave none."""
-        return score_in_batches(images, prompts, self._score, batch_size=64, missing="the judge's answer has no score")
-
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
             return torch.tensor(list(pool.map(self._judge, to_pil(images), prompts)))
 

@@ -7,12 +7,17 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from g2rpo.files import is_hub_id, local
 from g2rpo.plain import refuse_hub_kernels
+
+CLIP_FILES = ("open_clip_config.json", "config.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
+"""Files of which a folder with a CLIP or a tokenizer has one."""
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -125,8 +130,15 @@ def guess_model(state: Mapping[str, Tensor]) -> str:
     return f"something unknown, with {len(names)} tensors named like {', '.join(sorted(names)[:3])}"
 
 
-def check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str, path: object) -> None:
-    """Raise ValueError, naming a few keys and a guess, unless `state` has exactly the names and shapes of `expected`."""
+def check_state(
+    expected: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    what: str,
+    path: object,
+    published: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Raise ValueError, naming a few keys and a guess, unless `state`, a part of the `published` state dict, has exactly the
+    names and shapes of `expected`."""
     problems = []
     for title, keys in (("missing", expected.keys() - state.keys()), ("unexpected", state.keys() - expected.keys())):
         if keys:
@@ -136,10 +148,17 @@ def check_state(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], wha
         name = shapes[0]
         problems.append(f"{len(shapes)} of another shape ({name}: {list(state[name].shape)}, not {list(expected[name].shape)})")
     if problems:
-        raise ValueError(f"{path} does not fit {what}: {'; '.join(problems)}")
+        guess = guess_model(published or state)
+        raise ValueError(f"{path} does not fit {what}: {'; '.join(problems)}. It seems to be {guess}.")
 
 
-def build(factory: Callable[[], nn.Module], state: Mapping[str, Tensor], what: str, path: object) -> nn.Module:
+def build(
+    factory: Callable[[], nn.Module],
+    state: Mapping[str, Tensor],
+    what: str,
+    path: object,
+    published: Mapping[str, Tensor] | None = None,
+) -> Any:
     """The module that `factory` makes, frozen and in eval mode, with the tensors of `state` only.
 
     The module is made on the meta device, so a model of billions of parameters is neither initialised nor copied.
@@ -147,7 +166,7 @@ def build(factory: Callable[[], nn.Module], state: Mapping[str, Tensor], what: s
     """
     with torch.device("meta"):
         module = factory()
-    check_state(module.state_dict(), state, what, path)
+    check_state(module.state_dict(), state, what, path, published)
     module.load_state_dict(state, assign=True)
     for child in module.modules():
         position_ids = getattr(child, "position_ids", None)

@@ -6,10 +6,10 @@ higher is better. A prompt that the grammar cannot parse has no score: NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from g2rpo.testbed import assets_dir
 from g2rpo.testbed.checks import check
 from g2rpo.testbed.detector import detect
 from g2rpo.testbed.grammar import parse
-from g2rpo.testbed.scenes import Scene
+from g2rpo.testbed.scenes import SIDE, Scene
+from g2rpo.types import Reward, RewardModel
 
 if TYPE_CHECKING:
     from transformers import CLIPModel, PreTrainedTokenizerFast
@@ -33,7 +34,7 @@ def parse_or_none(prompt: str) -> Scene | None:
         return None
 
 
-class SceneAccuracy:
+class SceneAccuracy(Reward):
     """Whether the picture shows the asked objects, colours, counts, sizes and relation, and nothing else.
 
     1 if all answers of `check` are 1; otherwise `partial`, in [0, 1], times the mean of the answers.
@@ -59,7 +60,7 @@ class SceneAccuracy:
         return self.partial * sum(answers) / len(answers) + (1 - self.partial) * (min(answers) == 1)
 
 
-class SceneCLIP:
+class SceneCLIP(Reward):
     """Cosine of the picture and its prompt under the testbed's tiny CLIP, in [-1, 1].
 
     It sees counts, colours, shapes and sizes, but hardly which group is on which side: as its large sisters do, it reads
@@ -73,6 +74,13 @@ class SceneCLIP:
     def __init__(self, path: Path | str | None = None) -> None:
         self.model, self.tokenizer = load_clip(Path(path) if path else assets_dir() / self.folder)
         self._text = lru_cache(maxsize=1024)(self._encode)  # a group's pictures come in several batches, of one prompt
+
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        from transformers import CLIPConfig, CLIPModel
+
+        clip = CLIPModel(CLIPConfig.from_pretrained(options["path"] or assets_dir() / cls.folder))
+        return RewardModel([clip], lambda: image_features(clip, torch.empty(1, 3, SIDE, SIDE)))
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         texts = torch.stack([self._text(prompt) for prompt in prompts])

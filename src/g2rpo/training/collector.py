@@ -16,11 +16,12 @@ from g2rpo.config.schema import SamplingConfig
 from g2rpo.data import Precision
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
-from g2rpo.rollout.scoring import Stopwatch, score_rollouts
+from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.runtime.devices import same_device
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.seeding import generator_for
+from g2rpo.training.stopwatch import Stopwatch
 from g2rpo.types import Algorithm, Cond, Kernel, Plan, Policy, Reward, Rollout, no_kernel
 
 
@@ -98,7 +99,9 @@ class Collector:
         evaluations, aside = 0, Stopwatch()
 
         def score(part: Sequence[Rollout], watch: Stopwatch) -> Tensor:
-            return self.sizes.fit(lambda: score_rollouts(self.policy, part, self.rewards, prompts, self.sizes.decode, watch))
+            return self.sizes.fit(
+                lambda: score_rollouts(self.policy, part, self.rewards, prompts, self.sizes.decode, watch.lap)
+            )
 
         def score_aside(part: Sequence[Rollout]) -> Tensor:
             aside.restart()
@@ -162,11 +165,9 @@ class Collector:
 
 def waited_for(reward: Reward, device: torch.device) -> bool:
     """Whether scores come from elsewhere (`waits`), or are computed on another device than the accelerator `device`."""
-    if getattr(reward, "waits", False):
-        return True
-    if device.type == "cpu":
-        return False
-    own = getattr(reward, "device", None)
-    if not isinstance(own, torch.device):
+    own = reward.device
+    if reward.waits or device.type == "cpu":
+        return reward.waits
+    if not isinstance(own, torch.device):  # a user's may be anything
         return True
     return own.type != device.type or (None not in (own.index, device.index) and own.index != device.index)

@@ -55,7 +55,7 @@ from g2rpo.seeding import seed_for
 from g2rpo.statistics import in_proportion
 from g2rpo.training.learner import Learner
 from g2rpo.training.run_files import RunFiles
-from g2rpo.types import Policy, Reward
+from g2rpo.types import Policy, Reward, as_reward
 
 OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
 """What became of a picture by its verdicts before and after training."""
@@ -173,7 +173,7 @@ class Evaluator:
             return None
         asked = [prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)]
         images = self._evaluated(
-            asked, iteration, on_rows, seed=seed_for(self.seed, "spread"), rewards={"none": _unscored}
+            asked, iteration, on_rows, seed=seed_for(self.seed, "spread"), rewards={"none": as_reward(_unscored)}
         ).images
         world = self.shards.world
         found = spread_of(images.unflatten(0, (-1, SPREAD_NOISES))) if world.is_main else None

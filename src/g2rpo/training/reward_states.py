@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from g2rpo.errors import Stopped, UserError
-from g2rpo.rollout.frames import OnFrames
 from g2rpo.rollout.scoring import naming_reward
 from g2rpo.runtime.distributed import World
 from g2rpo.types import Reward
 
 
-def stateful(rewards: Mapping[str, Reward]) -> dict[str, Any]:
-    """The rewards with an attribute `state`, by name; UserError if it holds what a checkpoint cannot."""
-    owners = {name: reward.reward if isinstance(reward, OnFrames) else reward for name, reward in rewards.items()}
-    found = {name: owner for name, owner in owners.items() if hasattr(owner, "state")}
-    for name, owner in found.items():
-        if (fault := _fault(owner.state)) is not None:
+def stateful(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
+    """The rewards that have a state, by name; UserError if it holds what a checkpoint cannot."""
+    found = {name: reward for name, reward in rewards.items() if reward.state is not None}
+    for name, reward in found.items():
+        if (fault := _fault(reward.state)) is not None:
             raise UserError(f"reward '{name}': its state may hold numbers, words, lists, mappings and tensors, not {fault}")
     return found
 
@@ -37,17 +35,15 @@ def _fault(value: Any) -> str | None:
 
 
 def observe(rewards: Mapping[str, Reward], iteration: int, scores: Tensor) -> None:
-    """Calls `observe` of the rewards that have it with their scores [N, M, G] of `scores` [N, R, M, G], of all ranks."""
+    """Calls `observe` of each reward with its scores [N, M, G] of `scores` [N, R, M, G], of all ranks."""
     for index, (name, reward) in enumerate(rewards.items()):
-        owner = reward.reward if isinstance(reward, OnFrames) else reward
-        if hasattr(owner, "observe"):
-            with naming_reward(name, "failed to observe its scores"):
-                owner.observe(iteration, scores[:, index].clone())
+        with naming_reward(name, "failed to observe its scores"):
+            reward.observe(iteration, scores[:, index].clone())
 
 
 def states(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
     """The states of all rewards that have one. Raises `Stopped` if those of the ranks differ."""
-    found = {name: owner.state for name, owner in stateful(rewards).items()}
+    found = {name: reward.state for name, reward in stateful(rewards).items()}
     for name, state in found.items():
         if differing := world.differing(_digest(state)):
             hint = "it may change in `observe` alone, which has the scores of all ranks"
@@ -57,8 +53,8 @@ def states(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
 
 def restore(rewards: Mapping[str, Reward], stored: Mapping[str, Any]) -> None:
     """Sets the states that `states` returned; KeyError if one is missing."""
-    for name, owner in stateful(rewards).items():
-        owner.state = copy.deepcopy(stored[name])  # a checkpoint's tensors are mapped from its file
+    for name in stateful(rewards).keys() | (stored.keys() & rewards.keys()):
+        rewards[name].state = copy.deepcopy(stored[name])  # a checkpoint's tensors are mapped from its file
 
 
 def _digest(value: Any) -> Tensor:

@@ -22,7 +22,7 @@ from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
-from g2rpo.rollout.scoring import Stopwatch, scores_latents, weighted_scores
+from g2rpo.rollout.scoring import weighted_scores
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import batch_sizes
@@ -40,8 +40,9 @@ from g2rpo.training.persistence import Persistence
 from g2rpo.training.reward_states import observe, stateful
 from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.run_files import RunFiles
+from g2rpo.training.stopwatch import Stopwatch
 from g2rpo.training.updater import Updater, check_differentiable
-from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout
+from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout, as_rewards
 
 
 @dataclass(repr=False, kw_only=True)
@@ -70,6 +71,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         c = self.config
+        self.rewards, self.judges = as_rewards(self.rewards), as_rewards(self.judges)
         self.iteration = 0
         self.saved_at = time.monotonic()
         self.stopping = False
@@ -266,7 +268,7 @@ class Trainer:
 
     def _save_first_group(self, prompts: Sequence[str], collected: Collected, advantages: Tensor) -> None:
         """Keeps a group as pictures, unless nothing compares its members or rewards score latents."""
-        if self.files.writes and not self.algorithm.uses_rewards and not all(map(scores_latents, self.rewards.values())):
+        if self.files.writes and not self.algorithm.uses_rewards and not all(reward.latent for reward in self.rewards.values()):
             save_first_group(self.files, self.policy, self.sizes, list(self.rewards), prompts, collected, advantages)
 
     def plans(self, iteration: int | None = None) -> list[Plan]:

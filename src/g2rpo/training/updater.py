@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from g2rpo.errors import UserError, out_of_device_memory
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
 from g2rpo.runtime.sharding import WHOLE, Replicated
-from g2rpo.types import Algorithm, Batch, Cond, Example, Loss, Policy
+from g2rpo.types import Algorithm, Batch, Cond, Example, Loss, Policy, Reward
 
 
 def without_zero_advantages(examples: Sequence[Example]) -> list[Example]:
@@ -67,9 +66,9 @@ def no_reward(x: Tensor, prompts: Sequence[int]) -> Tensor:
     raise NotImplementedError("the algorithm's loss calls network.reward, but its uses_rewards is false")
 
 
-def check_differentiable(algorithm: Algorithm, rewards: Mapping[str, Any]) -> None:
-    """UserError if an algorithm needs the gradient of `rewards` (or their classes) and some have none."""
-    without = [name for name, reward in rewards.items() if not getattr(reward, "differentiable", False)]
+def check_differentiable(algorithm: Algorithm, rewards: Mapping[str, Reward | type[Reward]]) -> None:
+    """UserError if an algorithm needs the gradient of `rewards` (or their classes) and some have none, as of chosen frames."""
+    without = [name for name, reward in rewards.items() if not reward.differentiable or reward.frames is not None]
     if algorithm.uses_rewards and without:
         raise UserError(
             f"algorithm {name_of(algorithm)} learns from the gradient of rewards, and these have none: {', '.join(without)}; "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from g2rpo.testbed.words.drawing import HEIGHT, INKS, PAPER, WIDTH, draw, span
 from g2rpo.testbed.words.language import LETTERS, Colour, Word, parse
+from g2rpo.types import Reward
 
 TOLERANCE = 0.06  # of clean paper: 15 levels of 255, in any channel
 INK = 0.35  # least distance of ink from the paper, in any channel
@@ -23,7 +24,7 @@ LEAST_INK = 20  # pixels; a thin letter has more
 MARGIN = 3  # pixels around the word that are not judged as paper
 
 
-class _Judge:
+class _Judge(Reward):
     """Scores each picture for the word that its prompt asks for."""
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -1,0 +1,158 @@
+"""What the classes of rewards declare: docs and `g2rpo plan` agree with it, and a new reward is one file."""
+
+import inspect
+import json
+import re
+
+import pytest
+import torch
+
+from g2rpo import plugins
+from g2rpo.build.rewards import REWARDS, build_rewards, check_rewards, defaults_of
+from g2rpo.commands.contents import contents_of
+from g2rpo.commands.preflight import check
+from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.config.schema import RewardConfig
+from g2rpo.cost.advice import other_method, same_result
+from g2rpo.cost.rewards import cost_of_reward
+from g2rpo.errors import UserError
+from g2rpo.types import Reward
+from tests.support.pages import ROOT
+
+PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+KINDS = {name: plugins.find("rewards", name, REWARDS) for name in REWARDS}
+ROWS = {
+    name: row.split("|")[1:-1]
+    for row in PAGE.partition("## Kinds")[2].partition("Weights are counted")[0].splitlines()
+    for name in re.findall(r"`(\w+)`", row.split("|")[1] if row.startswith("| `") else "")
+}
+NEEDED = {"clip_score": {"path": "apple/DFN5B-CLIP-ViT-H-14"}}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_declaration_fits_its_constructor(name):
+    kind, options = KINDS[name], defaults_of(KINDS[name])
+    assert issubclass(kind, Reward) and inspect.getdoc(kind)
+    assert {*kind.files, *filter(None, [kind.code_option])} <= options.keys()
+    assert "timeout_s" in options or not kind.asks
+    json.dumps([value for value in options.values() if value is not inspect.Parameter.empty])  # as configs hold them
+    check_rewards({name: RewardConfig(kind=name)})
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_the_table_of_the_docs_says_what_a_class_declares(name):
+    kind, row = KINDS[name], ROWS[name]
+    assert kind.upstream in row[2] and kind.licence in row[2]
+    for option, value in defaults_of(kind).items():
+        if option == "path" and (option in kind.files and value is not None):
+            assert (value if isinstance(value, str) else "`path=`") in row[4], option
+    assert not kind.libraries or f"`pip install {' '.join(kind.libraries)}`" in row[4]
+    cost = cost_of_reward(RewardConfig(kind=name, options=NEEDED.get(name, {})), "cuda")
+    if cost is not None and cost.bytes:
+        assert re.search(rf"{cost.bytes / 2**30:.1f}\b", row[3])
+    assert ("bfloat16" in row[3]) == (cost is not None and cost.dtype == "bfloat16")
+
+
+def test_the_page_lists_the_rewards_that_have_a_gradient_and_no_others():
+    listed, others = PAGE.partition("## Rewards with a gradient")[2].partition("## Kinds")[0].split("Scores are still")
+    named = set(re.findall(r"`(\w+)`", listed)) & REWARDS.keys()
+    assert named == {name for name, kind in KINDS.items() if kind.differentiable}
+    assert not named & set(re.findall(r"`(\w+)`", others))
+
+
+SOURCE = """
+import torch
+from torch import nn
+from g2rpo.rewards.pixels import PictureReward
+from g2rpo.rewards.weights import fetch, read_state_dict
+from g2rpo.types import RewardModel
+
+class Warmth(PictureReward):
+    '''How warm a picture is.'''
+
+    files = {"path": ("warmth.pt",)}
+    libraries = ("torch",)
+    right = 0.0
+    wants = "the word red"
+
+    def __init__(self, path, *, device="cpu", dtype="float32", batch_size=2):
+        self.net = nn.Linear(3, 1)
+        self.net.load_state_dict(read_state_dict(fetch(path, "warmth.pt")))
+        self.batch_size = batch_size
+
+    @staticmethod
+    def target(prompt):
+        return "red" in prompt
+
+    @classmethod
+    def model_of(cls, options):
+        net = nn.Linear(3, 1)
+        return RewardModel([net], lambda: net(torch.empty(1, 3)), parameters=1000)
+
+    @torch.no_grad()
+    def score_pictures(self, images, prompts):
+        return self.net(images.float().mean((2, 3)) / 255)[:, 0]
+"""
+
+
+@pytest.fixture
+def warmth(tmp_path):
+    file = tmp_path / "warmth.py"
+    file.write_text(SOURCE)
+    plugins.allow(str(file))
+    return f"{file}:Warmth"
+
+
+def test_a_reward_outside_the_package_is_planned_and_advised_by_its_declaration(warmth):
+    entry = RewardConfig(kind=warmth, options={"path": "weights"})
+    cost = cost_of_reward(entry, "cuda")
+    assert (cost.bytes, cost.flops, cost.device, cost.dtype) == (4 * 1004, 6, "cuda", "float32")
+    half = cost_of_reward(RewardConfig(kind=warmth, options={"path": "weights", "dtype": "bfloat16", "device": "cpu"}), "cuda")
+    assert (half.bytes, half.device) == (2 * 1004, "cpu")
+    config = load_config("scenes", [f"rewards.warm.kind={warmth}", "rewards.warm.options.path=weights"])
+    assert ("rewards.warm.options.device=cpu",) in list(same_result(config, 1))
+    assert any("rewards.warm.options.dtype=bfloat16" in change for change in other_method(config))
+
+
+@pytest.mark.parametrize("name", ["hpsv3", "geneval"])
+def test_advice_knows_every_reward_with_weights(name):
+    config = load_config("scenes", [f"rewards.{name}=1"])
+    assert (f"rewards.{name}.options.device=cpu",) in list(same_result(config, 1))
+    assert any(f"rewards.{name}.options.dtype=bfloat16" in change for change in other_method(config)) == (name == "geneval")
+
+
+def test_a_reward_outside_the_package_is_checked_before_anything_is_loaded(warmth, tmp_path, monkeypatch):
+    def config(*more):
+        return load_config("scenes", [f"rewards.warm.kind={warmth}", *more])
+
+    with pytest.raises(UserError, match=r"rewards\.warm\.options\.path is missing"):
+        check(config())
+    with pytest.raises(UserError, match=r"rewards\.warm\.options\.path: .* has no warmth\.pt; it holds warmth\.py"):
+        check(config(f"rewards.warm.options.path={tmp_path}"))
+    torch.save({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / "warmth.pt")
+    there = f"rewards.warm.options.path={tmp_path}"
+    check(config(there))
+    with pytest.raises(UserError, match="dtype must be one of float32"):
+        check(config(there, "rewards.warm.options.dtype=float64"))
+    (tmp_path / "p.txt").write_text("a blue circle\n")
+    with pytest.raises(UserError, match=r"rewards\.warm: none of 1 prompts .* has the word red"):
+        check(config(there, f"prompts.train={tmp_path}/p.txt"))
+    monkeypatch.setattr(plugins.load(warmth), "libraries", ("no_such_library",))
+    with pytest.raises(UserError, match=r"rewards\.warm: needs no_such_library: pip install no_such_library"):
+        check(config(there))
+
+
+def test_a_reward_outside_the_package_trains_and_judges(warmth, tmp_path):
+    torch.save({"weight": torch.tensor([[1.0, -0.5, -0.5]]), "bias": torch.zeros(1)}, tmp_path / "warmth.pt")
+    (tmp_path / "p.txt").write_text("a red circle\ntwo red squares\n")
+    small = ["algorithm.group_size=2", "sampling.num_steps=6", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2"]
+    small += [f"{key}={tmp_path}/p.txt" for key in ("prompts.train", "evaluation.prompts")]
+    for name in ("rewards.warm", "evaluation.rewards.judge"):
+        small += [f"{name}.kind={warmth}", f"{name}.options.path={tmp_path}"]
+    config = load_config("scenes", small)
+    trainer = build_trainer(config, None, notify=lambda message: None)
+    assert any("warm" in key for key in trainer.iterate())
+    evaluation = trainer.score_heldout()
+    assert torch.equal(evaluation.scores["warm"], evaluation.scores["judge"]) and evaluation.right is not None
+    assert tmp_path.name in contents_of(config, ["a"], ["b"], {})["rewards.warm"]
+    assert build_rewards(config.rewards)["warm"].name == "Warmth"
