@@ -73,9 +73,9 @@ MUTATIONS = [
     Mutation("objectives.py", 'if mix == "gdpo"', 'if mix == "advantages"', OBJECTIVES),
     Mutation("objectives.py", "(per_reward * normalize(rewards))", "(normalize(per_reward * rewards))", OBJECTIVES),
     Mutation("objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS),
-    Mutation("algorithms/g2rpo.py", "num_steps, grain, self.tail", "num_steps, 1, self.tail", f"{ENGINE} {SCHEDULE}"),
-    Mutation("algorithms/g2rpo.py", "iteration % len(self.branch_steps)", "0", SCHEDULE),
-    Mutation("algorithms/g2rpo.py", "mixed.clamp(-self.advantage_clip, self.advantage_clip)", "mixed", OBJECTIVES),
+    Mutation("algorithms/g2rpo.py", "num_steps, size, self.tail", "num_steps, 1, self.tail", f"{ENGINE} {SCHEDULE}"),
+    Mutation("algorithms/g2rpo.py", "turn % len(plans)", "0", SCHEDULE),
+    Mutation("algorithms/g2rpo.py", ".clamp(-self.advantage_clip, self.advantage_clip)", "", OBJECTIVES),
     Mutation(
         "algorithms/policy_gradient.py", "steps.log_prob - steps.old_log_prob", "steps.old_log_prob - steps.log_prob", TRAINER
     ),
@@ -101,6 +101,7 @@ MUTATIONS = [
     ),
     Mutation("algorithms/forward_process.py", "(updates - self.old_flat)", "updates", FORWARD),
     Mutation("rollout/engine.py", "landing.log_prob(x_next)", "landing.log_prob(landing.mean)", f"{ENGINE} {TRAINER}"),
+    Mutation("rollout/reference.py", "sigmas[step], sigmas[following])", "sigmas[step], sigmas[step + 1])", ENGINE),
     Mutation("rollout/engine.py", "max(branch_steps) + 1)", "max(branch_steps))", ENGINE),
     Mutation("rollout/tails.py", "/ (2 * (_log_snr(now)", "/ (1 * (_log_snr(now)", TAILS),
     Mutation("rollout/tails.py", "velocity + (sigma - near)", "velocity - (sigma - near)", TAILS),

@@ -1,14 +1,14 @@
 """The engine against a plain loop that shares nothing, and its counts against closed forms."""
 
-import itertools
-
 import pytest
 import torch
 
+from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.data import Precision
 from g2rpo.flow import dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout import reference
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.seeding import generator_for
@@ -62,38 +62,10 @@ def test_groups_of_all_prompts_share_batches():
     assert (both.calls, both.evaluations) == (3 + 16, 3 * 4 * 16 + 3 * (3 + 4 * 13))
 
 
-def plain_rollout(policy, cond, prompt, plan, group_size, kernel):
-    """One plan by the book: batch 1, every member walked on its own, every velocity computed anew."""
-    row = cond.rows([prompt])
-
-    def velocity(x, step):
-        return policy.velocity(x[None], SIGMAS[step : step + 1], row)[0]
-
-    transitions, finals = [], []
-    for member in range(group_size):
-        x = policy.noise([noise(prompt, "initial") if plan.shared_noise else noise(prompt, "initial", member)])[0]
-        for step in range(plan.branch):
-            x = ode_step(x, velocity(x, step), SIGMAS[step], SIGMAS[step + 1])
-        for step in range(plan.branch, plan.merge):
-            sigma, sigma_next = SIGMAS[step], SIGMAS[step + 1]
-            landing = kernel(x[None], velocity(x, step)[None], sigma, sigma_next)
-            draws = torch.randn(group_size, *x.shape, generator=noise(prompt, "branch", plan.branch, step))
-            x_next = landing.sample(draws[member])
-            transitions.append((step, x, x_next[0], landing.log_prob(x_next)[0]))
-            x = x_next[0]
-        ends = []
-        for tail in plan.tails:
-            y = x
-            for here, there in itertools.pairwise(tail):
-                y = ode_step(y, velocity(y, here), SIGMAS[here], SIGMAS[there])
-            ends.append(y)
-        finals.append(torch.stack(ends))
-    return transitions, torch.stack(finals, 1)
-
-
 PLANS = {
     "g2rpo": GranularGRPO(branch_steps=(0, 3, 6), granularities=(1, 2, 3)).plans(16),
     "closed": GranularGRPO(branch_steps=(1, 14), granularities=(1, 4), tail="closed").plans(16),
+    "flow_grpo": FlowGRPO(eta=0.5).plans(16),
     "window": [Plan(2, 6, ((6, 7, 10, 16),))],
     "every step, own noise": [Plan(0, 16, ((16,),), shared_noise=False)],
     "window, own noise": [Plan(3, 5, (tuple(range(5, 17)), (5, 6, 16)), shared_noise=False)],
@@ -112,15 +84,19 @@ def test_sharing_changes_no_latent(name, batch_size):
     counted = engine.evaluations
     assert counted == 2 * count_evaluations(PLANS[name], group_size)
     for got in rollouts:
-        transitions, finals = plain_rollout(engine.policy, engine.cond, got.prompt, got.plan, group_size, kernel)
-        torch.testing.assert_close(got.finals, finals, atol=1e-5, rtol=0)
-        for step, x, x_next, log_prob in transitions:
-            mine = next(t for t in got.transitions if t.step == step)
-            assert len(mine.x) == (1 if got.plan.shared_noise and step == got.plan.branch else group_size)
-            member = int((mine.x_next - x_next).flatten(1).abs().amax(1).argmin())
-            torch.testing.assert_close(mine.x_next[member], x_next, atol=1e-5, rtol=0)
-            torch.testing.assert_close(mine.x[member if len(mine.x) > 1 else 0], x, atol=1e-5, rtol=0)
-            torch.testing.assert_close(mine.old_log_prob[member], log_prob, atol=1e-5, rtol=0)
+        prompt = got.prompt
+        row = engine.cond.rows([prompt])
+        asked = reference.rollout(
+            engine.policy, row, SIGMAS, got.plan, group_size, kernel, lambda _, *key, prompt=prompt: noise(prompt, *key)
+        )
+        torch.testing.assert_close(got.finals, asked.finals, atol=1e-5, rtol=0)
+        assert [t.step for t in got.transitions] == [t.step for t in asked.transitions]
+        for mine, theirs in zip(got.transitions, asked.transitions, strict=True):
+            assert len(mine.x) == (1 if got.plan.shared_noise and mine.step == got.plan.branch else group_size)
+            for name in ("x_next", "old_log_prob"):
+                torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), atol=1e-5, rtol=0)
+            for name in ("x", "old_mean"):
+                torch.testing.assert_close(getattr(mine, name).expand_as(theirs.x), getattr(theirs, name), atol=1e-5, rtol=0)
 
 
 def test_one_branch_with_the_fine_tail_is_a_window_of_one():

@@ -1,0 +1,47 @@
+"""A rollout as the paper's box says it, without sharing, batches or tails that are cheaper; the engine is tested against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from g2rpo.flow import ode_step
+from g2rpo.types import Cond, Kernel, Plan, Policy, Rollout, Transition
+
+
+@torch.no_grad()
+def rollout(
+    policy: Policy,
+    cond: Cond,
+    sigmas: Tensor,
+    plan: Plan,
+    group_size: int,
+    kernel: Kernel,
+    noise: Callable[..., torch.Generator],
+) -> Rollout:
+    """One plan for the one prompt of `cond`: shared ODE, noise at `plan.branch` to `merge`, and every tail to its end."""
+
+    def velocity(x: Tensor, step: int) -> Tensor:
+        return policy.velocity(x, sigmas[step].expand(len(x)), cond.rows([0] * len(x)))
+
+    starts = [("initial",) if plan.shared_noise else ("initial", member) for member in range(group_size)]
+    x = policy.noise([noise(0, *start) for start in starts])  # shared: all members are the anchor until noise enters
+    for step in range(plan.branch):
+        x = ode_step(x, velocity(x, step), sigmas[step], sigmas[step + 1])
+    transitions = []
+    for step in range(plan.branch, plan.merge):
+        landing = kernel(x, velocity(x, step), sigmas[step], sigmas[step + 1])
+        x_next = landing.sample(torch.randn(x.shape, generator=noise(0, "branch", plan.branch, step)))
+        if plan.trains(step):
+            transitions.append(Transition(step, x, x_next, landing.mean, landing.log_prob(x_next)))
+        x = x_next
+    finals = []
+    for tail in plan.tails:
+        end = x
+        for step, following in pairwise(tail):
+            end = ode_step(end, velocity(end, step), sigmas[step], sigmas[following])
+        finals.append(end)
+    return Rollout(0, plan, tuple(transitions), torch.stack(finals))
