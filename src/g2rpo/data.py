@@ -248,7 +248,7 @@ class Example:
         return torch.ones_like(self.advantages, dtype=torch.bool) if self.counted is None else self.counted
 
     def with_group_sum(self, total: Tensor) -> Example:
-        """The same with `data["group_sum"]`, a number of the whole group (`Algorithm.uses_group_sums`)."""
+        """The same with `data["group_sum"]`, a number of the whole group (`capabilities.SumsGroups`)."""
         return replace(self, data={**self.data, "group_sum": total[None]})
 
     def members(self, start: int, stop: int) -> Example:

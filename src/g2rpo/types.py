@@ -123,7 +123,7 @@ class Reward:
     latent: bool = False
     """Whether it takes final latents [B, ...] (as `Policy.decode` does): where all rewards do, training decodes nothing."""
     differentiable: bool = False
-    """Whether scores of pictures that require a gradient carry it, on any device; algorithms with `uses_rewards` need that."""
+    """Whether scores of pictures that require a gradient carry it, on any device; ReFL needs that."""
     waits: bool = False
     """Whether it waits for an answer from elsewhere: pictures are then scored while other prompts are rolled out."""
     device: torch.device | None = None
@@ -251,12 +251,12 @@ class Network(Protocol):
         ...
 
     def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
-        """Under the old weights, without gradient; for algorithms with `uses_old`. A loss calls it before `velocity`."""
+        """Under the old weights, without gradient; for algorithms that keep them. A loss calls it before `velocity`."""
         ...
 
     def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:
         """The weighted sum [B] of the scores of latents x at sigma = 0, with the gradient of decoding and rewards; for
-        algorithms with `uses_rewards`."""
+        algorithms that differentiate rewards."""
         ...
 
 
@@ -290,7 +290,8 @@ class Algorithm(Protocol):
     """How members are sampled, their advantages, the training examples and the loss. Fields are the hyper-parameters.
 
     A class that inherits from this protocol needs `plans`, `advantages`, `examples` and `loss`; the rest has defaults.
-    `algorithms.policy_gradient` has `examples` and `loss` for algorithms that learn from stochastic steps.
+    `algorithms.policy_gradient` has `examples` and `loss` for algorithms that learn from stochastic steps. What only some
+    algorithms ask of a run is in `capabilities`.
     """
 
     if TYPE_CHECKING:  # read-only, as the fields of frozen dataclasses are
@@ -308,53 +309,15 @@ class Algorithm(Protocol):
             return math.inf
 
         @property
-        def candidates(self) -> int:
-            """Prompts drawn for each place of an iteration; if several, its state, a `PromptChooser`, takes one."""
-            return 1
-
-        @property
         def uses_base(self) -> bool:
             """Whether the loss calls `Network.base_velocity`."""
-            return False
-
-        @property
-        def uses_old(self) -> bool:
-            """Whether the run keeps old weights, which follow the trained ones after each iteration (`old_decay`)."""
-            return False
-
-        @property
-        def uses_rewards(self) -> bool:
-            """Whether the loss calls `Network.reward`; all trained rewards then have to be differentiable."""
-            return False
-
-        @property
-        def uses_group_sums(self) -> bool:
-            """Whether the loss needs `data["group_sum"]`: sums of `group_term` over a group, which a pass may have in part."""
-            return False
-
-        @property
-        def drop_zero_advantages(self) -> bool:
-            """Whether members without any advantage are left out of an update's mean, and so of the KL term."""
             return False
 
     else:
         group_size: int
         update_every = "rollout"
         advantage_clip = math.inf
-        candidates = 1
         uses_base = False
-        uses_old = False
-        uses_rewards = False
-        uses_group_sums = False
-        drop_zero_advantages = False
-
-    def old_decay(self, updates: int) -> float:
-        """What the old weights keep of themselves after an iteration, `updates` optimizer steps into the run, in [0, 1]."""
-        return 0.0
-
-    def samples_old(self, updates: int) -> bool:
-        """Whether the old weights sample the iteration that begins after `updates` optimizer steps."""
-        return False
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         """The transition kernel of a run on the grid `sigmas`; only plans with stochastic steps need one."""
@@ -383,20 +346,6 @@ class Algorithm(Protocol):
         """The loss of the members of a batch, before averaging."""
         ...
 
-    def group_term(self, batch: Batch, network: Network) -> Tensor:
-        """A number of each member of a batch, [B], taken without gradient before the first update of a rollout; for algorithms
-        with `uses_group_sums`."""
-        return torch.zeros_like(batch.advantages)
-
     def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
         """The logged numbers of an iteration from `Loss.log`: by name, one tensor of all members of all ranks."""
         return {name: float(values.double().mean()) for name, values in log.items()}
-
-    def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float) -> float:
-        """The largest `log_prob_drift` that velocities explain which differ by `rounding`, relative to their size, for the
-        stochastic `steps` of latents of `entries` numbers; infinite for algorithms without log-probs."""
-        return math.inf
-
-    def memory(self) -> AlgorithmState | None:
-        """The state of a new run, for algorithms that have one."""
-        return None

@@ -9,6 +9,7 @@ import torch
 
 from g2rpo.algorithms.adagrpo import AdaGRPO, Level, balanced
 from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.capabilities import state_of
 from g2rpo.cost.counting import count
 from g2rpo.errors import UserError
 from g2rpo.flow import ode_step
@@ -208,7 +209,7 @@ class Choosy(GranularGRPO):
 def test_a_choice_that_is_none_is_one_message(wrong, message):
     t = trainer(None, "sampling.num_steps=9")
     algorithm = Choosy(wrong=wrong, group_size=4, branch_steps=(0,))
-    t.algorithm, t.memory = algorithm, algorithm.memory()
+    t.algorithm, t.memory = algorithm, state_of(algorithm)
     with pytest.raises(UserError) as refusal:
         t.iterate()
     assert message in str(refusal.value)

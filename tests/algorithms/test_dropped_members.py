@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from g2rpo.algorithms.policy_gradient import PolicyGradient
+from g2rpo.capabilities import candidates_of, drops_members
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.training.updater import without_zero_advantages
 from tests.algorithms.test_neighbours import ONCE
@@ -14,7 +15,7 @@ from tests.support.runs import brightness, trainer
 DROPPING = {"flow_dppo", "flow_grpo", "flow_grpo_fast", "flow_cps", "grpo_guard", "tempflow_grpo"}
 
 
-PLAIN = [kind for kind in ALGORITHMS.values() if issubclass(kind, PolicyGradient) and kind().candidates == 1]
+PLAIN = [kind for kind in ALGORITHMS.values() if issubclass(kind, PolicyGradient) and candidates_of(kind()) == 1]
 """Those in which a member without an advantage has no gradient but the KL term's."""
 
 
@@ -48,7 +49,7 @@ def test_an_update_is_the_one_without_them_where_they_are_dropped(name):
     part is half as large and the KL term is not."""
     t, experience, cond = experienced(name)
     silent = {item.prompt for item in experience if not item.advantages.any()}
-    assert len(silent) == 2 and t.algorithm.drop_zero_advantages == (name in DROPPING)
+    assert len(silent) == 2 and drops_members(t.algorithm) == (name in DROPPING)
     speaking = [item for item in experience if item.prompt not in silent]
     whole, part = gradient(t, experience, cond), gradient(t, speaking, cond)
     if name in DROPPING:

@@ -10,6 +10,7 @@ from g2rpo.algorithms.awm import AWM
 from g2rpo.algorithms.dgpo import DGPO
 from g2rpo.algorithms.diffusion_nft import DiffusionNFT
 from g2rpo.algorithms.forward_process import Noised
+from g2rpo.capabilities import keeps_old
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.cost.counting import count
 from g2rpo.objectives import group_normalize
@@ -322,7 +323,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, name):
 def test_without_an_algorithm_that_uses_them_no_old_weights_are_kept():
     t = trainer(None)
     assert t.learner.old == [] and "old" not in t.learner.whole()[0]
-    kept = [name for name, kind in ALGORITHMS.items() if kind().uses_old]
+    kept = [name for name, kind in ALGORITHMS.items() if keeps_old(kind())]
     assert kept == NAMES and set(made("awm").learner.whole()[0]) == {"weights", "old"}
 
 

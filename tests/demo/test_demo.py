@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from g2rpo.build import components
 from g2rpo.build.prompts import build_prompts
+from g2rpo.capabilities import differentiates_rewards
 from g2rpo.cli import main
 from g2rpo.commands.demo import EXPLAIN, facts, of_model, of_run, open_studio
 from g2rpo.commands.train import build_trainer, load_config
@@ -237,7 +238,9 @@ def test_an_algorithm_without_stochastic_steps_has_no_lessons(flux_directory, pr
 
 
 STOCHASTIC = [
-    name for name, kind in ALGORITHMS.items() if kind().kernel(sigma_grid(8)) is not no_kernel and not kind().uses_rewards
+    name
+    for name, kind in ALGORITHMS.items()
+    if kind().kernel(sigma_grid(8)) is not no_kernel and not differentiates_rewards(kind())
 ]
 
 

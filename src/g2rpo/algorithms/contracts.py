@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo.capabilities import SumsGroups, candidates_of
 from g2rpo.errors import UserError
 from g2rpo.types import Algorithm, AlgorithmState, Batch, Loss, Network, Plan, PromptChooser
 
@@ -58,7 +59,9 @@ def choice_of(
 ) -> list[int]:
     """`state.choose(...)` of rewards [P, candidates, R]. UserError unless it names a candidate for each place."""
     if not isinstance(state, PromptChooser):
-        raise _broken(algorithm, "memory", f"a types.PromptChooser, as candidates={algorithm.candidates}", type(state).__name__)
+        raise _broken(
+            algorithm, "memory", f"a types.PromptChooser, as candidates={candidates_of(algorithm)}", type(state).__name__
+        )
     chosen = list(state.choose(iteration, rewards, weights))
     places, candidates = rewards.shape[:2]
     if len(chosen) != places or not set(chosen) <= set(range(candidates)):
@@ -87,6 +90,7 @@ def loss_of(algorithm: Algorithm, batch: Batch, network: Network) -> Loss:
 
 def group_terms_of(algorithm: Algorithm, batch: Batch, network: Network) -> Tensor:
     """`algorithm.group_term(batch, network)`. UserError unless it has shape [B]."""
+    assert isinstance(algorithm, SumsGroups)
     terms = algorithm.group_term(batch, network)
     _check_shape(algorithm, "group_term", terms, batch.advantages.shape, "one for each member of the batch")
     return terms

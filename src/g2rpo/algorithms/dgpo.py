@@ -60,14 +60,6 @@ class DGPO(ForwardProcess):
     def uses_base(self) -> bool:
         return True
 
-    @property
-    def uses_old(self) -> bool:
-        return True
-
-    @property
-    def uses_group_sums(self) -> bool:
-        return True
-
     def samples_old(self, updates: int) -> bool:
         return updates > self.old_after
 

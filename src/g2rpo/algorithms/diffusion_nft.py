@@ -46,10 +46,6 @@ class DiffusionNFT(ForwardProcess):
     kl_weight: NonNegativeFloat = 1e-4
     update_every: Literal["rollout"] | PositiveInt = "rollout"
 
-    @property
-    def uses_old(self) -> bool:
-        return True
-
     def samples_old(self, updates: int) -> bool:
         return True
 

@@ -69,8 +69,15 @@ class ForwardProcess(Algorithm):
     def uses_base(self) -> bool:
         return self.kl_weight > 0
 
+    @property
+    def uses_old(self) -> bool:
+        return True
+
     def old_decay(self, updates: int) -> float:
         return min(max(self.old_rise * (updates - self.old_flat), 0.0), self.old_most)
+
+    def samples_old(self, updates: int) -> bool:
+        return False
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         return [window(0, 0, num_steps, shared_noise=False)]

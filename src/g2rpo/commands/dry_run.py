@@ -11,6 +11,7 @@ import torch
 from g2rpo.algorithms.contracts import name_of
 from g2rpo.build.components import pick_device
 from g2rpo.build.rewards import build_rewards, reward_kind
+from g2rpo.capabilities import candidates_of
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.errors import RewardFailed, UserError, where
@@ -46,7 +47,7 @@ def _try_algorithm(config: Config) -> None:
         "sampling": config.sampling.model_copy(update={"tails": Tails()}),
         "alarms": {"action": "off"},
     }
-    prompts = [str(index / 10) for index in range(PROMPTS * config.algorithm.candidates)]
+    prompts = [str(index / 10) for index in range(PROMPTS * candidates_of(config.algorithm))]
     rewards = dict.fromkeys(config.rewards, Brightness())
     small = config.model_copy(update=changes)
     try:

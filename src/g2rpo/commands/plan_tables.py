@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from g2rpo.capabilities import keeps_old
 from g2rpo.commands.progress import say
 from g2rpo.config.licences import licence_of
 from g2rpo.cost.cards import CARDS
@@ -67,7 +68,7 @@ def _work_table(plan: Estimate) -> Table:
     if rows > 1:
         row("  rows of the network: guidance takes two an evaluation", lambda it: rows * it.evaluations)
     row("rows of the training pass, forward and backward", COUNTED["training_rows"])
-    if plan.config.algorithm.uses_base or plan.config.algorithm.uses_old:
+    if plan.config.algorithm.uses_base or keeps_old(plan.config.algorithm):
         row("  and without gradient, under the untrained or the old weights", COUNTED["reference_rows"])
     row("optimizer steps", COUNTED["optimizer_steps"])
     row("pictures decoded", COUNTED["images"])

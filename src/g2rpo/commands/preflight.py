@@ -20,6 +20,7 @@ from g2rpo.build.hub import Question, at_once
 from g2rpo.build.prompts import build_prompts
 from g2rpo.build.rewards import check_devices, check_rewards, declared_by, defaults_of, reward_kind
 from g2rpo.build.trackers import check_trackers
+from g2rpo.capabilities import differentiates_rewards
 from g2rpo.commands.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.config.given import Mentioned
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
@@ -159,7 +160,7 @@ def _check_settings(found: _Findings, config: Config, given: Collection[str]) ->
     if not config.rewards:
         found.add("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
     found.tried(components.check_plans, config.algorithm, config.sampling)
-    if "rewards" not in given and not isinstance(config.algorithm, Mentioned) and config.algorithm.uses_rewards:
+    if "rewards" not in given and not isinstance(config.algorithm, Mentioned) and differentiates_rewards(config.algorithm):
         found.tried(_check_gradients, config)
     if "policy" not in given:
         found.tried(components.check_quantized, config)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.contracts import plans_of
+from g2rpo.capabilities import candidates_of
 from g2rpo.config.schema import Config
 from g2rpo.flow import sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -100,7 +101,7 @@ def count(config: Config, heldout: int) -> Counts:
     return Counts(
         kinds=tuple((_dry(config, plans), times) for plans, times in kinds.items()),
         prompts=trainer.prompts_per_iteration,
-        prompts_drawn=trainer.prompts_per_iteration * config.algorithm.candidates,
+        prompts_drawn=trainer.prompts_per_iteration * candidates_of(config.algorithm),
         heldout=heldout,
         heldout_steps=config.evaluation.num_steps or config.sampling.num_steps,
         times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
@@ -136,7 +137,8 @@ def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
     algorithm, sampling, policy = config.algorithm, config.sampling, _Recorder()
     sigmas = sigma_grid(sampling.num_steps)
     prompts = config.trainer.prompts_per_iteration
-    cond, candidates = policy.encode(["0"] * prompts), prompts * algorithm.candidates * (algorithm.candidates > 1)
+    cond, each = policy.encode(["0"] * prompts), candidates_of(algorithm)
+    candidates = prompts * each if each > 1 else 0
     rows = int(sampling.batch_size)
     engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=rows, tails=sampling.tails)
     if candidates:

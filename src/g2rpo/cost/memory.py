@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from g2rpo.capabilities import keeps_old
 from g2rpo.config.schema import Config
 from g2rpo.cost.blueprint import Blueprint, size_of
 from g2rpo.cost.counting import Counts, Iteration
@@ -88,7 +89,7 @@ def plan_memory(
         "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers
         "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + max(traced.velocity, traced.decode),
     }
-    peak, copies = max(moments.values()), 1 + bool(config.optim.ema_decay) + config.algorithm.uses_old
+    peak, copies = max(moments.values()), 1 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
     return Memory(
         parts={**always, **after},
         working=working,
@@ -112,7 +113,7 @@ def trained_parts(config: Config, policy: PipelinePolicy) -> dict[str, dict[str,
     optimizer = {"gradients": trained, "moments": 2 * trained + 4 * len(parameters)}
     if config.optim.ema_decay:
         optimizer["moving average"] = trained
-    if config.algorithm.uses_old:
+    if keeps_old(config.algorithm):
         optimizer["old weights"] = trained
     frozen = size_of(policy.pipeline.transformer) - trained
     return {"weights": {"frozen weights": frozen, "trained weights": trained}, "optimizer": optimizer}

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from g2rpo.capabilities import SumsGroups
 from g2rpo.config.schema import Config
 from g2rpo.cost.autocast import CudaAutocast
 from g2rpo.cost.blueprint import Blueprint, build_shallow, shapes_of
@@ -112,7 +113,7 @@ def training_pass(policy: PipelinePolicy, config: Config, shapes: Shapes, plans:
     example = max(examples, key=lambda example: len(example.advantages) / example.rows)
     part = next(passes([example] * math.ceil(rows / example.rows), rows))
     _, _, cond = inputs(policy, shapes, sum(item.rows for item in part))
-    if algorithm.uses_group_sums:
+    if isinstance(algorithm, SumsGroups):
         part = [item.with_group_sum(torch.tensor(0.0)) for item in part]
     batch = Batch.of(part, sigma_grid(config.sampling.num_steps), first=False)
     network = _WithoutBase(policy, cond, reward=lambda x, rows: policy.decode(x).flatten(1).mean(1))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.contracts import advantages_of, plans_of
+from g2rpo.capabilities import differentiates_rewards
 from g2rpo.config.schema import SamplingConfig, grid_of
 from g2rpo.data import FLOAT32, Precision
 from g2rpo.errors import UserError, counted
@@ -294,7 +295,7 @@ def _group_to_show(studio: Studio, plan: int, granularities: Collection[int] | N
         raise UserError(f"there is no such branch: {plan}")
     algorithm = studio.with_granularities(granularities)
     chosen = plans_of(algorithm, studio.sampling.num_steps, 0, studio.seed)[plan]
-    if algorithm.uses_rewards:
+    if differentiates_rewards(algorithm):
         raise UserError("the algorithm learns from the gradient of its rewards: it has no group to compare")
     if chosen.branch == chosen.merge:
         raise UserError("the algorithm learns from finished pictures: its rollout has no stochastic step to show")

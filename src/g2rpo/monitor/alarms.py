@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.contracts import plans_of
+from g2rpo.capabilities import drift_limit_of
 from g2rpo.config.schema import Config
 from g2rpo.errors import counted
 from g2rpo.monitor.image_statistics import TAIL
@@ -217,7 +218,7 @@ def alarms_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int
         plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )
     steps = {step for plan in plans for step in range(plan.branch, plan.merge) if plan.trains(step)}
-    limit = algorithm.drift_limit(sigmas, sorted(steps), entries, rounding_of(config))
+    limit = drift_limit_of(algorithm, sigmas, sorted(steps), entries, rounding_of(config))
     return Alarms(list(config.rewards), list(config.evaluation.rewards), limit, off)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from g2rpo.capabilities import SumsGroups, candidates_of
 from g2rpo.flow import sigma_grid
 from g2rpo.rollout.tails import EXACT, Tails
 from g2rpo.seeding import generator_for
@@ -32,7 +33,7 @@ def anchor_walk(num_steps: int) -> Plan:
 def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails = EXACT) -> int:
     """`count_evaluations`, and the walks of the candidates among which a prompt is chosen, where there are several."""
     walk = [anchor_walk(plans[0].tails[0][-1])]
-    choice = count_evaluations(walk, algorithm.candidates, tails) if algorithm.candidates > 1 else 0
+    choice = count_evaluations(walk, each, tails) if (each := candidates_of(algorithm)) > 1 else 0
     return choice + count_evaluations(plans, algorithm.group_size, tails)
 
 
@@ -63,7 +64,7 @@ def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -
     for plan in plans:
         rollout = dry_rollout(plan, algorithm.group_size)
         for example in algorithm.examples(rollout, torch.zeros(algorithm.group_size), generator_for):
-            if algorithm.uses_group_sums:
+            if isinstance(algorithm, SumsGroups):
                 with torch.no_grad():
                     algorithm.group_term(Batch.of([example], sigma_grid(num_steps), first=True), network)
                 example = example.with_group_sum(torch.tensor(0.0))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.contracts import advantages_of, choice_of, plans_of
+from g2rpo.capabilities import KeepsOldWeights, candidates_of, differentiates_rewards, keeps_old, state_of
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.errors import Preempted
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images
@@ -82,7 +83,7 @@ class Trainer:
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self.algorithm = c.algorithm
         check_differentiable(self.algorithm, self.rewards)
-        self.memory = self.algorithm.memory()
+        self.memory = state_of(self.algorithm)
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         self.evaluated_on = grid_of(c.sampling.shift, self.policy, c.evaluation.num_steps or c.sampling.num_steps)
         entries = self.policy.noise([generator_for("alarms")]).numel()
@@ -91,7 +92,7 @@ class Trainer:
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
         self.order = PromptOrder(self.prompts, c.trainer.seed)
-        self.learner = Learner(self.policy.trainable_parameters(), c.optim, self.shards, self.algorithm.uses_old)
+        self.learner = Learner(self.policy.trainable_parameters(), c.optim, self.shards, keeps_old(self.algorithm))
         self.sizes = batch_sizes(
             c.sampling.batch_size,
             c.sampling.decode_batch_size,
@@ -241,12 +242,13 @@ class Trainer:
             for example in algorithm.examples(rollout, values, self._draws(rollout))
         ]
 
-        if self.algorithm.uses_rewards:
+        if differentiates_rewards(self.algorithm):
             self.updater.reward = partial(weighted_scores, self.policy, self.rewards, self.weights, prompts)
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
         stats = self.updater.update(examples, cond)
         self.learner.update_average()
-        self.learner.update_old(self.algorithm.old_decay(self.learner.steps))
+        if isinstance(self.algorithm, KeepsOldWeights):
+            self.learner.update_old(self.algorithm.old_decay(self.learner.steps))
         watch.lap("update")
 
         branches = [rollout.plan.branch for rollout in collected.rollouts] * self.world.size  # equal on all ranks
@@ -268,7 +270,11 @@ class Trainer:
 
     def _save_first_group(self, prompts: Sequence[str], collected: Collected, advantages: Tensor) -> None:
         """Keeps a group as pictures, unless nothing compares its members or rewards score latents."""
-        if self.files.writes and not self.algorithm.uses_rewards and not all(reward.latent for reward in self.rewards.values()):
+        if (
+            self.files.writes
+            and not differentiates_rewards(self.algorithm)
+            and not all(reward.latent for reward in self.rewards.values())
+        ):
             save_first_group(self.files, self.policy, self.sizes, list(self.rewards), prompts, collected, advantages)
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
@@ -288,16 +294,17 @@ class Trainer:
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration; where the algorithm chooses among them, the candidates of each place in turn."""
         places = self.config.trainer.prompts_per_iteration
-        return self.world.shard(self.order.batch(iteration, places * self.algorithm.candidates))
+        return self.world.shard(self.order.batch(iteration, places * candidates_of(self.algorithm)))
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
         """While entered, the weights are those that sample the iteration at hand."""
-        asked = self.algorithm.uses_old and self.algorithm.samples_old(self.learner.steps)
-        return self.learner.as_old() if asked else nullcontext()
+        a = self.algorithm
+        old = isinstance(a, KeepsOldWeights) and a.uses_old and a.samples_old(self.learner.steps)
+        return self.learner.as_old() if old else nullcontext()
 
     def _choose(self, prompts: list[str], cond: Cond, watch: Stopwatch) -> tuple[list[str], Cond, list[Collected]]:
         """The prompts that the algorithm's state takes, their rows of `cond`, and what the choice has sampled."""
-        each = self.algorithm.candidates
+        each = candidates_of(self.algorithm)
         if each == 1:
             return prompts, cond, []
         anchors = self.collector.anchors(each, self.iteration, cond, prompts, watch)

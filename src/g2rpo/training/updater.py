@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.contracts import group_terms_of, loss_of, name_of
+from g2rpo.capabilities import SumsGroups, differentiates_rewards, drops_members
 from g2rpo.errors import UserError, out_of_device_memory
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
@@ -62,14 +63,14 @@ class UpdateStats:
 
 
 def no_reward(x: Tensor, prompts: Sequence[int]) -> Tensor:
-    """The `Network.reward` of algorithms without `uses_rewards`."""
-    raise NotImplementedError("the algorithm's loss calls network.reward, but its uses_rewards is false")
+    """The `Network.reward` of algorithms that do not differentiate rewards."""
+    raise NotImplementedError("the algorithm's loss calls network.reward, but it has no uses_rewards = True")
 
 
 def check_differentiable(algorithm: Algorithm, rewards: Mapping[str, Reward | type[Reward]]) -> None:
     """UserError if an algorithm needs the gradient of `rewards` (or their classes) and some have none, as of chosen frames."""
     without = [name for name, reward in rewards.items() if not reward.differentiable or reward.frames is not None]
-    if algorithm.uses_rewards and without:
+    if differentiates_rewards(algorithm) and without:
         raise UserError(
             f"algorithm {name_of(algorithm)} learns from the gradient of rewards, and these have none: {', '.join(without)}; "
             "docs/rewards.md says which have one"
@@ -108,7 +109,7 @@ class Trained:
 class Updater:
     """Turns examples into optimizer steps: one for all, or one per part (`Algorithm.update_every`).
 
-    The loss is a mean over members and steps, with `drop_zero_advantages` over those that `without_zero_advantages` keeps.
+    The loss is a mean over members and steps, for `DropsMembers` over those that `without_zero_advantages` keeps.
     Passes of at most `sizes.micro` latents accumulate gradients; an update is the same whatever that size is. When memory runs
     out in a pass, the update is repeated with smaller passes. All ranks have equally many members; `shards` sums their
     gradients, once per update or, with sharded weights, in every pass. `step_dtype` is the engine's.
@@ -130,9 +131,9 @@ class Updater:
 
     def update(self, examples: Sequence[Example], cond: Cond) -> UpdateStats:
         stats = UpdateStats()
-        if self.algorithm.drop_zero_advantages:
+        if drops_members(self.algorithm):
             examples = without_zero_advantages(examples)
-        if self.algorithm.uses_group_sums:
+        if isinstance(self.algorithm, SumsGroups):
             with self.shards.training():
                 examples = self.sizes.fit(partial(self._with_group_sums, examples, cond))
         batches = list(self._batches(examples))
@@ -147,7 +148,7 @@ class Updater:
 
     @torch.no_grad()
     def _with_group_sums(self, examples: Sequence[Example], cond: Cond) -> list[Example]:
-        """`examples` with `data["group_sum"]`, the sum of `Algorithm.group_term` over the members of each."""
+        """`examples` with `data["group_sum"]`, the sum of `SumsGroups.group_term` over the members of each."""
         terms = []
         for part in passes(examples, self.sizes.micro):
             with bounded_by("micro"):
