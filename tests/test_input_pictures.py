@@ -194,10 +194,10 @@ def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):
     list(t.train())
     t.finish()
     grid = read_grid(tmp_path / "run" / "samples" / "before_after.png")
-    assert [each.size for each in grid.inputs] == [(64, 128)] * 2 and len(grid.rows) == 2
-    assert [each.getpixel((30, 60)) for each in grid.inputs] == [(255, 0, 0), (128, 128, 128)]
+    assert [each.size for each in grid.inputs] == [(64, 128)] * 3 and len(grid.rows) == 2
+    assert [each.getpixel((30, 60)) for each in grid.inputs] == [(255, 0, 0), (128, 128, 128), (0, 0, 255)]
     page = render(read_runs([tmp_path / "run"]))
-    assert page.count('alt="Input picture: ') == 2 and "From the left the input picture" in page
+    assert page.count('alt="Input picture: ') == 3 and "From the left the input picture" in page
     card = (tmp_path / "run" / "adapter" / "README.md").read_text()
     assert "pipeline_tag: image-to-image" in card and 'image=load_image("in.png")' in card
 

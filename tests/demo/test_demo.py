@@ -38,7 +38,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.seeding import generator_for
 from g2rpo.training.stopwatch import Stopwatch
-from g2rpo.types import Plan, no_kernel
+from g2rpo.types import Plan, Reward, no_kernel
 from tests.support.commands import TINY, g2rpo
 from tests.support.ports import free_port
 from tests.support.runs import fits
@@ -530,7 +530,7 @@ def test_the_gate_refuses_other_sites():
     assert asked(local=False, host="evil.example") == 200  # the token decides
 
 
-class Right:
+class Right(Reward):
     """A reward that knows right from wrong; its scores are given."""
 
     right = 1
@@ -560,12 +560,12 @@ def test_without_right_and_wrong_it_opens_where_every_trained_score_rose():
         "b": torch.tensor([4.0, 6, 5.1, 6]),
         "judge": torch.tensor([2.0, 2, 0, 0]),
     }
-    chosen = opening(base, tuned, {"a": None, "b": None, "judge": None}, ["a", "b"])
+    chosen = opening(base, tuned, dict.fromkeys(("a", "b", "judge"), Reward()), ["a", "b"])
     assert chosen.number == 2
     assert chosen.rule == (
         "This opens on the first of the 2 held-out prompts (of 4) on which training raised a and b; none fell."
     )
-    assert opening(base, tuned, {"judge": None}, []) == Opening()
+    assert opening(base, tuned, {"judge": Reward()}, []) == Opening()
 
 
 def test_a_run_without_scores_opens_on_its_first_prompt(run, studio, tmp_path):

@@ -224,6 +224,9 @@ def held(world, folder, model, mode):
     return [*held, sums.seen["c10d.allreduce_.default"]]
 
 
+KINDS = ("rewards.bright.kind=brightness", "evaluation.rewards.dark.kind=brightness")
+
+
 @pytest.mark.parametrize("groups", few([1, 2], (1).__eq__))
 def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory, groups):
     """Rows of odd matrices fall to one of two ranks, so the larger share is above half, by a twentieth at most here.
@@ -231,7 +234,7 @@ def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory, groups):
     Two groups of two ranks hold twice as much together. They sum each layer's gradients once, though each rank has two passes.
     """
     policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12}
-    asked = resolve(PLAIN | {"policy": policy}, [*SMALL, "trainer.sharding=full", "trainer.shard_group=2"])
+    asked = resolve(PLAIN | {"policy": policy}, [*SMALL, *KINDS, "trainer.sharding=full", "trainer.shard_group=2"])
     plan = make_plan(asked, cuda=False, heldout=4, distinct_prompts=4, ranks=2 * groups).memory
     *whole, _ = held(ALONE, None, str(flux_directory), "none")
     found = ranks.run(2 * groups, held, tmp_path, str(flux_directory), "full:2")
