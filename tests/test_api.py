@@ -38,6 +38,7 @@ class Notes:
         self.seen.append(("finish", ok))
 
 
+@pytest.mark.slow  # half a minute: a process that imports and builds everything
 def test_libraries_are_as_quiet_as_at_the_command_line(tmp_path):
     code = "from g2rpo import api; api.trainer('scenes', ['evaluation.num_prompts=2', 'prompts.cache=off'])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

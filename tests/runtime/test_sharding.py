@@ -179,7 +179,8 @@ def test_sd3_in_pieces_with_a_kl_term_an_average_and_checkpointed_gradients(tmp_
     assert rows[1][1]["kl"] > 0
 
 
-@pytest.mark.parametrize("name", few(["ZImagePipeline", "CogView4Pipeline"], "CogView4Pipeline".__eq__))
+@pytest.mark.slow  # FLUX and SD3.5 are learnt in pieces above
+@pytest.mark.parametrize("name", ["ZImagePipeline", "CogView4Pipeline"])
 def test_pipelines_by_their_own_code_learn_the_same_in_pieces(tmp_path, name):
     """CogView4's prompts of different lengths are separate calls: ranks make as many, whatever their prompts."""
     model = save_tiny(name, tmp_path / "model")
