@@ -30,6 +30,7 @@ from g2rpo.rewards.ocr import OCR
 from g2rpo.testbed.rewards import SceneAccuracy
 from g2rpo.testbed.words.judges import WordColour
 from g2rpo.training.evaluator import chosen
+from g2rpo.types import Reward, as_reward
 from tests.support.runs import brightness, trainer
 
 NAN = math.nan
@@ -125,7 +126,7 @@ def test_scores_for_people(value, text):
     assert figure(value) == text
 
 
-class Least:
+class Least(Reward):
     """A reward that is the mean of the picture; at least `right` is right."""
 
     def __init__(self, right):
@@ -138,9 +139,9 @@ class Least:
 def test_right_is_what_all_say_who_can():
     scores = {name: torch.tensor(values) for name, values in {"a": [1.0, 0.5, 1.0, NAN], "b": [3.0, 3.0, 2.0, 3.0]}.items()}
     scores["c"] = torch.full((4,), NAN)
-    said = verdicts({"a": Least(1), "b": Least(2.5), "c": brightness}, scores)
+    said = verdicts({"a": Least(1), "b": Least(2.5), "c": as_reward(brightness)}, scores)
     assert said[:3].tolist() == [1, 0, 0] and said[3].isnan()
-    assert verdicts({"c": brightness}, scores) is None
+    assert verdicts({"c": as_reward(brightness)}, scores) is None
     with pytest.raises(UserError, match="reward 'a': `right` is the least score of a right picture, a number"):
         least_scores({"a": Least("1")})
 
@@ -167,10 +168,10 @@ def test_rewards_say_in_words_what_is_right(tmp_path):
         return reward
 
     spells, draws, colour = saying("Spells {} texts"), saying("Draws {} things"), saying("in the asked colour")
-    assert right_in_words({"a": spells, "b": saying("Spells {} texts"), "c": brightness}) == "Spells {} texts"
+    assert right_in_words({"a": spells, "b": saying("Spells {} texts"), "c": as_reward(brightness)}) == "Spells {} texts"
     assert right_in_words({"a": colour, "b": spells}) == "Spells {} texts in the asked colour"
     assert right_in_words({"a": colour, "b": spells, "c": saying("alone")}) == "Spells {} texts in the asked colour and alone"
-    for rewards in ([spells, draws], [spells, Least(1)], [colour], [Least(1)], [brightness]):
+    for rewards in ([spells, draws], [spells, Least(1)], [colour], [Least(1)], [as_reward(brightness)]):
         assert right_in_words(dict(enumerate(rewards))) is None  # some say nothing, or two say different things
     assert right_in_words({"a": spells, "b": saying("unheard", right=None)}) == "Spells {} texts"
     for wrong in (3, "{} and {}"):
