@@ -38,12 +38,13 @@ def load(folder: str, tuning: str, barrier: Any, results: Any) -> None:
     """Loads the pipeline and reports bytes of PSS, and of private pages, that were added."""
     import torch
 
-    from g2rpo.policies.flux import FluxPolicy
+    from g2rpo.policies.anyflow import DiffusersPolicy
+    from g2rpo.policies.catalogue import flux
 
     torch.set_num_threads(1)
     barrier.wait()
     before = held()
-    pipeline = FluxPolicy.load_pipeline(folder, dtype=torch.bfloat16, tuning=tuning)
+    pipeline = DiffusersPolicy.of(flux).load_pipeline(folder, dtype=torch.bfloat16, tuning=tuning)
     for weight in pipeline.transformer.parameters():
         float(weight.sum(dtype=torch.float32))
     barrier.wait()

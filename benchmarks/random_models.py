@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.cost.blueprint import PUBLISHED, Blueprint, on_meta
+from g2rpo.cost.blueprint import Blueprint, on_meta, published
 from g2rpo.data import Cond
-from g2rpo.policies.pipelines import PipelinePolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.seeding import generator_for
 
 MODELS = {
-    "flux1-dev": PUBLISHED["black-forest-labs/FLUX.1-dev"],
-    "klein-4b": PUBLISHED["black-forest-labs/FLUX.2-klein-base-4B"],
+    "flux1-dev": published("black-forest-labs/FLUX.1-dev"),
+    "klein-4b": published("black-forest-labs/FLUX.2-klein-base-4B"),
 }
 _SMALL = {
     "num_layers": 1,
@@ -42,6 +42,7 @@ TINY: dict[str, dict[str, dict[str, Any]]] = {
 def shape_of(model: str, tiny: bool, **changes: int) -> Blueprint:
     """A model's blueprint without text encoders; `changes` are of its transformer."""
     blueprint = MODELS[model]
+    assert blueprint is not None
     less = TINY[model] if tiny else {"transformer": {}, "vae": {}}
     less = {**less, "transformer": {**less["transformer"], **changes}}
     parts = {name: (blueprint.parts[name][0], {**blueprint.parts[name][1], **less[name]}) for name in less}
@@ -76,7 +77,7 @@ def _drawn(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
 class RandomText:
     """Random embeddings of the true shape, in the place of text encoders."""
 
-    def __init__(self, policy: PipelinePolicy) -> None:
+    def __init__(self, policy: DiffusersPolicy) -> None:
         self.policy, self.device = policy, policy.device
 
     def park(self) -> None:

@@ -32,12 +32,14 @@ from benchmarks.random_models import MODELS, RandomText, random_pipeline, shape_
 from g2rpo.build.components import check_attention, check_quantized, pick_device, policy_options
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config, grid_of
-from g2rpo.cost.blueprint import PUBLISHED, Blueprint
+from g2rpo.cost.blueprint import Blueprint
 from g2rpo.cost.flops import operations
 from g2rpo.cost.plan import COUNTED, make_plan
 from g2rpo.errors import UserError
+from g2rpo.policies import catalogue
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
-from g2rpo.policies.pipelines import PipelinePolicy
+from g2rpo.policies.spec import Model
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
@@ -95,7 +97,8 @@ def make_config(args: argparse.Namespace, way: str, tails: Tails) -> Config:
 
 def planned(args: argparse.Namespace, shape: Blueprint, config: Config) -> dict[str, float]:
     """What `g2rpo plan` gives for a run of this config on a GPU: the peak in bytes, evaluations, operations of one."""
-    with patch.dict(PUBLISHED, random=shape):
+    spec = catalogue.SPECS[shape.kind]
+    with patch.dict(spec.models, random=Model("", parts=shape.parts, options=shape.options)):
         plan = make_plan(config, cuda=True, heldout=1, distinct_prompts=args.prompts)
     return {
         "bytes": max(plan.memory.moments[moment] for moment in ("rollout", "decoding", "update")),
@@ -104,7 +107,7 @@ def planned(args: argparse.Namespace, shape: Blueprint, config: Config) -> dict[
     }
 
 
-def trainer_of(args: argparse.Namespace, policy: PipelinePolicy, config: Config) -> Trainer:
+def trainer_of(args: argparse.Namespace, policy: DiffusersPolicy, config: Config) -> Trainer:
     names = [f"prompt {i}" for i in range(args.prompts)]
     return Trainer(
         config=config,
@@ -116,7 +119,7 @@ def trainer_of(args: argparse.Namespace, policy: PipelinePolicy, config: Config)
 
 
 def iterations(
-    args: argparse.Namespace, policy: PipelinePolicy, config: Config, plan: dict[str, float], rate: float
+    args: argparse.Namespace, policy: DiffusersPolicy, config: Config, plan: dict[str, float], rate: float
 ) -> list[dict[str, Any]]:
     """The log of every iteration, with the peak of memory in it, evaluations a second of the rollout, and the share of a matrix
     product's measured `rate` that they make."""
@@ -131,7 +134,7 @@ def iterations(
     return found
 
 
-def published(args: argparse.Namespace, policy: PipelinePolicy, config: Config) -> dict[str, float]:
+def published(args: argparse.Namespace, policy: DiffusersPolicy, config: Config) -> dict[str, float]:
     """The published loop on one prompt: its evaluations a second, and the relative error of the engine's finished latents."""
     sigmas, prompt = grid_of(config.sampling.shift, policy, config.sampling.num_steps), ["prompt 0"]
     cached = trainer_of(args, policy, config).policy

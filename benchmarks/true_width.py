@@ -33,7 +33,8 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.cost.blueprint import size_of
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
-from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.catalogue import flux
 from g2rpo.seeding import generator_for
 from g2rpo.types import Cond
 
@@ -56,8 +57,8 @@ def blocks(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     shape = shape_of("flux1-dev", args.tiny, num_layers=1, num_single_layers=1)
     pipeline = random_pipeline(shape, device, torch.bfloat16)
 
-    def policy(dtype: torch.dtype = torch.bfloat16, **options: Any) -> FluxPolicy:
-        made = FluxPolicy(copy.deepcopy(pipeline), dtype=dtype, device=device, keep_base=False, **size, **options)
+    def policy(dtype: torch.dtype = torch.bfloat16, **options: Any) -> DiffusersPolicy:
+        made = DiffusersPolicy.of(flux)(copy.deepcopy(pipeline), dtype=dtype, device=device, keep_base=False, **size, **options)
         for number, parameter in enumerate(made.trainable_parameters()):
             parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator_for(number)).to(device)
         return made
@@ -75,13 +76,13 @@ def blocks(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return found
 
 
-def question(policy: FluxPolicy, rows: int) -> tuple[Tensor, Tensor, Cond]:
+def question(policy: DiffusersPolicy, rows: int) -> tuple[Tensor, Tensor, Cond]:
     cond = RandomText(policy).encode([f"prompt {row}" for row in range(rows)])
     sigma = torch.full((rows,), 0.6, device=policy.device)
     return policy.noise([generator_for("noise", row) for row in range(rows)]), sigma, cond
 
 
-def answers(policy: FluxPolicy, rows: int) -> tuple[Tensor, Tensor]:
+def answers(policy: DiffusersPolicy, rows: int) -> tuple[Tensor, Tensor]:
     """The first row's velocity, and the gradient of its squared norm by the adapters."""
     velocity = policy.velocity(*question(policy, rows)).float()[:1]
     gradient = torch.autograd.grad(velocity.square().mean(), policy.trainable_parameters())
@@ -89,7 +90,7 @@ def answers(policy: FluxPolicy, rows: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def seconds(policy: FluxPolicy, repeats: int) -> float:
+def seconds(policy: DiffusersPolicy, repeats: int) -> float:
     """Of one call with one row: the least of several; processor seconds on a CPU."""
     asked, least = question(policy, 1), float("inf")
     for _ in range(repeats):
@@ -101,7 +102,7 @@ def seconds(policy: FluxPolicy, repeats: int) -> float:
     return least
 
 
-def compared(policy: FluxPolicy, exact: tuple[Tensor, Tensor], repeats: int, trained: bool) -> dict[str, float]:
+def compared(policy: DiffusersPolicy, exact: tuple[Tensor, Tensor], repeats: int, trained: bool) -> dict[str, float]:
     with torch.no_grad():
         alone, among = (policy.velocity(*question(policy, rows)).float()[:1] for rows in (1, 2))
     found = {

@@ -178,7 +178,7 @@ def test_an_installed_package_offers_names(importable, capsys, tmp_path, monkeyp
 
 def test_suggested_commands_allow_the_code_that_they_need(capsys, tmp_path, monkeypatch, tiny_config):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("from g2rpo.policies.flux import FluxPolicy\n\n\nclass Mine(FluxPolicy):\n    pass\n")
+    (tmp_path / "mine.py").write_text("from g2rpo.policies.catalogue import flux as Mine\n")
     code, out, err = g2rpo(capsys, "train", tiny_config, "policy.kind=mine.py:Mine", "trainer.iterations=1", "--run-dir", "run")
     assert code == 0, err
     for what in ("draw", "repeat"):

@@ -307,7 +307,7 @@ def _groups(trainer: Trainer, loss: Callable) -> Objective:
                 (taken,) = seen.rollouts[index].transitions
                 latents[taken.step], landed[str(taken.step)] = taken.x, [taken.x_next]
             places = torch.cartesian_prod(torch.arange(1), torch.arange(8), torch.arange(8)).float()
-            given = (rewards, text["sequence"], text["pooled"], torch.full([1], 3.5), trainer.sigmas)
+            given = (rewards, text["prompt_embeds"], text["pooled_prompt_embeds"], torch.full([1], 3.5), trainer.sigmas)
             made += [
                 lambda step=step, anchor=[latents, places], landed=landed, given=given: (
                     loss(models, anchor, landed, *given, step) / len(seen.rollouts)

@@ -3,7 +3,7 @@
     python tools/check_comfyui.py COMFYUI
 
 COMFYUI is a checkout of github.com/comfyanonymous/ComfyUI; its requirements must be installed. No weights are needed: tensors
-have the rows of the real models, and two columns. For every class of `g2rpo.export.comfyui.KEYS`
+have the rows of the real models, and two columns. For every class of `g2rpo.policies.comfyui` that a model of the catalogue has
 
 1. ComfyUI's model names the original tensors, and diffusers' single-file converter makes diffusers' ones of them;
 2. a random LoRA on every module that has a key is exported, ComfyUI's loader reads it and changes the original tensors;
@@ -29,8 +29,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from g2rpo.export.adapter import Adapter
-from g2rpo.export.comfyui import KEYS, WHOLE, for_comfyui, whole_names
+from g2rpo.export.comfyui import for_comfyui, names_for, whole_names
 from g2rpo.export.weights import Tuned
+from g2rpo.policies.catalogue import SPECS
 
 COLUMNS, RANK = 2, 3
 
@@ -162,14 +163,14 @@ def check(kind: str, case: Case, folder: Path) -> tuple[float, int, list[str]]:
     matrices = {
         name.removesuffix(".weight"): value for name, value in ours.items() if name.endswith(".weight") and value.ndim == 2
     }
-    with_key = {module: value for module, value in matrices.items() if KEYS[kind].of(module)}
+    with_key = {module: value for module, value in matrices.items() if names_for(kind).key(module)}
     layers = {module: (torch.randn(RANK, COLUMNS), torch.randn(len(value), RANK)) for module, value in with_key.items()}
     adapter = Adapter(layers)
-    for_comfyui(adapter, kind).write(folder / f"{kind}.safetensors")
+    for_comfyui(adapter, names_for(kind)).write(folder / f"{kind}.safetensors")
     theirs = case.convert(patched(case, tensors, load_file(folder / f"{kind}.safetensors")))
     tuned = Tuned(kind, adapter)
     worst = max(float((theirs[name] - tuned.change(name, value)).abs().max()) for name, value in ours.items())
-    if kind in WHOLE:
+    if names_for(kind).whole is not None:
         worst = max(worst, whole(kind, tensors, ours))
     return worst, len(layers), sorted(matrices.keys() - layers.keys())
 
@@ -178,7 +179,7 @@ def whole(kind: str, tensors: dict[str, Tensor], ours: dict[str, Tensor]) -> flo
     """The largest difference between the original tensors and what ComfyUI makes of a whole transformer."""
     import comfy.model_detection
 
-    exported = {whole_names(kind)(name): value for name, value in ours.items()}
+    exported = {whole_names(names_for(kind))(name): value for name, value in ours.items()}
     theirs = comfy.model_detection.convert_diffusers_mmdit(dict(exported), "") or exported
     if theirs.keys() != tensors.keys():
         raise ValueError(f"{kind}: other names than ComfyUI's: {sorted(theirs.keys() ^ tensors.keys())}")
@@ -198,7 +199,7 @@ def main(checkout: str) -> int:
     torch.manual_seed(0)
     failed = 0
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        for kind in KEYS:
+        for kind in dict.fromkeys(spec.comfyui.transformer for spec in SPECS.values() if spec.comfyui is not None):
             case = cases()[kind]
             if not hasattr(comfy.model_base, case.model):
                 print(f"{kind}: this ComfyUI has no {case.model}")

@@ -30,8 +30,8 @@ from g2rpo.evaluation.heldout import evaluate as score_heldout
 from g2rpo.input_pictures import check_inputs
 from g2rpo.monitor.trackers import Tracker
 from g2rpo.plain import parse_json, read_text
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import entered, read_config
 from g2rpo.training.trainer import Trainer
@@ -164,7 +164,7 @@ def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
     return policy, _sigmas(config, policy)
 
 
-def _tuned(loaded: components.Loaded, run: Path, base: bool) -> PipelinePolicy:
+def _tuned(loaded: components.Loaded, run: Path, base: bool) -> DiffusersPolicy:
     policy = loaded.policy()
     if not base:
         policy.load(RunDirectory(run).weights, 1.0)

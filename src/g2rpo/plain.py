@@ -7,14 +7,29 @@ import math
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field
 
 T = TypeVar("T")
 
+Count = Annotated[int, Field(gt=0, le=10**6)]
+"""More than a million is a typing error, and would exhaust memory before any message."""
+
 DEPTH = 32
 """Deepest nesting of lists and mappings; configs have five levels."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def to_yaml(self) -> str:
+        data = self.model_dump(mode="json")
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+        if "\x85" in text:  # line ends in YAML, which PyYAML writes verbatim and reads as spaces
+            text = yaml.safe_dump(data, sort_keys=False)
+        return text
 
 
 class _Loader(yaml.SafeLoader):

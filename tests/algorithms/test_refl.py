@@ -8,7 +8,7 @@ import torch
 from g2rpo.algorithms.refl import ReFL
 from g2rpo.commands.preflight import check
 from g2rpo.errors import UserError
-from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.testbed.rewards import SceneCLIP
@@ -69,7 +69,7 @@ def test_the_gradient_is_that_of_the_predicted_image_in_closed_form():
 
 def test_the_gradient_through_vae_and_reward_is_that_of_finite_differences(flux_directory):
     """On the tiny FLUX and the testbed's CLIP, along the gradient itself; float32 leaves three digits."""
-    policy = FluxPolicy.from_pretrained(flux_directory, height=64, width=64, max_sequence_length=12, tuning="full")
+    policy = DiffusersPolicy.from_pretrained(flux_directory, height=64, width=64, max_sequence_length=12, tuning="full")
     prompts = ["two small red circles left of a blue star", "a red circle"]
     more = {"policy": policy, "prompts": prompts, "heldout": prompts, "judges": {}}
     t = made("trainer.prompts_per_iteration=1", "algorithm.group_size=2", reward=SceneCLIP(), **more)

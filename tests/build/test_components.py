@@ -14,18 +14,17 @@ from g2rpo.commands.train import build_trainer, load_config
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.errors import UserError
-from g2rpo.policies.flux import FluxPolicy
-from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.policies.catalogue import flux, sd3
 from tests.support.commands import TINY
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "device": "cpu"}
 
 
 def test_the_pipelines_class_chooses_the_policy(flux_directory, sd3_directory):
-    flux = components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen")
-    sd3 = components.build_policy(PolicyConfig(path=str(sd3_directory), **SIZE, negative_prompt="blue"), tuning="frozen")
-    assert isinstance(flux, FluxPolicy) and isinstance(sd3, SD3Policy)
-    assert sd3.text.negative_prompt == "blue" and sd3.guided
+    one = components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE), tuning="frozen")
+    other = components.build_policy(PolicyConfig(path=str(sd3_directory), **SIZE, negative_prompt="blue"), tuning="frozen")
+    assert one.spec is flux and other.spec is sd3
+    assert other.text.options.negative_prompt == "blue" and other.guided
 
 
 def test_an_option_that_a_model_does_not_have_is_refused(flux_directory):

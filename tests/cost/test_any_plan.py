@@ -12,12 +12,13 @@ from g2rpo.cost.counting import count
 from g2rpo.cost.flops import operations
 from g2rpo.cost.trace import working_sets
 from g2rpo.errors import UserError
+from g2rpo.policies.catalogue import SPECS
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 
 WITH_VALUES_READ = ["Lumina2Pipeline"]
-BY_HAND = ["FluxPipeline", "StableDiffusion3Pipeline"]  # in test_cost
-KINDS = [kind for kind in CLASSES if kind not in (*BY_HAND, *WITH_VALUES_READ) and not CLASSES[kind].pictured]
+IN_TEST_COST = ["FluxPipeline", "StableDiffusion3Pipeline"]
+KINDS = [kind for kind in CLASSES if kind not in (*IN_TEST_COST, *WITH_VALUES_READ) and not SPECS[kind].pictured]
 """Those that edit take a megapixel of input, which is too much for a real call here."""
 
 
@@ -39,7 +40,7 @@ def planned(kind, folder):
         pipeline.processor = None
     pipeline.save_pretrained(folder, safe_serialization=True)
     options = ["height=64", "width=64", "max_sequence_length=24", "pipeline=", f"path={folder}", "guidance_scale=4"]
-    options += ["num_frames=5"] if CLASSES[kind].video else []
+    options += ["num_frames=5"] if SPECS[kind].video else []
     return load_config("scenes", [*SMALL, *(f"policy.{option}" for option in options)])
 
 
@@ -50,7 +51,7 @@ def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
     blueprint = read_blueprint(c.policy)
     shapes = shapes_of(build_on_meta(blueprint, c.policy), blueprint)
     options = {"height": 64, "width": 64, "max_sequence_length": 24, "tuning": "full", "guidance_scale": 4.0}
-    policy = CLASSES[kind](tiny_pipeline(kind), **options, **({"num_frames": 5} if CLASSES[kind].video else {}))
+    policy = CLASSES[kind](tiny_pipeline(kind), **options, **({"num_frames": 5} if SPECS[kind].video else {}))
     assert shapes == policy.shapes(12) and shapes.rows == (2 if policy.guided else 1)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         policy.velocity(*trace.inputs(policy, shapes, 1))

@@ -18,7 +18,7 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import RewardConfig
 from g2rpo.cost import autocast, trace
 from g2rpo.cost.advice import what_fits
-from g2rpo.cost.blueprint import PUBLISHED, build_on_meta, on_meta, read_blueprint, shapes_of, size_of
+from g2rpo.cost.blueprint import build_on_meta, on_meta, published, read_blueprint, shapes_of, size_of
 from g2rpo.cost.cards import CARDS, card_of
 from g2rpo.cost.counting import count, settled
 from g2rpo.cost.flops import operations
@@ -27,7 +27,8 @@ from g2rpo.cost.probe import by_probe
 from g2rpo.cost.rewards import cost_of_reward
 from g2rpo.cost.trace import LiveBytes, working_sets
 from g2rpo.errors import UserError
-from g2rpo.policies.pipelines import PipelinePolicy, load_pipeline
+from g2rpo.policies.catalogue import SPECS
+from g2rpo.policies.pipelines import blocks_of, load_pipeline
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
@@ -106,7 +107,7 @@ class Counter:
         trainer.learner.optimizer.register_step_post_hook(self._step)
 
     def _forward(self, module, args, kwargs):
-        rows = len(kwargs["hidden_states"])
+        rows = len(args[0])
         self.rows += rows * torch.is_grad_enabled()
         self.reference += rows * (not torch.is_grad_enabled())
         self.passes += torch.is_grad_enabled()
@@ -186,7 +187,7 @@ def test_guidance_takes_two_rows_of_the_network(sd3_directory):
     ],
 )
 def test_published_models_have_their_published_sizes(name, part, millions):
-    module = on_meta(PUBLISHED[name].parts[part])
+    module = on_meta(published(name).parts[part])
     assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
@@ -201,17 +202,20 @@ def test_published_models_have_their_published_sizes(name, part, millions):
     ],
 )
 def test_open_models_have_their_published_sizes_and_can_be_planned(name, billions):
-    module = on_meta(PUBLISHED[name].parts["transformer"])
+    module = on_meta(published(name).parts["transformer"])
     assert sum(p.numel() for p in module.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
     c = load_config("scenes", ["policy.pipeline=", f"policy.path={name}", "policy.height=512", "policy.width=512"])
-    policy = build_on_meta(PUBLISHED[name], c.policy)
-    assert shapes_of(policy, PUBLISHED[name]).image_tokens == 1024
+    policy = build_on_meta(published(name), c.policy)
+    assert shapes_of(policy, published(name)).image_tokens == 1024
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name].parts["vae"][0] == "diffusers:AutoencoderKL"])
+PUBLISHED = {name: model.parts for spec in SPECS.values() for name, model in spec.models.items() if model.parts}
+
+
+@pytest.mark.parametrize("name", [name for name, parts in PUBLISHED.items() if parts["vae"][0] == "diffusers:AutoencoderKL"])
 def test_published_vaes_tile_above_1024_pixels(name):
     """Their config's sample_size. diffusers' default, 32, makes hundreds of tiles of a picture, and minutes of a plan."""
-    vae = on_meta(PUBLISHED[name].parts["vae"])
+    vae = on_meta(published(name).parts["vae"])
     assert vae.tile_sample_min_size == 1024 and vae.tile_latent_min_size == 128
 
 
@@ -390,7 +394,7 @@ def test_ranks_share_the_work_and_with_pieces_the_state(deep):
         assert two.memory.parts[part] == whole.memory.parts[part]
         assert full.memory.parts[part] == training.memory.parts[part] == -(-whole.memory.parts[part] // 2)
     transformer = whole.policy.pipeline.transformer
-    blocks = [sum(p.numel() for p in block.parameters()) for block in PipelinePolicy.blocks(transformer)]
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(transformer)]
     everything = sum(p.numel() for p in transformer.parameters())
     layers = 2 * (everything - sum(blocks) + 2 * max(blocks))
     assert full.memory.working["gathered layers"] == training.memory.working["gathered layers"] == layers

@@ -13,9 +13,9 @@ from g2rpo import __version__, api
 from g2rpo.build import components
 from g2rpo.errors import UserError
 from g2rpo.export.adapter import read_adapter
-from g2rpo.export.comfyui import KEYS
 from g2rpo.export.merging import merge
 from g2rpo.export.weights import final
+from g2rpo.policies.catalogue import SPECS
 from g2rpo.runs.lifecycle import read_config
 from g2rpo.training.checkpoint import save_checkpoint
 from g2rpo.training.header import header_of
@@ -172,7 +172,7 @@ def test_the_average_of_a_checkpoint_is_what_is_exported_and_best_is_the_best_ev
         assert file.keys() == expected.keys() and all(torch.equal(file[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("kind", few(CLASSES, lambda kind: not CLASSES[kind].pictured))  # whose transformers are others'
+@pytest.mark.parametrize("kind", few(CLASSES, lambda kind: not SPECS[kind].pictured))  # whose transformers are others'
 def test_every_class_of_pipeline_is_exported_as_diffusers_itself_fuses_its_adapter(kind, tmp_path):
     """diffusers adds float32 products in another order, so the last bits may differ."""
     pipeline = tiny_pipeline(kind)
@@ -189,13 +189,13 @@ def test_every_class_of_pipeline_is_exported_as_diffusers_itself_fuses_its_adapt
         torch.testing.assert_close(merged[name], expected[name], atol=1e-5, rtol=1e-5, msg=name)
     changed = {name for name in merged if not torch.equal(merged[name], base[name])}
     assert len(changed) == len(policy.tuning.named()) / 2
-    known = KEYS.get(type(pipeline.transformer).__name__)
+    known = SPECS[kind].comfyui
     if known is None:
         with pytest.raises(UserError, match="--format comfyui"):
             api.export(run, "comfyui")
     else:  # that these are ComfyUI's is for test_comfyui.py to say
         keys = {name.rpartition(".lora_")[0] for name in load_file(api.export(run, "comfyui"))}
-        assert keys == {known.of(name.removesuffix(".weight")) for name in changed}
+        assert keys == {known.key(name.removesuffix(".weight")) for name in changed}
 
 
 def metadata(file):

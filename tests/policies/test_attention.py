@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from g2rpo.errors import UserError
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.attention import BACKENDS, available
-from g2rpo.policies.flux import FluxPolicy
 from g2rpo.policies.pipelines import choose_attention
 from g2rpo.seeding import generator_for
 from tests.support.commands import g2rpo
@@ -14,7 +14,7 @@ SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "frozen"
 
 
 def velocity(directory, **options):
-    policy = FluxPolicy.from_pretrained(directory, **SIZE, **options)
+    policy = DiffusersPolicy.from_pretrained(directory, **SIZE, **options)
     x, cond = policy.noise([generator_for(i) for i in range(2)]), policy.encode(["a red circle", "a square"])
     with torch.no_grad():
         return policy.velocity(x, torch.tensor([0.9, 0.5]), cond)

@@ -65,7 +65,7 @@ def test_what_is_found_is_what_was_made_bit_for_bit(flux_directory, dtype):
     made, found, without = cold.encode(TEXTS), warm.encode(TEXTS), off.encode(TEXTS)
     assert (cold.encoded, warm.encoded, off.encoded) == (3, 0, 3)
     assert equal(made, found) and equal(made, without)
-    assert made.tensors["sequence"].dtype == getattr(torch, dtype)
+    assert made.tensors["prompt_embeds"].dtype == getattr(torch, dtype)
     torch.testing.assert_close(
         made.tensors, cold.encoder.encode(TEXTS).tensors, atol=1e-2 if dtype == "bfloat16" else 1e-5, rtol=0
     )

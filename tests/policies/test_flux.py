@@ -10,7 +10,8 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.data import Precision
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
-from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.catalogue import flux
 from g2rpo.policies.pipelines import deployed_shift
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.rollout.engine import Engine
@@ -22,7 +23,7 @@ SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}
 
 
 def load(directory, **options):
-    return FluxPolicy.from_pretrained(directory, **{**SIZE, "tuning": "frozen", **options})
+    return DiffusersPolicy.from_pretrained(directory, **{**SIZE, "tuning": "frozen", **options})
 
 
 def pictures(policy, steps=6, seed=5, batch_size=3, shift=3.0):
@@ -62,7 +63,7 @@ SCHEDULERS = {  # the published scheduler_config.json of both models
 def test_the_policy_knows_the_shift_that_its_pipeline_samples_with(flux_directory, name):
     pipeline = FluxPipeline.from_pretrained(flux_directory, scheduler=SCHEDULERS[name])
     expected = theirs(pipeline)
-    policy = FluxPolicy(pipeline, **SIZE, tuning="frozen")
+    policy = DiffusersPolicy.of(flux)(pipeline, **SIZE, tuning="frozen")
     torch.testing.assert_close(pictures(policy, shift=policy.shift), expected, atol=1e-5, rtol=0)
     assert float((pictures(policy, shift=3.0) - expected).abs().max()) > 1e-3
 

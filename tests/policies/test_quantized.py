@@ -14,9 +14,8 @@ from g2rpo.cost.flops import operations
 from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
-from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.quantized import KINDS, QuantizedLinear, check, weights_of
-from g2rpo.policies.sd3 import SD3Policy
 from g2rpo.seeding import generator_for
 from tests.support.commands import g2rpo
 from tests.support.variants import few
@@ -96,8 +95,8 @@ def test_what_waits_for_the_backward_pass_is_no_dense_weight(kind):
 # --- of a policy ------------------------------------------------------------------------------------------------------------
 
 
-def load(directory, family=FluxPolicy, **options):
-    policy = family.from_pretrained(directory, **{**SIZE, "dtype": torch.bfloat16, "tuning": "lora", **options})
+def load(directory, **options):
+    policy = DiffusersPolicy.from_pretrained(directory, **{**SIZE, "dtype": torch.bfloat16, "tuning": "lora", **options})
     for number, parameter in enumerate(policy.trainable_parameters()):
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator_for(number))
     return policy
@@ -123,10 +122,9 @@ def test_layers_of_blocks_are_quantised_and_adapters_are_not(flux_directory, kin
     assert buffers < inside * 1.6  # tiny layers: scales weigh as much as codes
 
 
-@pytest.mark.parametrize("family", [FluxPolicy, SD3Policy])
-def test_one_base_serves_rollout_training_and_the_untrained_model(request, family, kind):
-    directory = request.getfixturevalue("flux_directory" if family is FluxPolicy else "sd3_directory")
-    policy = load(directory, family, quantize=kind, gradient_checkpointing=True)
+@pytest.mark.parametrize("model", ["flux_directory", "sd3_directory"])
+def test_one_base_serves_rollout_training_and_the_untrained_model(request, model, kind):
+    policy = load(request.getfixturevalue(model), quantize=kind, gradient_checkpointing=True)
     x, sigma, cond = question(policy)
     with torch.no_grad():
         rollout = policy.velocity(x, sigma, cond)

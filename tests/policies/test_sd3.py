@@ -8,12 +8,9 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.config.schema import grid_of
 from g2rpo.data import Precision
-from g2rpo.errors import UserError
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.flow import sigma_grid
-from g2rpo.policies.catalogue import StableDiffusion3
-from g2rpo.policies.options import PolicyOptions
-from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
 from g2rpo.training.updater import Trained
@@ -25,7 +22,7 @@ STEPS = 6
 
 
 def load(directory, **options):
-    return SD3Policy.from_pretrained(directory, **{**SIZE, "tuning": "frozen", **options})
+    return DiffusersPolicy.from_pretrained(directory, **{**SIZE, "tuning": "frozen", **options})
 
 
 def pictures(policy, sigmas=None, batch_size=3):
@@ -113,12 +110,10 @@ def test_rows_of_one_batch_may_have_their_own_sigma(sd3_directory, guidance):
 def test_guidance_costs_a_second_row_in_the_same_call(sd3_directory, scale, rows):
     policy = load(sd3_directory, guidance_scale=scale)
     seen = []
-    policy.tuning.active.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(len(kwargs["hidden_states"])), with_kwargs=True
-    )
+    policy.tuning.active.register_forward_hook(lambda module, args, out: seen.append(len(out[0])))
     velocities(policy, True)
     assert seen == [rows]
-    assert ("negative_sequence" in policy.encode(PROMPTS).tensors) == (scale > 1)
+    assert ("negative_prompt_embeds" in policy.encode(PROMPTS).tensors) == (scale > 1)
 
 
 def test_truncated_timesteps_are_the_published_ones(sd3_directory):
@@ -158,8 +153,6 @@ def test_a_detached_negative_prediction_passes_no_gradient(sd3_directory):
         v.square().sum().backward() if not velocities else v.backward(2 * velocities[0])
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None]))
         velocities.append(v.detach())
-    with pytest.raises(UserError, match="detach_negative"):
-        StableDiffusion3.check_options(PolicyOptions(**SIZE, detach_negative=True))
     plain, detached, prompted = gradients
     assert torch.equal(velocities[0], velocities[1])
     torch.testing.assert_close(detached, 3.5 * prompted, atol=1e-4 * float(detached.norm()), rtol=0)

@@ -4,16 +4,15 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from g2rpo.policies.flux import FluxPolicy
-from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.seeding import generator_for
 from tests.support.commands import g2rpo
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2, "dtype": torch.bfloat16}
 
 
-def load(directory, family=FluxPolicy, **options):
-    policy = family.from_pretrained(directory, **SIZE, **options)
+def load(directory, **options):
+    policy = DiffusersPolicy.from_pretrained(directory, **SIZE, **options)
     for number, parameter in enumerate(policy.trainable_parameters()):
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator_for(number))
     return policy
@@ -34,27 +33,27 @@ def test_the_untrained_model_computes_what_diffusers_own_does(flux_directory):
             hidden_states=x.bfloat16(),
             timestep=(sigma * 1000).bfloat16() / 1000,
             guidance=torch.full((2,), 3.5),
-            pooled_projections=cond.tensors["pooled"],
-            encoder_hidden_states=cond.tensors["sequence"],
-            txt_ids=torch.zeros(cond.tensors["sequence"].shape[1], 3).bfloat16(),
-            img_ids=policy._image_ids,
+            pooled_projections=cond.tensors["pooled_prompt_embeds"],
+            encoder_hidden_states=cond.tensors["prompt_embeds"],
+            txt_ids=torch.zeros(cond.tensors["prompt_embeds"].shape[1], 3).bfloat16(),
+            img_ids=policy._beside[0],
             return_dict=False,
         )[0]
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("family", [FluxPolicy, SD3Policy])
-def test_adapters_compute_in_bfloat16_and_learn_in_float32(request, family):
+@pytest.mark.parametrize("model", ["flux_directory", "sd3_directory"])
+def test_adapters_compute_in_bfloat16_and_learn_in_float32(request, model):
     """Both ways are off from float32 by what bfloat16 rounds, and by about as much; gradients reach the float32 factors."""
-    directory = request.getfixturevalue("flux_directory" if family is FluxPolicy else "sd3_directory")
-    plain, cast = load(directory, family, autocast=False), load(directory, family)
+    directory = request.getfixturevalue(model)
+    plain, cast = load(directory, autocast=False), load(directory)
     products = []
     for name, module in plain.pipeline.transformer.named_modules():
         if name.endswith("lora_A.default"):
             module.register_forward_hook(lambda module, given, answer: products.append(answer.dtype))
-    exact = load(directory, family, **{"autocast": True})
+    exact = load(directory, **{"autocast": True})
     exact.pipeline.transformer.float()
-    exact.dtype = torch.float32
+    exact.dtype = exact._latent_dtype = torch.float32
     with torch.no_grad():
         x, sigma, cond = question(plain)
         wide = type(cond)({name: value.float() for name, value in cond.tensors.items()})

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.mixgrpo import MixGRPOFlash
 from g2rpo.flow import sigma_grid
-from g2rpo.policies.flux import FluxPolicy
-from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.seeding import generator_for
 from g2rpo.types import Plan
@@ -38,7 +37,7 @@ def guard(directory: Path) -> None:
     for rate in (1e-4, 1e-3):
         ways = []
         for correction in ("member", "batch"):
-            policy = SD3Policy.from_pretrained(directory, height=32, width=32, max_sequence_length=12, lora_rank=4)
+            policy = DiffusersPolicy.from_pretrained(directory, height=32, width=32, max_sequence_length=12, lora_rank=4)
             options = ("algorithm.name=grpo_guard", "algorithm.group_size=8", "algorithm.update_every=4")
             more = ("sampling.num_steps=5", "sampling.shift=scheduler", f"optim.learning_rate={rate}", "rewards={tilt: 1.0}")
             own = ("trainer.prompts_per_iteration=4", "evaluation.rewards={}", f"algorithm.correction={correction}")
@@ -104,7 +103,7 @@ def trained_steps(directory: Path) -> None:
 
 def flash(directory: Path) -> None:
     """Final latents of six members at all windows of 300 iterations: ours, published, and with Euler at every step."""
-    policy = FluxPolicy.from_pretrained(directory, height=32, width=32, max_sequence_length=12, tuning="frozen")
+    policy = DiffusersPolicy.from_pretrained(directory, height=32, width=32, max_sequence_length=12, tuning="frozen")
     sigmas, cond = sigma_grid(25, 3.0), policy.encode(["a red circle"])
     for compression in (0.4, 0.2):
         algorithm = MixGRPOFlash(compression=compression)

@@ -37,9 +37,9 @@ class Flux:
                 hidden_states=x,
                 timestep=torch.tensor([int(sigma * 1000)]) / 1000 if self.truncate else sigma.reshape(1),
                 guidance=torch.tensor([self.guidance], dtype=dtype),
-                encoder_hidden_states=given["sequence"],
-                pooled_projections=given["pooled"],
-                txt_ids=torch.zeros(given["sequence"].shape[1], 3, dtype=dtype),
+                encoder_hidden_states=given["prompt_embeds"],
+                pooled_projections=given["pooled_prompt_embeds"],
+                txt_ids=torch.zeros(given["prompt_embeds"].shape[1], 3, dtype=dtype),
                 img_ids=places,
                 return_dict=False,
             )[0]
@@ -58,8 +58,8 @@ class StableDiffusion3:
         without, with_prompt = self.transformer(
             hidden_states=torch.cat([x, x]),
             timestep=(1000 * sigma).to(x.dtype).repeat(2),
-            encoder_hidden_states=torch.cat([given["negative_sequence"], given["sequence"]]),
-            pooled_projections=torch.cat([given["negative_pooled"], given["pooled"]]),
+            encoder_hidden_states=torch.cat([given["negative_prompt_embeds"], given["prompt_embeds"]]),
+            pooled_projections=torch.cat([given["negative_pooled_prompt_embeds"], given["pooled_prompt_embeds"]]),
             return_dict=False,
         )[0].chunk(2)
         return without + self.guidance * (with_prompt - without)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.training.trainer import Trainer
 from g2rpo.types import Cond, Example, Rollout
 from tests.published.neighbours import Flux, Learner
@@ -61,10 +61,10 @@ Objective = Callable[[Models, Seen], list[Callable[[], Tensor]]]
 """The terms of an update's loss, to be added up."""
 
 
-def tiny(folder: Path, *overrides: str, rewards: Sequence[Callable] = (tilt,), kind=FluxPolicy, options=(), **more) -> Trainer:
-    """A trainer of all weights of the tiny FLUX, or of a policy of another `kind`; `options` are the policy's."""
+def tiny(folder: Path, *overrides: str, rewards: Sequence[Callable] = (tilt,), options=(), **more) -> Trainer:
+    """A trainer of all weights of a tiny model; `options` are the policy's."""
     size = {"height": 32, "width": 32, "max_sequence_length": 12}
-    policy = kind.from_pretrained(folder, **size, tuning="full", keep_base=True, **dict(options))
+    policy = DiffusersPolicy.from_pretrained(folder, **size, tuning="full", keep_base=True, **dict(options))
     named = {reward.__name__: reward for reward in rewards}
     return trainer(None, *TINY, *overrides, policy=policy, rewards=named, prompts=PROMPTS, **more)
 

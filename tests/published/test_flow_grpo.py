@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from tests.published import side_by_side
 from tests.published.neighbours import (
     Learner,
@@ -57,7 +57,7 @@ class Walks:
     ours: Ours = field(init=False)
 
     def __post_init__(self) -> None:
-        policy = SD3Policy.from_pretrained(
+        policy = DiffusersPolicy.from_pretrained(
             self.directory, height=32, width=32, max_sequence_length=12, lora_rank=4, guidance_scale=4.5
         )
         with torch.no_grad():  # an adapter that has moved, or the first KL is 0 whatever its formula

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from g2rpo.policies.sd3 import SD3Policy
 from tests.published.neighbours import Flux, batch_normalised
 from tests.published.second_half import Beside, tiny
 
@@ -112,7 +111,10 @@ def guided(models, x, sigma, prompt):
     given = models.text[prompt]
 
     def velocity(which):
-        said = {"encoder_hidden_states": given[f"{which}sequence"], "pooled_projections": given[f"{which}pooled"]}
+        said = {
+            "encoder_hidden_states": given[f"{which}prompt_embeds"],
+            "pooled_projections": given[f"{which}pooled_prompt_embeds"],
+        }
         return models.trained(hidden_states=x, timestep=1000 * sigma.reshape(1), **said, return_dict=False)[0]
 
     with torch.no_grad():
@@ -140,9 +142,7 @@ def test_refl_with_guidance_is_flowbps(sd3_directory):
     apart = []
     for detached in (True, False):
         options = {"guidance_scale": 3.5, "detach_negative": detached}
-        ours = tiny(
-            sd3_directory, *small, "trainer.prompts_per_iteration=3", kind=SD3Policy, options=options, rewards=(bright,)
-        )
+        ours = tiny(sd3_directory, *small, "trainer.prompts_per_iteration=3", options=options, rewards=(bright,))
         vae = ours.policy.pipeline.vae
 
         def terms(models, seen, ours=ours, vae=vae):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from tests.published import side_by_side
 from tests.published.neighbours import Flux, Learner, Member, normalised, sample, window_updates
 from tests.published.side_by_side import Ours, Restated, agree
@@ -58,7 +58,7 @@ class Windows:
     ours: Ours = field(init=False)
 
     def __post_init__(self) -> None:
-        policy = FluxPolicy.from_pretrained(
+        policy = DiffusersPolicy.from_pretrained(
             self.directory,
             height=32,
             width=32,

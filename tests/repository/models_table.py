@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import re
 import tempfile
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from PIL import Image
 
 from g2rpo.data import Prompt
+from g2rpo.policies.catalogue import SPECS
 from g2rpo.seeding import generator_for
 from tests.policies import test_any_pipeline as beside
 from tests.support.by_hand import by_hand
@@ -19,22 +18,15 @@ from tests.support.tiny_pipelines import CLASSES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- python -m tests.repository.models_table -->\n", "<!-- end -->\n"
-HEAD = "| pipeline class | guidance: default, off | pictures | velocity | LoRA | gradient | lines |\n" + 7 * "|---" + "|\n"
+HEAD = "| pipeline class | guidance: default, off | pictures | velocity | LoRA | gradient |\n" + 6 * "|---" + "|\n"
 LIMITS = (1e-5, 2e-5, 1e-5, 1e-2)
 """Largest errors in the columns pictures, velocity, LoRA and gradient, which the tests of every class assert."""
 
 
-def lines_of(kind: str) -> int:
-    """Lines of a class's description, without its docstring and blank lines."""
-    described = CLASSES[kind]
-    source = re.sub(r'""".*?"""', "", inspect.getsource(described), flags=re.DOTALL)
-    return sum(bool(line.strip()) for line in source.splitlines())
-
-
 def guidance_of(kind: str) -> str:
-    described = CLASSES[kind]
-    off = "an input of the network" if described.unguided is None else f"off at {described.unguided:g}"
-    return f"{described.guidance:g}, {off}"
+    spec = SPECS[kind]
+    off = "an input of the network" if spec.unguided is None else f"off at {spec.unguided:g}"
+    return f"{spec.guidance:g}, {off}"
 
 
 def measured(kind: str, folder: Path) -> tuple[float, float, float, float]:
@@ -58,7 +50,7 @@ def measured(kind: str, folder: Path) -> tuple[float, float, float, float]:
 def prompts_for(kind: str, folder: Path) -> list[Prompt]:
     path = folder / "input.png"
     Image.fromarray((255 * torch.rand(60, 40, 3, generator=generator_for("input"))).byte().numpy()).save(path)
-    return [Prompt(text, [str(path)] if CLASSES[kind].pictured else []) for text in beside.PROMPTS]
+    return [Prompt(text, [str(path)] if SPECS[kind].pictured else []) for text in beside.PROMPTS]
 
 
 def up(value: float) -> str:
@@ -68,7 +60,7 @@ def up(value: float) -> str:
 
 def row(kind: str, folder: Path) -> str:
     errors = " | ".join(up(error) for error in measured(kind, folder))
-    return f"| `{kind}` | {guidance_of(kind)} | {errors} | {lines_of(kind)} |\n"
+    return f"| `{kind}` | {guidance_of(kind)} | {errors} |\n"
 
 
 def rows_in(page: str) -> dict[str, list[str]]:

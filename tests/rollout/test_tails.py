@@ -10,7 +10,7 @@ import torch
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.errors import UserError
 from g2rpo.flow import sde_kernel, sigma_grid
-from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
@@ -199,7 +199,7 @@ def test_observed_order_of_convergence_to_the_image(tails, order):
 def test_rollouts_of_a_transformer_do_not_depend_on_batch_size_or_order(flux_directory, name, batch_size):
     """Matrix products of another height add in another order: a relative rounding of 6e-8 * sqrt(100) per layer, ten layers and
     six steps make at most 4e-5 of the largest entry if all went one way."""
-    policy = FluxPolicy.from_pretrained(flux_directory, height=32, width=32, max_sequence_length=12, lora_rank=2)
+    policy = DiffusersPolicy.from_pretrained(flux_directory, height=32, width=32, max_sequence_length=12, lora_rank=2)
     for number, parameter in enumerate(policy.trainable_parameters()):
         parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator_for(number))
     sigmas, algorithm = sigma_grid(6, 3.0), GranularGRPO(branch_steps=(0, 2), granularities=(1, 2), group_size=3)

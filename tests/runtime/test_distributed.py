@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from g2rpo.errors import RankLost, UserError
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.policies.flux import FluxPolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World, joined
 from tests.support import ranks
 from tests.support.commands import g2rpo
@@ -72,7 +72,7 @@ def train_flux(world, folder, model):
         "optim.eps=1",
         "optim.learning_rate=0.5",
     )
-    policy = FluxPolicy.from_pretrained(model, height=32, width=32, max_sequence_length=12, lora_rank=2)
+    policy = DiffusersPolicy.from_pretrained(model, height=32, width=32, max_sequence_length=12, lora_rank=2)
     prompts = ["a red circle", "two blue squares", "a blue circle", "a green star"]
     t = trainer(None, *COMMON, *options, *small, policy=policy, prompts=prompts, world=world)
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_ranks_train_a_flux_lora_as_one_process_does(tmp_path, flux_directory):
             first = first or own
             for name, value in own.items():
                 torch.testing.assert_close(value, first[name], atol=3e-7, rtol=0)
-    policy = FluxPolicy.from_pretrained(flux_directory, height=32, width=32, max_sequence_length=12, lora_rank=2)
+    policy = DiffusersPolicy.from_pretrained(flux_directory, height=32, width=32, max_sequence_length=12, lora_rank=2)
     moved = [float((p.detach() - first[f"{i:03d}"]).abs().max()) for i, p in enumerate(policy.trainable_parameters())]
     assert max(moved) > 1e-3
 

@@ -22,14 +22,13 @@ from g2rpo.config.resolve import resolve
 from g2rpo.cost.plan import make_plan
 from g2rpo.errors import Stopped, UserError
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.policies.flux import FluxPolicy
-from g2rpo.policies.sd3 import SD3Policy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Sharded
 from g2rpo.training.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.runs import PLAIN, config, trainer
-from tests.support.tiny_pipelines import CLASSES, save_tiny
+from tests.support.tiny_pipelines import save_tiny
 from tests.support.variants import few
 
 PROMPTS = ["a red circle", "two blue squares", "a blue circle", "a green star"]
@@ -59,10 +58,10 @@ def sharded(world, mode):
     return None if name == "none" else Sharded(world, "cpu", name == "training", int(group) if group else None)
 
 
-def build(world, folder, model, mode, *overrides, kind=FluxPolicy, **options):
+def build(world, folder, model, mode, *overrides, **options):
     """A trainer of a tiny model, all weights."""
     sharding = sharded(world, mode)
-    policy = kind.from_pretrained(model, sharding=sharding, **(OPTIONS | options))
+    policy = DiffusersPolicy.from_pretrained(model, sharding=sharding, **(OPTIONS | options))
     return trainer(folder, *SMALL, *overrides, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
 
 
@@ -86,16 +85,15 @@ def learn(world, folder, model, mode, killed=False):
 
 
 def learn_sd3(world, folder, model, mode):
-    t = build(world, folder, model, mode, *SD3, kind=SD3Policy, keep_base=True, gradient_checkpointing=True)
+    t = build(world, folder, model, mode, *SD3, keep_base=True, gradient_checkpointing=True)
     rows = [t.iterate(), t.iterate(), t.score_heldout().means()]
     t.export()
     return rows
 
 
-def learn_described(world, folder, model, mode, name):
+def learn_ragged(world, folder, model, mode):
     """A pipeline by its own code, with gradients that are checkpointed; prompts have different lengths."""
-    kind = CLASSES[name]
-    t = build(world, folder, model, mode, kind=kind, guidance_scale=4.0, max_sequence_length=64, gradient_checkpointing=True)
+    t = build(world, folder, model, mode, guidance_scale=4.0, max_sequence_length=64, gradient_checkpointing=True)
     rows = [t.iterate(), t.iterate()]
     t.export()
     return rows
@@ -108,7 +106,7 @@ def learn_nft(world, folder, model, mode):
 
     def made():
         sharding = sharded(world, mode)
-        policy = FluxPolicy.from_pretrained(model, sharding=sharding, **{**OPTIONS, "keep_base": True})
+        policy = DiffusersPolicy.from_pretrained(model, sharding=sharding, **{**OPTIONS, "keep_base": True})
         return trainer(folder, *options, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
 
     t = made()
@@ -185,7 +183,7 @@ def test_pipelines_by_their_own_code_learn_the_same_in_pieces(tmp_path, name):
     """CogView4's prompts of different lengths are separate calls: ranks make as many, whatever their prompts."""
     model = save_tiny(name, tmp_path / "model")
     rows = [
-        ranks.run(size, learn_described, tmp_path / mode, str(model), mode, name, timeout_s=180)[0]
+        ranks.run(size, learn_ragged, tmp_path / mode, str(model), mode, timeout_s=180)[0]
         for size, mode in ((1, "none"), (2, "full"))
     ]
     agree(exported(tmp_path / "full"), exported(tmp_path / "none"))

@@ -55,6 +55,7 @@ from transformers import (
 )
 
 from g2rpo.policies import catalogue
+from g2rpo.policies.anyflow import DiffusersPolicy
 from tests.support.tiny import BLOCKS, WORDS, flux_pipeline, sd3_pipeline, tiny_t5, tiny_vae, tokenizer
 
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}</s>"
@@ -491,8 +492,8 @@ MAKERS = {
 }
 
 
-CLASSES = {kind: described for kind, described in catalogue.classes().items() if kind in MAKERS}
-"""The descriptions, by pipeline class."""
+CLASSES = {kind: DiffusersPolicy.of(spec) for kind, spec in catalogue.SPECS.items() if kind in MAKERS}
+"""The policies of the catalogue, by pipeline class."""
 
 
 def tiny_pipeline(kind: str, seed: int = 0):

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from g2rpo.config.licences import LICENCES
 from g2rpo.evaluation.heldout import Comparison
+from g2rpo.policies.catalogue import SPECS
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.model_card import _code, write_card
 from tests.support.runs import config
@@ -93,4 +93,5 @@ def test_the_table_of_licences_is_the_one_that_commands_use():
         r"^\| (.*?) \| (.*?) \|$", page.partition("| licence of the weights |")[2].partition("\n\n")[0], re.MULTILINE
     )
     table = {model: licence for licence, models in rows for model in models.split(", ")}
-    assert table == {name.partition("/")[2]: licence for name, licence in LICENCES.items()}
+    known = {name: model.licence for spec in SPECS.values() for name, model in spec.models.items()}
+    assert table == {name.partition("/")[2]: licence for name, licence in known.items()}

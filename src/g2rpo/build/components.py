@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from g2rpo import plugins
 from g2rpo.algorithms.contracts import name_of, plans_of
 from g2rpo.build import hub, pipeline_check, refusals
 from g2rpo.config.given import Mentioned, refuse_mention
@@ -20,18 +19,13 @@ from g2rpo.errors import UserError, loading
 from g2rpo.files import is_hub_id, local
 from g2rpo.plain import parse_json, read_text
 from g2rpo.policies import attention, catalogue, quantized
-from g2rpo.policies.options import PolicyOptions
-from g2rpo.policies.pipelines import PipelinePolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.text import TextEncoders
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import Sharded
 from g2rpo.types import Algorithm
 
-POLICIES = {
-    **{name: f"{kind.__module__}:{kind.__name__}" for name, kind in catalogue.classes().items()},
-    "FluxPipeline": "g2rpo.policies.flux:FluxPolicy",
-    "StableDiffusion3Pipeline": "g2rpo.policies.sd3:SD3Policy",
-}
 EMBEDDED = ("testbed", "words")
 """Names of the pipelines that come with the package."""
 
@@ -119,12 +113,12 @@ class Loaded:
     """
 
     config: PolicyConfig
-    kind: type[PipelinePolicy]
+    kind: type[DiffusersPolicy]
     options: dict[str, Any]
     pipeline: Any
     text: TextEncoders
 
-    def policy(self, sharding: Sharded | None = None) -> PipelinePolicy:
+    def policy(self, sharding: Sharded | None = None) -> DiffusersPolicy:
         """The policy, on its device; `sharding` shards the trained weights."""
         with _loading(self.config.path):
             return self.kind(self.pipeline, **self.options, sharding=sharding, text=self.text)
@@ -137,12 +131,12 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
     """
     path, name = locate_pipeline(config.path, config.pipeline, config.kind)
     if config.kind is None:
-        pipeline_check.check_files(config.path, path)
+        pipeline_check.check_files(config.path, path, catalogue.optional_parts(name))
     device = pick_device(config.device)
     quantized.check(config.quantize, tuning=tuning or config.tuning, dtype=config.dtype, device=device)
     attention.check(config.attention, device)
     kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
-    if options["tuning"] == "lora" and issubclass(kind, PipelinePolicy):
+    if options["tuning"] == "lora" and issubclass(kind, DiffusersPolicy):
         pipeline_check.check_adapters(path)
     with _loading(config.path):
         pipeline = kind.load_pipeline(path, **options)
@@ -153,30 +147,33 @@ def _loading(path: str) -> AbstractContextManager[None]:
     return loading(f"policy.path={path}: the pipeline cannot be loaded")
 
 
-def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **options: Any) -> PipelinePolicy:
+def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **options: Any) -> DiffusersPolicy:
     """The policy of `load_pipeline(config, **options)`, at once."""
     return load_pipeline(config, **options).policy(sharding)
 
 
 def policy_options(
     config: PolicyConfig, kind: str, *, device: str, seed: int = 0, tuning: str | None = None, keep_base: bool = False
-) -> tuple[type[PipelinePolicy], dict[str, Any]]:
+) -> tuple[type[DiffusersPolicy], dict[str, Any]]:
     """The policy class for pipelines of class `kind`, and its constructor's options from `config`."""
-    policy = plugins.find("policies", config.kind or kind, POLICIES)
-    given = {field.name: getattr(config, field.name) for field in fields(PolicyOptions) if hasattr(config, field.name)}
-    changed = {"dtype": getattr(torch, config.dtype), "device": device, "tuning": tuning or config.tuning}
-    options = {**given, **changed, "seed": seed, "keep_base": keep_base}
-    policy.check_options(PolicyOptions(**options))
-    return policy, options
+    policy = policy_class(config.kind or kind)
+    policy.check_options(config)
+    given = {name: value for name, value in config if name not in ("path", "kind", "pipeline")}
+    return policy, {**given, "device": device, "tuning": tuning or config.tuning, "seed": seed, "keep_base": keep_base}
+
+
+def policy_class(name: str) -> type[DiffusersPolicy]:
+    """The policy for a pipeline class, or for code of the user's: a `PipelineSpec`, or a class."""
+    found = catalogue.find(name)
+    return DiffusersPolicy.of(found) if isinstance(found, PipelineSpec) else found
 
 
 def check_prompts(config: PolicyConfig, prompts: Sequence[str]) -> None:
     """Refuses prompts with more or fewer input pictures than the policy takes, before anything is loaded."""
     _, name = locate_pipeline(config.path, config.pipeline, config.kind)
-    check = getattr(plugins.find("policies", config.kind or name, POLICIES), "check_pictures", None)
-    if check is not None:
+    if (spec := catalogue.spec_of(config.kind or name)) is not None:
         for prompt in prompts:
-            check(prompt)
+            spec.check_pictures(prompt)
 
 
 def cautions(config: PolicyConfig) -> list[str]:
@@ -232,7 +229,7 @@ def locate_pipeline(name: str, expected: str | None = None, chosen: str | None =
 
 def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
     """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not the `expected` one."""
-    if chosen is None and kind not in POLICIES and kind not in (known := plugins.available("policies", POLICIES)):
+    if chosen is None and kind not in (known := catalogue.names()):
         own = "policy.kind=FILE.py:NAME takes a policy of your own"
         raise UserError(f"policy.path={name}: is a {kind}, which has no policy here: {refusals.why(kind, known)} {own}.")
     if expected is not None and kind != expected:

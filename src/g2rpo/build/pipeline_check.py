@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,20 @@ from g2rpo.policies.tuning import check_lora
 
 MOST_LAYERS = 1000
 """More than any model has."""
-OPTIONAL = ("text_encoder_3",)
-"""Text encoders that a pipeline may lack: T5 of Stable Diffusion 3."""
 FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", re.IGNORECASE)
 """In the names of models that are distilled to few steps."""
 
 
-def check_files(name: str, folder: str) -> None:
-    """UserError for a pipeline without a part that it needs, with two transformers, without flow matching, or with numbers in
-    its config files that no model has. Plans, training and sampling begin with it."""
+def check_files(name: str, folder: str, optional: Sequence[str] = ()) -> None:
+    """UserError for a pipeline without a part that it needs (of text encoders, all but `optional`), with two transformers,
+    without flow matching, or with numbers in its config files that no model has. Plans, training and sampling begin with it."""
     index = _read(folder, "model_index.json")
     for part in parts_in(index):
         if part in ("transformer", "vae") and index[part] == [None, None]:
             raise UserError(f"policy.path={name}: its model_index.json leaves {part} empty; download the whole pipeline")
         _check_layers(name, f"{part}/config.json", _read(folder, f"{part}/config.json"))
         lies = index[part] != [None, None] and ((Path(folder) / part).is_dir() or not Path(folder).is_dir())
-        if part.startswith("text_encoder") and part not in OPTIONAL and not lies:
+        if part.startswith("text_encoder") and part not in optional and not lies:
             raise UserError(f"policy.path={name}: has no {part}, which encodes prompts; download the whole pipeline")
     if index.get("transformer_2", [None, None]) != [None, None]:
         raise UserError(

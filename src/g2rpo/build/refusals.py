@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from g2rpo.errors import did_you_mean
@@ -15,7 +15,7 @@ FURTHER = re.compile(
     "control(net|_image|_video)|mask(_image)?|pose_video|strength|video|conditions|cond_image|reference_images"
 )
 """What may be given to a pipeline beside a prompt and input pictures."""
-OPEN = "it is not described yet; docs/extending.md shows how to describe a class in a file of your own"
+OPEN = "it is not declared yet; docs/extending.md shows how to declare one in a file of your own"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ KINDS: tuple[Callable[[Pipeline], str | None], ...] = (
 )
 
 
-def why(name: str, known: Mapping[str, str]) -> str:
+def why(name: str, known: Iterable[str]) -> str:
     """Why the pipeline class `name` is not among the `known` ones, which have a policy."""
     if (pipeline := look(name)) is None:
         return f"the installed diffusers has no such class.{did_you_mean(name, known)}"

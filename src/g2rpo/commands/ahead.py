@@ -12,8 +12,8 @@ from g2rpo.build import components
 from g2rpo.build.embeddings import cache_embeddings
 from g2rpo.commands.progress import counter, say
 from g2rpo.config.schema import Config
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
-from g2rpo.policies.pipelines import PipelinePolicy
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Sharded
@@ -26,7 +26,7 @@ def policy_after_encoding(
     console: Console,
     notify: Callable[[str], None],
     sharding: Sharded | None = None,
-) -> CachedPolicy[PipelinePolicy]:
+) -> CachedPolicy[DiffusersPolicy]:
     """The policy of `loaded` with its embeddings cached as in `cache`; those of `prompts` are computed first.
 
     The text encoders then leave the device. Without a cache, or without disk space for all, they move to the device with the

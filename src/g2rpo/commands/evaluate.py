@@ -93,7 +93,7 @@ def with_controls(config: JudgingConfig) -> JudgingConfig:
     c = config.policy
     _, name = components.locate_pipeline(c.path, c.pipeline, c.kind)
     kind, _ = components.policy_options(c, name, device="cpu")
-    scale = getattr(kind, "guidance", None) if c.guidance_scale is None else c.guidance_scale
+    scale = getattr(getattr(kind, "spec", None), "guidance", None) if c.guidance_scale is None else c.guidance_scale
     controls = default_controls(min(config.steps), scale if scale is not None and scale > 1 else None)
     return config.model_copy(update={"controls": controls})
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from g2rpo.commands.progress import say
 from g2rpo.errors import UserError, did_you_mean
 from g2rpo.export.adapter import PREFIX
-from g2rpo.export.comfyui import for_comfyui, whole_names
+from g2rpo.export.comfyui import for_comfyui, names_for, whole_names
 from g2rpo.export.merging import Rounding, merge, merge_into_one
 from g2rpo.export.weights import Tuned, final, from_checkpoint, transformer_folder
 from g2rpo.files import whole_file
@@ -42,7 +42,7 @@ def export(run: Path, format: str, checkpoint: str | None, out: Path | None, con
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out) if format == "comfyui" else whole(out) as unfinished:
-            rounding = _WRITERS[format](tuned, base, unfinished, finished)
+            rounding = _WRITERS[format](tuned, base, unfinished, finished, config.policy.kind)
     say(console, f"{out}{_cost(rounding)}")
     return out
 
@@ -63,7 +63,7 @@ def _check_new(out: Path, format: str) -> None:
         raise UserError(f"{out} exists; name another --out")
 
 
-def _diffusers(tuned: Tuned, base: Base, out: Path, finished: Path | None) -> Rounding | None:
+def _diffusers(tuned: Tuned, base: Base, out: Path, finished: Path | None, kind: str | None) -> Rounding | None:
     if tuned.adapter is not None:
         tuned.adapter.write(out / ADAPTER, PREFIX)
     elif finished is None:
@@ -75,14 +75,15 @@ def _diffusers(tuned: Tuned, base: Base, out: Path, finished: Path | None) -> Ro
     return None
 
 
-def _comfyui(tuned: Tuned, base: Base, out: Path, finished: Path | None) -> Rounding | None:
+def _comfyui(tuned: Tuned, base: Base, out: Path, finished: Path | None, kind: str | None) -> Rounding | None:
+    names = names_for(tuned.kind, kind)
     if tuned.adapter is not None:
-        for_comfyui(tuned.adapter, tuned.kind).write(out)
+        for_comfyui(tuned.adapter, names).write(out)
         return None
-    return merge_into_one(tuned, base(), out, whole_names(tuned.kind))
+    return merge_into_one(tuned, base(), out, whole_names(names))
 
 
-def _merged(tuned: Tuned, base: Base, out: Path, finished: Path | None) -> Rounding | None:
+def _merged(tuned: Tuned, base: Base, out: Path, finished: Path | None, kind: str | None) -> Rounding | None:
     return merge(tuned, base(), out)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from g2rpo import plugins
-from g2rpo.build.components import POLICIES, locate_pipeline
+from g2rpo.build.components import locate_pipeline
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.errors import loading
 from g2rpo.plain import parse_json, read_text
+from g2rpo.policies import catalogue
 
 MODELS = ("transformer", "vae", "text_encoder")
 """Name prefixes of pipeline components with weights."""
@@ -51,7 +51,8 @@ def trained_parameters(config: PolicyConfig, pipeline: Path) -> int:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     if config.tuning == "full":
         return sum(math.prod(shape) for shape in shapes.values())
-    kind = plugins.find("policies", locate_pipeline(config.path)[1], POLICIES)
-    targets = config.lora_targets or kind.lora_targets
+    spec = catalogue.spec_of(locate_pipeline(config.path)[1])
+    assert spec is not None  # a built-in
+    targets = config.lora_targets or spec.lora_targets
     ends = tuple(f".{target}.weight" for target in targets)
     return sum(config.lora_rank * sum(shape) for name, shape in shapes.items() if len(shape) == 2 and f".{name}".endswith(ends))

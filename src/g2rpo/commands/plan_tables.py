@@ -10,13 +10,13 @@ from rich.table import Table
 
 from g2rpo.capabilities import keeps_old
 from g2rpo.commands.progress import say
-from g2rpo.config.licences import licence_of
 from g2rpo.cost.cards import CARDS
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.memory import RESERVE, SLACK
 from g2rpo.cost.network import Limit
 from g2rpo.cost.plan import COUNTED, Answer, Estimate, Target, find_target
 from g2rpo.cost.seconds import Seconds
+from g2rpo.policies.catalogue import licence_of
 
 
 def show(answer: Answer, console: Console) -> None:
@@ -33,7 +33,7 @@ def show(answer: Answer, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    if (licence := licence_of(policy.path)) is not None:
+    if (licence := licence_of(policy.path, policy.kind)) is not None:
         say(console, f"{policy.path}: {licence}")
     if plan.ranks > 1:
         all_prompts = plan.ranks * plan.counts.prompts

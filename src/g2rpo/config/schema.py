@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-import yaml
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -20,15 +17,12 @@ from torch import Tensor
 from g2rpo.config.algorithms import AnyAlgorithm
 from g2rpo.data import Precision
 from g2rpo.flow import scheduler_grid, sigma_grid
-from g2rpo.policies.attention import Attention
-from g2rpo.policies.quantized import Quantize
+from g2rpo.plain import Count, Section
+from g2rpo.policies.options import Dtype, PolicyConfig
 from g2rpo.rollout.tails import Tails
 from g2rpo.runtime.sharding import ShardingMode
 from g2rpo.types import Frames, Policy
 
-Dtype = Literal["float32", "bfloat16"]
-Count = Annotated[int, Field(gt=0, le=10**6)]
-"""More than a million is a typing error, and would exhaust memory before any message."""
 Shift = PositiveFloat | Literal["model", "scheduler"]
 """The time shift of the sigma grid. "model": the one that the pipeline is deployed with at this size; "scheduler": the same on
 the grid of diffusers' scheduler, which SD3's pipelines use (`flow.scheduler_grid`)."""
@@ -36,65 +30,6 @@ the grid of diffusers' scheduler, which SD3's pipelines use (`flow.scheduler_gri
 
 Steps = Annotated[int, Field(ge=1, le=250)]
 """The number of denoising steps."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    def to_yaml(self) -> str:
-        data = self.model_dump(mode="json")
-        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
-        if "\x85" in text:  # line ends in YAML, which PyYAML writes verbatim and reads as spaces
-            text = yaml.safe_dump(data, sort_keys=False)
-        return text
-
-
-class PolicyConfig(Section):
-    """The model, and which of its weights are trained."""
-
-    path: str
-    """A diffusers pipeline: a directory, a hub id, or "testbed" for the one inside the package."""
-    kind: str | None = None
-    """The policy's class: a name, FILE.py:NAME or MODULE:NAME. None: the one for the pipeline's class."""
-    pipeline: str | None = None
-    """The class that the pipeline must have; a recipe's values are for one kind of model. None: any that is known."""
-    height: Count
-    width: Count
-    guidance_scale: NonNegativeFloat | None = None
-    """An input of the network (FLUX.1), or the scale of classifier-free guidance, which costs a second evaluation; 1 and below
-    (Z-Image, Krea-2: 0) turns it off. None: the model's own (docs/models.md)."""
-    negative_prompt: str | None = None
-    """For models with classifier-free guidance."""
-    num_frames: Count | None = None
-    """Of a video. None: one, a picture."""
-    max_sequence_length: Annotated[int, Field(gt=0, le=4096)] | None = None
-    """Tokens of the long prompt encoder. None: what the model takes by default (docs/models.md)."""
-    tuning: Literal["lora", "full"] = "lora"
-    lora_rank: Count = 32
-    lora_alpha: PositiveFloat = 64.0
-    lora_targets: list[str] | None = None
-    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 / rank."""
-    dtype: Dtype = "float32"
-    quantize: Quantize = "none"
-    """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one (nf4)."""
-    autocast: bool = True
-    """Calls in bfloat16 run under torch.autocast, with norms in float32, as in published code. false: as diffusers' pipelines
-    compute, in bfloat16 but for what a model itself keeps in float32; for LoRA, and a GPU's memory and time."""
-    compile: bool = False
-    """Blocks run through torch.compile, in rollouts and in training alike; seconds to minutes before the first calls."""
-    attention: Attention = "auto"
-    """Of attention: torch's choice, one of torch's (cudnn, flash, efficient, math) or a package's (flash2, flash3)."""
-    device: str = "auto"
-    gradient_checkpointing: bool = False
-    truncate_timesteps: bool | Literal["rollout"] = False
-    """The network sees floor(1000 sigma) / 1000, as in the published code of G2RPO, DanceGRPO and MixGRPO; "rollout": where
-    pictures are sampled, and sigma in the loss (DiffusionNFT)."""
-    detach_negative: bool = False
-    """For SD3's guidance: no gradient goes through the prediction without the prompt (FlowBP)."""
-    published_pictures: bool = False
-    """Latents become pictures with the roundings of the published code of G2RPO (`policies.pipelines.decode_latents`)."""
-    vae_tiling: bool = False
 
 
 class RewardConfig(Section):

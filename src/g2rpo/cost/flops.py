@@ -55,7 +55,7 @@ def operations(blueprint: Blueprint, config: Config) -> Operations:
         with FlopCounterMode(display=False, custom_mapping=FLOAT8) as counter:
             policy.velocity(*inputs(policy, shapes_of(policy, blueprint), 1))
         transformer = policy.pipeline.transformer
-        standing = dict(zip(policy.blocks(transformer), times, strict=True))
+        standing = dict(zip(policy.blocks, times, strict=True))
         return _summed(transformer, counter.get_flop_counts(), standing, config.policy.tuning == "full")
 
 

@@ -11,7 +11,8 @@ from g2rpo.cost.blueprint import Blueprint, size_of
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.rewards import RewardCost
 from g2rpo.cost.trace import WorkingSets
-from g2rpo.policies.pipelines import PipelinePolicy, Shapes
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
 
 RESERVE, SLACK = 2**30, 0.05
@@ -39,7 +40,7 @@ class Memory:
 def plan_memory(
     config: Config,
     blueprint: Blueprint,
-    policy: PipelinePolicy,
+    policy: DiffusersPolicy,
     shapes: Shapes,
     reward_costs: dict[str, RewardCost | None],
     counts: Counts,
@@ -102,7 +103,7 @@ def plan_memory(
     )
 
 
-def trained_parts(config: Config, policy: PipelinePolicy) -> dict[str, dict[str, int]]:
+def trained_parts(config: Config, policy: DiffusersPolicy) -> dict[str, dict[str, int]]:
     """Bytes of the transformer's weights, frozen and trained, and of the optimizer's state.
 
     Trained weights are float32, and with them gradients (kept from one update to the next), AdamW's two moments and its
@@ -128,7 +129,7 @@ def _reward_models(costs: dict[str, RewardCost | None], device: str) -> dict[str
     }
 
 
-def _other_networks(config: Config, policy: PipelinePolicy, group: int) -> dict[str, int]:
+def _other_networks(config: Config, policy: DiffusersPolicy, group: int) -> dict[str, int]:
     """Bytes of the transformers that a run keeps beside the policy's."""
     networks = {}
     if config.policy.tuning == "full" and config.algorithm.uses_base:
@@ -137,18 +138,18 @@ def _other_networks(config: Config, policy: PipelinePolicy, group: int) -> dict[
     return networks
 
 
-def _loaded(config: Config, policy: PipelinePolicy) -> int:
+def _loaded(config: Config, policy: DiffusersPolicy) -> int:
     """Bytes of the transformer in host memory, as it is stored: in the dtype of its calls, with adapters."""
     if config.policy.tuning == "full" or config.policy.quantize != "none":  # the device converts
         return weights_of(policy.pipeline.transformer) * policy.dtype.itemsize
     return size_of(policy.pipeline.transformer)
 
 
-def _converted(config: Config, policy: PipelinePolicy) -> int:
+def _converted(config: Config, policy: DiffusersPolicy) -> int:
     """Bytes that a rank needs of its own in host memory: the block that it converts to float32 before it is divided."""
     if config.trainer.sharding == "none":
         return 0
-    return max(sum(p.numel() for p in block.parameters()) for block in policy.blocks(policy.pipeline.transformer)) * 4
+    return max(sum(p.numel() for p in block.parameters()) for block in policy.blocks) * 4
 
 
 def _piece(config: Config, size: int, group: int) -> int:
@@ -156,25 +157,24 @@ def _piece(config: Config, size: int, group: int) -> int:
     return size if config.trainer.sharding == "none" else math.ceil(size / group)
 
 
-def _gathered(config: Config, policy: PipelinePolicy) -> tuple[int, int]:
+def _gathered(config: Config, policy: DiffusersPolicy) -> tuple[int, int]:
     """Bytes that a rank gathers with sharded weights: in a call, and while it samples. A call holds one block, the prefetched
     next one, and the weights outside the blocks.
     """
     if config.trainer.sharding == "none":
         return 0, 0
-    transformer = policy.pipeline.transformer
     everything = in_calls_dtype(policy)
-    blocks = [sum(p.numel() for p in block.parameters()) * policy.dtype.itemsize for block in policy.blocks(transformer)]
+    blocks = [sum(p.numel() for p in block.parameters()) * policy.dtype.itemsize for block in policy.blocks]
     layers = min(everything, everything - sum(blocks) + 2 * max(blocks))
     return layers, everything if config.trainer.sharding == "training" else layers
 
 
-def in_calls_dtype(policy: PipelinePolicy) -> int:
+def in_calls_dtype(policy: DiffusersPolicy) -> int:
     """Bytes of the transformer's weights in the dtype of its calls."""
     return sum(p.numel() for p in policy.pipeline.transformer.parameters()) * policy.dtype.itemsize
 
 
-def _optimizer_scratch(policy: PipelinePolicy) -> int:
+def _optimizer_scratch(policy: DiffusersPolicy) -> int:
     """Temporary bytes of an AdamW step that is not fused: a square root of the second moments of one tensor after the other."""
     return max(p.nbytes for p in policy.trainable_parameters())
 
@@ -195,6 +195,6 @@ def _latents(config: Config, counts: Counts, shapes: Shapes) -> tuple[int, int]:
     return kept * shapes.latent_bytes, counts.prompts * counts.largest(finals) * shapes.latent_bytes
 
 
-def _row(policy: PipelinePolicy, shapes: Shapes) -> int:
+def _row(policy: DiffusersPolicy, shapes: Shapes) -> int:
     """One prompt's embedding, in the encoders' dtype."""
     return sum(math.prod(shape) for shape in shapes.cond.values()) * policy.dtype.itemsize

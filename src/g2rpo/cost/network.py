@@ -15,7 +15,7 @@ from g2rpo.cost.cards import Card
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.memory import in_calls_dtype
 from g2rpo.errors import UserError
-from g2rpo.policies.pipelines import PipelinePolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
 
 NODE = 8
 """Ranks of a node, if nothing else is known."""
@@ -62,7 +62,7 @@ def ring(sent: float, ranks: int, apart: int, node: int) -> Traffic:
     return Traffic(inside=sent if apart < node else 0.0, across=sent * min(apart, node))
 
 
-def traffic(config: Config, policy: PipelinePolicy, counts: Counts, layout: Layout) -> Traffic:
+def traffic(config: Config, policy: DiffusersPolicy, counts: Counts, layout: Layout) -> Traffic:
     """What an iteration sends on average: sums of gradients and, where weights are sharded, gathers and scatters."""
     if layout.ranks == 1:
         return Traffic()

@@ -23,7 +23,8 @@ from g2rpo.cost.rewards import RewardCost, cost_of_reward
 from g2rpo.cost.seconds import Seconds, Work, on_card, work_of
 from g2rpo.cost.trace import WorkingSets, working_sets
 from g2rpo.errors import UserError, loading
-from g2rpo.policies.pipelines import PipelinePolicy, Shapes
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
 from g2rpo.runtime.distributed import World
 
@@ -81,7 +82,7 @@ class Estimate:
     memory: Memory
     traced: WorkingSets
     blueprint: Blueprint
-    policy: PipelinePolicy
+    policy: DiffusersPolicy
     """On the meta device."""
     shapes: Shapes
     reward_costs: dict[str, RewardCost | None]

@@ -14,7 +14,8 @@ from g2rpo.cost.cards import Card
 from g2rpo.cost.counting import Counts, Iteration
 from g2rpo.cost.flops import Operations
 from g2rpo.cost.rewards import RewardCost, count_flops
-from g2rpo.policies.pipelines import PipelinePolicy, Shapes
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.pipelines import Shapes
 
 OPTIMIZER_PASSES = 10
 """Reads and writes of every trained float32: three in clipping, and seven in an AdamW step of one kernel."""
@@ -62,7 +63,7 @@ class Work:
 
 def work_of(
     config: Config,
-    policy: PipelinePolicy,
+    policy: DiffusersPolicy,
     shapes: Shapes,
     operations: Operations,
     reward_costs: Mapping[str, RewardCost | None],
@@ -87,7 +88,7 @@ def work_of(
     )
 
 
-def _encoder_flops(policy: PipelinePolicy, shapes: Shapes) -> float:
+def _encoder_flops(policy: DiffusersPolicy, shapes: Shapes) -> float:
     """2 * parameters * tokens of every text encoder, for one prompt (with its negative one, where guidance is on)."""
     total = 0.0
     for name, module in policy.pipeline.components.items():

@@ -27,7 +27,8 @@ from g2rpo.cost.blueprint import Blueprint, build_shallow, shapes_of
 from g2rpo.cost.counting import Counts
 from g2rpo.errors import UserError
 from g2rpo.flow import sigma_grid
-from g2rpo.policies.pipelines import PipelinePolicy, Shapes
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.pipelines import Shapes
 from g2rpo.rollout.planning import dry_rollout
 from g2rpo.seeding import generator_for
 from g2rpo.training.updater import Trained, passes
@@ -101,7 +102,7 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
     return WorkingSets(velocity.peak, training.peak, decode.peak)
 
 
-def training_pass(policy: PipelinePolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
+def training_pass(policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
     """One training pass over `rows` latents by the algorithm's own loss, on the example of `plans` with most members a latent.
 
     The untrained model's velocities are assumed to exist: their call needs no more memory than a rollout's.
@@ -127,13 +128,13 @@ class _WithoutBase(Trained):
     old_velocity = base_velocity
 
 
-def inputs(policy: PipelinePolicy, shapes: Shapes, rows: int) -> tuple[Tensor, Tensor, Cond]:
+def inputs(policy: DiffusersPolicy, shapes: Shapes, rows: int) -> tuple[Tensor, Tensor, Cond]:
     """Latents, sigmas and conditioning of a call, without content."""
     return torch.empty(rows, *shapes.latent), torch.tensor([0.5] * rows), policy.like(shapes, rows)
 
 
 @contextmanager
-def shallow_policy(blueprint: Blueprint, config: Config, whole: bool = False) -> Iterator[tuple[PipelinePolicy, list[int]]]:
+def shallow_policy(blueprint: Blueprint, config: Config, whole: bool = False) -> Iterator[tuple[DiffusersPolicy, list[int]]]:
     """A policy of fake tensors with two blocks of every kind (`whole`: all), and how many blocks each of these stands for."""
     policy, times = build_shallow(blueprint, config.policy, whole)
     if config.trainer.sharding != "none":
@@ -151,9 +152,9 @@ def shallow_policy(blueprint: Blueprint, config: Config, whole: bool = False) ->
 
 
 @contextmanager
-def _standing_for(live: LiveBytes, policy: PipelinePolicy, times: list[int]) -> Iterator[None]:
+def _standing_for(live: LiveBytes, policy: DiffusersPolicy, times: list[int]) -> Iterator[None]:
     """While entered, storages kept by a block's first forward pass count `times` times."""
-    blocks = policy.blocks(policy.pipeline.transformer)
+    blocks = policy.blocks
     before: dict[nn.Module, set[int]] = {}
 
     def enter(block: nn.Module, args: Any) -> None:
@@ -176,7 +177,7 @@ def _standing_for(live: LiveBytes, policy: PipelinePolicy, times: list[int]) -> 
             handle.remove()
 
 
-def _tensors(policy: PipelinePolicy) -> Iterator[Tensor]:
+def _tensors(policy: DiffusersPolicy) -> Iterator[Tensor]:
     """The policy's permanent tensors: weights, buffers, gradients."""
     for module in (policy.pipeline.transformer, policy.pipeline.vae):
         for tensor in (*module.parameters(), *module.buffers()):
@@ -186,7 +187,7 @@ def _tensors(policy: PipelinePolicy) -> Iterator[Tensor]:
     yield from (value for value in vars(policy).values() if isinstance(value, Tensor))
 
 
-def _materialise(policy: PipelinePolicy) -> None:
+def _materialise(policy: DiffusersPolicy) -> None:
     """Replaces a policy's meta tensors by fake CPU tensors with gradients. Autocast ignores the meta device."""
 
     def fake(value: Any) -> Any:

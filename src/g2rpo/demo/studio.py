@@ -21,7 +21,7 @@ from g2rpo.evaluation.heldout import Evaluation, evaluate
 from g2rpo.flow import ode_step
 from g2rpo.input_pictures import check_counts
 from g2rpo.monitor.clips import reduced, seconds_of
-from g2rpo.policies.pipelines import PipelinePolicy
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import decode, score
@@ -51,7 +51,7 @@ class Studio:
     steps (None: those of `sampling`).
     """
 
-    policy: PipelinePolicy
+    policy: DiffusersPolicy
     algorithm: Algorithm
     sampling: SamplingConfig
     sizes: BatchSizes

@@ -91,16 +91,16 @@ def from_checkpoint(run: Path, config: Config, which: str) -> Tuned:
 def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """The transformer of a run of `config`, without its weights, and what is trained of it by name, in its order."""
     blueprint = read_blueprint(config)
-    kind, options = components.policy_options(config, blueprint.kind, device="meta")
+    kind, _ = components.policy_options(config, blueprint.kind, device="meta")
     transformer = on_meta(blueprint.parts["transformer"])
     tuning = Tuning(
         transformer,
         config.tuning,
         rank=config.lora_rank,
         alpha=config.lora_alpha,
-        targets=config.lora_targets or kind.lora_targets,
+        targets=config.lora_targets or kind.spec.lora_targets,
         seed=0,
-        dtype=options["dtype"],
+        dtype=getattr(torch, config.dtype),
         device=torch.device("meta"),
         keep_base=False,
     )

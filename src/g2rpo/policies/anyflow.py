@@ -1,20 +1,31 @@
-"""One policy for the flow pipelines of diffusers, by their own code (`replay`); `catalogue` describes each in a few lines."""
+"""One policy for the flow pipelines of diffusers, by their own code (`replay`); `catalogue` describes each."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from g2rpo.data import Cond
 from g2rpo.errors import UserError
+from g2rpo.flow import sigma_grid
+from g2rpo.policies import catalogue
 from g2rpo.policies.attention import MASKLESS
-from g2rpo.policies.conditioning import NEGATIVE, SIZES, Conditioning, PipelineText, sizes_in
-from g2rpo.policies.options import PolicyOptions
-from g2rpo.policies.pipelines import PipelinePolicy, Shapes
+from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.pipelines import (
+    Shapes,
+    blocks_of,
+    choose_attention,
+    deployed_shift,
+    load_pipeline,
+    place,
+)
 from g2rpo.policies.replay import (
     Caught,
     Network,
@@ -27,27 +38,76 @@ from g2rpo.policies.replay import (
     replay,
     rows_alike,
 )
+from g2rpo.policies.spec import SIZES, PipelineSpec, parameters_of, sizes_in
+from g2rpo.policies.text import TextEncoders
+from g2rpo.policies.tuning import Tuning, TuningMode
+from g2rpo.runtime.sharding import Sharded
+from g2rpo.types import Policy
 
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-"""Attention projections as diffusers names them, of the picture and, where there are any, of the text."""
+CALLED = ("height", "width", "num_frames", "negative_prompt", "guidance_scale", "max_sequence_length")
+"""Options that are arguments of a pipeline's call."""
 
 
-class DiffusersPolicy(Conditioning, PipelinePolicy):
-    """A flow pipeline of diffusers as a `Policy`, by its own `__call__`. Subclasses describe one class of pipelines.
+class DiffusersPolicy(Policy):
+    """A flow pipeline of diffusers as a `Policy`, by its own `__call__`.
 
     Latents are float32, in the form in which the pipeline steps them. Velocities are the pipeline's input to its scheduler:
-    after guidance, which is computed in float32.
+    after guidance, which is computed in float32. `options` are those of `PolicyConfig`; `tuning` may also be "frozen", for
+    sampling, `seed` draws the adapters' first values, `keep_base` keeps a copy of weights that training or `load` changes.
+    ValueError for a size that the model cannot have.
     """
 
-    one_time: ClassVar[bool] = False
-    """Whether all rows of a call must have the same sigma."""
-    one_row: ClassVar[bool] = False
-    """Whether a call takes a single row."""
-    lora_targets: ClassVar[Sequence[str]] = ATTENTION
-    unsupported: ClassVar[Sequence[str]] = ("published_pictures", "detach_negative")
+    spec: ClassVar[PipelineSpec]
+    _for_loss = False
 
-    def __init__(self, pipeline: Any, **options: Any) -> None:
-        super().__init__(pipeline, **options)
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        tuning: TuningMode = "lora",
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        keep_base: bool = True,
+        sharding: Sharded | None = None,
+        text: TextEncoders | None = None,
+        **options: Any,
+    ) -> None:
+        o = self.options = PolicyConfig(path="", **options)
+        spec = self.spec
+        self.check_options(o)
+        self.sharded = sharding is not None
+        self.pipeline = pipeline
+        self.guidance_scale = spec.guidance if o.guidance_scale is None else o.guidance_scale
+        self.max_sequence_length = o.max_sequence_length or spec.tokens
+        self.dtype, self._device = getattr(torch, o.dtype), torch.device(device)
+        self.one_time = bool(spec.one_time(pipeline))
+        self.check_size(o.height, o.width)
+        self.text = text or self.encoders(pipeline, device=device, **options)
+        self.tuning = Tuning(
+            pipeline.transformer,
+            tuning,
+            rank=o.lora_rank,
+            alpha=o.lora_alpha,
+            targets=o.lora_targets or spec.lora_targets,
+            init=o.lora_init,
+            seed=seed,
+            dtype=self.dtype,
+            device=self._device,
+            keep_base=keep_base,
+            sharding=sharding,
+            quantized=o.quantize,
+            autocast=o.autocast,
+        )
+        place(
+            pipeline,
+            dtype=self.dtype,
+            device=self._device,
+            vae_tiling=o.vae_tiling,
+            gradient_checkpointing=o.gradient_checkpointing,
+        )
+        choose_attention(pipeline.transformer, o.attention)
+        if o.compile:
+            self.compile()
         self._encoders = [
             n for n, part in vars(pipeline).items() if n.startswith("text_encoder") and isinstance(part, nn.Module)
         ]
@@ -55,25 +115,78 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
         self._latent, self._latent_dtype = tuple(latents.shape[1:]), latents.dtype
 
     @classmethod
-    def check_options(cls, options: PolicyOptions) -> None:
-        super().check_options(options)
-        if unknown := cls.not_taken(cls.pipeline_class, options):
-            raise UserError(f"policy.{unknown[0]}: the call of a {cls.pipeline_class} has no such argument; take it out")
-        if options.attention in MASKLESS and cls.is_masked():
+    @functools.cache
+    def of(cls, spec: PipelineSpec) -> type[Self]:
+        """The policy of pipelines of that class."""
+        return type(spec.pipeline_class, (cls,), {"spec": spec})
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
+        """Loads the pipeline in a directory or of a hub id; without a `spec`, as the catalogue's for its class."""
+        from diffusers import DiffusionPipeline
+
+        own = hasattr(cls, "spec")
+        kind = cls if own else cls.of(catalogue.SPECS[DiffusionPipeline.load_config(str(path))["_class_name"]])
+        return kind(kind.load_pipeline(path, **options), **options)
+
+    @classmethod
+    def check_options(cls, options: PolicyConfig) -> None:
+        """UserError for an option that this model lacks; nothing needs to be loaded."""
+        import diffusers
+
+        spec = cls.spec
+        for name in spec.unsupported:
+            if getattr(options, name) not in (None, False):
+                raise UserError(f"policy.{name}: a {spec.pipeline_class} has no such option; take it out")
+        known = {*parameters_of(getattr(diffusers, spec.pipeline_class)), *spec.fixed}
+        for name in CALLED:
+            argument = spec.scale if name == "guidance_scale" else name
+            if getattr(options, name) is not None and argument not in known:
+                raise UserError(f"policy.{name}: the call of a {spec.pipeline_class} has no such argument; take it out")
+        if options.attention in MASKLESS and spec.is_masked:
             raise UserError(
-                f"policy.attention={options.attention}: takes no mask, which a {cls.pipeline_class} needs for its prompts; "
+                f"policy.attention={options.attention}: takes no mask, which a {spec.pipeline_class} needs for its prompts; "
                 "take auto, cudnn, efficient or math"
             )
 
     @classmethod
-    def is_masked(cls) -> bool:
-        """Whether attention gets a mask, which leaves out the padding of prompts."""
-        padded = bool(cls.masks or cls.lists) and not cls.one_row
-        return padded or any(name.removeprefix(NEGATIVE) not in cls.masks.values() for name in cls.encoded if "mask" in name)
+    def load_pipeline(
+        cls, path: str | Path, *, dtype: torch.dtype | str = torch.float32, tuning: TuningMode = "lora", **options: Any
+    ) -> Any:
+        """The pipeline in a directory or of a hub id, on the CPU, for a policy with these options."""
+        import diffusers
+
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return load_pipeline(getattr(diffusers, cls.spec.pipeline_class), path, dtype, tuning)
 
     @classmethod
-    def encoders(cls, pipeline: Any, **options: Any) -> PipelineText:
-        return PipelineText(pipeline, cls, PolicyOptions(**options))
+    def encoders(
+        cls,
+        pipeline: Any,
+        *,
+        device: torch.device | str = "cpu",
+        tuning: TuningMode = "lora",
+        seed: int = 0,
+        keep_base: bool = True,
+        **options: Any,
+    ) -> TextEncoders:
+        """The text encoders of a policy with these options, usable before the policy is built."""
+        return TextEncoders(pipeline, cls.spec, PolicyConfig(path="", **options), device)
+
+    @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """While entered, velocities are those of a loss."""
+        self._for_loss = True
+        try:
+            yield
+        finally:
+            self._for_loss = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the network sees floor(1000 sigma)."""
+        wanted = self.options.truncate_timesteps
+        return wanted is True or (wanted == "rollout" and not self._for_loss)
 
     @property
     def config(self) -> Any:
@@ -83,107 +196,106 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
     @property
     def guided(self) -> bool:
         """Whether a velocity takes two evaluations."""
-        return self.is_guided(self.pipeline, self.guidance_scale)
+        return self.spec.is_guided(self.pipeline, self.guidance_scale)
 
     @property
     def deployed(self) -> dict[str, Any]:
-        made = self.arguments(self.pipeline, self.options, rows=1, guided=self.guided, scale=self.guidance_scale)
-        own = {name: made[name] for name in (self.scale, "num_frames", "max_area", *self.fixed) if name in made}
+        """Arguments with which the pipeline itself samples as this policy does, besides size, steps and prompt."""
+        spec = self.spec
+        made = spec.arguments(self.pipeline, self.options, rows=1, guided=self.guided, scale=self.guidance_scale)
+        own = {name: made[name] for name in (spec.scale, "num_frames", *spec.fixed) if name in made}
         return {**own, **({"negative_prompt": made["negative_prompt"][0]} if "negative_prompt" in made else {})}
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The transformer's."""
+        return blocks_of(self.pipeline.transformer)
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compiles the transformer's blocks with torch.compile, each where it stands, for sampling and training alike.
+
+        All blocks of a kind share their graphs: one for sampling, one for training and one for the base model under adapters,
+        whatever the number of rows and tokens, and another of each for calls of a single row.
+        """
+        for block in self.blocks:
+            block.compile(backend=backend, dynamic=True)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def autocast(self) -> bool:
+        """Whether calls of the network run under autocast."""
+        return self.dtype != torch.float32 and self.options.autocast
+
+    @property
+    def lora_loader(self) -> str:
+        """The method of the pipeline, or of a part of it, that loads a saved adapter in plain diffusers."""
+        return "load_lora_weights" if hasattr(self.pipeline, "load_lora_weights") else "transformer.load_lora_adapter"
+
     def check_size(self, height: int, width: int) -> None:
+        """Raises ValueError for a picture size that the model cannot generate."""
         multiple, frames = self.multiple, self.options.num_frames or 1
         if height % multiple or width % multiple:
             raise ValueError(f"height and width must be multiples of {multiple} for this model, got {height}x{width}")
-        if self.video and (frames - 1) % self.frames:
-            raise ValueError(f"num_frames must be one more than a multiple of {self.frames} for this model, got {frames}")
+        most = multiple * getattr(self.config, "pos_embed_max_size", 10**6)
+        if max(height, width) > most:
+            raise ValueError(f"this model has position embeddings up to {most} pixels, got {height}x{width}")
+        if self.spec.frames is not None and (frames - 1) % (every := int(getattr(self.pipeline, self.spec.frames))):
+            raise ValueError(f"num_frames must be one more than a multiple of {every} for this model, got {frames}")
 
     @property
     def multiple(self) -> int:
         """Height and width must be multiples of this many pixels."""
         processor = getattr(self.pipeline, "image_processor", None) or self.pipeline.video_processor
-        return int(processor.config.vae_scale_factor)
-
-    @property
-    def frames(self) -> int:
-        """Frames of the video per frame of the latents."""
-        return 1
-
-    @property
-    def fps(self) -> float:
-        """Frames a second of its videos."""
-        return 16
+        patch = self.config.patch_size if self.spec.patched else 1
+        return int(patch[-1] if isinstance(patch, Sequence) else patch) * int(processor.config.vae_scale_factor)
 
     @property
     def seconds(self) -> float:
         """The duration of a video."""
-        return (self.options.num_frames or 1) / self.fps
+        return float((self.options.num_frames or 1) / self.spec.fps(self.pipeline))
 
     @property
     def input_pictures(self) -> tuple[int, int]:
         """The least and the largest number of input pictures of a prompt."""
-        return (1, self.most_pictures) if self.pictured else (0, 0)
-
-    def widths(self) -> dict[str, tuple[int, ...]]:
-        """The shape of one token's embeddings, by name; their number depends on the prompt."""
-        raise NotImplementedError
-
-    def pooled(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of embeddings whose size does not depend on the prompt."""
-        return {}
-
-    def beside(self) -> dict[str, tuple[int, ...]]:
-        """For editing: the shapes of what is stored of an input picture of one megapixel."""
-        return {}
+        return self.spec.input_pictures
 
     def blank(self, rows: int, tokens: int, dtype: torch.dtype | None = None) -> Cond:
-        """Conditioning of the right shapes, without content; embeddings in `dtype` (None: the policy's)."""
-        sizes = {name: (tokens, *width) for name, width in self.widths().items()} | self.pooled()
-        both = {whose + name: size for whose in ("", NEGATIVE)[: 1 + self.guided] for name, size in sizes.items()}
-        seen = {SIZES: (1, 2)} if self.pictured else {}
-        return self._blank({**both, **self.beside(), **seen}, rows, dtype or self.dtype)
+        """Zero-filled conditioning; embeddings in `dtype` (None: the policy's)."""
+        return self.spec.blank(self._cond_shapes(tokens), rows, dtype or self.dtype)
 
-    def _blank(self, sizes: Mapping[str, tuple[int, ...]], rows: int, dtype: torch.dtype) -> Cond:
-        tensors: dict[str, Tensor] = {}
-        ragged: dict[str, tuple[Tensor, ...]] = {}
-        for name, size in sizes.items():
-            plain = name.removeprefix(NEGATIVE)
-            value = torch.zeros(rows, *size, dtype=self.dtypes.get(plain, dtype))
-            if name == SIZES:
-                ragged[name] = (torch.tensor([[1024, 1024]]),) * rows
-            elif plain in {*self.masks, *self.lists, *self.ragged, *self.pictured}:
-                ragged[name] = tuple(value)
-            else:
-                tensors[name] = value
-        return Cond(tensors, ragged)
+    def _cond_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
+        return self.spec.shapes(self.config, tokens, self.multiple, self.guided)
 
     @property
     def image_tokens(self) -> int:
+        """Tokens of one picture."""
         return math.prod(self._latent) // (self.config.in_channels * (1 if len(self._latent) == 2 else _patch(self.config)))
 
-    def text_tokens(self, clip_tokens: int) -> int:
-        """Tokens of a prompt; `clip_tokens` as in `shapes`."""
-        return self.max_sequence_length
-
     def shapes(self, clip_tokens: int) -> Shapes:
-        tokens = self.text_tokens(clip_tokens)
-        blank = self.blank(1, tokens)
-        cond = {name: tuple(value.shape[1:]) for name, value in blank.tensors.items()}
-        cond |= {name: tuple(value[0].shape) for name, value in blank.ragged.items()}
-        return Shapes(self._latent, cond, self.image_tokens, tokens, 2 if self.guided else 1)
+        """The sizes of a call; `clip_tokens` is the length to which the CLIP tokenizers pad."""
+        tokens = self.max_sequence_length + self.spec.picture_tokens + (clip_tokens if self.spec.with_clip else 0)
+        return Shapes(self._latent, self._cond_shapes(tokens), self.image_tokens, tokens, 2 if self.guided else 1)
 
     def like(self, shapes: Shapes, rows: int) -> Cond:
-        return self._blank(shapes.cond, rows, self.dtype)
+        """Zero-filled conditioning of these shapes."""
+        return self.spec.blank(shapes.cond, rows, self.dtype)
 
     @property
     def shift(self) -> float:
-        """The time shift at the middle of the pipeline's own grid of two steps; `grid` has all of it."""
+        """The pipeline's own time shift at this size; where its grid has none, that at the middle of two steps."""
+        if not self.spec.own_grid:
+            return deployed_shift(self.pipeline.scheduler, self.image_tokens)
         middle = float(self.grid(2)[1])
         return middle / (1 - middle)
 
     @torch.no_grad()
     def grid(self, num_steps: int) -> Tensor:
         """The sigmas [num_steps + 1] on which the pipeline itself samples this size, from exactly 1 to exactly 0."""
+        if not self.spec.own_grid:
+            return sigma_grid(num_steps, self.shift)
         latents = torch.zeros(1, *self._latent, device=self._device)
         parts = {"scheduler": probe(self.pipeline.scheduler)}
         sigmas = self._replay(self.blank(1, 1).to(self._device), latents, parts, steps=num_steps).float().cpu()
@@ -195,19 +307,19 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
 
     @torch.no_grad()
     def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
-        groups = [[one] for one in generators] if self.one_row else [generators]
+        groups = [[one] for one in generators] if self.spec.one_row else [generators]
         return torch.cat([self._prepared(self.blank(len(group), 1, torch.float32), group)[0] for group in groups])
 
     def _prepared(self, cond: Cond, generators: Sequence[torch.Generator]) -> tuple[Any, ...]:
         """The results of the pipeline's `prepare_latents`: latents, and ids or conditions."""
 
         def caught(own: Any) -> Any:
-            made = own.func(None, *own.args[1:], **own.keywords) if self.pictured else own()  # without an input picture
+            made = own.func(None, *own.args[1:], **own.keywords) if self.spec.pictured else own()  # without an input picture
             raise Caught(made if isinstance(made, tuple) else (made,))
 
         cond, steps = cond.to(self._device), OneStep(self.pipeline.scheduler.config, None)
         changes: dict[str, Any] = {"generator": list(generators)}
-        return self._call(Script(self.reader(self.batch(cond)), caught), cond, {"scheduler": steps}, **changes)
+        return self._call(Script(self.spec.reader(self.spec.batch(cond)), caught), cond, {"scheduler": steps}, **changes)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         groups = self._groups(sigma, cond)
@@ -219,9 +331,9 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
 
     def _groups(self, sigma: Tensor, cond: Cond) -> list[list[int]]:
         """Rows that may share a call. With sharded weights all ranks must make equally many calls, so rows are single."""
-        if self.one_row or (self.sharded and (self.ragged or self.pictured or self.one_time)):
+        if self.spec.one_row or (self.sharded and (self.spec.ragged or self.spec.pictured or self.one_time)):
             return [[row] for row in range(len(sigma))]
-        keys, times = self.keys(cond), sigma.tolist() if self.one_time else None
+        keys, times = self.spec.keys(cond), sigma.tolist() if self.one_time else None
         if keys is None and times is None:
             return [list(range(len(sigma)))]
         return rows_alike([(keys[row] if keys else None, times[row] if times else None) for row in range(len(sigma))])
@@ -229,21 +341,23 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         config = self.pipeline.scheduler.config
         step = OneStep(config, sigma, truncate=self.truncates, alike=self.one_time)
-        return self._replay(cond, x.to(self._latent_dtype), {"scheduler": step}, guided=self.guided)
+        if not self.truncates:  # pipelines round times to the dtype of latents; truncated ones stay whole
+            x = x.to(self._latent_dtype)
+        return self._replay(cond, x, {"scheduler": step}, guided=self.guided)
 
     def decode(self, x: Tensor) -> Tensor:
-        return torch.cat([self._decode(part) for part in (x.split(1) if self.one_row else (x,))])
+        return torch.cat([self._decode(part) for part in (x.split(1) if self.spec.one_row else (x,))])
 
     def _decode(self, x: Tensor) -> Tensor:
         step = OneStep(self.pipeline.scheduler.config, None)
-        pictures = self._replay(self.blank(len(x), 1).to(self._device), x, {"scheduler": step})[0].clamp(0, 1)
-        return pictures[:, 0] if self.video and pictures.shape[1] == 1 else pictures
+        pictures = self._replay(self.blank(len(x), 1).to(self._device), x, {"scheduler": step})[0].clamp(0, 1).float()
+        return pictures[:, 0] if self.spec.video and pictures.shape[1] == 1 else pictures
 
     def _replay(self, cond: Cond, latents: Tensor, parts: Mapping[str, Any], **changes: Any) -> Any:
-        batch = self.batch(cond)
+        batch = self.spec.batch(cond)
         own = [_expanded(value, len(latents)) for value in self._beside]
-        beside = [batch.get(name, value) for name, value in zip(self.pictured or [""] * len(own), own, strict=True)]
-        script = Script(self.reader(batch), lambda made: (latents, *beside) if beside else latents)
+        beside = [batch.get(name, value) for name, value in zip(self.spec.pictured or [""] * len(own), own, strict=True)]
+        script = Script(self.spec.reader(batch), lambda made: (latents, *beside) if beside else latents)
         return self._call(script, cond, parts, **changes)
 
     def _call(
@@ -251,16 +365,32 @@ class DiffusersPolicy(Conditioning, PipelinePolicy):
     ) -> Any:
         """The pipeline's call by `script`, without text encoders, with the active network."""
         rows = len(cond)
-        arguments = self.arguments(
+        arguments = self.spec.arguments(
             self.pipeline, self.options, rows=rows, guided=guided, scale=self.guidance_scale, steps=steps
         )
-        network, vae = Network(self.tuning.active, self.dtype, self.autocast), Pictures(self.pipeline.vae)
+        detached = guided and self.options.detach_negative
+        network = Network(self.tuning.active, self.dtype, self.autocast, detach_negative=detached)
+        vae = Pictures(self.pipeline.vae, self.options.published_pictures)
         parts = {**dict.fromkeys(self._encoders), "transformer": network, "vae": vae, **parts}
-        if self.seen:
+        if self.spec.seen:
             pictures = [Unseen((width, height)) for width, height in sizes_in(cond.ragged[SIZES][0])]
-            changes["image"] = pictures if self.most_pictures > 1 else pictures[0]
+            changes["image"] = pictures if self.spec.most_pictures > 1 else pictures[0]
             parts["image_processor"] = UnseenProcessor(self.pipeline.image_processor)
         return replay(self.pipeline, script, {**arguments, **changes}, device=self._device, parts=parts)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return list(self.tuning.named().values())
+
+    def base(self) -> AbstractContextManager[None]:
+        return self.tuning.base()
+
+    def load(self, path: Path, strength: float = 1.0) -> None:
+        """Loads tuned weights written by `save`; `strength` scales an adapter."""
+        self.tuning.load(path, self.pipeline, strength)
+
+    def save(self, directory: Path) -> Path:
+        """Writes the tuned weights in diffusers' format; returns their path."""
+        return self.tuning.save(directory)
 
 
 def _patch(config: Any) -> int:

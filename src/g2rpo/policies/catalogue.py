@@ -1,294 +1,293 @@
-"""The pipelines of diffusers that `DiffusersPolicy` can run, each described in a few lines."""
+"""The pipelines of diffusers that can be trained: one `PipelineSpec` each."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from g2rpo.policies.anyflow import ATTENTION, DiffusersPolicy
-from g2rpo.policies.options import PolicyOptions
+from g2rpo import plugins
+from g2rpo.policies import comfyui, published
+from g2rpo.policies.spec import ATTENTION, Model, PipelineSpec
 
-Sizes = dict[str, tuple[int, ...]]
-VIDEOS = DiffusersPolicy.unsupported
+APACHE = "Apache-2.0"
+FLUX1 = "FLUX.1 [dev] Non-Commercial License"
+FLUX2 = "FLUX Non-Commercial License"
+STABILITY = "Stability AI Community License: commercial use is free up to 1 M$ of revenue a year"
+NVIDIA = "NVIDIA License (NSCL v2-custom); Gemma's terms for the text encoder"
+LIGHTRICKS = "LTX-Video Open Weights License: commercial use is free up to 10 M$ of revenue a year"
+KREA = "Krea 2 Community License: commercial use is free up to 50 people"
+
+VIDEOS = ("published_pictures", "detach_negative")
 PICTURES = ("num_frames", *VIDEOS)
 """Options that models of videos, and of pictures, do not have."""
+NEGATIVE_TOO = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
 
+flux = PipelineSpec(  # arXiv 2506.15742
+    pipeline_class="FluxPipeline",
+    encoded=("prompt_embeds", "pooled_prompt_embeds", "text_ids"),
+    widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (3,)},
+    pooled={"pooled_prompt_embeds": ("pooled_projection_dim",)},
+    tokens=512,
+    guidance=3.5,
+    unguided=None,
+    own_grid=False,
+    unsupported=("num_frames", "detach_negative", "negative_prompt"),
+    comfyui=comfyui.FLUX,
+    models={
+        "black-forest-labs/FLUX.1-dev": Model(FLUX1, "flux-1-dev", published.flux()),
+        "black-forest-labs/FLUX.1-schnell": Model(APACHE, "flux-1-schnell", published.flux(guidance_embeds=False)),
+    },
+)
 
-class Flux(DiffusersPolicy):
-    """FLUX.1. `FluxPolicy` is the same model by hand, and faster where networks are tiny."""
+kontext = replace(
+    flux,  # the input picture's tokens stand behind the picture's own
+    pipeline_class="FluxKontextPipeline",
+    shared=("text_ids", "image_ids"),
+    pictured={"image_latents": ("in_channels",), "": (), "image_ids": (3,)},
+    fixed={"max_area": lambda o: o.height * o.width},  # else the pipeline would change the size
+    own_grid=True,
+    unsupported=(*PICTURES, "negative_prompt"),
+    models={"black-forest-labs/FLUX.1-Kontext-dev": Model(FLUX1, parts=published.flux())},
+)
 
-    pipeline_class = "FluxPipeline"
-    encoded = ("prompt_embeds", "pooled_prompt_embeds", "text_ids")
-    unguided = None
-    guidance = 3.5
-    tokens = 512
-    unsupported = (*PICTURES, "negative_prompt")
+sd3 = PipelineSpec(  # arXiv 2403.03206
+    pipeline_class="StableDiffusion3Pipeline",
+    encoded=("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
+    widths={"prompt_embeds": ("joint_attention_dim",)},
+    pooled={"pooled_prompt_embeds": ("pooled_projection_dim",)},
+    tokens=256,
+    with_clip=True,
+    guidance=4.5,
+    patched=True,
+    own_grid=False,
+    optional=("text_encoder_3",),
+    lora_targets=tuple(f"attn.{name}" for name in ATTENTION),  # of diffusers' own script: not SD3.5's image-only attn2
+    unsupported=("num_frames",),
+    comfyui=comfyui.SD3,
+    models={
+        "stabilityai/stable-diffusion-3-medium-diffusers": Model(STABILITY, "stable-diffusion-v3-medium"),
+        "stabilityai/stable-diffusion-3.5-medium": Model(STABILITY, "stable-diffusion-v3.5-medium", published.sd35_medium()),
+        "stabilityai/stable-diffusion-3.5-large": Model(STABILITY, "stable-diffusion-v3.5-large", published.sd35_large()),
+    },
+)
 
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.joint_attention_dim,), "text_ids": (3,)}
+flux2 = PipelineSpec(
+    pipeline_class="Flux2Pipeline",
+    encoded=("prompt_embeds", "text_ids"),
+    widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (4,)},
+    shared=(),
+    dtypes={"text_ids": torch.int64},
+    tokens=512,
+    guidance=4.0,
+    unguided=None,
+    lora_targets=(*ATTENTION, "to_qkv_mlp_proj"),
+    unsupported=(*PICTURES, "negative_prompt"),
+    comfyui=comfyui.FLUX2,
+    models={"black-forest-labs/FLUX.2-dev": Model(FLUX2)},
+)
 
-    def pooled(self) -> Sizes:
-        return {"pooled_prompt_embeds": (self.config.pooled_projection_dim,)}
+klein = replace(
+    flux2,  # classifier-free guidance from an empty prompt
+    pipeline_class="Flux2KleinPipeline",
+    unguided=1.0,
+    distilled=lambda pipeline: pipeline.config.is_distilled,
+    models={
+        "black-forest-labs/FLUX.2-klein-base-9B": Model(FLUX2),
+        "black-forest-labs/FLUX.2-klein-9B": Model(FLUX2),
+        "black-forest-labs/FLUX.2-klein-base-4B": Model(APACHE, None, published.klein_4b(), {"is_distilled": False}),
+        "black-forest-labs/FLUX.2-klein-4B": Model(APACHE),
+    },
+)
 
+qwen_image = PipelineSpec(  # guided velocities have the norm of the prompt's, token by token
+    pipeline_class="QwenImagePipeline",
+    encoded=("prompt_embeds", "prompt_embeds_mask"),
+    widths={"prompt_embeds": ("joint_attention_dim",)},
+    masks={"prompt_embeds": "prompt_embeds_mask"},
+    tokens=512,
+    guidance=4.0,
+    scale="true_cfg_scale",
+    unsupported=PICTURES,
+    comfyui=comfyui.QWEN_IMAGE,
+    models={
+        "Qwen/Qwen-Image": Model(APACHE, "qwen-image", published.qwen_image()),
+        "Qwen/Qwen-Image-2512": Model(APACHE),
+    },
+)
 
-class StableDiffusion3(DiffusersPolicy):
-    """Stable Diffusion 3 and 3.5. `SD3Policy` is the same model by hand."""
+qwen_edit = replace(
+    qwen_image,  # the text encoder sees the input picture too
+    pipeline_class="QwenImageEditPipeline",
+    pictured={"image_latents": ("in_channels",)},
+    seen=True,
+    picture_tokens=1369,
+    models={"Qwen/Qwen-Image-Edit": Model(APACHE)},
+)
 
-    pipeline_class = "StableDiffusion3Pipeline"
-    encoded = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    guidance = 4.5
-    tokens = 256
-    unsupported = PICTURES
+qwen_edit_plus = replace(
+    qwen_edit,  # Qwen-Image-Edit-2509 and later
+    pipeline_class="QwenImageEditPlusPipeline",
+    most_pictures=3,
+    one_row=True,
+    picture_tokens=196,
+    models={},
+)
 
-    @property
-    def multiple(self) -> int:
-        return self.config.patch_size * super().multiple
+z_image = PipelineSpec(  # v + scale (v - v_negative), so that 0 is without guidance
+    pipeline_class="ZImagePipeline",
+    encoded=("prompt_embeds", "negative_prompt_embeds"),
+    widths={"prompt_embeds": ("cap_feat_dim",)},
+    lists=("prompt_embeds",),
+    tokens=512,
+    guidance=5.0,
+    unguided=0.0,
+    fixed={"cfg_truncation": None},  # the pipeline would compare a time for all rows with it
+    unsupported=PICTURES,
+    comfyui=comfyui.Z_IMAGE,
+    models={
+        "Tongyi-MAI/Z-Image": Model(APACHE, "z-image", published.z_image()),
+        "Tongyi-MAI/Z-Image-Turbo": Model(APACHE),
+    },
+)
 
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.joint_attention_dim,)}
+wan = PipelineSpec(  # Wan 2.1 and Wan 2.2 TI2V-5B, which times every token, and so all rows alike
+    pipeline_class="WanPipeline",
+    encoded=("prompt_embeds", "negative_prompt_embeds"),
+    widths={"prompt_embeds": ("text_dim",)},
+    tokens=512,
+    guidance=5.0,
+    frames="vae_scale_factor_temporal",
+    fps=lambda pipeline: 24 if pipeline.config.expand_timesteps else 16,
+    patched=True,
+    one_time=lambda pipeline: bool(pipeline.config.expand_timesteps),
+    unsupported=VIDEOS,
+    comfyui=comfyui.WAN,
+    models={
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Model(APACHE, parts=published.wan_1_3b()),
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers": Model(APACHE),
+    },
+)
 
-    def pooled(self) -> Sizes:
-        return {"pooled_prompt_embeds": (self.config.pooled_projection_dim,)}
+ltx = PipelineSpec(
+    pipeline_class="LTXPipeline",
+    encoded=NEGATIVE_TOO,
+    widths={"prompt_embeds": ("caption_channels",), "prompt_attention_mask": ()},
+    dtypes={"prompt_attention_mask": torch.bool},
+    tokens=128,
+    guidance=3.0,
+    frames="vae_temporal_compression_ratio",
+    fps=lambda pipeline: 25,  # its default frame_rate
+    unsupported=VIDEOS,
+    comfyui=comfyui.LTX,
+    models={"Lightricks/LTX-Video": Model(LIGHTRICKS)},
+)
 
-    def text_tokens(self, clip_tokens: int) -> int:
-        """A prompt is CLIP's and T5's tokens, one after the other."""
-        return self.max_sequence_length + clip_tokens
+lumina2 = PipelineSpec(  # guided velocities have the norm of the prompt's, along the last axis
+    pipeline_class="Lumina2Pipeline",
+    encoded=NEGATIVE_TOO,
+    widths={"prompt_embeds": ("cap_feat_dim",), "prompt_attention_mask": ()},
+    dtypes={"prompt_attention_mask": torch.int64},
+    tokens=256,
+    guidance=4.0,
+    unsupported=PICTURES,
+    comfyui=comfyui.LUMINA2,
+    models={"Alpha-VLLM/Lumina-Image-2.0": Model(APACHE)},
+)
 
-
-class Flux2(DiffusersPolicy):
-    """FLUX.2-dev: the scale is an input of the network."""
-
-    pipeline_class = "Flux2Pipeline"
-    encoded = ("prompt_embeds", "text_ids")
-    dtypes = {"text_ids": torch.int64}
-    shared = ()
-    unguided: ClassVar[float | None] = None
-    guidance = 4.0
-    tokens = 512
-    lora_targets = (*ATTENTION, "to_qkv_mlp_proj")
-    unsupported = (*PICTURES, "negative_prompt")
-
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.joint_attention_dim,), "text_ids": (4,)}
-
-
-class Flux2Klein(Flux2):
-    """FLUX.2-klein: classifier-free guidance from an empty prompt; distilled ones ignore the scale."""
-
-    pipeline_class = "Flux2KleinPipeline"
-    unguided = 1.0
-
-    @classmethod
-    def is_guided(cls, pipeline: Any, scale: float | None) -> bool:
-        return super().is_guided(pipeline, scale) and not pipeline.config.is_distilled
-
-
-class QwenImage(DiffusersPolicy):
-    """Qwen-Image: guided velocities have the norm of the prompt's, token by token."""
-
-    pipeline_class = "QwenImagePipeline"
-    encoded = ("prompt_embeds", "prompt_embeds_mask")
-    masks = {"prompt_embeds": "prompt_embeds_mask"}
-    scale = "true_cfg_scale"
-    guidance = 4.0
-    tokens = 512
-    unsupported = PICTURES
-
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.joint_attention_dim,)}
-
-
-class ZImage(DiffusersPolicy):
-    """Z-Image: v + scale (v - v_negative), so that 0 is without guidance."""
-
-    pipeline_class = "ZImagePipeline"
-    encoded = ("prompt_embeds", "negative_prompt_embeds")
-    lists = ("prompt_embeds",)
-    unguided = 0.0
-    guidance = 5.0
-    tokens = 512
-    fixed = {"cfg_truncation": None}  # the pipeline would compare a time for all rows with it
-    unsupported = PICTURES
-
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.cap_feat_dim,)}
-
-
-class FluxKontext(Flux):
-    """FLUX.1-Kontext: the input picture's tokens stand behind the picture's own. Its scale is an input of the network."""
-
-    pipeline_class = "FluxKontextPipeline"
-    shared = ("text_ids", "image_ids")
-    pictured = ("image_latents", "", "image_ids")
-
-    @classmethod
-    def arguments(cls, pipeline: Any, o: PolicyOptions, **changes: Any) -> dict[str, Any]:
-        return {**super().arguments(pipeline, o, **changes), "max_area": o.height * o.width}  # else it would change the size
-
-    def beside(self) -> Sizes:
-        tokens = (1024 // self.multiple) ** 2
-        return {"image_latents": (tokens, self.config.in_channels), "image_ids": (tokens, 3)}
-
-
-class QwenImageEdit(QwenImage):
-    """Qwen-Image-Edit: the text encoder sees the input picture too."""
-
-    pipeline_class = "QwenImageEditPipeline"
-    pictured = ("image_latents",)
-    seen = True
-    picture_tokens = 1369
-    """Of the text encoder, for an input picture of a megapixel."""
-
-    def text_tokens(self, clip_tokens: int) -> int:
-        return self.max_sequence_length + self.picture_tokens
-
-    def beside(self) -> Sizes:
-        return {"image_latents": ((1024 // self.multiple) ** 2, self.config.in_channels)}
-
-
-class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit-2509 and later: up to three input pictures, and one row a call."""
-
-    pipeline_class = "QwenImageEditPlusPipeline"
-    most_pictures = 3
-    one_row = True
-    picture_tokens = 196
-
-
-class Wan(DiffusersPolicy):
-    """Wan 2.1 and Wan 2.2 TI2V-5B (videos, and pictures of one frame). The latter times every token, and so all rows alike."""
-
-    pipeline_class = "WanPipeline"
-    encoded = ("prompt_embeds", "negative_prompt_embeds")
-    guidance = 5.0
-    tokens = 512
-    video = True
-    unsupported = VIDEOS
-
-    @property
-    def one_time(self) -> bool:  # type: ignore[override]
-        return bool(self.pipeline.config.expand_timesteps)
-
-    @property
-    def multiple(self) -> int:
-        return int(self.config.patch_size[1]) * super().multiple
-
-    @property
-    def frames(self) -> int:
-        return int(self.pipeline.vae_scale_factor_temporal)
-
-    @property
-    def fps(self) -> float:
-        return 24 if self.one_time else 16
-
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.text_dim,)}
-
-
-class LTX(DiffusersPolicy):
-    """LTX-Video (videos, and pictures of one frame)."""
-
-    pipeline_class = "LTXPipeline"
-    encoded = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-    dtypes = {"prompt_attention_mask": torch.bool}
-    guidance = 3.0
-    tokens = 128
-    video = True
-    unsupported = VIDEOS
-
-    @property
-    def frames(self) -> int:
-        return int(self.pipeline.vae_temporal_compression_ratio)
-
-    @property
-    def fps(self) -> float:
-        return 25  # the pipeline's default frame_rate
-
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.caption_channels,), "prompt_attention_mask": ()}
-
-
-class Lumina2(DiffusersPolicy):
-    """Lumina-Image 2: guided velocities have the norm of the prompt's, along the last axis."""
-
-    pipeline_class = "Lumina2Pipeline"
-    encoded = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-    dtypes = {"prompt_attention_mask": torch.int64}
-    guidance = 4.0
-    tokens = 256
-    unsupported = PICTURES
-
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.cap_feat_dim,), "prompt_attention_mask": ()}
-
-
-class Chroma(DiffusersPolicy):
-    """Chroma: FLUX.1's architecture with classifier-free guidance and a mask."""
-
-    pipeline_class = "ChromaPipeline"
-    encoded = (
+chroma = PipelineSpec(  # FLUX.1's architecture with classifier-free guidance and a mask
+    pipeline_class="ChromaPipeline",
+    encoded=(
         "prompt_embeds", "text_ids", "prompt_attention_mask",
         "negative_prompt_embeds", "negative_text_ids", "negative_prompt_attention_mask",
-    )  # fmt: skip
-    guidance = 5.0
-    tokens = 512
-    unsupported = (*PICTURES, "gradient_checkpointing")  # with which diffusers' single blocks lose the mask
+    ),
+    widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (3,), "prompt_attention_mask": ()},
+    tokens=512,
+    guidance=5.0,
+    unsupported=(*PICTURES, "gradient_checkpointing"),  # with which diffusers' single blocks lose the mask
+    comfyui=comfyui.CHROMA,
+    models={"lodestones/Chroma1-HD": Model(APACHE)},
+)  # fmt: skip
 
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.joint_attention_dim,), "text_ids": (3,), "prompt_attention_mask": ()}
+cogview4 = PipelineSpec(  # embeddings are multiples of 16 tokens, and the network sees times before the shift
+    pipeline_class="CogView4Pipeline",
+    encoded=("prompt_embeds", "negative_prompt_embeds"),
+    widths={"prompt_embeds": ("text_embed_dim",)},
+    ragged=("prompt_embeds",),
+    tokens=1024,
+    guidance=5.0,
+    patched=True,
+    unsupported=PICTURES,
+)
 
+sana = PipelineSpec(  # 32 pixels a latent, linear attention
+    pipeline_class="SanaPipeline",
+    encoded=NEGATIVE_TOO,
+    widths={"prompt_embeds": ("caption_channels",), "prompt_attention_mask": ()},
+    dtypes={"prompt_attention_mask": torch.int64},
+    tokens=300,
+    guidance=4.5,
+    fixed={"use_resolution_binning": False},
+    unsupported=PICTURES,
+    models={"Efficient-Large-Model/Sana_1600M_1024px_diffusers": Model(NVIDIA)},
+)
 
-class CogView4(DiffusersPolicy):
-    """CogView4: embeddings are multiples of 16 tokens, and the network sees times before the shift."""
+krea2 = PipelineSpec(  # several layers of the text encoder; v + scale (v - v_negative), so that 0 is without guidance
+    pipeline_class="Krea2Pipeline",
+    encoded=("prompt_embeds", "prompt_embeds_mask"),
+    widths={"prompt_embeds": ("num_text_layers", "text_hidden_dim"), "prompt_embeds_mask": ()},
+    dtypes={"prompt_embeds_mask": torch.bool},
+    tokens=512,
+    guidance=4.5,
+    unguided=0.0,
+    unsupported=PICTURES,
+    comfyui=comfyui.KREA2,
+    models={"krea/Krea-2-Raw": Model(KREA)},
+)
 
-    pipeline_class = "CogView4Pipeline"
-    encoded = ("prompt_embeds", "negative_prompt_embeds")
-    ragged = ("prompt_embeds",)
-    guidance = 5.0
-    tokens = 1024
-    unsupported = PICTURES
-
-    @property
-    def multiple(self) -> int:
-        return self.config.patch_size * super().multiple
-
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.text_embed_dim,)}
-
-
-class Sana(DiffusersPolicy):
-    """Sana: 32 pixels a latent, linear attention."""
-
-    pipeline_class = "SanaPipeline"
-    encoded = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-    dtypes = {"prompt_attention_mask": torch.int64}
-    guidance = 4.5
-    tokens = 300
-    fixed = {"use_resolution_binning": False}
-    unsupported = PICTURES
-
-    def widths(self) -> Sizes:
-        return {"prompt_embeds": (self.config.caption_channels,), "prompt_attention_mask": ()}
-
-
-class Krea2(DiffusersPolicy):
-    """Krea 2: several layers of the text encoder; v + scale (v - v_negative), so that 0 is without guidance."""
-
-    pipeline_class = "Krea2Pipeline"
-    encoded = ("prompt_embeds", "prompt_embeds_mask")
-    dtypes = {"prompt_embeds_mask": torch.bool}
-    unguided = 0.0
-    guidance = 4.5
-    tokens = 512
-    unsupported = PICTURES
-
-    def widths(self) -> Sizes:
-        layers, width = self.config.num_text_layers, self.config.text_hidden_dim
-        return {"prompt_embeds": (layers, width), "prompt_embeds_mask": ()}
+SPECS: Mapping[str, PipelineSpec] = {
+    spec.pipeline_class: spec
+    for spec in (
+        *(flux, sd3, flux2, klein, qwen_image, z_image, kontext, qwen_edit, qwen_edit_plus, wan, ltx, lumina2, chroma),
+        *(cogview4, sana, krea2),
+    )
+}
+"""By the class of the pipeline."""
 
 
-def classes() -> dict[str, type[DiffusersPolicy]]:
-    """The descriptions by pipeline class."""
-    found = [value for value in globals().values() if isinstance(value, type) and issubclass(value, DiffusersPolicy)]
-    return {kind.pipeline_class: kind for kind in found if kind is not DiffusersPolicy}
+def find(name: str) -> Any:
+    """The spec, or the policy's class, called `name`: a pipeline class of this table or of an installed package, or code of the
+    user's (FILE.py:NAME)."""
+    return SPECS[name] if name in SPECS else plugins.find("policies", name, dict.fromkeys(SPECS, ""))
+
+
+def names() -> list[str]:
+    """The pipeline classes that can be trained here."""
+    return list(plugins.available("policies", dict.fromkeys(SPECS, "")))
+
+
+def model_of(path: str, kind: str | None = None) -> tuple[PipelineSpec, Model] | None:
+    """The published weights with the hub id `path`; None where they are not known here. `kind` is policy.kind."""
+    specs = SPECS.values() if kind is None else [spec_of(kind)]
+    return next(((spec, spec.models[path]) for spec in specs if spec is not None and path in spec.models), None)
+
+
+def licence_of(path: str, kind: str | None = None) -> str | None:
+    """The licence of published weights; None where it is not known here. The text on the hub is what counts."""
+    known = model_of(path, kind)
+    return known[1].licence if known else None
+
+
+def optional_parts(name: str) -> Sequence[str]:
+    """Text encoders that pipelines of a class may lack."""
+    spec = spec_of(name)
+    return spec.optional if spec is not None else ()
+
+
+def spec_of(name: str) -> PipelineSpec | None:
+    """The spec that `find(name)` is or has; None for a policy of another kind."""
+    found = find(name)
+    found = getattr(found, "spec", found)
+    return found if isinstance(found, PipelineSpec) else None

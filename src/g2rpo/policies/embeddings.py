@@ -20,7 +20,7 @@ from g2rpo.files import FileDigests, digest_of, local, write_whole
 from g2rpo.input_pictures import content_of
 from g2rpo.types import Cond, Policy
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key: raise it when the meaning of stored tensors changes, and old files are no longer found."""
 RAGGED = "ragged/"
 """Before the names of tensors that have another length for each prompt."""

@@ -1,54 +1,70 @@
-"""The options of policies of diffusers pipelines."""
+"""The options of a policy: the section `policy` of a run's configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 
+from g2rpo.plain import Count, Section
 from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
-from g2rpo.policies.tuning import LoraInit, TuningMode
+
+LoraInit = Literal["kaiming", "gaussian"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
-    """The options of `config.PolicyConfig` as policies take them, and what a run adds; None is the policy's own default.
+def _name(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
-    height, width: of pictures, in pixels.
-    truncate_timesteps: the network sees floor(1000 sigma), as in some published code; diffusers' pipelines do not. "rollout":
-    only in sampling, not in a loss.
-    detach_negative: guidance lets no gradient through the prediction without the prompt.
-    lora_init: how the first factor of an adapter is drawn (`tuning.LoraInit`).
-    published_pictures: see `pipelines.decode_latents`.
-    quantize: how frozen weights are stored (`policies.quantized`).
-    compile: see `pipelines.PipelinePolicy.compile`.
-    seed: of the adapters' first values. keep_base: keep a copy of weights that training or `load` changes.
-    """
 
-    height: int
-    width: int
-    guidance_scale: float | None = None
+Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_name)]
+"""From Python also torch's."""
+
+
+class PolicyConfig(Section):
+    """The model, and which of its weights are trained."""
+
+    path: str
+    """A diffusers pipeline: a directory, a hub id, or "testbed" for the one inside the package."""
+    kind: str | None = None
+    """The policy's class: a name, FILE.py:NAME or MODULE:NAME. None: the one for the pipeline's class."""
+    pipeline: str | None = None
+    """The class that the pipeline must have; a recipe's values are for one kind of model. None: any that is known."""
+    height: Count
+    width: Count
+    guidance_scale: NonNegativeFloat | None = None
+    """An input of the network (FLUX.1), or the scale of classifier-free guidance, which costs a second evaluation; 1 and below
+    (Z-Image, Krea-2: 0) turns it off. None: the model's own (docs/models.md)."""
     negative_prompt: str | None = None
-    max_sequence_length: int | None = None
-    num_frames: int | None = None
-    tuning: TuningMode = "lora"
-    lora_rank: int = 32
-    lora_alpha: float = 64
-    lora_targets: Sequence[str] | None = None
+    """For models with classifier-free guidance."""
+    num_frames: Count | None = None
+    """Of a video. None: one, a picture."""
+    max_sequence_length: Annotated[int, Field(gt=0, le=4096)] | None = None
+    """Tokens of the long prompt encoder. None: what the model takes by default (docs/models.md)."""
+    tuning: Literal["lora", "full"] = "lora"
+    lora_rank: Count = 32
+    lora_alpha: PositiveFloat = 64.0
+    lora_targets: list[str] | None = None
     lora_init: LoraInit = "kaiming"
-    dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
+    """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 / rank."""
+    dtype: Dtype = "float32"
     quantize: Quantize = "none"
-    attention: Attention = "auto"
+    """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one (nf4)."""
     autocast: bool = True
+    """Calls in bfloat16 run under torch.autocast, with norms in float32, as in published code. false: as diffusers' pipelines
+    compute, in bfloat16 but for what a model itself keeps in float32; for LoRA, and a GPU's memory and time."""
     compile: bool = False
+    """Blocks run through torch.compile, in rollouts and in training alike; seconds to minutes before the first calls."""
+    attention: Attention = "auto"
+    """Of attention: torch's choice, one of torch's (cudnn, flash, efficient, math) or a package's (flash2, flash3)."""
+    device: str = "auto"
     gradient_checkpointing: bool = False
     truncate_timesteps: bool | Literal["rollout"] = False
+    """The network sees floor(1000 sigma) / 1000, as in the published code of G2RPO, DanceGRPO and MixGRPO; "rollout": where
+    pictures are sampled, and sigma in the loss (DiffusionNFT)."""
     detach_negative: bool = False
+    """For SD3's guidance: no gradient goes through the prediction without the prompt (FlowBP)."""
     published_pictures: bool = False
+    """Latents become pictures with the roundings of the published code of G2RPO (`policies.replay.Pictures`)."""
     vae_tiling: bool = False
-    seed: int = 0
-    keep_base: bool = True

@@ -107,16 +107,23 @@ def probe(scheduler: Any) -> Any:
 
 
 class Network:
-    """`transformer` as a pipeline calls it: it computes in `dtype` and returns float32, so that guidance is float32."""
+    """`transformer` as a pipeline calls it: it computes in `dtype` and returns float32, so that guidance is float32.
 
-    def __init__(self, transformer: Any, dtype: torch.dtype, autocast: bool) -> None:
-        self._transformer, self.dtype, self._autocast = transformer, dtype, autocast
+    `detach_negative`: no gradient goes through the first half of a call's rows, the negative prompts' where a pipeline stacks
+    them.
+    """
+
+    def __init__(self, transformer: Any, dtype: torch.dtype, autocast: bool, detach_negative: bool = False) -> None:
+        self._transformer, self.dtype, self._autocast, self._detach = transformer, dtype, autocast, detach_negative
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         x = hidden_states.to(self.dtype) if isinstance(hidden_states, Tensor) else hidden_states
         device = x.device.type if isinstance(x, Tensor) else x[0].device.type
         with torch.autocast(device, self.dtype, enabled=self._autocast):
             answer = self._transformer(x, *args, **kwargs)[0]
+        if self._detach:
+            without, toward = answer.chunk(2)
+            answer = torch.cat([without.detach(), toward])
         return (answer.float() if isinstance(answer, Tensor) else [each.float() for each in answer],)
 
     def cache_context(self, name: str, **options: Any) -> AbstractContextManager[None]:
@@ -132,16 +139,23 @@ _VIDEO = threading.Lock()
 
 
 class Pictures:
-    """`vae` as a pipeline calls it: latents and pictures are float32 around it, whatever it computes in."""
+    """`vae` as a pipeline calls it: latents and pictures are float32 around it, whatever it computes in.
+
+    `published` is how the published code of G2RPO decodes: a bfloat16 VAE under autocast, which on a GPU computes its norms in
+    float32, and pictures that stay bfloat16 until they are scaled to [0, 1].
+    """
 
     dtype = torch.float32
 
-    def __init__(self, vae: Any) -> None:
-        self._vae = vae
+    def __init__(self, vae: Any, published: bool = False) -> None:
+        self._vae, self._published = vae, published
 
     def decode(self, latents: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
-        with _VIDEO:
-            return (self._vae.decode(latents.to(self._vae.dtype), *args, **kwargs)[0].float(),)
+        dtype = self._vae.dtype
+        autocast = self._published and dtype != torch.float32 and not latents.is_meta  # torch has none for the meta device
+        with _VIDEO, torch.autocast(latents.device.type, dtype) if autocast else nullcontext():
+            pictures = self._vae.decode(latents.to(dtype), *args, **kwargs)[0]
+        return (pictures if self._published else pictures.float(),)
 
     def encode(self, pictures: Tensor) -> Any:
         with _VIDEO:

@@ -9,28 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from g2rpo.data import Cond
+from g2rpo.input_pictures import read_inputs
+from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.replay import Call, Caught, OneStep, Pictures, Script, replay
+from g2rpo.policies.spec import PipelineSpec
 from g2rpo.runtime.devices import empty_cache
-from g2rpo.types import Cond
 
 CPU = torch.device("cpu")
 
 
 class TextEncoders:
-    """The text encoders of `pipeline`, frozen in `dtype`, that encode prompts on `device`.
+    """The text encoders of `pipeline`, frozen, that encode prompts by the pipeline's own call; for editing its VAE too.
 
-    They move there for the first prompt and stay; after `park` they are on the CPU and move only while encoding.
+    They move to `device` for the first prompt and stay; after `park` they are on the CPU and move only while
+    encoding.
     """
 
-    guided = False
-    """Whether prompts are encoded together with a negative one."""
-    pictured: Sequence[str] = ()
-    """What the VAE makes of input pictures."""
-
-    def __init__(self, pipeline: Any, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: Any, spec: PipelineSpec, options: PolicyConfig, device: torch.device | str) -> None:
+        self.pipeline, self.spec, self.options = pipeline, spec, options
         self.device = torch.device(device)
+        self.guided = spec.is_guided(pipeline, options.guidance_scale)
+        """Whether prompts are encoded together with a negative one."""
+        self.pictured = spec.pictured
+        """What the VAE makes of input pictures."""
         self.modules: list[nn.Module] = [
-            part.requires_grad_(False).eval().to(dtype)
+            part.requires_grad_(False).eval().to(getattr(torch, options.dtype))
             for name, part in pipeline.components.items()
             if name.startswith("text_encoder") and part is not None  # diffusers' names; SD3 may come without its third
         ]
@@ -38,9 +42,51 @@ class TextEncoders:
         self._loaded: list[tuple[nn.Module, str, Tensor]] = []
         """Weights in host memory, as they were loaded, while copies are on the device."""
 
+    @torch.no_grad()
     def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
-        """Conditioning for each prompt; `guided` overrides the encoders' own setting, if there is one."""
-        raise NotImplementedError
+        """Conditioning for each prompt; `guided` overrides the encoders' own setting."""
+        guided = self.guided if guided is None else guided
+        with self._at_work(), self._seeing():
+            return Cond.join([self._row(prompt, guided) for prompt in prompts])
+
+    @contextmanager
+    def _seeing(self) -> Iterator[None]:
+        """While entered, a VAE that is needed is on the encoders' device."""
+        if not self.spec.pictured or self.pipeline.vae.device == self.device:
+            yield
+            return
+        before = self.pipeline.vae.device
+        self.pipeline.vae.to(self.device)
+        try:
+            yield
+        finally:
+            self.pipeline.vae.to(before)
+
+    def _row(self, prompt: str, guided: bool) -> Cond:
+        read: list[tuple[Any, ...]] = []
+        spec, pictures = self.spec, self._pictures(prompt)
+
+        def encode(own: Call) -> Any:
+            read.append(own())
+            return read[-1]
+
+        def latents(own: Call) -> Any:
+            raise Caught(own()[1:] if pictures else ())
+
+        scale = spec.guidance if guided else None  # that of the options may be without, and the demo changes it
+        arguments = spec.arguments(self.pipeline, self.options, rows=1, guided=guided, scale=scale)
+        arguments["prompt"] = [str(prompt)]
+        if pictures:
+            arguments["image"] = pictures if spec.most_pictures > 1 else pictures[0]
+        parts: dict[str, Any] = {"scheduler": OneStep(self.pipeline.scheduler.config, None)}
+        if pictures:
+            parts["vae"] = Pictures(self.pipeline.vae)
+        beside = replay(self.pipeline, Script(encode, latents), arguments, device=self.device, parts=parts)
+        return spec.cond(read, beside, [picture.size for picture in pictures])
+
+    def _pictures(self, prompt: str) -> list[Any]:
+        self.spec.check_pictures(prompt)
+        return read_inputs(prompt)
 
     def park(self) -> None:
         """Moves the encoders off the device."""
@@ -82,55 +128,3 @@ def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor]
             if weight is not None:
                 found.append((owner, name, kept.setdefault(id(weight), nn.Parameter(weight.data, False))))
     return found
-
-
-class FluxText(TextEncoders):
-    """CLIP's pooled embedding and T5's sequence of `max_sequence_length` tokens."""
-
-    def __init__(self, pipeline: Any, *, dtype: torch.dtype, device: torch.device | str, max_sequence_length: int) -> None:
-        super().__init__(pipeline, dtype=dtype, device=device)
-        self.max_sequence_length = max_sequence_length
-
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
-        with self._at_work():
-            sequence, pooled, _ = self.pipeline.encode_prompt(
-                prompt=list(prompts), prompt_2=None, device=self.device, max_sequence_length=self.max_sequence_length
-            )
-        return Cond({"sequence": sequence, "pooled": pooled})
-
-
-class SD3Text(TextEncoders):
-    """Two CLIPs' and T5's tokens, and the CLIPs' pooled embeddings; with `guided` those of `negative_prompt` too."""
-
-    def __init__(
-        self,
-        pipeline: Any,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        max_sequence_length: int,
-        negative_prompt: str,
-        guided: bool,
-    ) -> None:
-        super().__init__(pipeline, dtype=dtype, device=device)
-        self.max_sequence_length = max_sequence_length
-        self.negative_prompt, self.guided = negative_prompt, guided
-
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], guided: bool | None = None) -> Cond:
-        guided = self.guided if guided is None else guided
-        with self._at_work():
-            sequence, negative_sequence, pooled, negative_pooled = self.pipeline.encode_prompt(
-                prompt=list(prompts),
-                prompt_2=None,
-                prompt_3=None,
-                negative_prompt=[self.negative_prompt] * len(prompts),
-                do_classifier_free_guidance=guided,
-                device=self.device,
-                max_sequence_length=self.max_sequence_length,
-            )
-        tensors = {"sequence": sequence, "pooled": pooled}
-        if guided:
-            tensors |= {"negative_sequence": negative_sequence, "negative_pooled": negative_pooled}
-        return Cond(tensors)

@@ -17,12 +17,11 @@ from torch.nn import functional as F
 
 from g2rpo.errors import UserError
 from g2rpo.files import add_metadata
+from g2rpo.policies.options import LoraInit
 from g2rpo.policies.quantized import Quantize, is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded
 
 TuningMode = Literal["lora", "full", "frozen"]
-LoraInit = Literal["kaiming", "gaussian"]
-"""The distribution of an adapter's first factor: peft's default, or a normal one with std 1 / rank."""
 
 ADAPTER = "pytorch_lora_weights.safetensors"
 """The file of a saved adapter."""

@@ -7,20 +7,9 @@ from pathlib import Path
 
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
-from g2rpo.config.licences import licence_of
 from g2rpo.config.schema import Config
 from g2rpo.files import is_hub_id
-
-ARCHITECTURES = {
-    "black-forest-labs/FLUX.1-dev": "flux-1-dev",
-    "black-forest-labs/FLUX.1-schnell": "flux-1-schnell",
-    "stabilityai/stable-diffusion-3-medium-diffusers": "stable-diffusion-v3-medium",
-    "stabilityai/stable-diffusion-3.5-medium": "stable-diffusion-v3.5-medium",
-    "stabilityai/stable-diffusion-3.5-large": "stable-diffusion-v3.5-large",
-    "Qwen/Qwen-Image": "qwen-image",
-    "Tongyi-MAI/Z-Image": "z-image",
-}
-"""modelspec.architecture of base models, as sd-scripts and SwarmUI name them."""
+from g2rpo.policies import catalogue
 
 
 def header_of(config: Config, iteration: int) -> dict[str, str]:
@@ -48,15 +37,16 @@ def base_name(path: str) -> str:
 
 def _modelspec(config: Config, method: str) -> dict[str, str]:
     base = config.policy.path
-    if base not in ARCHITECTURES:
+    _, model = catalogue.model_of(base, config.policy.kind) or (None, None)
+    if model is None or model.architecture is None:
         return {}
     fields = {
         "sai_model_spec": "1.0.1",
-        "architecture": f"{ARCHITECTURES[base]}/lora",
+        "architecture": f"{model.architecture}/lora",
         "implementation": "diffusers",
         "title": f"{base_name(base)} tuned with {method}",
         "description": f"Trained on {', '.join(config.rewards)} by g2rpo {__version__}",
         "resolution": f"{config.policy.width}x{config.policy.height}",
-        **({"license": known} if (known := licence_of(base)) else {}),
+        "license": model.licence,
     }
     return {f"modelspec.{name}": text for name, text in fields.items()}

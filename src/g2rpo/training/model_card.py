@@ -12,12 +12,12 @@ import yaml
 
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
-from g2rpo.config.licences import licence_of
 from g2rpo.config.schema import Config
 from g2rpo.evaluation.controls import in_words, told
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.files import is_hub_id, write_whole
 from g2rpo.plain import parse_json, read_text
+from g2rpo.policies.catalogue import licence_of
 from g2rpo.runs.directory import RunDirectory, moving
 
 CARD = "README.md"
@@ -120,10 +120,11 @@ def _what(config: Config) -> str:
     recipe = f" with the recipe {_code(config.recipe)}" if config.recipe else ""
     method, paper = title_of(config.algorithm)
     source = f"{method}, arXiv {paper}" if paper else f"the algorithm {method}"
+    licence = licence_of(config.policy.path, config.policy.kind)
     return (
         f"A {kind}, trained by g2rpo {__version__}{recipe} ({source}) for "
         f"{config.trainer.iterations} iterations of {config.trainer.prompts_per_iteration} prompts. Trained on: {rewards}. "
-        f"The licence of the base model applies{f': {known}' if (known := licence_of(config.policy.path)) else ''}."
+        f"The licence of the base model applies{f': {licence}' if licence else ''}."
     )
 
 

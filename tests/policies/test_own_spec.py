@@ -1,12 +1,13 @@
-"""A description of a pipeline's class in a user's file, the example of docs/extending.md: from plain pictures to an export."""
+"""A `PipelineSpec` in a user's file, the example of docs/extending.md: from a plan to an export."""
 
+import json
 import re
-from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import OvisImagePipeline, OvisImageTransformer2DModel
+from safetensors.torch import load_file
 
 from g2rpo import api, plugins
 from g2rpo.build import components
@@ -25,13 +26,27 @@ PROMPTS = ["a red circle", "two blue square"]
 SIZE = {"height": 32, "width": 48, "max_sequence_length": 12}
 ADAPTER = "pytorch_lora_weights.safetensors"
 PRX = """
-from g2rpo.policies import catalogue
-from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.spec import PipelineSpec
 
-class Prx(DiffusersPolicy):
-    pipeline_class = "PRXPipeline"
-    encoded = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-    guidance, tokens = 4.0, 256
+Prx = PipelineSpec(
+    pipeline_class="PRXPipeline",
+    encoded=("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask"),
+    widths={},
+    guidance=4.0,
+    tokens=256,
+)
+"""
+PUBLISHED = """
+from dataclasses import replace
+from g2rpo.policies.comfyui import ComfyUI
+from g2rpo.policies.spec import Model
+
+parts = PARTS
+Published = replace(
+    Ovis,
+    comfyui=ComfyUI("OvisImageTransformer2DModel", "mine.", {r"(.+)": r"\\1"}),
+    models={"AIDC-AI/Ovis-Image-7B": Model("A licence", parts=parts)},
+)
 """
 
 
@@ -100,18 +115,39 @@ def test_adapters_that_a_transformer_does_not_take_are_refused_before_it_is_load
         weights.unlink()
     with pytest.raises(UserError, match=r"no adapters for PRXTransformer2DModel; set policy\.tuning=full"):
         components.load_pipeline(PolicyConfig(path=str(folder), kind=kind, **size))
-    described = plugins.load(kind)
     with pytest.raises(UserError, match=r"set policy\.tuning=full"):  # from Python too
-        described(tiny_pipeline("PRXPipeline"), **size)
+        DiffusersPolicy.of(plugins.load(kind))(tiny_pipeline("PRXPipeline"), **size)
 
 
-def test_one_entry_of_the_catalogue_is_enough(monkeypatch):
-    class Mine(DiffusersPolicy):
-        __module__ = catalogue.__name__
-        pipeline_class = "OvisImagePipeline"
+def test_one_value_of_the_catalogue_is_enough(ovis, monkeypatch):
+    folder, kind = ovis
+    with pytest.raises(UserError, match="is not declared yet"):
+        components.policy_options(
+            PolicyConfig(path=str(folder), **SIZE), components.locate_pipeline(str(folder))[1], device="cpu"
+        )
+    monkeypatch.setitem(catalogue.SPECS, "OvisImagePipeline", plugins.load(kind))
+    policy = components.build_policy(PolicyConfig(path=str(folder), **SIZE), tuning="frozen")
+    assert policy.spec is plugins.load(kind)
 
-    monkeypatch.setattr(catalogue, "Mine", Mine, raising=False)
-    spec = find_spec(components.__name__)
-    again = module_from_spec(spec)
-    spec.loader.exec_module(again)
-    assert plugins.find("policies", "OvisImagePipeline", again.POLICIES) is Mine
+
+def test_published_sizes_licence_and_names_are_known_from_the_value(ovis, tmp_path, capsys):
+    """A plan by a hub id that is nowhere, the licence in it and in the model card, and ComfyUI's names in an export."""
+    folder, kind = ovis
+    index = json.loads((folder / "model_index.json").read_text())
+    parts = {
+        name: (":".join(index[name]), json.loads((folder / name / "config.json").read_text()))
+        for name in ("transformer", "text_encoder", "vae")
+    }
+    file = Path(kind.partition(":")[0])
+    file.write_text(file.read_text() + PUBLISHED.replace("PARTS", repr(parts)))
+    size = ["policy.height=32", "policy.width=48", f"policy.kind={file}:Published", "policy.pipeline="]
+    code, out, err = g2rpo(capsys, "plan", "scenes", "policy.path=AIDC-AI/Ovis-Image-7B", *size, "--no-probe")
+    assert code == 0 and "AIDC-AI/Ovis-Image-7B: A licence" in out, err
+    few = ["trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2"]
+    config = write_tiny(tmp_path, folder)
+    code, _, err = g2rpo(
+        capsys, "train", config, *few, *size, "rewards.scene_accuracy=", "rewards.brightness=1", "--run-dir", tmp_path / "run"
+    )
+    assert code == 0, err
+    names = load_file(api.export(tmp_path / "run", "comfyui"))
+    assert names and all(name.startswith("mine.") for name in names)

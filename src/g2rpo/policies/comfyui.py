@@ -1,0 +1,146 @@
+"""ComfyUI's names of modules and tensors (github.com/comfyanonymous/ComfyUI, comfy/lora.py, comfy/utils.py).
+
+For some models its LoRA loader knows diffusers' own names after "transformer."; for others only those of the original weights
+after "diffusion_model.". `tools/check_comfyui.py` compares them with a checkout of ComfyUI.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SAME = r"\g<0>"
+_JOINT = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+_FF = r"net\.(0\.proj|2)"
+
+
+@dataclass(frozen=True)
+class ComfyUI:
+    """ComfyUI's names of a transformer: for a LoRA of a module, `prefix` and what a pattern that matches the module's whole
+    name makes of it; for the tensors of a whole transformer, changes of their names, one after the other (None: it loads none).
+    """
+
+    transformer: str
+    """The class in diffusers."""
+    prefix: str
+    names: Mapping[str, str]
+    whole: Mapping[str, str] | None = None
+
+    def key(self, module: str) -> str | None:
+        """The key of a module; None if there is none."""
+        for pattern, name in self.names.items():
+            if found := re.fullmatch(pattern, module):
+                return self.prefix + found.expand(name)
+        return None
+
+
+def _same(transformer: str, *patterns: str, whole: Mapping[str, str] | None = None) -> ComfyUI:
+    return ComfyUI(transformer, "transformer.", dict.fromkeys(patterns, SAME), whole)
+
+
+_FLUX_BLOCKS = (
+    rf"transformer_blocks\.\d+\.({_JOINT}|ff(_context)?\.{_FF})",
+    r"single_transformer_blocks\.\d+\.(attn\.to_[qkv]|proj_mlp|proj_out)",
+    r"x_embedder|context_embedder|proj_out",
+)
+FLUX = _same(
+    "FluxTransformer2DModel",
+    *_FLUX_BLOCKS,
+    r"transformer_blocks\.\d+\.norm1(_context)?\.linear|single_transformer_blocks\.\d+\.norm\.linear",
+    r"norm_out\.linear|time_text_embed\.(timestep|text|guidance)_embedder\.linear_[12]",
+    whole={},
+)
+CHROMA = _same(
+    "ChromaTransformer2DModel",
+    *_FLUX_BLOCKS,
+)
+FLUX2 = _same(
+    "Flux2Transformer2DModel",
+    rf"transformer_blocks\.\d+\.({_JOINT}|ff(_context)?\.linear_(in|out))",
+    r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
+    r"x_embedder|context_embedder|proj_out|norm_out\.linear",
+)
+SD3 = _same(
+    "SD3Transformer2DModel",
+    rf"transformer_blocks\.\d+\.({_JOINT}|attn2\.(to_[qkv]|to_out\.0)|ff(_context)?\.{_FF}|norm1(_context)?\.linear)",
+    r"context_embedder|proj_out|norm_out\.linear|time_text_embed\.(timestep|text)_embedder\.linear_[12]",
+    whole={},
+)
+QWEN_IMAGE = _same(
+    "QwenImageTransformer2DModel",
+    rf"transformer_blocks\.\d+\.({_JOINT}|(img|txt)_mlp\.{_FF}|(img|txt)_mod\.1)",
+    r"img_in|txt_in|proj_out|norm_out\.linear|time_text_embed\.timestep_embedder\.linear_[12]",
+    whole={},
+)
+Z_IMAGE = _same(
+    "ZImageTransformer2DModel",
+    r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.(to_[qkv]|to_out\.0)|feed_forward\.w[123])",
+    r"(layers|noise_refiner)\.\d+\.adaLN_modulation\.0",
+    r"all_x_embedder\.2-1|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|cap_embedder\.1|t_embedder\.mlp\.[02]",
+    whole={},
+)
+KREA2 = _same(
+    "Krea2Transformer2DModel",
+    r"(transformer_blocks\.\d+|text_fusion\.(layerwise|refiner)_blocks\.[01])\.(attn\.(to_[qkv]|to_gate|to_out\.0)|ff\.(gate|up|down))",
+    r"img_in|time_embed\.linear_[12]|time_mod_proj|txt_in\.linear_[12]|text_fusion\.projector|final_layer\.linear",
+)
+LTX = ComfyUI(
+    "LTXVideoTransformer3DModel",
+    "diffusion_model.",
+    {
+        rf"transformer_blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ff\.{_FF})": SAME,
+        r"caption_projection\.linear_[12]|proj_out": SAME,
+        r"proj_in": "patchify_proj",
+        r"time_embed(\..+)": r"adaln_single\1",
+    },
+    {
+        r"^proj_in\.": "patchify_proj.",
+        r"^time_embed\.": "adaln_single.",
+        r"\.norm_([qk])\.": r".\1_norm.",
+    },
+)
+WAN = ComfyUI(
+    "WanTransformer3DModel",
+    "diffusion_model.",
+    {
+        r"(blocks\.\d+)\.attn1\.to_([qkv])": r"\1.self_attn.\2",
+        r"(blocks\.\d+)\.attn1\.to_out\.0": r"\1.self_attn.o",
+        r"(blocks\.\d+)\.attn2\.to_([qkv])": r"\1.cross_attn.\2",
+        r"(blocks\.\d+)\.attn2\.to_out\.0": r"\1.cross_attn.o",
+        r"(blocks\.\d+)\.attn2\.add_([kv])_proj": r"\1.cross_attn.\2_img",
+        r"(blocks\.\d+)\.ffn\.net\.0\.proj": r"\1.ffn.0",
+        r"(blocks\.\d+)\.ffn\.net\.2": r"\1.ffn.2",
+        r"condition_embedder\.(text|time)_embedder\.linear_1": r"\1_embedding.0",
+        r"condition_embedder\.(text|time)_embedder\.linear_2": r"\1_embedding.2",
+        r"condition_embedder\.time_proj": "time_projection.1",
+        r"proj_out": "head.head",
+    },
+    {
+        r"\.attn1\.": ".self_attn.",
+        r"\.attn2\.": ".cross_attn.",
+        r"_attn\.to_([qkv])\.": r"_attn.\1.",
+        r"_attn\.to_out\.0\.": "_attn.o.",
+        r"_attn\.add_([kv])_proj\.": r"_attn.\1_img.",
+        r"_attn\.norm_added_k\.": "_attn.norm_k_img.",
+        r"\.ffn\.net\.0\.proj\.": ".ffn.0.",
+        r"\.ffn\.net\.2\.": ".ffn.2.",
+        r"\.norm2\.": ".norm3.",
+        r"^blocks\.(\d+)\.scale_shift_table$": r"blocks.\1.modulation",
+        r"^scale_shift_table$": "head.modulation",
+        r"^proj_out\.": "head.head.",
+        r"^condition_embedder\.(text|time)_embedder\.linear_1\.": r"\1_embedding.0.",
+        r"^condition_embedder\.(text|time)_embedder\.linear_2\.": r"\1_embedding.2.",
+        r"^condition_embedder\.time_proj\.": "time_projection.1.",
+    },
+)
+LUMINA2 = ComfyUI(
+    "Lumina2Transformer2DModel",
+    "diffusion_model.",
+    {
+        r"((layers|noise_refiner|context_refiner)\.\d+)\.attn\.to_[qkv]": r"\1.attention.qkv",
+        r"((layers|noise_refiner|context_refiner)\.\d+)\.attn\.to_out\.0": r"\1.attention.out",
+        r"((layers|noise_refiner|context_refiner)\.\d+)\.feed_forward\.linear_([123])": r"\1.feed_forward.w\3",
+        r"((layers|noise_refiner)\.\d+)\.norm1\.linear": r"\1.adaLN_modulation.1",
+    },
+)

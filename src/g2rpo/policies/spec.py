@@ -1,0 +1,284 @@
+"""What a class of diffusers pipelines needs to be a policy, in one value: `PipelineSpec`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from g2rpo.data import Cond
+from g2rpo.errors import UserError
+from g2rpo.input_pictures import images_of
+from g2rpo.policies.comfyui import ComfyUI
+from g2rpo.policies.options import PolicyConfig
+from g2rpo.policies.replay import Call
+
+NEGATIVE = "negative_"
+"""Before the names of what belongs to the negative prompt."""
+SIZES = "picture_sizes"
+"""Widths and heights of a prompt's input pictures, [pictures, 2]."""
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+"""Attention projections as diffusers names them, of the picture and, where there are any, of the text."""
+MEGAPIXEL = 1024
+"""The side of an input picture, as far as plans know."""
+
+Widths = Mapping[str, tuple[int | str, ...]]
+"""Shapes by name; a string is an entry of the transformer's config."""
+Of = Callable[[Any], Any]
+"""A value that depends on the pipeline."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Published weights: their licence as model card and makers said in 2026, the name of their architecture in ModelSpec
+    headers, and the parts that sizes depend on ("library:Class" and its config), so that a plan needs no download."""
+
+    licence: str
+    architecture: str | None = None
+    parts: Mapping[str, tuple[str, dict[str, Any]]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the pipeline's index that are no parts."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineSpec:
+    """A class of diffusers pipelines as a policy. Its own `__call__` does what is not said here (`replay`).
+
+    Prompts are encoded one at a time, so a row of a conditioning is a function of its prompt.
+    """
+
+    pipeline_class: str
+    """The class in diffusers."""
+    encoded: Sequence[str]
+    """What `encode_prompt` returns, in its order, with the negative prompt's beginning with "negative_". Pipelines that encode
+    it by a second call name one call's."""
+    widths: Widths
+    """The shape of one token of these; their number depends on the prompt."""
+    pooled: Widths = field(default_factory=dict)
+    """The shapes of those whose size does not depend on the prompt."""
+    shared: Sequence[str] = ("text_ids",)
+    """Tensors that have no row per prompt."""
+    masks: Mapping[str, str] = field(default_factory=dict)
+    """Embeddings as long as their prompt, each with the mask that the pipeline makes where they are padded."""
+    lists: Sequence[str] = ()
+    """Embeddings that are a list of tensors as long as their prompts."""
+    ragged: Sequence[str] = ()
+    """What is as long as its prompt, without a mask: only rows of one length share a call."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Dtypes of encoded tensors that are not embeddings."""
+    tokens: int
+    """The default of max_sequence_length."""
+    with_clip: bool = False
+    """Whether a prompt is CLIP's tokens behind those."""
+
+    guidance: float
+    """The default of guidance_scale."""
+    scale: str = "guidance_scale"
+    """The pipeline's argument for it."""
+    unguided: float | None = 1.0
+    """The largest scale without a second evaluation; None: the scale is an input of the network."""
+    distilled: Of = lambda pipeline: False
+    """Whether a pipeline of this class ignores the scale."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the call; a function gets the policy's options."""
+
+    pictured: Widths = field(default_factory=dict)
+    """For editing: what `prepare_latents` returns beside the latents, and the shape of one token; "" for what does not depend
+    on the input picture."""
+    most_pictures: int = 1
+    """For editing: how many input pictures a prompt may have."""
+    seen: bool = False
+    """For editing: whether the call needs the sizes of input pictures where they are encoded already."""
+    picture_tokens: int = 0
+    """For editing: tokens of the text encoder for an input picture of a megapixel."""
+
+    frames: str | None = None
+    """For videos: the pipeline's attribute with frames per frame of the latents."""
+    fps: Of = lambda pipeline: 16
+    patched: bool = False
+    """Whether sides are multiples of the transformer's patch as well as of the VAE's scale."""
+    one_row: bool = False
+    """Whether a call takes a single row."""
+    one_time: Of = lambda pipeline: False
+    """Whether all rows of a call must have the same sigma."""
+    own_grid: bool = True
+    """Whether the model's grid is the one of the pipeline's scheduler; else it is `flow.sigma_grid` with the scheduler's shift
+    (SD3's shifts the lower end of its grid twice)."""
+    optional: Sequence[str] = ()
+    """Text encoders that a pipeline may lack."""
+
+    lora_targets: Sequence[str] = ATTENTION
+    """The default of policy.lora_targets."""
+    unsupported: Sequence[str] = ("published_pictures", "detach_negative")
+    """Options of a policy that this class lacks, besides arguments that its call does not have."""
+    comfyui: ComfyUI | None = None
+    """ComfyUI's names of the transformer's modules; None: it has no such model, or none that is known."""
+    models: Mapping[str, Model] = field(default_factory=dict)
+    """Published weights, by hub id."""
+
+    @property
+    def video(self) -> bool:
+        return self.frames is not None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether attention gets a mask, which leaves out the padding of prompts."""
+        padded = bool(self.masks or self.lists) and not self.one_row
+        return padded or any(name.removeprefix(NEGATIVE) not in self.masks.values() for name in self.encoded if "mask" in name)
+
+    @property
+    def input_pictures(self) -> tuple[int, int]:
+        """The least and the largest number of input pictures of a prompt."""
+        return (1, self.most_pictures) if self.pictured else (0, 0)
+
+    def is_guided(self, pipeline: Any, scale: float | None) -> bool:
+        """Whether a velocity takes two evaluations at that scale."""
+        scale = self.guidance if scale is None else scale
+        return self.unguided is not None and scale > self.unguided and not self.distilled(pipeline)
+
+    def check_pictures(self, prompt: str) -> None:
+        """UserError for a prompt with more or fewer input pictures than the model takes."""
+        (least, most), given = self.input_pictures, len(images_of(prompt))
+        if not least <= given <= most:
+            takes = "one input picture" if most == 1 else f"one to {most} input pictures" if most else "no input picture"
+            what = "prompts of .jsonl files have them in `images`"
+            raise UserError(f"prompt {str(prompt)[:60]!r}: has {given} input pictures, but this model takes {takes}; {what}")
+
+    def arguments(
+        self, pipeline: Any, o: PolicyConfig, *, rows: int, guided: bool, scale: float | None = None, steps: int = 1
+    ) -> dict[str, Any]:
+        """Arguments of a call for `rows` prompts, whose texts are not among them."""
+        scale = next(value for value in (scale, o.guidance_scale, self.guidance) if value is not None)
+        given = {
+            "prompt": [""] * rows,
+            "negative_prompt": [o.negative_prompt or ""] * rows if guided else None,
+            self.scale: scale if guided or self.unguided is None else self.unguided,
+            "height": o.height,
+            "width": o.width,
+            "num_frames": o.num_frames or 1,
+            "max_sequence_length": o.max_sequence_length or self.tokens,
+            "num_inference_steps": steps,
+            "sigmas": [1.0] if steps == 1 else None,  # of one step none needs to be computed
+            "generator": [torch.Generator()] * rows,
+            "output_type": "pt",
+            "return_dict": False,
+        }
+        kind: Any = type(pipeline)
+        known = parameters_of(kind)
+        fixed = {name: value(o) if callable(value) else value for name, value in self.fixed.items()}
+        return {**{name: value for name, value in given.items() if name in known and value is not None}, **fixed}
+
+    def cond(self, read: Sequence[tuple[Any, ...]], beside: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> Cond:
+        """One row of what `encode_prompt` returned, call after call, and `prepare_latents` for its input pictures.
+
+        Masks that padding will make are left out.
+        """
+        named = [
+            (whose + name, value)
+            for whose, values in zip(("", NEGATIVE), read, strict=False)
+            for name, value in zip(self.encoded, values, strict=True)
+        ]
+        named += [(name, value) for name, value in zip(self.pictured, beside, strict=False) if name]
+        tensors: dict[str, Tensor] = {}
+        ragged: dict[str, tuple[Tensor, ...]] = {}
+        for name, value in named:
+            plain = name.removeprefix(NEGATIVE)
+            if value is None or len(value) == 0 or plain in self.masks.values():
+                continue
+            row = value if plain in self.shared else value[0]
+            if self.is_ragged(plain):
+                ragged[name] = (row,)
+            else:
+                tensors[name] = row[None]
+        if sizes:
+            ragged[SIZES] = (torch.tensor(sizes, device=next(iter(ragged.values()))[0].device),)
+        return Cond(tensors, ragged)
+
+    def is_ragged(self, name: str) -> bool:
+        """Whether rows of this entry differ in length."""
+        return name in {*self.lists, *self.masks, *self.ragged, *self.pictured}
+
+    def shapes(self, config: Any, tokens: int, multiple: int, guided: bool) -> dict[str, tuple[int, ...]]:
+        """The shapes of one row's conditioning by name, for prompts of `tokens`; of the transformer's `config`."""
+
+        def of(table: Widths, *before: int) -> dict[str, tuple[int, ...]]:
+            return {n: (*before, *(getattr(config, w) if isinstance(w, str) else w for w in ws)) for n, ws in table.items()}
+
+        plain = of(self.widths, tokens) | of(self.pooled)
+        both = {whose + name: size for whose in ("", NEGATIVE)[: 1 + guided] for name, size in plain.items()}
+        beside = {name: size for name, size in of(self.pictured, (MEGAPIXEL // multiple) ** 2).items() if name}
+        return {**both, **beside, **({SIZES: (1, 2)} if self.pictured else {})}
+
+    def blank(self, shapes: Mapping[str, tuple[int, ...]], rows: int, dtype: torch.dtype) -> Cond:
+        """Zero-filled conditioning; embeddings in `dtype`."""
+        tensors: dict[str, Tensor] = {}
+        ragged: dict[str, tuple[Tensor, ...]] = {}
+        for name, size in shapes.items():
+            plain = name.removeprefix(NEGATIVE)
+            value = torch.zeros(rows, *size, dtype=self.dtypes.get(plain, dtype))
+            if name == SIZES:
+                ragged[name] = (torch.tensor([[MEGAPIXEL] * 2]),) * rows
+            elif self.is_ragged(plain):
+                ragged[name] = tuple(value)
+            else:
+                tensors[name] = value
+        return Cond(tensors, ragged)
+
+    def batch(self, cond: Cond) -> dict[str, Any]:
+        """Rows of a conditioning as the pipeline has them: padded, listed, shared."""
+        batch: dict[str, Any] = {}
+        every: dict[str, Any] = {**cond.tensors, **cond.ragged}
+        for name, values in every.items():
+            plain = name.removeprefix(NEGATIVE)
+            if plain in self.shared:
+                batch[name] = values[0]
+            elif plain in self.lists:
+                batch[name] = list(values)
+            elif isinstance(values, Tensor):
+                batch[name] = values
+            elif plain in self.masks and len({len(value) for value in values}) > 1:
+                batch[name], mask = cond.padded(name)
+                batch[name.replace(plain, self.masks[plain])] = mask.long()
+            else:
+                batch[name] = torch.stack(values)
+        return batch
+
+    def reader(self, batch: Mapping[str, Any]) -> Callable[[Call], tuple[Any, ...]]:
+        """`encode_prompt` from memory, for one call of a pipeline: what is absent is None."""
+        whose = iter(("", NEGATIVE))
+
+        def read(own: Call) -> tuple[Any, ...]:
+            before = next(whose)
+            return tuple(batch.get(before + name) for name in self.encoded)
+
+        return read
+
+    def keys(self, cond: Cond) -> list[Any] | None:
+        """What rows of one call have in common, row by row; None where all rows may share it."""
+        differing = [
+            name for name in cond.ragged if name.removeprefix(NEGATIVE) in (*self.ragged, *filter(None, self.pictured))
+        ]
+        if not differing:
+            return None
+        lengths = list(zip(*([len(value) for value in cond.ragged[name]] for name in differing), strict=True))
+        tables = cond.ragged.get(SIZES, (torch.empty(0),) * len(lengths))
+        known = {id(table): str(sizes_in(table)) for table in tables}
+        return [(own, known[id(table)]) for own, table in zip(lengths, tables, strict=True)]
+
+
+def sizes_in(table: Tensor) -> list[list[int]]:
+    """Widths and heights of input pictures; where a plan has tensors without content, those of one picture of a megapixel."""
+    without = table.is_meta or isinstance(table, FakeTensor)
+    return [[MEGAPIXEL, MEGAPIXEL]] if without else table.tolist()
+
+
+@functools.cache
+def parameters_of(pipeline_class: Any) -> frozenset[str]:
+    """The arguments of a pipeline class's call."""
+    return frozenset(inspect.signature(pipeline_class.__call__).parameters)
