@@ -129,7 +129,7 @@ def test_a_finished_run_is_used_for_pictures_evaluations_and_the_demo(run, flux_
 
 
 def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_directory):
-    """An iteration waits less often than it calls the network, and copies to the device at most eleven times a call; the first is
+    """An iteration waits less often than it calls the network, and copies to the device about ten times a call at most; the first is
     not asked, for gradients and moments come with it."""
     (found,) = run(cases.count_costs, flux_directory)
     assert "float64" in found.pop("float64")["error"]
@@ -139,7 +139,7 @@ def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_d
             "wait": one["inside"][0] > 0,
             "copy": one["inside"][1] > 0,
             "waits": one["in all"][0] > one["calls"],
-            "copies": one["in all"][1] > 11 * one["calls"],
+            "copies": one["in all"][1] > 10 * one["calls"] + 4,
             "kept": one["kept"] != 0,
         }
         for name, one in found.items()
