@@ -149,7 +149,7 @@ def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_d
         "third": set(),
         "a number": {"wait", "waits"},
         "a mask": {"wait", "waits"},
-        "conditioning on the host": {"wait", "waits", "copy"},
+        "conditioning on the host": {"wait", "waits", "copy", "copies"},
         "many small tensors": {"waits", "copies"},
         "a tensor kept": {"kept"},
     }, found
