@@ -17,6 +17,7 @@ from g2rpo.config.algorithms import algorithm_class, name_of
 from g2rpo.config.schema import RewardConfig
 from g2rpo.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
+from g2rpo.plain import parse_json
 from g2rpo.runs.lifecycle import read_config
 from tests.support.commands import g2rpo
 from tests.support.runs import config, trainer
@@ -104,6 +105,40 @@ def test_a_function_that_a_config_names_is_refused_however_it_is_written(tmp_pat
     with pytest.raises(UserError):
         build_rewards({"it": RewardConfig(kind="function", options={"target": f"{tmp_path}/{target}"})})
     assert not (tmp_path / "ran").exists()
+
+
+OWN = """
+from typing import Literal
+
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
+from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.algorithms.hyperparameters import STRICT
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class Mine(GRPO):
+    name: Literal["mine"] = "mine"
+    noisy: PositiveInt = 2
+
+    def plans(self, num_steps, iteration=0, seed=0):
+        return [window(0, self.noisy, num_steps, self.shared_noise)]
+"""
+
+
+def test_an_algorithm_is_one_file(tmp_path, monkeypatch, capsys):
+    """Written as the built-in ones are; planned, and tried and checked before a run begins."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN)
+    chosen = ["scenes", "algorithm.name=mine.py:Mine", "algorithm.group_size=2", "algorithm.noisy=3"]
+    code, out, err = g2rpo(capsys, "plan", *chosen, "--no-probe", "--json")
+    assert code == 0, err
+    assert parse_json(out)["counts"]["evaluations_per_prompt"] == 2 * 10
+    short = ["trainer.iterations=1", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2"]
+    assert g2rpo(capsys, "train", *chosen, *short, "--run-dir", "run")[0] == 0
+    code, _, err = g2rpo(capsys, "train", *chosen, "algorithm.noisy=0", "--run-dir", "other")
+    assert code == 2 and "algorithm.noisy: input should be greater than 0, got 0" in err
 
 
 @pytest.mark.parametrize(

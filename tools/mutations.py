@@ -40,7 +40,7 @@ class Mutation:
 
 FLOW, OBJECTIVES = "tests/test_flow.py", "tests/test_objectives.py"
 NEIGHBOURS = "tests/algorithms/test_neighbours.py tests/algorithms/test_published_values.py"
-SCHEDULE = "tests/algorithms/test_branch_schedule.py"
+FIELDS, SCHEDULE = "tests/algorithms/test_fields.py", "tests/algorithms/test_branch_schedule.py"
 DPPO, PAVE, ADA = (f"tests/algorithms/test_{name}.py" for name in ("flow_dppo", "pave_grpo", "adagrpo"))
 FORWARD = "tests/algorithms/test_forward_process.py"
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
@@ -73,6 +73,8 @@ MUTATIONS = [
     Mutation("objectives.py", 'if mix == "gdpo"', 'if mix == "advantages"', OBJECTIVES),
     Mutation("objectives.py", "(per_reward * normalize(rewards))", "(normalize(per_reward * rewards))", OBJECTIVES),
     Mutation("objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS),
+    Mutation("algorithms/hyperparameters.py", "Field(ge=2)", "Field(ge=1)", FIELDS),
+    Mutation("algorithms/hyperparameters.py", "len(set(values)) < len(values)", "False", FIELDS),
     Mutation("algorithms/g2rpo.py", "num_steps, size, self.tail", "num_steps, 1, self.tail", f"{ENGINE} {SCHEDULE}"),
     Mutation("algorithms/g2rpo.py", "turn % len(plans)", "0", SCHEDULE),
     Mutation("algorithms/g2rpo.py", ".clamp(-self.advantage_clip, self.advantage_clip)", "", OBJECTIVES),

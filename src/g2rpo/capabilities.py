@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from g2rpo.errors import UserError
 from g2rpo.types import Algorithm, AlgorithmState, Batch, Network
 
 
@@ -78,6 +79,15 @@ class LimitsDrift(Protocol):
         """The largest `log_prob_drift` that velocities explain which differ by `rounding`, relative to their size, for the
         stochastic `steps` of latents of `entries` numbers."""
         ...
+
+
+def check_complete(algorithm: Algorithm) -> None:
+    """UserError for an algorithm with a part of a capability's members, which would silently be without it."""
+    kind = type(algorithm).__name__
+    if getattr(algorithm, "uses_old", False) and not isinstance(algorithm, KeepsOldWeights):
+        raise UserError(f"algorithm {kind}: with uses_old it needs old_decay and samples_old (capabilities.KeepsOldWeights)")
+    if getattr(algorithm, "candidates", 1) > 1 and not isinstance(algorithm, ChoosesPrompts):
+        raise UserError(f"algorithm {kind}: with candidates it needs memory (capabilities.ChoosesPrompts)")
 
 
 def state_of(algorithm: Algorithm) -> AlgorithmState | None:

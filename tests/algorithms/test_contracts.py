@@ -109,3 +109,22 @@ def test_plans_that_do_not_fit_the_steps_are_refused():
     with pytest.raises(UserError, match=r"^algorithm: branch_steps must lie in 0\.\.4 for num_steps=6"):
         plans_of(GranularGRPO(branch_steps=(5,)), 6)
     assert plans_of(GranularGRPO(branch_steps=(4,), granularities=(1,)), 6) == [Plan(4, 5, ((5, 6),))]
+
+
+@dataclass(frozen=True)
+class HalfOld(Mine):
+    uses_old: bool = True
+
+    def old_decay(self, updates):
+        return 0.5
+
+
+@dataclass(frozen=True)
+class HalfChoosing(Mine):
+    candidates: int = 3
+
+
+@pytest.mark.parametrize(("kind", "message"), [(HalfOld, "needs old_decay and samples_old"), (HalfChoosing, "needs memory")])
+def test_a_part_of_a_capability_is_refused(kind, message):
+    with pytest.raises(UserError, match=f"algorithm {kind.__name__}: .*{message}"):
+        trained(kind())

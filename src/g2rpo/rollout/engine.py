@@ -3,23 +3,24 @@
 Everything that plans have in common is computed once, with the mathematics unchanged:
 - plans with shared noise branch off one anchor trajectory per prompt,
 - the velocity of a branch point serves the anchor and the stochastic step of all members,
-- tails with equal first steps are evaluated once up to where they differ (`rollout.sharing`).
+- tails with equal first steps are evaluated once up to where they differ (`tails.Tails.tree`).
 What remains is independent, so batches of `batch_size` mix rows of any prompt, plan, member and sigma. Cheaper tails are in
 `rollout.tails`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from g2rpo.data import FLOAT32, Precision
 from g2rpo.flow import ode_step
-from g2rpo.rollout.sharing import Node
-from g2rpo.rollout.tails import EXACT, Past, Tails
+from g2rpo.rollout.tails import EXACT, Node, Past, Tails
 from g2rpo.runtime.memory import bounded_by
 from g2rpo.types import Cond, Kernel, Plan, Policy, Rollout, Transition
 
@@ -51,22 +52,49 @@ class Engine:
 
     @torch.no_grad()
     def rollout(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[Rollout]:
-        """Executes every plan for every prompt; rollouts are ordered by prompt, then plan. `planning.count_evaluations`
-        predicts the evaluations of a prompt."""
-        groups = self._begin(plans, group_size, kernel, noise)
-        tails = self.tails.walked_by(plans)
-        jobs = [(tails.tree(group.plan.tails), group.prompt, group.x) for group in groups]
-        finals = self._finish(jobs, tails)
-        return [
-            Rollout(group.prompt, group.plan, tuple(group.transitions), latents)
-            for group, latents in zip(groups, finals, strict=True)
-        ]
+        """Executes every plan for every prompt; rollouts are ordered by prompt, then plan. Groups advance together, to share
+        batches. `planning.count_evaluations` predicts the evaluations of a prompt."""
+        anchors = self.anchors([plan.branch for plan in plans if plan.shared_noise], noise)
+        groups = []
+        for prompt, plan in itertools.product(range(len(self.cond)), plans):
+            if plan.shared_noise:  # the anchor's velocity at the branch point is the group's
+                x, v = (rows[prompt : prompt + 1] for rows in anchors[plan.branch])
+                groups.append(_Group(prompt, plan, x, v))
+            else:
+                own = [noise(prompt, "initial", member) for member in range(group_size)]
+                groups.append(_Group(prompt, plan, self._noise(own)))
+
+        apart = [group for group in groups if not group.plan.shared_noise]
+        for step in range(max((group.plan.branch for group in apart), default=0)):
+            walking = [(group, step) for group in apart if step < group.plan.branch]
+            for (group, _), v in zip(walking, self._velocities(walking), strict=True):
+                group.x = ode_step(group.x, v, self.sigmas[step], self.sigmas[step + 1])
+        for group in apart:
+            group.x = group.x.to(self.precision.anchor).float()
+
+        for ahead in range(max(plan.merge - plan.branch for plan in plans)):
+            stepping = [(g, g.plan.branch + ahead) for g in groups if g.plan.branch + ahead < g.plan.merge]
+            unknown = [(group, step) for group, step in stepping if group.v is None]
+            for (group, _), v in zip(unknown, self._velocities(unknown), strict=True):
+                group.v = v
+            for group, step in stepping:
+                assert group.v is not None
+                landing = kernel(group.x, group.v, self.sigmas[step], self.sigmas[step + 1])
+                generator = noise(group.prompt, "branch", group.plan.branch, step)
+                draw = torch.randn(group_size, *group.x.shape[1:], generator=generator)
+                x_next = landing.sample(draw.to(group.x.device, self.precision.step)).to(self.precision.sample).float()
+                if group.plan.trains(step):
+                    group.transitions.append(Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next)))
+                group.x, group.v = x_next, None
+
+        finals = self._finish([(group.plan.tails, group.prompt, group.x) for group in groups], self.tails.walked_by(plans))
+        return [Rollout(g.prompt, g.plan, tuple(g.transitions), latents) for g, latents in zip(groups, finals, strict=True)]
 
     @torch.no_grad()
     def sample(self, x: Tensor, tails: Tails = EXACT) -> Tensor:
         """Latents at sigma = 0 by the ODE from x [prompts, ...] at sigma = 1, by Euler's or another solver; num_steps
         evaluations a row."""
-        walk = tails.tree([range(self.num_steps + 1)])
+        walk = (range(self.num_steps + 1),)
         finals = self._finish([(walk, prompt, x[prompt : prompt + 1]) for prompt in range(len(x))], tails)
         return torch.cat([final[0] for final in finals])
 
@@ -105,68 +133,34 @@ class Engine:
             x = ode_step(x, v, self.sigmas[step], self.sigmas[step + 1])
         return anchors
 
-    def _begin(self, plans: Sequence[Plan], group_size: int, kernel: Kernel, noise: Noise) -> list[_Group]:
-        """Executes every plan up to its `merge`; groups advance together, so that they share batches."""
-        anchors = self.anchors([plan.branch for plan in plans if plan.shared_noise], noise)
-        groups = [self._start(plan, prompt, group_size, noise, anchors) for prompt in range(len(self.cond)) for plan in plans]
-        own = [group for group in groups if not group.plan.shared_noise]
-        for step in range(max((group.plan.branch for group in own), default=0)):
-            walking = [group for group in own if step < group.plan.branch]
-            self._evaluate(walking, [step] * len(walking))
-            for group in walking:
-                group.move(ode_step(group.x, group.known(), self.sigmas[step], self.sigmas[step + 1]))
-        for group in own:
-            group.x = group.x.to(self.precision.anchor).float()
-        for ahead in range(max(plan.merge - plan.branch for plan in plans)):
-            stepping = [group for group in groups if group.plan.branch + ahead < group.plan.merge]
-            asking = [group for group in stepping if group.v is None]
-            self._evaluate(asking, [group.plan.branch + ahead for group in asking])
-            for group in stepping:
-                self._stochastic_step(group, group.plan.branch + ahead, group_size, kernel, noise)
-        return groups
+    def _velocities(self, asking: Sequence[tuple[_Group, int]]) -> Sequence[Tensor]:
+        """The velocities of groups, each at a step of its own."""
+        if not asking:
+            return []
+        sizes = [len(group.x) for group, _ in asking]
+        rows = [(step, group.prompt) for group, step in asking for _ in group.x]
+        x = torch.cat([group.x for group, _ in asking])
+        return self.velocity(x, [step for step, _ in rows], [prompt for _, prompt in rows]).split(sizes)
 
-    def _start(self, plan: Plan, prompt: int, group_size: int, noise: Noise, anchors: dict) -> _Group:
-        """A group at its branch point if that is shared, otherwise at its own noise."""
-        if plan.shared_noise:
-            x, v = anchors[plan.branch]
-            return _Group(prompt, plan, x[prompt : prompt + 1], v[prompt : prompt + 1])
-        return _Group(prompt, plan, self._noise([noise(prompt, "initial", member) for member in range(group_size)]))
+    def _finish(self, jobs: Sequence[tuple[Sequence[Sequence[int]], int, Tensor]], tails: Tails) -> list[Tensor]:
+        """Integrates each job's latents [G, ...] along its tails for its prompt; returns finals [M, G, ...] per job.
 
-    def _evaluate(self, groups: Sequence[_Group], steps: Sequence[int]) -> None:
-        """The velocities of groups, each at its own step."""
-        if not groups:
-            return
-        sizes = [len(group.x) for group in groups]
-        at = [step for step, size in zip(steps, sizes, strict=True) for _ in range(size)]
-        prompts = [group.prompt for group, size in zip(groups, sizes, strict=True) for _ in range(size)]
-        for group, v in zip(groups, self.velocity(torch.cat([g.x for g in groups]), at, prompts).split(sizes), strict=True):
-            group.v = v
-
-    def _stochastic_step(self, group: _Group, step: int, group_size: int, kernel: Kernel, noise: Noise) -> None:
-        landing = kernel(group.x, group.known(), self.sigmas[step], self.sigmas[step + 1])
-        generator = noise(group.prompt, "branch", group.plan.branch, step)
-        draw = torch.randn(group_size, *group.x.shape[1:], generator=generator)
-        x_next = landing.sample(draw.to(group.x.device, self.precision.step)).to(self.precision.sample).float()
-        if group.plan.trains(step):
-            group.transitions.append(Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next)))
-        group.move(x_next)
-
-    def _finish(self, jobs: Sequence[tuple[Node, int, Tensor]], tails: Tails) -> list[Tensor]:
-        """Integrates each job's latents [G, ...] along its prefix tree; returns finals [M, G, ...] per job. Rows are kept on a
-        stack and batches are taken from its top (depth first), so memory is bounded by the number of members, not of tails.
+        Rows are kept on a stack and batches are taken from its top (depth first), so memory is bounded by the number of
+        members, not of tails.
         """
-        finals: list[list[list[Tensor | None]]] = []
-        stack: list[_Row] = []
-        for job, (tree, _, x) in enumerate(jobs):
-            finals.append([[None] * len(x) for _ in range(_count_tails(tree))])
-            stack.extend(_Row(latent, tree, job, member) for member, latent in enumerate(x))
+        finals: list[list[list[Any]]] = [[[None] * len(x) for _ in steps] for steps, _, x in jobs]
+        trees = [tails.tree(steps) for steps, _, _ in jobs]
+        stack = [_Row(x, trees[job], job, member) for job, (_, _, xs) in enumerate(jobs) for member, x in enumerate(xs)]
         while stack:
-            asking, forecast, ended = _take(stack, self.batch_size)
-            for row in ended:
+            asking: list[_Row] = []
+            forecast: list[_Row] = []  # their velocities need no network
+            while stack and len(asking) < self.batch_size:
+                row = stack.pop()
                 for tail in row.node.tails:
                     finals[row.job][tail][row.member] = row.x
-            rows = [*asking, *forecast]
-            if not rows:
+                if row.node.children:
+                    (forecast if row.node.forecast else asking).append(row)
+            if not (rows := [*asking, *forecast]):
                 continue
             x, v = torch.stack([row.x for row in rows]), []
             if asking:
@@ -174,7 +168,7 @@ class Engine:
                 v.append(self.velocity(x[: len(asking)], steps, prompts))
             v += [tails.forecast_velocity(row.past, float(self.sigmas[row.node.step]))[None] for row in forecast]
             stack.extend(self._advance(rows, x, torch.cat(v), tails))
-        return [torch.stack([torch.stack(members) for members in tails]) for tails in finals]  # type: ignore[arg-type]
+        return [torch.stack([torch.stack(members) for members in latents]) for latents in finals]
 
     def _advance(self, rows: Sequence[_Row], x: Tensor, v: Tensor, tails: Tails) -> Iterator[_Row]:
         """The rows after one step to each child of their nodes."""
@@ -199,13 +193,6 @@ class _Group:
     v: Tensor | None = None  # the velocity at x, once it is known
     transitions: list[Transition] = field(default_factory=list)
 
-    def known(self) -> Tensor:
-        assert self.v is not None
-        return self.v
-
-    def move(self, x: Tensor) -> None:
-        self.x, self.v = x, None
-
 
 @dataclass
 class _Row:
@@ -216,18 +203,3 @@ class _Row:
     job: int
     member: int
     past: Past = ()
-
-
-def _take(stack: list[_Row], batch_size: int) -> tuple[list[_Row], list[_Row], list[_Row]]:
-    """Pops up to `batch_size` rows that need the network, with the forecast and finished rows between them."""
-    asking: list[_Row] = []
-    forecast: list[_Row] = []
-    ended: list[_Row] = []
-    while stack and len(asking) < batch_size:
-        row = stack.pop()
-        (ended if not row.node.children else forecast if row.node.forecast else asking).append(row)
-    return asking, forecast, ended
-
-
-def _count_tails(tree: Node) -> int:
-    return len(tree.tails) + sum(_count_tails(child) for child in tree.children)

@@ -1,4 +1,4 @@
-"""How tails are integrated: by Euler steps over the steps of a plan, by another solver, or with fewer evaluations.
+"""How tails are integrated: which steps they share, and Euler's steps, another solver's, or fewer evaluations.
 A tail only estimates the reward of a member and carries no log-prob, so the ratio is unaffected: anchors and stochastic steps
 always use the policy's own velocity. `benchmarks.fast_tails` measures the errors.
 """
@@ -6,17 +6,30 @@ always use the policy's own velocity. `benchmarks.fast_tails` measures the error
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from g2rpo.data import Plan, Solver
 from g2rpo.flow import ode_step, per_row
-from g2rpo.rollout.sharing import Node, prefix_tree
 
 Past = tuple[tuple[float, Tensor], ...]
 """The last evaluations of a row, newest first: sigma, and velocity (dpmpp2m: predicted image)."""
+
+
+@dataclass
+class Node:
+    """A step at which all tails in this part of the tree have the same latent."""
+
+    step: int
+    tails: list[int] = field(default_factory=list)  # tails that end here
+    children: list[Node] = field(default_factory=list)
+    forecast: bool = False  # its velocity is not evaluated
+
+    def evaluations(self) -> int:
+        """Velocities needed below and at this node, per member: the last node of a tail needs none."""
+        return bool(self.children and not self.forecast) + sum(child.evaluations() for child in self.children)
 
 
 @dataclass(frozen=True)
@@ -45,8 +58,19 @@ class Tails:
         return self if asked <= {"euler"} else replace(self, solver=asked.pop())
 
     def tree(self, tails: Sequence[Sequence[int]]) -> Node:
-        """The prefix tree of the tails, with `forecast` applied."""
-        return prefix_tree(tails, forecast=self.forecast)
+        """The prefix tree of `tails`, which begin with the same step: two that visit the same first steps have the same latents
+        there, and each node is evaluated once. `Node.tails` are indices into the argument."""
+        root = Node(tails[0][0])
+        for index, steps in enumerate(tails):
+            node = root
+            for place, step in enumerate(steps[1:], 1):
+                match = next((child for child in node.children if child.step == step), None)
+                if match is None:
+                    match = Node(step, forecast=self.forecast and place % 2 == 0)
+                    node.children.append(match)
+                node = match
+            node.tails.append(index)
+        return root
 
     def remember(self, past: Past, x: Tensor, velocity: Tensor, sigma: float) -> Past:
         """`past` with the evaluation at sigma added."""

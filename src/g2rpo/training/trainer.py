@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.contracts import advantages_of, choice_of, plans_of
-from g2rpo.capabilities import KeepsOldWeights, candidates_of, differentiates_rewards, keeps_old, state_of
+from g2rpo.capabilities import KeepsOldWeights, candidates_of, check_complete, differentiates_rewards, keeps_old, state_of
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.errors import Preempted
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images
@@ -82,6 +82,7 @@ class Trainer:
         self.files = RunFiles(self.run_dir, self.world, self.notify)
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self.algorithm = c.algorithm
+        check_complete(self.algorithm)
         check_differentiable(self.algorithm, self.rewards)
         self.memory = state_of(self.algorithm)
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
