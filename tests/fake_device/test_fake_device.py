@@ -129,8 +129,10 @@ def test_a_finished_run_is_used_for_pictures_evaluations_and_the_demo(run, flux_
 
 
 def test_calls_of_the_network_never_wait_and_iterations_keep_nothing(run, flux_directory):
-    """An iteration waits less often than it calls the network, and copies to the device about ten times a call at most; the first is
-    not asked, for gradients and moments come with it."""
+    """An iteration waits less often than it calls the network and copies to the device at most about ten times a call.
+
+    The first iteration is not asked: gradients and moments are made in it.
+    """
     (found,) = run(cases.count_costs, flux_directory)
     assert "float64" in found.pop("float64")["error"]
     found.pop("first")
