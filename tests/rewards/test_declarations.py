@@ -127,7 +127,7 @@ def test_a_reward_outside_the_package_is_checked_before_anything_is_loaded(warmt
 
     with pytest.raises(UserError, match=r"rewards\.warm\.options\.path is missing"):
         check(config())
-    with pytest.raises(UserError, match=r"rewards\.warm\.options\.path: .* has no warmth\.pt; it holds warmth\.py"):
+    with pytest.raises(UserError, match=r"rewards\.warm\.options\.path: .* has no warmth\.pt; it holds .*warmth\.py"):
         check(config(f"rewards.warm.options.path={tmp_path}"))
     torch.save({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / "warmth.pt")
     there = f"rewards.warm.options.path={tmp_path}"
