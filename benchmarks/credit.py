@@ -45,18 +45,18 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from g2rpo.algorithms.grpo import window
-from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.evaluation.study import TRAINED_LATENT
-from g2rpo.flow import ode_step
+from g2rpo.app.train import build_trainer, load_config
+from g2rpo.core.flow import ode_step
+from g2rpo.core.objectives import group_normalize
+from g2rpo.core.seeding import generator_for, seed_for
+from g2rpo.core.statistics import Interval
+from g2rpo.core.types import Kernel, Plan, Policy, Rollout
+from g2rpo.evaluation.work import TRAINED_LATENT
 from g2rpo.monitor.curves import COLOURS
-from g2rpo.objectives import group_normalize
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.rollout.scoring import decode, score, score_rollouts
-from g2rpo.seeding import generator_for, seed_for
-from g2rpo.statistics import Interval
 from g2rpo.training.trainer import Trainer
-from g2rpo.types import Kernel, Plan, Policy, Rollout
 
 REWARDS = [
     "rewards.scene_accuracy=",

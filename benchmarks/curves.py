@@ -20,10 +20,11 @@ from typing import Any
 
 from rich.console import Console
 
-from g2rpo.commands.compare import Workspace
-from g2rpo.commands.jobs import Workers, locked
-from g2rpo.evaluation.study import PILOT_SEEDS, History, Point, Study, best_rate, curve, gain, iterations_within, read_run
-from g2rpo.files import write_whole
+from g2rpo.core.files import write_whole
+from g2rpo.evaluation.work import iterations_within
+from g2rpo.lab.compare.compare import Workspace
+from g2rpo.lab.compare.jobs import Workers, locked
+from g2rpo.lab.compare.study import PILOT_SEEDS, History, Point, Study, best_rate, curve, gain, read_run
 from g2rpo.monitor.curves import COLOURS, curve_with_band
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]

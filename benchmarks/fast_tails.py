@@ -25,16 +25,16 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.build.components import build_policy
-from g2rpo.build.prompts import build_prompts
-from g2rpo.build.rewards import build_rewards
-from g2rpo.commands.train import load_config
-from g2rpo.flow import sigma_grid
+from g2rpo.app.train import load_config
+from g2rpo.assembly.components import build_policy
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import build_rewards
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Policy, Rollout
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.rollout.tails import EXACT, Tails
-from g2rpo.seeding import generator_for
-from g2rpo.types import Policy, Rollout
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 OPTIONS = {

@@ -25,14 +25,14 @@ from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from benchmarks.credit import REWARDS, instrument_parser, load_pyplot, save, save_figure
-from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.flow import tail
+from g2rpo.app.train import build_trainer, load_config
+from g2rpo.core.flow import tail
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.statistics import interval
+from g2rpo.core.types import Plan
 from g2rpo.monitor.curves import COLOURS
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import score_rollouts
-from g2rpo.seeding import generator_for
-from g2rpo.statistics import interval
-from g2rpo.types import Plan
 
 
 def spearman(a: ArrayLike, b: ArrayLike) -> float:

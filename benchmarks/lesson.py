@@ -2,8 +2,8 @@
 
     python -m benchmarks.lesson runs/quickstart        # writes docs/images/lesson.gif
 
-The pictures, scores and advantages are those of the demo's "How it learns" (`g2rpo.demo.studio.learn`) with the run's seed, on
-the held-out word with which the demo opens: the first one that the base model draws wrong and the tuned model right.
+The pictures, scores and advantages are those of the demo's "How it learns" (`g2rpo.lab.demo.studio.learn`) with the run's seed,
+on the held-out word with which the demo opens: the first one that the base model draws wrong and the tuned model right.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from benchmarks.drawing import TINT, font
-from g2rpo.build.prompts import build_prompts
-from g2rpo.commands.demo import of_run, open_studio
-from g2rpo.demo.opening import opening_of
-from g2rpo.demo.studio import Lesson, learn
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.lab.demo.command import of_run, open_studio
+from g2rpo.lab.demo.opening import opening_of
+from g2rpo.lab.demo.studio import Lesson, learn
+from g2rpo.lab.report.history import Run, read_runs
 from g2rpo.monitor.pictures import INK, PAPER, RIGHT, SOFT, WRONG, to_pil
-from g2rpo.report.history import Run, read_runs
 from g2rpo.runs.directory import RunDirectory
 
 SIZE, LARGE, SMALL = (1640, 690), (336, 112), (240, 80)  # of the whole, of the anchor, of a member

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe
-from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.app.train import build_trainer, load_config
 from g2rpo.training.trainer import Trainer
 
 

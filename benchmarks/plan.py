@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.commands.train import build_trainer, load_config
-from g2rpo.cost.counting import count, settled
-from g2rpo.cost.probe import by_probe
+from g2rpo.app.train import build_trainer, load_config
+from g2rpo.lab.plan.counting import count, settled
+from g2rpo.lab.plan.probe import by_probe
 
 
 def main() -> None:

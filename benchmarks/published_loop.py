@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.flow import ode_step
+from g2rpo.core.flow import ode_step
+from g2rpo.core.types import Cond, Policy, Reward
 from g2rpo.rollout.scoring import score
 from g2rpo.training.stopwatch import Stopwatch
-from g2rpo.types import Cond, Policy, Reward
 
 Noise = Callable[..., torch.Generator]
 

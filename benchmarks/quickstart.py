@@ -24,11 +24,11 @@ from rich.console import Console
 
 from benchmarks.drawing import Word, before_and_after
 from benchmarks.second_reader import available, read_words
-from g2rpo.commands.evaluate import evaluate, run_settings
-from g2rpo.commands.train import train
+from g2rpo.app.evaluate import evaluate, run_settings
+from g2rpo.app.train import train
+from g2rpo.core.statistics import in_proportion
 from g2rpo.evaluation.controls import Control, best_control, default_controls
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.statistics import in_proportion
 from g2rpo.testbed.words.language import parse
 
 SHOWN, COLUMNS = 24, 4  # words in the picture

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.cost.blueprint import Blueprint, on_meta, published
-from g2rpo.data import Cond
+from g2rpo.assembly.blueprint import Blueprint, on_meta, published
+from g2rpo.core.data import Cond
+from g2rpo.core.seeding import generator_for
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.seeding import generator_for
 
 MODELS = {
     "flux1-dev": published("black-forest-labs/FLUX.1-dev"),

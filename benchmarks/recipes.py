@@ -13,13 +13,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from g2rpo.build.components import EMBEDDED
-from g2rpo.commands.plan import listed_prompts
-from g2rpo.commands.plan_tables import duration
-from g2rpo.commands.train import load_config
+from g2rpo.app.train import load_config
+from g2rpo.assembly.components import EMBEDDED
 from g2rpo.config import recipes
-from g2rpo.cost.cards import CARDS
-from g2rpo.cost.plan import find_target, make_plan
+from g2rpo.lab.plan.cards import CARDS
+from g2rpo.lab.plan.command import listed_prompts
+from g2rpo.lab.plan.plan import find_target, make_plan
+from g2rpo.lab.plan.tables import duration
 
 SHOWN = ("rtx4090", "rtx5090", "a100-40", "l40s", "rtx6000ada", "a100", "h100", "h200")
 

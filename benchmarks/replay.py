@@ -21,13 +21,13 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.data import Cond
-from g2rpo.flow import sigma_grid
+from g2rpo.core.data import Cond
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
 from g2rpo.policies.pipelines import load_pipeline
 from g2rpo.rollout.engine import Engine
-from g2rpo.seeding import generator_for
 from g2rpo.testbed import pipeline_dir
 
 RESULTS = Path(__file__).parent / "results" / "replay.json"

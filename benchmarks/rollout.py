@@ -34,16 +34,16 @@ from benchmarks.fast_tails import CLOCKS, OPTIONS
 from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.build.components import build_policy
-from g2rpo.build.prompts import build_prompts
-from g2rpo.build.rewards import build_rewards
-from g2rpo.commands.train import load_config
-from g2rpo.flow import sigma_grid
+from g2rpo.app.train import load_config
+from g2rpo.assembly.components import build_policy
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import build_rewards
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.rollout.tails import EXACT, Tails
-from g2rpo.seeding import generator_for
 from g2rpo.training.stopwatch import Stopwatch
 
 NUM_STEPS = 16

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.roofline --out benchmarks/results/roofline.json    # ten minutes of one core
 
-A derivation, not a measurement: the call of the whole model is traced on tensors without data (`g2rpo.cost.roofline`). Assumed
-are the shares of a card's rates that kernels reach (`roofline.USUAL`), and that a compiler makes one kernel of all that lies
-between two products. "at peak" has every kernel at the datasheet's rates.
+A derivation, not a measurement: the call of the whole model is traced on tensors without data (`g2rpo.lab.plan.roofline`).
+Assumed are the shares of a card's rates that kernels reach (`roofline.USUAL`), and that a compiler makes one kernel of all that
+lies between two products. "at peak" has every kernel at the datasheet's rates.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from g2rpo.commands.train import load_config
-from g2rpo.cost.blueprint import read_blueprint
-from g2rpo.cost.cards import find_card
-from g2rpo.cost.counting import plans_in
-from g2rpo.cost.roofline import ATTENTION, PEAK, PRODUCTS, USUAL, Reached, Roofline, rollout_call, training_call
+from g2rpo.app.train import load_config
+from g2rpo.assembly.blueprint import read_blueprint
+from g2rpo.lab.plan.cards import find_card
+from g2rpo.lab.plan.counting import plans_in
+from g2rpo.lab.plan.roofline import ATTENTION, PEAK, PRODUCTS, USUAL, Reached, Roofline, rollout_call, training_call
 
 WAYS: dict[str, list[str]] = {
     "autocast": [],

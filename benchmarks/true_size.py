@@ -29,13 +29,14 @@ from benchmarks.fast_tails import OPTIONS
 from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from benchmarks.random_models import MODELS, RandomText, random_pipeline, shape_of
-from g2rpo.build.components import check_attention, check_quantized, pick_device, policy_options
+from g2rpo.assembly.blueprint import Blueprint
+from g2rpo.assembly.components import check_attention, check_quantized, pick_device, policy_options
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config, grid_of
-from g2rpo.cost.blueprint import Blueprint
-from g2rpo.cost.flops import operations
-from g2rpo.cost.plan import COUNTED, make_plan
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
+from g2rpo.core.seeding import generator_for
+from g2rpo.lab.plan.flops import operations
+from g2rpo.lab.plan.plan import COUNTED, make_plan
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
@@ -44,7 +45,6 @@ from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
 from g2rpo.runtime.devices import accelerator, empty_cache
-from g2rpo.seeding import generator_for
 from g2rpo.training.trainer import Trainer
 
 EVALUATED = COUNTED["evaluations"]

@@ -24,19 +24,19 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from benchmarks.random_models import RandomText, random_pipeline, shape_of
-from g2rpo.build.components import build_policy
-from g2rpo.build.prompts import build_prompts
-from g2rpo.build.rewards import build_rewards
+from g2rpo.assembly.blueprint import size_of
+from g2rpo.assembly.components import build_policy
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import RewardConfig
-from g2rpo.cost.blueprint import size_of
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Cond
 from g2rpo.evaluation.heldout import sample_images
-from g2rpo.flow import sigma_grid
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
-from g2rpo.seeding import generator_for
-from g2rpo.types import Cond
 
 WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {},

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from g2rpo.config.resolve import resolve
+from g2rpo.core.types import Cond
 from g2rpo.rewards.analytic import Saturation
 from g2rpo.training.trainer import Trainer
-from g2rpo.types import Cond
 
 COLOURS = ["red", "green", "blue"]
 

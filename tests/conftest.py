@@ -20,16 +20,23 @@ settings.load_profile("suite")
 
 HERE = Path(__file__).parent
 QUICK = (
-    *("test_flow.py", "test_objectives.py", "test_seeding.py", "test_statistics.py", "test_cli.py", "algorithms"),
+    *(
+        "core/test_flow.py",
+        "core/test_objectives.py",
+        "core/test_seeding.py",
+        "core/test_statistics.py",
+        "cli/test_main.py",
+        "algorithms",
+    ),
     *("config/test_config.py", "monitor/test_diagnostics.py", "prompts", "rollout/test_engine.py", "rollout/test_tails.py"),
     *("training/test_checkpoint.py", "training/test_golden.py", "training/test_learner.py"),
     *("training/test_moving_average.py", "training/test_trainer.py"),
 )
 """`pytest -m quick`: formulas, algorithms, what a config refuses, runs of the Gaussian policy and of a tiny FLUX, commands."""
 LONGEST = (
-    *("fake_device", "runtime/test_sharding.py", "demo/test_demo_browser.py", "policies/test_any_pipeline.py"),
-    *("commands/test_plan.py", "export/test_export.py", "commands/test_compare.py", "runtime/test_distributed.py"),
-    *("training/test_faults.py", "cost", "rewards", "commands", "policies"),
+    *("fake_device", "runtime/test_sharding.py", "lab/demo/test_demo_browser.py", "policies/test_any_pipeline.py"),
+    *("lab/plan/test_plan.py", "export/test_export.py", "lab/compare/test_compare.py", "runtime/test_distributed.py"),
+    *("training/test_faults.py", "lab/plan", "rewards", "app", "policies"),
 )
 """Begun first, so that no process is left with a long file when the others have finished."""
 
@@ -101,7 +108,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 @pytest.fixture(autouse=True)
 def nothing_allowed(monkeypatch):
     """No test may import the code that another has allowed."""
-    from g2rpo import plugins
+    from g2rpo.core import plugins
 
     monkeypatch.setattr(plugins, "_allowed", set())
 
@@ -140,7 +147,7 @@ def deep(tmp_path_factory):
 @pytest.fixture
 def forked_jobs(monkeypatch):
     """The jobs of a study are forked from a process with torch loaded; a real one is the subject of a test in test_stopping."""
-    from g2rpo.commands import jobs
+    from g2rpo.lab.compare import jobs
     from tests.support.processes import FORKING
 
     monkeypatch.setattr(jobs, "subprocess", FORKING)

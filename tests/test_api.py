@@ -13,8 +13,8 @@ import yaml
 from g2rpo import api
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.mixgrpo import MixGRPO
-from g2rpo.commands.train import load_config
-from g2rpo.errors import UserError
+from g2rpo.app.train import load_config
+from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runs.lifecycle import read_config

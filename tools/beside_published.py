@@ -32,9 +32,9 @@ from torch.nn import functional
 
 from g2rpo.algorithms.flow_dppo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import Steps
-from g2rpo.data import Example, Normal
-from g2rpo.errors import UserError
-from g2rpo.objectives import kernel_kl
+from g2rpo.core.data import Example, Normal
+from g2rpo.core.errors import UserError
+from g2rpo.core.objectives import kernel_kl
 from g2rpo.training.trainer import Trainer
 from tests.published.second_half import Beside, Models, Objective, Seen, tiny
 from tests.support.tiny import save_flux

@@ -8,6 +8,6 @@ uv pip compile --quiet --resolution lowest-direct --python-version 3.11 pyprojec
 uv venv --quiet --python 3.11 "$work/venv"
 uv pip install --python "$work/venv/bin/python" --requirement "$work/oldest.txt" "pytest>=8" hypothesis
 PYTHONPATH=src OMP_NUM_THREADS=1 "$work/venv/bin/python" -m pytest -q \
-    tests/test_flow.py tests/test_objectives.py tests/test_seeding.py tests/rollout/test_engine.py tests/config/test_config.py \
+    tests/core/test_flow.py tests/core/test_objectives.py tests/core/test_seeding.py tests/rollout/test_engine.py tests/config/test_config.py \
     tests/policies/test_flux.py tests/policies/test_sd3.py tests/training/test_trainer.py tests/training/test_learner.py \
-    tests/commands/test_resume.py
+    tests/app/test_resume.py

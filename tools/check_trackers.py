@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from g2rpo.build.trackers import build_trackers
+from g2rpo.assembly.trackers import build_trackers
 from g2rpo.monitor.metrics import read_metrics
 from tests.monitor.test_trackers import cut_short
 

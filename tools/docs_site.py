@@ -115,7 +115,7 @@ def notebook_page(file: Path) -> str:
 
 
 def commands_page() -> str:
-    command = [sys.executable, "-m", "typer", "g2rpo.cli", "utils", "docs", "--name", "g2rpo", "--title", "Commands"]
+    command = [sys.executable, "-m", "typer", "g2rpo.cli.main", "utils", "docs", "--name", "g2rpo", "--title", "Commands"]
     done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, check=True)
     return done.stdout.replace("&#x27;", "'")
 

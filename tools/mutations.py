@@ -38,7 +38,7 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
-FLOW, OBJECTIVES = "tests/test_flow.py", "tests/test_objectives.py"
+FLOW, OBJECTIVES = "tests/core/test_flow.py", "tests/core/test_objectives.py"
 NEIGHBOURS = "tests/algorithms/test_neighbours.py tests/algorithms/test_published_values.py"
 FIELDS, SCHEDULE = "tests/algorithms/test_fields.py", "tests/algorithms/test_branch_schedule.py"
 DPPO, PAVE, ADA = (f"tests/algorithms/test_{name}.py" for name in ("flow_dppo", "pave_grpo", "adagrpo"))
@@ -47,32 +47,37 @@ ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
 CHECKPOINT, ALARMS = "tests/training/test_checkpoint.py", "tests/monitor/test_alarms.py"
-QUANTIZED, STATISTICS = "tests/policies/test_quantized.py", "tests/test_statistics.py tests/monitor/test_diagnostics.py"
+QUANTIZED, STATISTICS = "tests/policies/test_quantized.py", "tests/core/test_statistics.py tests/monitor/test_diagnostics.py"
 
 MUTATIONS = [
-    Mutation("flow.py", "of_x = 1 + g**2", "of_x = 1 - g**2", FLOW),
-    Mutation("flow.py", "of_v = 1 + g**2", "of_v = 1 - g**2", FLOW),
-    Mutation("flow.py", "Normal(mean, g * (sigma - sigma_next).sqrt())", "Normal(mean, g * (sigma - sigma_next))", FLOW),
-    Mutation("flow.py", "eta * (sigma / (1 - clamped)).sqrt()", "eta * (sigma / (1 - clamped))", FLOW),
-    Mutation("flow.py", "below_one = sigmas[1]", "below_one = sigmas[2]", FLOW),
-    Mutation("flow.py", "    sigmas = shift * u / (1 + (shift - 1) * u)\n", "    sigmas = shift * u / (1 + shift * u)\n", FLOW),
-    Mutation("flow.py", "lowest = shift * 0.001 / (1 + (shift - 1) * 0.001)", "lowest = 0.001", FLOW),
-    Mutation("flow.py", "dsigma = sigma_next - sigma\n    narrow", "dsigma = sigma - sigma_next\n    narrow", FLOW),
-    Mutation("flow.py", "strided[:-1] if end", "strided[:] if end", FLOW),
-    Mutation("flow.py", "share = math.sin(eta * math.pi / 2)", "share = math.sin(eta)", NEIGHBOURS),
-    Mutation("flow.py", "math.sqrt(1 - share**2)", "(1 - share)", NEIGHBOURS),
+    Mutation("core/flow.py", "of_x = 1 + g**2", "of_x = 1 - g**2", FLOW),
+    Mutation("core/flow.py", "of_v = 1 + g**2", "of_v = 1 - g**2", FLOW),
+    Mutation("core/flow.py", "Normal(mean, g * (sigma - sigma_next).sqrt())", "Normal(mean, g * (sigma - sigma_next))", FLOW),
+    Mutation("core/flow.py", "eta * (sigma / (1 - clamped)).sqrt()", "eta * (sigma / (1 - clamped))", FLOW),
+    Mutation("core/flow.py", "below_one = sigmas[1]", "below_one = sigmas[2]", FLOW),
     Mutation(
-        "flow.py", "precise(self.mean)) ** 2).flatten(1).mean(1)", "precise(self.mean)) ** 2).flatten(1).sum(1)", NEIGHBOURS
+        "core/flow.py", "    sigmas = shift * u / (1 + (shift - 1) * u)\n", "    sigmas = shift * u / (1 + shift * u)\n", FLOW
     ),
-    Mutation("objectives.py", "(n - unbiased).clamp(min=1)).sqrt()", "n.clamp(min=1)).sqrt()", OBJECTIVES),
-    Mutation("objectives.py", "lowest, deviation / (std", "lowest, (r - mean) / (std", OBJECTIVES),
-    Mutation("objectives.py", "torch.where(highest > lowest, ", "torch.where(highest >= lowest, ", OBJECTIVES),
-    Mutation("objectives.py", "return torch.maximum(", "return torch.minimum(", OBJECTIVES),
-    Mutation("objectives.py", "1 + clip_range)", "1 + 2 * clip_range)", OBJECTIVES),
-    Mutation("objectives.py", "0.5 * difference", "difference", OBJECTIVES),
-    Mutation("objectives.py", 'if mix == "gdpo"', 'if mix == "advantages"', OBJECTIVES),
-    Mutation("objectives.py", "(per_reward * normalize(rewards))", "(normalize(per_reward * rewards))", OBJECTIVES),
-    Mutation("objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS),
+    Mutation("core/flow.py", "lowest = shift * 0.001 / (1 + (shift - 1) * 0.001)", "lowest = 0.001", FLOW),
+    Mutation("core/flow.py", "dsigma = sigma_next - sigma\n    narrow", "dsigma = sigma - sigma_next\n    narrow", FLOW),
+    Mutation("core/flow.py", "strided[:-1] if end", "strided[:] if end", FLOW),
+    Mutation("core/flow.py", "share = math.sin(eta * math.pi / 2)", "share = math.sin(eta)", NEIGHBOURS),
+    Mutation("core/flow.py", "math.sqrt(1 - share**2)", "(1 - share)", NEIGHBOURS),
+    Mutation(
+        "core/flow.py",
+        "precise(self.mean)) ** 2).flatten(1).mean(1)",
+        "precise(self.mean)) ** 2).flatten(1).sum(1)",
+        NEIGHBOURS,
+    ),
+    Mutation("core/objectives.py", "(n - unbiased).clamp(min=1)).sqrt()", "n.clamp(min=1)).sqrt()", OBJECTIVES),
+    Mutation("core/objectives.py", "lowest, deviation / (std", "lowest, (r - mean) / (std", OBJECTIVES),
+    Mutation("core/objectives.py", "torch.where(highest > lowest, ", "torch.where(highest >= lowest, ", OBJECTIVES),
+    Mutation("core/objectives.py", "return torch.maximum(", "return torch.minimum(", OBJECTIVES),
+    Mutation("core/objectives.py", "1 + clip_range)", "1 + 2 * clip_range)", OBJECTIVES),
+    Mutation("core/objectives.py", "0.5 * difference", "difference", OBJECTIVES),
+    Mutation("core/objectives.py", 'if mix == "gdpo"', 'if mix == "advantages"', OBJECTIVES),
+    Mutation("core/objectives.py", "(per_reward * normalize(rewards))", "(normalize(per_reward * rewards))", OBJECTIVES),
+    Mutation("core/objectives.py", "(all_n - unbiased).clamp(min=1)", "all_n.clamp(min=1)", NEIGHBOURS),
     Mutation("algorithms/hyperparameters.py", "Field(ge=2)", "Field(ge=1)", FIELDS),
     Mutation("algorithms/hyperparameters.py", "len(set(values)) < len(values)", "False", FIELDS),
     Mutation("algorithms/g2rpo.py", "num_steps, size, self.tail", "num_steps, 1, self.tail", f"{ENGINE} {SCHEDULE}"),
@@ -108,14 +113,14 @@ MUTATIONS = [
     Mutation("rollout/tails.py", "/ (2 * (_log_snr(now)", "/ (1 * (_log_snr(now)", TAILS),
     Mutation("rollout/tails.py", "velocity + (sigma - near)", "velocity - (sigma - near)", TAILS),
     Mutation(
-        "types.py",
+        "core/types.py",
         "values.where(values.isfinite(), torch.nan)",
         "values",
         "tests/training/test_faults.py::test_infinite_scores_are_no_scores",
     ),
     Mutation("rollout/scoring.py", "clips[:, :: frames.every]", "clips", "tests/rollout/test_frames.py"),
     Mutation("cost/rewards.py", "* parse_dtype(dtype).itemsize", "* 4", "tests/rewards/test_declarations.py"),
-    Mutation("seeding.py", "repr(key)", "repr(key[:2])", "tests/test_seeding.py"),
+    Mutation("core/seeding.py", "repr(key)", "repr(key[:2])", "tests/core/test_seeding.py"),
     Mutation(
         "prompts/order.py", "self._shuffle(place // len(self.prompts))", "self._shuffle(0)", "tests/prompts/test_prompts.py"
     ),
@@ -153,7 +158,10 @@ MUTATIONS = [
         "training/collector.py", "drawn.first + rows[prompt]", "drawn.first + prompt", "tests/rollout/test_prompts_at_once.py"
     ),
     Mutation(
-        "data.py", "(self.network, self.anchor, self.sample, self.step))", "(self.network, self.anchor, self.sample))", ALARMS
+        "core/data.py",
+        "(self.network, self.anchor, self.sample, self.step))",
+        "(self.network, self.anchor, self.sample))",
+        ALARMS,
     ),
     Mutation("monitor/alarms.py", "SILENT, MASKED = 0.5, 0.1", "SILENT, MASKED = 0.6, 0.1", ALARMS),
     Mutation("monitor/alarms.py", "not drift <= drift_limit", "drift > drift_limit", ALARMS),
@@ -165,13 +173,13 @@ MUTATIONS = [
     Mutation("policies/anyflow.py", "if not self.truncates:", "if True:", "tests/policies/test_any_pipeline.py -k whole"),
     Mutation("policies/spec.py", "mask.long()", "1 - mask.long()", "tests/policies/test_any_pipeline.py -k by_hand"),
     Mutation("policies/quantized.py", "grad @ ctx.layer.dense()", "2 * grad @ ctx.layer.dense()", QUANTIZED),
-    Mutation("statistics.py", "square().sum(-1) / (count - 1)", "square().sum(-1) / count", STATISTICS),
-    Mutation("statistics.py", "((other == one).sum(-1) + 1) / 2", "((other == one).sum(-1) + 0) / 2", STATISTICS),
+    Mutation("core/statistics.py", "square().sum(-1) / (count - 1)", "square().sum(-1) / count", STATISTICS),
+    Mutation("core/statistics.py", "((other == one).sum(-1) + 1) / 2", "((other == one).sum(-1) + 0) / 2", STATISTICS),
     Mutation(
         "runtime/memory.py", "setattr(self, kind, size // 2)", "setattr(self, kind, size - 1)", "tests/runtime/test_memory.py"
     ),
     Mutation(
-        "evaluation/study.py", "TRAINED_LATENT * trained + base", "trained + base", "tests/commands/test_compare.py -k work"
+        "evaluation/work.py", "TRAINED_LATENT * trained + base", "trained + base", "tests/lab/compare/test_compare.py -k work"
     ),
 ]
 

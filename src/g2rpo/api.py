@@ -14,28 +14,28 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from g2rpo.build import components
-from g2rpo.commands.ahead import policy_after_encoding
-from g2rpo.commands.compare import compare as compare_cells
-from g2rpo.commands.compare_arguments import parse_budget
-from g2rpo.commands.export import export as write_export
-from g2rpo.commands.quiet import quiet_bars, quiet_libraries
-from g2rpo.commands.report import report as write_report
-from g2rpo.commands.train import build_trainer, load_config, open_run
+from g2rpo.app.ahead import policy_after_encoding
+from g2rpo.app.export import export as write_export
+from g2rpo.app.quiet import quiet_bars, quiet_libraries
+from g2rpo.app.train import build_trainer, load_config, open_run
+from g2rpo.assembly import components
 from g2rpo.config.given import OBJECT, mention
 from g2rpo.config.schema import Config, RewardConfig, grid_of
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
+from g2rpo.core.input_pictures import check_inputs
+from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.types import Algorithm, Policy, Scorer
 from g2rpo.evaluation.heldout import Comparison, Evaluation, compare, sample_images
 from g2rpo.evaluation.heldout import evaluate as score_heldout
-from g2rpo.input_pictures import check_inputs
+from g2rpo.lab.compare.arguments import parse_budget
+from g2rpo.lab.compare.compare import compare as compare_cells
+from g2rpo.lab.report.command import report as write_report
 from g2rpo.monitor.trackers import Tracker
-from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import entered, read_config
 from g2rpo.training.trainer import Trainer
-from g2rpo.types import Algorithm, Policy, Scorer
 
 
 def trainer(

@@ -9,10 +9,10 @@ import torch
 
 from g2rpo.algorithms.adagrpo import AdaGRPO, Level, balanced
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.capabilities import state_of
-from g2rpo.cost.counting import count
-from g2rpo.errors import UserError
-from g2rpo.flow import ode_step
+from g2rpo.core.capabilities import state_of
+from g2rpo.core.errors import UserError
+from g2rpo.core.flow import ode_step
+from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_evaluations, count_per_prompt
 from tests.support.runs import brightness, darkness, trainer
 

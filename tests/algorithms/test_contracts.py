@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from g2rpo import api
-from g2rpo.algorithms.contracts import plans_of
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.errors import UserError
+from g2rpo.core.contracts import plans_of
+from g2rpo.core.errors import UserError
+from g2rpo.core.types import Plan
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.types import Plan
 from tests.support.runs import PROMPTS, brightness, darkness
 
 MEMBERS, STEPS = 4, 6

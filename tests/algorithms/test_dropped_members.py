@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from g2rpo.algorithms.policy_gradient import PolicyGradient
-from g2rpo.capabilities import candidates_of, drops_members
 from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.core.capabilities import candidates_of, drops_members
 from g2rpo.training.updater import without_zero_advantages
 from tests.algorithms.test_neighbours import ONCE
 from tests.support.runs import brightness, trainer

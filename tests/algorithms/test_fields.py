@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 from tests.support.runs import config
 
 COUNT = [0, -3, "many"]

@@ -10,13 +10,13 @@ from g2rpo.algorithms.awm import AWM
 from g2rpo.algorithms.dgpo import DGPO
 from g2rpo.algorithms.diffusion_nft import DiffusionNFT
 from g2rpo.algorithms.forward_process import Noised
-from g2rpo.capabilities import keeps_old
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.cost.counting import count
-from g2rpo.objectives import group_normalize
+from g2rpo.core.capabilities import keeps_old
+from g2rpo.core.objectives import group_normalize
+from g2rpo.core.seeding import generator_for
+from g2rpo.lab.plan.counting import count
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained, dry_rollout
-from g2rpo.seeding import generator_for
 from tests.support.runs import trainer
 
 NAMES = ["diffusion_nft", "awm", "dgpo"]

@@ -18,13 +18,13 @@ from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.flow import cps_kernel, dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
-from g2rpo.objectives import clipped_surrogate, group_normalize, kernel_kl
+from g2rpo.core.flow import cps_kernel, dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
+from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Normal, Plan
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_per_prompt
-from g2rpo.seeding import generator_for
-from g2rpo.types import Normal, Plan
 from tests.support.runs import fits, trainer
 from tests.support.variants import few
 

@@ -7,11 +7,11 @@ import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.pave_grpo import PaveGRPO
-from g2rpo.flow import flow_sde, ode_step, sde_step, sigma_grid
+from g2rpo.core.flow import flow_sde, ode_step, sde_step, sigma_grid
+from g2rpo.core.types import Batch, Example
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.training.updater import Trained
-from g2rpo.types import Batch, Example
 from tests.support.runs import trainer
 
 SIGMAS = sigma_grid(6, 3.0)

@@ -13,13 +13,13 @@ from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
-from g2rpo.flow import cps_kernel, scheduler_grid, sigma_grid
-from g2rpo.objectives import group_normalize, kernel_kl
+from g2rpo.core.flow import cps_kernel, scheduler_grid, sigma_grid
+from g2rpo.core.objectives import group_normalize, kernel_kl
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Normal
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
-from g2rpo.seeding import generator_for
-from g2rpo.types import Normal
 from tests.algorithms.test_neighbours import collected
 from tests.support.runs import trainer
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from g2rpo.algorithms.refl import ReFL
-from g2rpo.commands.preflight import check
-from g2rpo.errors import UserError
+from g2rpo.app.preflight import check
+from g2rpo.core.errors import UserError
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.planning import count_evaluations, count_trained

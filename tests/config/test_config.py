@@ -8,7 +8,7 @@ import yaml
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.recipes import names, text
 from g2rpo.config.resolve import differences, read_yaml, resolve
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 from g2rpo.runs.lifecycle import claim, entered
 from tests.support.runs import PLAIN, config
 

@@ -7,10 +7,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
-from g2rpo import plugins
-from g2rpo.build.rewards import REWARDS
+from g2rpo.assembly.rewards import REWARDS
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.core import plugins
 
 OPTIONS = """
 alarms

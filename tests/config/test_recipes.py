@@ -11,12 +11,12 @@ import pytest
 from g2rpo.algorithms.awm import AWM
 from g2rpo.algorithms.dgpo import DGPO
 from g2rpo.algorithms.flow_grpo import FlowGRPO
-from g2rpo.build.rewards import check_rewards
-from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.app.train import build_trainer, load_config
+from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config import recipes
-from g2rpo.cost.counting import count
-from g2rpo.cost.rewards import cost_of_reward
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
+from g2rpo.lab.plan.counting import count
+from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.rollout.planning import count_evaluations
 from tests.support.commands import g2rpo
 

@@ -7,7 +7,7 @@ import pytest
 
 from g2rpo.config.removed import REMOVED
 from g2rpo.config.resolve import resolve
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 from tests.support.runs import config
 
 NOW = config("rewards.bright.frames={every: 4}")

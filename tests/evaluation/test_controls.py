@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from g2rpo.core.flow import sigma_grid
 from g2rpo.evaluation.controls import Control, best_control, default_controls
 from g2rpo.evaluation.heldout import evaluate, sample_images
-from g2rpo.flow import sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests.support.runs import brightness
 

@@ -20,7 +20,7 @@ from diffusers.loaders import lora_conversion_utils as lora_converters
 from diffusers.loaders import single_file_utils as converters
 from safetensors.torch import load_file
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 from g2rpo.export.adapter import Adapter
 from g2rpo.export.comfyui import for_comfyui, names_for, whole_names
 from g2rpo.export.weights import Tuned

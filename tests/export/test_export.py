@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from g2rpo import __version__, api
-from g2rpo.build import components
-from g2rpo.errors import UserError
+from g2rpo.assembly import components
+from g2rpo.core.errors import UserError
 from g2rpo.export.adapter import read_adapter
 from g2rpo.export.merging import merge
 from g2rpo.export.weights import final

@@ -9,15 +9,15 @@ from rich.console import Console
 
 from benchmarks.true_size import main as true_size_benchmark
 from g2rpo import api
-from g2rpo.build import components
-from g2rpo.commands.demo import of_run, open_studio
-from g2rpo.commands.evaluate import evaluate, run_settings
-from g2rpo.commands.sample import sample
-from g2rpo.commands.train import build_trainer
+from g2rpo.app.evaluate import evaluate, run_settings
+from g2rpo.app.sample import sample
+from g2rpo.app.train import build_trainer
+from g2rpo.assembly import components
+from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.config.resolve import resolve
-from g2rpo.cost import trace
-from g2rpo.cost.blueprint import read_blueprint, shapes_of, size_of
-from g2rpo.demo.studio import draw, learn
+from g2rpo.lab.demo.command import of_run, open_studio
+from g2rpo.lab.demo.studio import draw, learn
+from g2rpo.lab.plan import trace
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import claim
 

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-from g2rpo.build import components
-from g2rpo.build.embeddings import cache_embeddings
-from g2rpo.commands.train import build_trainer
-from g2rpo.cost.plan import make_plan
+from g2rpo.app.train import build_trainer
+from g2rpo.assembly import components
+from g2rpo.assembly.embeddings import cache_embeddings
+from g2rpo.lab.plan.plan import make_plan
 from tests.fake_device import cases, device, faults
 from tests.rewards.learned import save_learned
 from tests.support import ranks

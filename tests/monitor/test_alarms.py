@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from scipy.stats import t as student
 
 from g2rpo.config.schema import Alarm
-from g2rpo.errors import RolledBack, Stopped, UserError
-from g2rpo.flow import sigma_grid
+from g2rpo.core.errors import RolledBack, Stopped, UserError
+from g2rpo.core.flow import sigma_grid
 from g2rpo.monitor.alarms import (
     ADVICE,
     LEVEL,

@@ -8,8 +8,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from g2rpo.build import components
-from g2rpo.commands.evaluate import _save_grid
+from g2rpo.app.evaluate import _save_grid
+from g2rpo.assembly import components
+from g2rpo.lab.report.history import read_runs
+from g2rpo.lab.report.page import render
 from g2rpo.monitor import clips
 from g2rpo.monitor.clips import FRAMES, SIDE, read_clip, read_webp, reduced, save_clip, stills
 from g2rpo.monitor.grids import read_grid
@@ -17,11 +19,9 @@ from g2rpo.monitor.image_statistics import image_statistics
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.report.history import read_runs
-from g2rpo.report.page import render
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.runs.lifecycle import claim, record_start
-from tests.commands.test_evaluate import judging
+from tests.app.test_evaluate import judging
 from tests.support import ranks
 from tests.support.commands import g2rpo
 from tests.support.runs import Clips, Loaded, brightness, config, trainer

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from g2rpo.core.statistics import group_std, ranks, spearman
 from g2rpo.monitor.diagnostics import diagnose
-from g2rpo.statistics import group_std, ranks, spearman
 from tests.support.runs import trainer
 
 NAN = math.nan

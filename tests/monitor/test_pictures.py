@@ -8,7 +8,9 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.types import Reward, as_reward
 from g2rpo.evaluation.heldout import (
     Evaluation,
     compare_right,
@@ -19,7 +21,6 @@ from g2rpo.evaluation.heldout import (
     save_evaluation,
     verdicts,
 )
-from g2rpo.flow import sigma_grid
 from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.pictures import NOTE, RIGHT, WRONG, Strip, figure, save_grid
@@ -30,7 +31,6 @@ from g2rpo.rewards.ocr import OCR
 from g2rpo.testbed.rewards import SceneAccuracy
 from g2rpo.testbed.words.judges import WordColour
 from g2rpo.training.evaluator import chosen
-from g2rpo.types import Reward, as_reward
 from tests.support.runs import brightness, trainer
 
 NAN = math.nan

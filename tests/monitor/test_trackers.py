@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from g2rpo.build.trackers import build_trackers, check_trackers
+from g2rpo.assembly.trackers import build_trackers, check_trackers
 from g2rpo.config.resolve import resolve
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.trackers import BACKLOG, Feed, scalars
 from tests.support.commands import g2rpo

@@ -16,8 +16,9 @@ from PIL import Image
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.config.schema import grid_of
-from g2rpo.data import Precision, Prompt
-from g2rpo.errors import UserError
+from g2rpo.core.data import Precision, Prompt
+from g2rpo.core.errors import UserError
+from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
@@ -25,7 +26,6 @@ from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.pipelines import choose_attention
 from g2rpo.policies.spec import SIZES
 from g2rpo.rollout.engine import Engine
-from g2rpo.seeding import generator_for
 from tests.support.by_hand import by_hand
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few

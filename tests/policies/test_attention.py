@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
+from g2rpo.core.seeding import generator_for
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.attention import BACKENDS, available
 from g2rpo.policies.pipelines import choose_attention
-from g2rpo.seeding import generator_for
 from tests.support.commands import g2rpo
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "tuning": "frozen"}

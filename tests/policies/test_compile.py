@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from g2rpo.core.seeding import generator_for
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.seeding import generator_for
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from g2rpo.build import components
-from g2rpo.build.embeddings import cache_embeddings
-from g2rpo.commands.ahead import encode_ahead, prompts_to_come
+from g2rpo.app.ahead import encode_ahead, prompts_to_come
+from g2rpo.assembly import components
+from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.config.schema import PolicyConfig
-from g2rpo.errors import UserError
-from g2rpo.files import FileDigests, write_whole
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import FileDigests, write_whole
+from g2rpo.core.types import Cond, Policy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore, cache_root
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.types import Cond, Policy
 from tests.support.commands import g2rpo, small_files
 from tests.support.runs import PROMPTS, brightness, trainer
 from tests.support.tiny import save_flux

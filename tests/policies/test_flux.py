@@ -7,15 +7,15 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from diffusers.image_processor import VaeImageProcessor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.data import Precision
+from g2rpo.core.data import Precision
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.heldout import sample_images
-from g2rpo.flow import sigma_grid
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
 from g2rpo.policies.pipelines import deployed_shift
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.rollout.engine import Engine
-from g2rpo.seeding import generator_for
 from tests.support.tiny import save_flux
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]

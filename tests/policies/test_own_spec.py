@@ -9,15 +9,16 @@ import torch
 from diffusers import OvisImagePipeline, OvisImageTransformer2DModel
 from safetensors.torch import load_file
 
-from g2rpo import api, plugins
-from g2rpo.build import components
+from g2rpo import api
+from g2rpo.assembly import components
 from g2rpo.config.schema import PolicyConfig
-from g2rpo.errors import UserError
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError
+from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.heldout import sample_images
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runs.lifecycle import read_config
-from g2rpo.seeding import generator_for
 from tests.support.commands import g2rpo, write_tiny
 from tests.support.pages import ROOT, blocks
 from tests.support.tiny_pipelines import save_tiny, tiny_pipeline

@@ -8,15 +8,15 @@ import torch
 from diffusers import FluxPipeline
 from torch import nn
 
-from g2rpo.commands.train import load_config
-from g2rpo.cost.blueprint import read_blueprint
-from g2rpo.cost.flops import operations
-from g2rpo.errors import UserError
+from g2rpo.app.train import load_config
+from g2rpo.assembly.blueprint import read_blueprint
+from g2rpo.core.errors import UserError
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.heldout import sample_images
-from g2rpo.flow import sigma_grid
+from g2rpo.lab.plan.flops import operations
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.quantized import KINDS, QuantizedLinear, check, weights_of
-from g2rpo.seeding import generator_for
 from tests.support.commands import g2rpo
 from tests.support.variants import few
 

@@ -7,12 +7,12 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.config.schema import grid_of
-from g2rpo.data import Precision
+from g2rpo.core.data import Precision
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.heldout import sample_images
-from g2rpo.flow import sigma_grid
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.seeding import generator_for
 from g2rpo.training.updater import Trained
 from tests.support.tiny import save_sd3
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g2rpo.build import components
+from g2rpo.assembly import components
 from g2rpo.config.schema import PolicyConfig
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 from tests.support.commands import g2rpo
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
+from g2rpo.core.seeding import generator_for
 from g2rpo.policies.anyflow import DiffusersPolicy
-from g2rpo.seeding import generator_for
 from tests.support.commands import g2rpo
 
 SIZE = {"height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2, "dtype": torch.bfloat16}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from g2rpo.errors import UserError
-from g2rpo.plain import LARGEST
+from g2rpo.core.errors import UserError
+from g2rpo.core.plain import LARGEST
+from g2rpo.core.types import Prompt
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.prompts.sources import LONGEST, read_prompts
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import RewardServer
-from g2rpo.types import Prompt
 from tests.support.runs import trainer
 
 TEXTS = [" a red circle", "two blue squares ", "Zürich"]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from g2rpo.algorithms.mixgrpo import MixGRPOFlash
-from g2rpo.flow import sigma_grid
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Plan
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.seeding import generator_for
-from g2rpo.types import Plan
 from tests.published import neighbours, side_by_side, test_dancegrpo, test_flow_grpo, windows
 from tests.support.runs import trainer
 from tests.support.tiny import save_flux, save_sd3

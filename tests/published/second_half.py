@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from g2rpo.core.types import Cond, Example, Rollout
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.training.trainer import Trainer
-from g2rpo.types import Cond, Example, Rollout
 from tests.published.neighbours import Flux, Learner
 from tests.published.windows import tilt
 from tests.support.runs import trainer

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from g2rpo.seeding import generator_for
+from g2rpo.core.seeding import generator_for
 from g2rpo.training.trainer import Trainer
 from tests.published.neighbours import Learner, Member
 

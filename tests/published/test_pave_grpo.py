@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from g2rpo.flow import sigma_grid
+from g2rpo.core.flow import sigma_grid
 from tests.published.neighbours import log_prob, normalised
 from tests.published.second_half import Beside, tiny
 

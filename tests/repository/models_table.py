@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from g2rpo.data import Prompt
+from g2rpo.core.data import Prompt
+from g2rpo.core.seeding import generator_for
 from g2rpo.policies.catalogue import SPECS
-from g2rpo.seeding import generator_for
 from tests.policies import test_any_pipeline as beside
 from tests.support.by_hand import by_hand
 from tests.support.tiny_pipelines import CLASSES

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from g2rpo import plugins
-from g2rpo.build.rewards import check_rewards
-from g2rpo.cli import main
+from g2rpo.assembly.rewards import check_rewards
+from g2rpo.cli.main import main
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import _fields, resolve
 from g2rpo.config.schema import Config
+from g2rpo.core import plugins
 from tests.support.pages import BEGINS, PAGES, ROOT, blocks, calls, check, environment_of_make, inline, inline_commands, prose
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.flow import sigma_grid
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Policy
 from g2rpo.policies.pipelines import deployed_shift
 from g2rpo.rollout.engine import Engine
-from g2rpo.seeding import generator_for
-from g2rpo.types import Policy
 from tests.policies.test_flux import SCHEDULERS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pixels.py"

@@ -53,8 +53,8 @@ def test_the_reference_has_every_algorithm_and_field():
 
 
 def test_links_lead_to_the_sites_pages_or_to_the_repository():
-    text = "[a](models.md#x) [b](../src/g2rpo/flow.py) [c](../README.md#train) [d](../benchmarks/results/study.md) [e](#y) [f](https://a.b)"
-    blob = f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/flow.py"
+    text = "[a](models.md#x) [b](../src/g2rpo/core/flow.py) [c](../README.md#train) [d](../benchmarks/results/study.md) [e](#y) [f](https://a.b)"
+    blob = f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/core/flow.py"
     assert docs_site.moved_links(text, "docs/rewards.md", "rewards.md") == (
         f"[a](models.md#x) [b]({blob}) [c](index.md#train) [d](results/study.md) [e](#y) [f](https://a.b)"
     )

@@ -11,11 +11,11 @@ from benchmarks.credit import Sketch, alignment_of, evening, explained, gradient
 from benchmarks.granularity import spearman, tails_of
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo import window
-from g2rpo.flow import ode_step, sigma_grid
-from g2rpo.objectives import group_normalize
+from g2rpo.core.flow import ode_step, sigma_grid
+from g2rpo.core.objectives import group_normalize
+from g2rpo.core.seeding import generator_for
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
-from g2rpo.seeding import generator_for
 from tests.support.runs import trainer
 
 SIGMAS = sigma_grid(6, 3.0)

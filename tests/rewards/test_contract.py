@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.core.types import Reward
 from g2rpo.rewards import clip_encoder, pixels, weights
 from g2rpo.rewards.aesthetic import Aesthetic
 from g2rpo.rewards.analytic import Brightness, JPEGSize, Saturation
@@ -22,7 +23,6 @@ from g2rpo.rewards.hpsv2 import HPSv2, pad_to_square
 from g2rpo.rewards.image_reward import ImageReward
 from g2rpo.rewards.pickscore import PickScore
 from g2rpo.rewards.pixels import to_uint8
-from g2rpo.types import Reward
 from tests.rewards.learned import TOKENIZER, openai_clip_dir, oracle, save_learned, state_of
 from tests.rewards.oracle_inputs import PROMPTS
 

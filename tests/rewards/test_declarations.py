@@ -7,16 +7,16 @@ import re
 import pytest
 import torch
 
-from g2rpo import plugins
-from g2rpo.build.rewards import REWARDS, build_rewards, check_rewards, defaults_of
-from g2rpo.commands.contents import contents_of
-from g2rpo.commands.preflight import check
-from g2rpo.commands.train import build_trainer, load_config
+from g2rpo.app.contents import contents_of
+from g2rpo.app.preflight import check
+from g2rpo.app.train import build_trainer, load_config
+from g2rpo.assembly.rewards import REWARDS, build_rewards, check_rewards, defaults_of
 from g2rpo.config.schema import RewardConfig
-from g2rpo.cost.advice import other_method, same_result
-from g2rpo.cost.rewards import cost_of_reward
-from g2rpo.errors import UserError
-from g2rpo.types import Reward
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError
+from g2rpo.core.types import Reward
+from g2rpo.lab.plan.advice import other_method, same_result
+from g2rpo.lab.plan.rewards import cost_of_reward
 from tests.support.pages import ROOT
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ import torch
 from torch import nn
 from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.weights import fetch, read_state_dict
-from g2rpo.types import RewardModel
+from g2rpo.core.types import RewardModel
 
 class Warmth(PictureReward):
     '''How warm a picture is.'''

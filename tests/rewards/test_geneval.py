@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo import plugins
-from g2rpo.build.rewards import build_rewards, check_rewards
+from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.schema import RewardConfig
-from g2rpo.errors import UserError
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError
+from g2rpo.core.types import Prompt
 from g2rpo.rewards import geneval_scoring
 from g2rpo.rewards.detectors import TransformersDetector
 from g2rpo.rewards.geneval import Colours, GenEval, cut_out
 from g2rpo.rewards.geneval_scoring import Detection, Task, relations
 from g2rpo.rewards.pixels import to_pil
-from g2rpo.types import Prompt
 from tests.rewards.geneval_cases import CASES, CLASSES, case, read, see
 from tests.rewards.learned import oracle, save_pickscore
 

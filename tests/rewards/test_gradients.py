@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from g2rpo.build.rewards import REWARDS
-from g2rpo.plugins import find
+from g2rpo.assembly.rewards import REWARDS
+from g2rpo.core.plugins import find
 from g2rpo.rewards.pixels import CLIP_STD, Preprocess, normalise, to_uint8
 from tests.rewards.learned import save_learned
 

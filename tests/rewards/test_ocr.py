@@ -14,11 +14,11 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from g2rpo.commands.preflight import check
-from g2rpo.commands.train import load_config
-from g2rpo.errors import UserError
+from g2rpo.app.preflight import check
+from g2rpo.app.train import load_config
+from g2rpo.core.errors import UserError
+from g2rpo.core.types import Prompt, Reward
 from g2rpo.rewards.ocr import OCR, edit_distance, similarity
-from g2rpo.types import Prompt, Reward
 
 WORDS = ("tiger", "bemo", "quilt", "Zebra")
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from g2rpo.build.rewards import build_rewards
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import RewardConfig
-from g2rpo.errors import RewardFailed, UserError
+from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.types import Frames
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
 from g2rpo.rollout.scoring import score
-from g2rpo.types import Frames
 from tests.support.ranks import finish, start
 from tests.support.runs import brightness, darkness, trainer
 
@@ -86,7 +86,7 @@ def test_a_reward_without_what_it_scores_is_named():
     with pytest.raises(UserError, match="reward 'low' scores latents, and there are none here"):
         score({"low": energy}, torch.zeros(2, 3, 4, 4), ["a", "b"])
     entry = RewardConfig(kind=f"{EXAMPLES}/texture.py:texture", frames=Frames())
-    from g2rpo import plugins
+    from g2rpo.core import plugins
 
     plugins.allow(f"{EXAMPLES}/texture.py")
     with pytest.raises(UserError, match="rewards.low.frames: this reward takes latents"):

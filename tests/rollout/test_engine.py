@@ -5,14 +5,14 @@ import torch
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.data import Precision
-from g2rpo.flow import dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
+from g2rpo.core.data import Precision
+from g2rpo.core.flow import dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Plan
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout import reference
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.seeding import generator_for
-from g2rpo.types import Plan
 
 SIGMAS = sigma_grid(16, 3.0)
 

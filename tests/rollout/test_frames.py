@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from g2rpo import api
-from g2rpo.build.rewards import build_rewards
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import RewardConfig
-from g2rpo.errors import RewardFailed, UserError
+from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.types import CallableReward, Frames, Prompt, as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
 from g2rpo.rollout import scoring
 from g2rpo.rollout.scoring import score
-from g2rpo.types import CallableReward, Frames, Prompt, as_reward
 from tests.support.commands import g2rpo
 from tests.support.runs import brightness, config
 

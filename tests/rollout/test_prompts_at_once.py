@@ -5,13 +5,13 @@ import threading
 import pytest
 import torch
 
-from g2rpo.errors import RewardFailed, UserError
+from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.types import as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.vlm import VLMJudge
 from g2rpo.training.collector import waited_for
-from g2rpo.types import as_reward
 from tests.runtime.test_memory import Small
 from tests.support.runs import trainer
 

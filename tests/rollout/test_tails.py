@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.errors import UserError
-from g2rpo.flow import sde_kernel, sigma_grid
+from g2rpo.core.errors import UserError
+from g2rpo.core.flow import sde_kernel, sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Plan
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.tails import EXACT, Tails
-from g2rpo.seeding import generator_for
-from g2rpo.types import Plan
 from tests.rollout.test_engine import SIGMAS, make_engine, noise
 from tests.support.runs import config, trainer
 

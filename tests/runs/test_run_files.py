@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from g2rpo import api
-from g2rpo.commands.push import push
-from g2rpo.errors import Stopped, UserError
+from g2rpo.app.push import push
+from g2rpo.core.errors import Stopped, UserError
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runs.lifecycle import claim, record_start
+from tests.cli.test_main import Hub
 from tests.support import ranks
 from tests.support.commands import g2rpo, small_files
 from tests.support.runs import brightness, trainer
-from tests.test_cli import Hub
 
 
 def test_a_run_from_python_leaves_weights_and_a_card(tmp_path, tiny_config):

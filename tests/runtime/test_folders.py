@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from g2rpo.errors import Stopped, UserError
-from g2rpo.files import open_regular, whole_file, write_whole
+from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.files import open_regular, whole_file, write_whole
 from g2rpo.runs.lifecycle import claim, entered
 from g2rpo.runtime.folders import LOCK, InUse, held, is_empty, remove_unfinished, whole, writing
 from tests.support.commands import g2rpo, small_files

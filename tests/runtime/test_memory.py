@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from g2rpo.errors import UserError, out_of_memory
+from g2rpo.core.errors import UserError, out_of_memory
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.heldout import evaluate, sample_images
-from g2rpo.flow import sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, bounded_by, largest_batch
-from g2rpo.seeding import generator_for
 from tests.support.runs import trainer
 
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g2rpo.build import components
-from g2rpo.commands.train import _run
+from g2rpo.app.train import _run
+from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve
-from g2rpo.cost.plan import make_plan
-from g2rpo.errors import Stopped, UserError
+from g2rpo.core.errors import Stopped, UserError
+from g2rpo.lab.plan.plan import make_plan
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World

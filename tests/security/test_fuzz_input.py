@@ -11,15 +11,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from g2rpo.cli import main
-from g2rpo.commands.sample import SampleOptions
-from g2rpo.commands.train import load_config
+from g2rpo.app.sample import SampleOptions
+from g2rpo.app.train import load_config
+from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve, resolve_as
-from g2rpo.errors import Stopped, UserError
-from g2rpo.files import digest_of
-from g2rpo.flow import sigma_grid
-from g2rpo.plain import is_text, parse_yaml
+from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.files import digest_of
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.plain import is_text, parse_yaml
 from g2rpo.prompts.sources import read_prompts
 from tests.support import runs
 from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts, values

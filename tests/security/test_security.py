@@ -19,16 +19,16 @@ from safetensors.torch import save
 from transformers import CLIPConfig, CLIPModel
 
 import g2rpo
-from g2rpo.build.components import build_policy
-from g2rpo.build.rewards import build_rewards
+from g2rpo.assembly.blueprint import on_meta, read_blueprint
+from g2rpo.assembly.components import build_policy
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import PolicyConfig, RewardConfig
-from g2rpo.cost.blueprint import on_meta, read_blueprint
-from g2rpo.cost.rewards import cost_of_reward
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
+from g2rpo.lab.plan.rewards import cost_of_reward
+from g2rpo.lab.report.history import read_runs
 from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.prompts.sources import read_prompts
-from g2rpo.report.history import read_runs
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, endpoint, request_json, token_from

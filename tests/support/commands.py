@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from g2rpo.cli import main
+from g2rpo.cli.main import main
 
 TINY = {
     "algorithm": {"group_size": 3, "branch_steps": [0, 1], "granularities": [1, 2]},

@@ -17,14 +17,15 @@ from pathlib import Path
 import typer
 from torch.distributed.run import get_args_parser
 
-from g2rpo.build.rewards import check_rewards
-from g2rpo.cli import app
-from g2rpo.commands import compare_arguments, evaluate
-from g2rpo.commands.train import load_config
+from g2rpo.app import evaluate
+from g2rpo.app.train import load_config
+from g2rpo.assembly.rewards import check_rewards
+from g2rpo.cli.main import app
 from g2rpo.config.resolve import parse_options, resolve_as
 from g2rpo.config.schema import RewardConfig
-from g2rpo.cost.plan import find_target
 from g2rpo.evaluation.sweep import JudgingConfig
+from g2rpo.lab.compare import arguments as compare_arguments
+from g2rpo.lab.plan.plan import find_target
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from g2rpo.cli import main
+from g2rpo.cli.main import main
 from tests.support.ranks import CONTEXT
 
 

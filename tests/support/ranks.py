@@ -15,8 +15,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 SLOW_IMPORTS = (
     "peft",
     "g2rpo.api",
-    "g2rpo.cost.plan",
-    "g2rpo.demo.app",
+    "g2rpo.lab.plan.plan",
+    "g2rpo.lab.demo.app",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

@@ -8,12 +8,12 @@ from PIL import Image
 
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
-from g2rpo.input_pictures import read_inputs
+from g2rpo.core.input_pictures import read_inputs
+from g2rpo.core.types import Cond
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.trainer import Trainer
-from g2rpo.types import Cond
 
 PLAIN = {
     "recipe": "gaussian",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from g2rpo.errors import Stopped, UserError
+from g2rpo.core.errors import Stopped, UserError
 from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from tests.security.test_security import forged
 from tests.support.runs import trainer

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import g2rpo.training.checkpoint
-from g2rpo.errors import RewardFailed, Stopped
+from g2rpo.core.errors import RewardFailed, Stopped
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training import early_stop

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 from g2rpo.runs.lifecycle import claim, read_config
 from g2rpo.training.pace import LOOKS, fitted, seconds_in
 from tests.support.runs import config, trainer

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from g2rpo.errors import RewardFailed
-from g2rpo.flow import scheduler_grid, sigma_grid
+from g2rpo.core.errors import RewardFailed
+from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine

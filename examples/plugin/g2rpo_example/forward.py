@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from g2rpo.objectives import mix_rewards
-from g2rpo.types import Algorithm, Batch, Draw, Example, Loss, Network, Plan, Rollout, per_row
+from g2rpo.core.objectives import mix_rewards
+from g2rpo.core.types import Algorithm, Batch, Draw, Example, Loss, Network, Plan, Rollout, per_row
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.flow import ode_step
-from g2rpo.objectives import clipped_surrogate
-from g2rpo.types import Batch, Loss, Network
+from g2rpo.core.flow import ode_step
+from g2rpo.core.objectives import clipped_surrogate
+from g2rpo.core.types import Batch, Loss, Network
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, OldShare, mean_square
 from g2rpo.algorithms.hyperparameters import STRICT
-from g2rpo.data import Plan
+from g2rpo.core.data import Plan
 
 TINY = 1e-10
 """Of the published code: added to an error before it is raised to a power below 1."""

@@ -14,9 +14,9 @@ from pydantic.dataclasses import dataclass
 
 from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
-from g2rpo.objectives import RewardMix
-from g2rpo.seeding import generator_for
-from g2rpo.types import Plan
+from g2rpo.core.objectives import RewardMix
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Plan
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

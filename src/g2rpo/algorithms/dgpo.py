@@ -23,8 +23,8 @@ from torch import Tensor
 
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, OldShare, mean_square, noised_at
 from g2rpo.algorithms.hyperparameters import STRICT, GroupSize
-from g2rpo.data import Batch, Plan
-from g2rpo.types import Network
+from g2rpo.core.data import Batch, Plan
+from g2rpo.core.types import Network
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.forward_process import ForwardProcess, Noised, mean_square
 from g2rpo.algorithms.hyperparameters import STRICT
-from g2rpo.data import Plan, per_row
+from g2rpo.core.data import Plan, per_row
 
 SMALLEST_WEIGHT = 1e-5
 """Of the published code: an image's mean error, by which its squared error is divided, is at least this."""

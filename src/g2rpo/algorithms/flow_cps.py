@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
-from g2rpo.types import Plan
+from g2rpo.core.types import Plan
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

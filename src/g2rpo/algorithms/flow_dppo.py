@@ -17,7 +17,7 @@ from torch import Tensor
 from g2rpo.algorithms.grpo import GRPO, whole_walk
 from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
 from g2rpo.algorithms.policy_gradient import Steps
-from g2rpo.types import Plan
+from g2rpo.core.types import Plan
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from pydantic.dataclasses import dataclass
 
 from g2rpo.algorithms.grpo import GRPO, SDE, window
 from g2rpo.algorithms.hyperparameters import STRICT, UpdateEvery
-from g2rpo.seeding import draw_below
-from g2rpo.types import Plan
+from g2rpo.core.seeding import draw_below
+from g2rpo.core.types import Plan
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from g2rpo.algorithms.grpo import window
 from g2rpo.algorithms.hyperparameters import STRICT, GroupSize
-from g2rpo.data import Batch, Example, Loss, Plan, Rollout, per_row
-from g2rpo.objectives import RewardMix, mix_rewards
-from g2rpo.types import Algorithm, Draw, Network
+from g2rpo.core.data import Batch, Example, Loss, Plan, Rollout, per_row
+from g2rpo.core.objectives import RewardMix, mix_rewards
+from g2rpo.core.types import Algorithm, Draw, Network
 
 OldShare = Annotated[float, Field(ge=0, lt=1)]
 """What old weights keep of themselves; at 1 they would never move."""

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from g2rpo.algorithms.hyperparameters import STRICT, Distinct, GroupSize
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
-from g2rpo.flow import TailEnd, flow_sde, sde_kernel, tail
-from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.seeding import draw_below
-from g2rpo.types import Kernel, Plan
+from g2rpo.core.flow import TailEnd, flow_sde, sde_kernel, tail
+from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
+from g2rpo.core.seeding import draw_below
+from g2rpo.core.types import Kernel, Plan
 
 BranchSteps = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1), Distinct]
 Granularities = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]

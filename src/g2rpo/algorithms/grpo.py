@@ -16,9 +16,9 @@ from torch import Tensor
 
 from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
-from g2rpo.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
-from g2rpo.objectives import RewardMix, clipped_surrogate, mix_rewards
-from g2rpo.types import Kernel, Plan
+from g2rpo.core.flow import cps_kernel, dance_sde, flow_sde, sde_kernel
+from g2rpo.core.objectives import RewardMix, clipped_surrogate, mix_rewards
+from g2rpo.core.types import Kernel, Plan
 
 SDE = Literal["flow", "dance", "cps"]
 

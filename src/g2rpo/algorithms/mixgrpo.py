@@ -16,9 +16,9 @@ from torch import Tensor
 
 from g2rpo.algorithms.grpo import GRPO, window
 from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
-from g2rpo.objectives import RewardMix
-from g2rpo.seeding import draw_below
-from g2rpo.types import Plan
+from g2rpo.core.objectives import RewardMix
+from g2rpo.core.seeding import draw_below
+from g2rpo.core.types import Plan
 
 Schedule = Literal["progressive", "random", "decay", "exp_decay", "frozen"]
 

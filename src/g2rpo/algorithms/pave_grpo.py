@@ -22,8 +22,8 @@ from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import BranchSteps, GranularGRPO, Granularities
 from g2rpo.algorithms.hyperparameters import STRICT, Distinct
-from g2rpo.flow import ode_step
-from g2rpo.types import Batch, Loss, Network
+from g2rpo.core.flow import ode_step
+from g2rpo.core.types import Batch, Loss, Network
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from g2rpo.objectives import kernel_kl
-from g2rpo.types import Algorithm, Batch, Draw, Example, Loss, Network, Normal, Rollout
+from g2rpo.core.objectives import kernel_kl
+from g2rpo.core.types import Algorithm, Batch, Draw, Example, Loss, Network, Normal, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)

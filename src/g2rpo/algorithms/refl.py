@@ -20,10 +20,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from g2rpo.algorithms.hyperparameters import STRICT
-from g2rpo.data import Batch, Example, Loss, Normal, Plan, Rollout, per_row
-from g2rpo.flow import ode_step
-from g2rpo.seeding import generator_for
-from g2rpo.types import Algorithm, Draw, Kernel, Network
+from g2rpo.core.data import Batch, Example, Loss, Normal, Plan, Rollout, per_row
+from g2rpo.core.flow import ode_step
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Algorithm, Draw, Kernel, Network
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from g2rpo.algorithms.grpo import GRPO, window
 from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.algorithms.policy_gradient import Steps
-from g2rpo.types import Plan
+from g2rpo.core.types import Plan
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Discriminator, PlainSerializer, Tag, TypeAdapter, ValidationInfo, create_model
 
-from g2rpo import plugins
 from g2rpo.algorithms.adagrpo import AdaGRPO
 from g2rpo.algorithms.awm import AWM
 from g2rpo.algorithms.dancegrpo import DanceGRPO
@@ -30,8 +29,9 @@ from g2rpo.algorithms.pave_grpo import PaveGRPO
 from g2rpo.algorithms.refl import ReFL
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.config.given import Mentioned, is_mention, mention, recorded
-from g2rpo.errors import UserError
-from g2rpo.types import Algorithm
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError
+from g2rpo.core.types import Algorithm
 
 ALGORITHMS: dict[str, type[Algorithm]] = {  # a new one is a file of algorithms/ and a word here
     kind.name: kind
@@ -56,8 +56,8 @@ def algorithm_class(name: str) -> type[Algorithm]:
         "group_size" not in known
     ):
         raise UserError(
-            f"algorithm.name={name}: is no algorithm, it lacks {', '.join(missing)}; inherit from g2rpo.types.Algorithm or "
-            "from g2rpo.algorithms.policy_gradient.PolicyGradient"
+            f"algorithm.name={name}: is no algorithm, it lacks {', '.join(missing)}; inherit from "
+            "g2rpo.core.types.Algorithm or from g2rpo.algorithms.policy_gradient.PolicyGradient"
         )
     if name not in ALGORITHMS:
         _names[kind] = name

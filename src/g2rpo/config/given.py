@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 
 OBJECT = "object"
 """The prefix of a mention in a config; "object:module.Class" if the class is known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 
 RELEASE = "0.2.0"
 

@@ -15,14 +15,14 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
-from g2rpo import plugins
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, named
 from g2rpo.config.given import is_mention
 from g2rpo.config.removed import is_neutral
 from g2rpo.config.schema import Config, Section
-from g2rpo.errors import UserError, did_you_mean
-from g2rpo.plain import DEPTH, parse_yaml, read_text
-from g2rpo.types import Algorithm
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError, did_you_mean
+from g2rpo.core.plain import DEPTH, parse_yaml, read_text
+from g2rpo.core.types import Algorithm
 
 LARGEST = 2**18
 """Largest YAML file in bytes, 50 times the longest recipe."""

@@ -15,13 +15,13 @@ from pydantic import (
 from torch import Tensor
 
 from g2rpo.config.algorithms import AnyAlgorithm
-from g2rpo.data import Precision
-from g2rpo.flow import scheduler_grid, sigma_grid
-from g2rpo.plain import Count, Section
+from g2rpo.core.data import Precision
+from g2rpo.core.flow import scheduler_grid, sigma_grid
+from g2rpo.core.plain import Count, Section
+from g2rpo.core.types import Frames, Policy
 from g2rpo.policies.options import Dtype, PolicyConfig
 from g2rpo.rollout.tails import Tails
 from g2rpo.runtime.sharding import ShardingMode
-from g2rpo.types import Frames, Policy
 
 Shift = PositiveFloat | Literal["model", "scheduler"]
 """The time shift of the sigma grid. "model": the one that the pipeline is deployed with at this size; "scheduler": the same on

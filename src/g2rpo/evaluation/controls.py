@@ -16,13 +16,13 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from g2rpo.config.schema import Section, Steps
-from g2rpo.flow import flow_sde, ode_step, sde_kernel
+from g2rpo.core.flow import flow_sde, ode_step, sde_kernel
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.statistics import Interval, interval
+from g2rpo.core.types import Policy
 from g2rpo.monitor.metrics import Row
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
-from g2rpo.seeding import generator_for
-from g2rpo.statistics import Interval, interval
-from g2rpo.types import Policy
 
 NOISES = (0.0, 0.3, 0.5, 0.7)
 """Scales of the first noise."""

@@ -12,15 +12,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.statistics import half_width
+from g2rpo.core.types import Policy, Reward, Scorer, as_rewards
 from g2rpo.evaluation.controls import PLAIN, Control
 from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import decode, score_in_batches
 from g2rpo.runtime.distributed import World
-from g2rpo.seeding import generator_for
-from g2rpo.statistics import half_width
-from g2rpo.types import Policy, Reward, Scorer, as_rewards
 
 
 @dataclass(frozen=True)

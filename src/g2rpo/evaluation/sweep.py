@@ -17,17 +17,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps, grid_of
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import whole_file, write_whole
+from g2rpo.core.input_pictures import images_of
+from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.statistics import Interval, interval
+from g2rpo.core.types import Policy, Reward
 from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control, finite, numbers
 from g2rpo.evaluation.heldout import Evaluation, evaluate
-from g2rpo.files import whole_file, write_whole
-from g2rpo.input_pictures import images_of
 from g2rpo.monitor.clips import save_clip, seconds_of, stills
 from g2rpo.monitor.pictures import to_pil
-from g2rpo.plain import parse_json, read_text
 from g2rpo.rewards.pixels import to_uint8
-from g2rpo.statistics import Interval, interval
-from g2rpo.types import Policy, Reward
 
 Side = Literal["base", "control", "tuned"]
 Row = dict[str, Any]

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.errors import UserError, loading
-from g2rpo.files import add_metadata
+from g2rpo.core.errors import UserError, loading
+from g2rpo.core.files import add_metadata
 
 PREFIX, DOWN, UP = "transformer.", ".lora_A.weight", ".lora_B.weight"
 CONFIG = "lora_adapter_metadata"

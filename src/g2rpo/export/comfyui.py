@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 from g2rpo.export.adapter import CONFIG, Adapter
 from g2rpo.policies import catalogue
 from g2rpo.policies.comfyui import ComfyUI

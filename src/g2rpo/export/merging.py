@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from g2rpo.errors import UserError, loading
+from g2rpo.core.errors import UserError, loading
+from g2rpo.core.files import add_metadata
 from g2rpo.export.weights import Tuned, files_of
-from g2rpo.files import add_metadata
 
 
 @dataclass

@@ -11,12 +11,12 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from g2rpo.build import components, hub
+from g2rpo.assembly import components, hub
+from g2rpo.assembly.blueprint import on_meta, read_blueprint
 from g2rpo.config.schema import Config, PolicyConfig
-from g2rpo.cost.blueprint import on_meta, read_blueprint
-from g2rpo.errors import UserError, loading
+from g2rpo.core.errors import UserError, loading
+from g2rpo.core.plain import parse_json, read_text
 from g2rpo.export.adapter import DOWN, UP, Adapter, read_adapter
-from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.tuning import ADAPTER, Tuning
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms.contracts import plans_of
-from g2rpo.capabilities import drift_limit_of
 from g2rpo.config.schema import Config
-from g2rpo.errors import counted
+from g2rpo.core.capabilities import drift_limit_of
+from g2rpo.core.contracts import plans_of
+from g2rpo.core.errors import counted
+from g2rpo.core.statistics import Z
+from g2rpo.core.types import Algorithm
 from g2rpo.monitor.image_statistics import TAIL
 from g2rpo.monitor.metrics import Row
-from g2rpo.statistics import Z
-from g2rpo.types import Algorithm
 
 Scores = Mapping[str, Tensor]
 """The held-out scores [N] of one evaluation by reward; NaN means "no score"."""

@@ -11,8 +11,8 @@ import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
+from g2rpo.core.types import Policy
 from g2rpo.rewards.pixels import to_pil, to_tensor, to_uint8
-from g2rpo.types import Policy
 
 FRAMES, SIDE = 24, 256
 """At most so many frames, of at most so many pixels a side, of a reduced clip."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g2rpo.core.statistics import Z
 from g2rpo.monitor.metrics import Row
-from g2rpo.statistics import Z
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

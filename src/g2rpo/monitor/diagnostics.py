@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from g2rpo.statistics import group_std, spearman
+from g2rpo.core.statistics import group_std, spearman
 
 
 def diagnose(

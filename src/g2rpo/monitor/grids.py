@@ -9,9 +9,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from g2rpo.core.plain import parse_json
 from g2rpo.monitor.clips import read_webp
 from g2rpo.monitor.pictures import NOTE
-from g2rpo.plain import parse_json
 
 Box = tuple[int, int, int, int]
 

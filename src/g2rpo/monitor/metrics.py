@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from g2rpo.errors import UserError
-from g2rpo.files import open_regular, write_whole
-from g2rpo.plain import read_json_lines
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import open_regular, write_whole
+from g2rpo.core.plain import read_json_lines
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.folders import writing
 

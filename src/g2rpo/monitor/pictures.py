@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from g2rpo.input_pictures import read_inputs
+from g2rpo.core.input_pictures import read_inputs
 from g2rpo.monitor.clips import stills, webp
 
 INK, SOFT, PAPER = (40, 40, 46), (93, 96, 105), (255, 255, 255)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from g2rpo.files import write_whole
+from g2rpo.core.files import write_whole
 from g2rpo.runs.directory import RunDirectory
 
 PATIENCE = 60.0  # seconds that the end of a run waits for a tracker

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from g2rpo.data import Cond
-from g2rpo.errors import UserError
-from g2rpo.flow import sigma_grid
+from g2rpo.core.data import Cond
+from g2rpo.core.errors import UserError
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.types import Policy
 from g2rpo.policies import catalogue
 from g2rpo.policies.attention import MASKLESS
 from g2rpo.policies.options import PolicyConfig
@@ -42,7 +43,6 @@ from g2rpo.policies.spec import SIZES, PipelineSpec, parameters_of, sizes_in
 from g2rpo.policies.text import TextEncoders
 from g2rpo.policies.tuning import Tuning, TuningMode
 from g2rpo.runtime.sharding import Sharded
-from g2rpo.types import Policy
 
 CALLED = ("height", "width", "num_frames", "negative_prompt", "guidance_scale", "max_sequence_length")
 """Options that are arguments of a pipeline's call."""

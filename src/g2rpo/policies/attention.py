@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 
 Attention = Literal["auto", "cudnn", "flash", "flash2", "flash3", "efficient", "math"]
 BACKENDS: Mapping[str, str] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from g2rpo import plugins
+from g2rpo.core import plugins
 from g2rpo.policies import comfyui, published
 from g2rpo.policies.spec import ATTENTION, Model, PipelineSpec
 

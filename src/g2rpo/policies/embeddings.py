@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from g2rpo.files import FileDigests, digest_of, local, write_whole
-from g2rpo.input_pictures import content_of
-from g2rpo.types import Cond, Policy
+from g2rpo.core.files import FileDigests, digest_of, local, write_whole
+from g2rpo.core.input_pictures import content_of
+from g2rpo.core.types import Cond, Policy
 
 FORMAT = 2
 """Part of every key: raise it when the meaning of stored tensors changes, and old files are no longer found."""

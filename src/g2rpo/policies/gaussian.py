@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from g2rpo.flow import per_row
-from g2rpo.types import Cond
+from g2rpo.core.flow import per_row
+from g2rpo.core.types import Cond
 
 
 class GaussianPolicy:

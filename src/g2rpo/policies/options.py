@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 
-from g2rpo.plain import Count, Section
+from g2rpo.core.plain import Count, Section
 from g2rpo.policies.attention import Attention
 from g2rpo.policies.quantized import Quantize
 

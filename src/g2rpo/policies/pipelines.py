@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from g2rpo.errors import UserError
-from g2rpo.plain import refuse_hub_kernels
+from g2rpo.core.errors import UserError
+from g2rpo.core.plain import refuse_hub_kernels
 from g2rpo.policies.attention import BACKENDS, Attention
 from g2rpo.policies.tuning import TuningMode
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from g2rpo.errors import UserError, out_of_memory
+from g2rpo.core.errors import UserError, out_of_memory
 
 Quantize = Literal["none", "int8", "fp8", "nf4"]
 FLOAT8 = torch.float8_e4m3fn

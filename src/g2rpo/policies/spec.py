@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from g2rpo.data import Cond
-from g2rpo.errors import UserError
-from g2rpo.input_pictures import images_of
+from g2rpo.core.data import Cond
+from g2rpo.core.errors import UserError
+from g2rpo.core.input_pictures import images_of
 from g2rpo.policies.comfyui import ComfyUI
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.replay import Call

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.data import Cond
-from g2rpo.input_pictures import read_inputs
+from g2rpo.core.data import Cond
+from g2rpo.core.input_pictures import read_inputs
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.replay import Call, Caught, OneStep, Pictures, Script, replay
 from g2rpo.policies.spec import PipelineSpec

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from g2rpo.errors import UserError
-from g2rpo.files import add_metadata
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import add_metadata
 from g2rpo.policies.options import LoraInit
 from g2rpo.policies.quantized import Quantize, is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from g2rpo.seeding import generator_for
+from g2rpo.core.seeding import generator_for
 
 
 class PromptOrder:

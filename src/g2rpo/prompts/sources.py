@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from g2rpo.errors import UserError, loading
-from g2rpo.files import local
-from g2rpo.input_pictures import check_files
-from g2rpo.plain import is_text, parse_json, read_text
-from g2rpo.types import Prompt
+from g2rpo.core.errors import UserError, loading
+from g2rpo.core.files import local
+from g2rpo.core.input_pictures import check_files
+from g2rpo.core.plain import is_text, parse_json, read_text
+from g2rpo.core.types import Prompt
 
 COLUMN = "prompt"
 EXTRA = "pip install datasets"

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from g2rpo.core.types import RewardModel
 from g2rpo.rewards.clip_encoder import clip_model, load_clip
 from g2rpo.rewards.pixels import PictureReward, Preprocess
 from g2rpo.rewards.weights import CLIP_FILES, build, fetch, read_state_dict
-from g2rpo.types import RewardModel
 
 WEIGHTS = "sac+logos+ava1-l14-linearMSE.pth"
 

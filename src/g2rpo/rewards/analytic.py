@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.input_pictures import read_inputs
+from g2rpo.core.input_pictures import read_inputs
 from g2rpo.rewards.pixels import PictureReward, to_pil, to_tensor
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from g2rpo.core.types import RewardModel
 from g2rpo.rewards.clip_encoder import CLIPReward, clip_model, load_clip
 from g2rpo.rewards.weights import CLIP_FILES, TOKENIZER_FILES
-from g2rpo.types import RewardModel
 
 
 class CLIPScore(CLIPReward):

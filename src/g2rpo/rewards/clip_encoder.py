@@ -11,11 +11,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from g2rpo.files import local
+from g2rpo.core.files import local
+from g2rpo.core.types import RewardModel
 from g2rpo.rewards.open_clip import PUBLISHED, clean_prompt, clip_config, clip_state, preprocess_from
 from g2rpo.rewards.pixels import PictureReward, Preprocess
 from g2rpo.rewards.weights import MissingFile, build, check_config, fetch, parse_dtype, read_state_dict
-from g2rpo.types import RewardModel
 
 TEXT_CACHE_SIZE = 1024
 _OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from g2rpo.errors import UserError
-from g2rpo.plugins import is_code, load
-from g2rpo.types import CallableReward, Scorer
+from g2rpo.core.errors import UserError
+from g2rpo.core.plugins import is_code, load
+from g2rpo.core.types import CallableReward, Scorer
 
 
 def load_function(target: str) -> Callable[..., Any]:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo.core.types import RewardModel
 from g2rpo.rewards.clip_encoder import ClipEncoder, CLIPReward, build_open_clip, clip_of, load_clip_tokenizer
 from g2rpo.rewards.open_clip import VIT_H_14, clean_prompt, clip_config
 from g2rpo.rewards.pixels import normalise
 from g2rpo.rewards.weights import TOKENIZER_FILES, fetch, read_state_dict
-from g2rpo.types import RewardModel
 
 WEIGHTS = "HPS_v2.1_compressed.pt"
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from g2rpo.core.types import RewardModel
 from g2rpo.rewards.aesthetic import LinearHead
 from g2rpo.rewards.pixels import PictureReward, Preprocess
 from g2rpo.rewards.weights import TOKENIZER_FILES, build, fetch, guess_model, parse_dtype, read_state_dict
-from g2rpo.types import RewardModel
 
 WEIGHTS = "ImageReward.pt"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the training set, as published

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from g2rpo.files import local
-from g2rpo.plain import read_text
+from g2rpo.core.files import local
+from g2rpo.core.plain import read_text
 
 
 def read_instruction(place: str) -> str:

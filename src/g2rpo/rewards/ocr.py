@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.errors import UserError, at_least_one
+from g2rpo.core.errors import UserError, at_least_one
+from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import TargetReward, to_pil
-from g2rpo.types import Prompt
 
 _QUOTED = re.compile(r"\"([^\"]+)\"|“([^”]+)”|(?<!\w)'(.+?)'(?!\w)|‘([^’]+)’")  # an apostrophe inside a word is no quote
 

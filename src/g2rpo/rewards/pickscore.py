@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from g2rpo.core.types import RewardModel
 from g2rpo.rewards.clip_encoder import CLIPReward, clip_of, load_clip
 from g2rpo.rewards.open_clip import VIT_H_14, clip_config
 from g2rpo.rewards.weights import CLIP_FILES, TOKENIZER_FILES
-from g2rpo.types import RewardModel
 
 
 class PickScore(CLIPReward):

@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from g2rpo.errors import at_least_one
-from g2rpo.types import Reward
+from g2rpo.core.errors import at_least_one
+from g2rpo.core.types import Reward
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -22,10 +22,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.errors import at_least_one
+from g2rpo.core.errors import at_least_one
+from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import PictureReward, to_pil
 from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
-from g2rpo.types import Prompt
 
 LARGEST = torch.finfo(torch.float32).max
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
 
-from g2rpo.plain import parse_json
+from g2rpo.core.plain import parse_json
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

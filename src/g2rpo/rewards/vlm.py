@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.errors import did_you_mean
+from g2rpo.core.errors import did_you_mean
 from g2rpo.rewards.instructions import read_instruction
 from g2rpo.rewards.pixels import PictureReward, to_pil
 from g2rpo.rewards.remote import encode_png

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo.files import is_hub_id, local
-from g2rpo.plain import refuse_hub_kernels
+from g2rpo.core.files import is_hub_id, local
+from g2rpo.core.plain import refuse_hub_kernels
 
 CLIP_FILES = ("open_clip_config.json", "config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")

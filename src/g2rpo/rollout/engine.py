@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.data import FLOAT32, Precision
-from g2rpo.flow import ode_step
+from g2rpo.core.data import FLOAT32, Precision
+from g2rpo.core.flow import ode_step
+from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition
 from g2rpo.rollout.tails import EXACT, Node, Past, Tails
 from g2rpo.runtime.memory import bounded_by
-from g2rpo.types import Cond, Kernel, Plan, Policy, Rollout, Transition
 
 Noise = Callable[..., torch.Generator]
 """`noise(prompt, *purpose)`: the generator of one draw for one prompt, e.g. noise(0, "branch", 3)."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from g2rpo.capabilities import SumsGroups, candidates_of
-from g2rpo.flow import sigma_grid
+from g2rpo.core.capabilities import SumsGroups, candidates_of
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Algorithm, Batch, Plan, Rollout, Transition
 from g2rpo.rollout.tails import EXACT, Tails
-from g2rpo.seeding import generator_for
-from g2rpo.types import Algorithm, Batch, Plan, Rollout, Transition
 
 
 def count_evaluations(plans: Sequence[Plan], group_size: int, tails: Tails = EXACT) -> int:

@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from g2rpo.flow import ode_step
-from g2rpo.types import Cond, Kernel, Plan, Policy, Rollout, Transition
+from g2rpo.core.flow import ode_step
+from g2rpo.core.types import Cond, Kernel, Plan, Policy, Rollout, Transition
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from g2rpo.errors import RewardFailed, UserError, counted, out_of_device_memory, where
+from g2rpo.core.errors import RewardFailed, UserError, counted, out_of_device_memory, where
+from g2rpo.core.types import Frames, Policy, Reward, Rollout, Scorer, as_rewards
 from g2rpo.runtime.memory import bounded_by
-from g2rpo.types import Frames, Policy, Reward, Rollout, Scorer, as_rewards
 
 AT_ONCE = 16
 """Frames of one call of a reward, at most."""

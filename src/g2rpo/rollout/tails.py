@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from g2rpo.data import Plan, Solver
-from g2rpo.flow import ode_step, per_row
+from g2rpo.core.data import Plan, Solver
+from g2rpo.core.flow import ode_step, per_row
 
 Past = tuple[tuple[float, Tensor], ...]
 """The last evaluations of a row, newest first: sigma, and velocity (dpmpp2m: predicted image)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 
 
 class _Inside:

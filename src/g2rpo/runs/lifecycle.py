@@ -14,12 +14,13 @@ from typing import Any, get_args
 
 import torch
 
-from g2rpo import __version__, plugins
+from g2rpo import __version__
 from g2rpo.config.resolve import absent_reward, allow_code, codes_in, differences, read_yaml, resolve
 from g2rpo.config.schema import Alarm, Config
-from g2rpo.errors import UserError, counted
-from g2rpo.files import append_line, write_whole
-from g2rpo.plain import read_json_lines
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError, counted
+from g2rpo.core.files import append_line, write_whole
+from g2rpo.core.plain import read_json_lines
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.devices import accelerator
 from g2rpo.runtime.folders import InUse, held, is_empty, remove_unfinished, writing

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from g2rpo.errors import RankLost, UserError
+from g2rpo.core.errors import RankLost, UserError
 from g2rpo.runtime.devices import accelerator
 
 Items = TypeVar("Items", list[str], Sequence[str], Tensor)

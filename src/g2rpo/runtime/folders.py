@@ -16,8 +16,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from g2rpo.errors import Stopped, UserError
-from g2rpo.files import UNFINISHED, open_regular, settle, sync
+from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.files import UNFINISHED, open_regular, settle, sync
 
 LOCK = ".lock"
 ATTEMPTS = 100  # attempts to enter a folder that others create and remove meanwhile

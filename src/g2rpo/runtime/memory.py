@@ -12,9 +12,9 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from g2rpo.errors import UserError, out_of_device_memory
+from g2rpo.core.errors import UserError, out_of_device_memory
+from g2rpo.core.types import Cond, Policy
 from g2rpo.runtime.devices import accelerator, empty_cache
-from g2rpo.types import Cond, Policy
 
 Kind = Literal["rollout", "decode", "micro"]
 T = TypeVar("T")

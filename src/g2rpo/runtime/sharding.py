@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from g2rpo.errors import Stopped, UserError, out_of_device_memory
+from g2rpo.core.errors import Stopped, UserError, out_of_device_memory
 from g2rpo.runtime.distributed import ALONE, World
 
 ShardingMode = Literal["none", "training", "full"]

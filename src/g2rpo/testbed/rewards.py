@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from g2rpo.core.types import Reward, RewardModel
 from g2rpo.testbed import assets_dir
 from g2rpo.testbed.checks import check
 from g2rpo.testbed.detector import detect
 from g2rpo.testbed.grammar import parse
 from g2rpo.testbed.scenes import SIDE, Scene
-from g2rpo.types import Reward, RewardModel
 
 if TYPE_CHECKING:
     from transformers import CLIPModel, PreTrainedTokenizerFast

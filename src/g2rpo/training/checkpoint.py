@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.errors import Stopped, UserError
-from g2rpo.plain import parse_json, read_text
+from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.plain import parse_json, read_text
 from g2rpo.runtime.folders import remove, remove_unfinished, whole, writing
 
 MANIFEST = "manifest.json"

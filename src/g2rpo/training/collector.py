@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms.contracts import plans_of
 from g2rpo.config.schema import SamplingConfig
-from g2rpo.data import Precision
+from g2rpo.core.contracts import plans_of
+from g2rpo.core.data import Precision
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Algorithm, Cond, Kernel, Plan, Policy, Reward, Rollout, no_kernel
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.runtime.devices import same_device
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
-from g2rpo.seeding import generator_for
 from g2rpo.training.stopwatch import Stopwatch
-from g2rpo.types import Algorithm, Cond, Kernel, Plan, Policy, Reward, Rollout, no_kernel
 
 
 @dataclass(frozen=True)

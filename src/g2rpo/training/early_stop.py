@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from g2rpo.config.schema import Config
-from g2rpo.errors import RolledBack, Stopped
+from g2rpo.core.errors import RolledBack, Stopped
 from g2rpo.monitor.alarms import ADVICE, Alarms, Scores
 from g2rpo.monitor.metrics import Row
 from g2rpo.training.run_files import RunFiles

@@ -14,6 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from g2rpo.config.schema import Config, EvaluationConfig
+from g2rpo.core.seeding import seed_for
+from g2rpo.core.statistics import in_proportion
+from g2rpo.core.types import Policy, Reward, as_reward
 from g2rpo.evaluation.controls import (
     PLAIN,
     RIGHT,
@@ -40,7 +43,7 @@ from g2rpo.evaluation.heldout import (
     save_evaluation,
     save_scores,
 )
-from g2rpo.evaluation.study import work_of_run
+from g2rpo.evaluation.work import work_of_run
 from g2rpo.monitor.alarms import judged_gain
 from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.monitor.curves import save_curves
@@ -51,11 +54,8 @@ from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
 from g2rpo.runs.directory import moving
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
-from g2rpo.seeding import seed_for
-from g2rpo.statistics import in_proportion
 from g2rpo.training.learner import Learner
 from g2rpo.training.run_files import RunFiles
-from g2rpo.types import Policy, Reward, as_reward
 
 OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
 """What became of a picture by its verdicts before and after training."""

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from g2rpo.data import Prompt
-from g2rpo.input_pictures import images_of
+from g2rpo.core.data import Prompt
+from g2rpo.core.input_pictures import images_of
+from g2rpo.core.types import Plan, Policy
 from g2rpo.monitor.clips import reduced, stills
 from g2rpo.monitor.pictures import Strip, save_grid
 from g2rpo.rollout.scoring import decode
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collected
 from g2rpo.training.run_files import RunFiles
-from g2rpo.types import Plan, Policy
 
 ADVANTAGE = "advantage"
 """The name of a member's advantage among its scores in the grid."""

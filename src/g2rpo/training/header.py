@@ -8,7 +8,7 @@ from pathlib import Path
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config
-from g2rpo.files import is_hub_id
+from g2rpo.core.files import is_hub_id
 from g2rpo.policies import catalogue
 
 

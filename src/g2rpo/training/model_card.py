@@ -13,10 +13,10 @@ import yaml
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config
+from g2rpo.core.files import is_hub_id, write_whole
+from g2rpo.core.plain import parse_json, read_text
 from g2rpo.evaluation.controls import in_words, told
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.files import is_hub_id, write_whole
-from g2rpo.plain import parse_json, read_text
 from g2rpo.policies.catalogue import licence_of
 from g2rpo.runs.directory import RunDirectory, moving
 

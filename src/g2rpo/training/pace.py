@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 from g2rpo.config.schema import Config
-from g2rpo.errors import UserError
+from g2rpo.core.errors import UserError
 
 MEASURED = 3
 """Iterations after which a run is fitted for the first time."""

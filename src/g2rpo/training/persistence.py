@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.errors import Stopped, UserError
-from g2rpo.files import add_metadata
+from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.files import add_metadata
+from g2rpo.core.types import AlgorithmState, Policy, Reward
 from g2rpo.runtime.folders import remove_unfinished, whole, writing
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, rotate, save_checkpoint
@@ -17,7 +18,6 @@ from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import copy_card, finished_at
 from g2rpo.training.reward_states import restore, states
 from g2rpo.training.run_files import RunFiles
-from g2rpo.types import AlgorithmState, Policy, Reward
 
 
 @dataclass(kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.errors import Stopped, UserError
+from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.types import Reward
 from g2rpo.rollout.scoring import naming_reward
 from g2rpo.runtime.distributed import World
-from g2rpo.types import Reward
 
 
 def stateful(rewards: Mapping[str, Reward]) -> dict[str, Reward]:

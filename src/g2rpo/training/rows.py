@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from g2rpo.core.types import Rollout
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
 from g2rpo.monitor.metrics import Row
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collected
 from g2rpo.training.stopwatch import Stopwatch
-from g2rpo.types import Rollout
 
 
 def of_groups(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from g2rpo import plugins
-from g2rpo.errors import RewardFailed
-from g2rpo.files import whole_file, write_whole
+from g2rpo.core import plugins
+from g2rpo.core.errors import RewardFailed
+from g2rpo.core.files import whole_file, write_whole
 from g2rpo.monitor.metrics import MetricsLog, Row
 from g2rpo.monitor.trackers import Feed, Tracker
 from g2rpo.runs.directory import RunDirectory

@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms.contracts import advantages_of, choice_of, plans_of
-from g2rpo.capabilities import KeepsOldWeights, candidates_of, check_complete, differentiates_rewards, keeps_old, state_of
 from g2rpo.config.schema import Config, grid_of
-from g2rpo.errors import Preempted
+from g2rpo.core.capabilities import KeepsOldWeights, candidates_of, check_complete, differentiates_rewards, keeps_old, state_of
+from g2rpo.core.contracts import advantages_of, choice_of, plans_of
+from g2rpo.core.errors import Preempted
+from g2rpo.core.input_pictures import images_of
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout, as_rewards
 from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images
-from g2rpo.input_pictures import images_of
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
@@ -28,7 +30,6 @@ from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import batch_sizes
 from g2rpo.runtime.sharding import WHOLE, Replicated
-from g2rpo.seeding import generator_for
 from g2rpo.training.collector import Collected, Collector
 from g2rpo.training.early_stop import EarlyStop
 from g2rpo.training.evaluator import Evaluator, evaluation_due, free_knobs
@@ -43,7 +44,6 @@ from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.run_files import RunFiles
 from g2rpo.training.stopwatch import Stopwatch
 from g2rpo.training.updater import Updater, check_differentiable
-from g2rpo.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout, as_rewards
 
 
 @dataclass(repr=False, kw_only=True)

@@ -12,13 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from g2rpo.algorithms.contracts import group_terms_of, loss_of, name_of
-from g2rpo.capabilities import SumsGroups, differentiates_rewards, drops_members
-from g2rpo.errors import UserError, out_of_device_memory
+from g2rpo.core.capabilities import SumsGroups, differentiates_rewards, drops_members
+from g2rpo.core.contracts import group_terms_of, loss_of, name_of
+from g2rpo.core.errors import UserError, out_of_device_memory
+from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy, Reward
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, bounded_by
 from g2rpo.runtime.sharding import WHOLE, Replicated
-from g2rpo.types import Algorithm, Batch, Cond, Example, Loss, Policy, Reward
 
 
 def without_zero_advantages(examples: Sequence[Example]) -> list[Example]:

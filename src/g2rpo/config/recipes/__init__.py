@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from g2rpo.errors import UserError, did_you_mean
+from g2rpo.core.errors import UserError, did_you_mean
 
 
 def names() -> list[str]:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from g2rpo.core.types import Reward
 from g2rpo.testbed.words.drawing import HEIGHT, INKS, PAPER, WIDTH, draw, span
 from g2rpo.testbed.words.language import LETTERS, Colour, Word, parse
-from g2rpo.types import Reward
 
 TOLERANCE = 0.06  # of clean paper: 15 levels of 255, in any channel
 INK = 0.35  # least distance of ink from the paper, in any channel

@@ -1,0 +1,92 @@
+"""Tries a user's own algorithm and rewards on random numbers, before anything is loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from g2rpo.assembly.components import pick_device
+from g2rpo.assembly.rewards import build_rewards, reward_kind
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.core.capabilities import candidates_of
+from g2rpo.core.contracts import name_of
+from g2rpo.core.errors import RewardFailed, UserError, where
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Scorer, as_reward
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rewards.analytic import Brightness
+from g2rpo.rewards.function import load_function
+from g2rpo.rollout.scoring import decode, score
+from g2rpo.rollout.tails import Tails
+from g2rpo.training.trainer import Trainer
+
+PROMPTS = 2
+"""Of the trial."""
+
+
+def try_own_code(config: Config, given: Mapping[str, Any]) -> None:
+    """One iteration of an own algorithm, and one call of every own reward that exists before models are loaded: functions,
+    and objects in `given` (which has the prompts). UserError names the code that fails."""
+    with torch.random.fork_rng(devices=[]):
+        if type(config.algorithm) not in ALGORITHMS.values():
+            _try_algorithm(config)
+        for key, table in (("rewards", config.rewards), ("judges", config.evaluation.rewards)):
+            rewards = _own(given[key]) if key in given else _functions(table, pick_device(config.policy.device))
+            for name, reward in rewards.items():
+                _try_reward(name, reward, config, given)
+
+
+def _try_algorithm(config: Config) -> None:
+    """An iteration of the trainer, on the policy that has a closed form."""
+    changes = {
+        "trainer": config.trainer.model_copy(update={"prompts_per_iteration": PROMPTS, "sharding": "none"}),
+        "sampling": config.sampling.model_copy(update={"tails": Tails()}),
+        "alarms": {"action": "off"},
+    }
+    prompts = [str(index / 10) for index in range(PROMPTS * candidates_of(config.algorithm))]
+    rewards = dict.fromkeys(config.rewards, Brightness())
+    small = config.model_copy(update=changes)
+    try:
+        Trainer(config=small, policy=GaussianPolicy(), rewards=rewards, prompts=prompts, heldout=prompts[:1]).iterate()
+    except UserError:
+        raise
+    except Exception as error:
+        tried = f"algorithm {name_of(config.algorithm)}: a trial iteration on random latents [3, 4, 4] failed"
+        raise UserError(f"{tried}: {type(error).__name__}: {error}{where(error)}") from error
+
+
+def _own(rewards: Mapping[str, Scorer]) -> dict[str, Scorer]:
+    """Those that are not of this package."""
+    owners = {name: reward if inspect.isroutine(reward) else type(reward) for name, reward in rewards.items()}
+    return {name: reward for name, reward in rewards.items() if not (owners[name].__module__ or "").startswith("g2rpo.")}
+
+
+def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Scorer]:
+    """The rewards of a config that are functions; a class might load a model."""
+    found: dict[str, Scorer] = {}
+    for name, entry in table.items():
+        kind = load_function(entry.options["target"]) if entry.kind == "function" else reward_kind(name, entry)
+        if not isinstance(kind, type):
+            found |= build_rewards({name: entry}, device)
+    return found
+
+
+def _try_reward(name: str, reward: Scorer, config: Config, given: Mapping[str, Any]) -> None:
+    """Scores random pictures of the run's size, or what a given policy decodes from noise."""
+    if as_reward(reward).latent:
+        return
+    if (policy := given.get("policy")) is not None:
+        images = decode(policy, policy.noise([generator_for("trial", i) for i in range(PROMPTS)]), PROMPTS)
+    else:
+        length = config.policy.num_frames or 1
+        frames = [length] if length > 1 else []
+        images = torch.rand(PROMPTS, *frames, 3, config.policy.height, config.policy.width)
+    prompts = list(given["prompts"])[:PROMPTS]
+    try:
+        score({name: reward}, images[: len(prompts)], prompts)
+    except RewardFailed as error:
+        raise UserError(f"{error}\nIt was tried on {len(prompts)} random pictures; nothing is loaded yet.") from error

@@ -1,0 +1,259 @@
+"""`g2rpo evaluate`: any model, with and without tuned weights, scored by any rewards at several step counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from g2rpo.app.ahead import policy_after_encoding
+from g2rpo.app.progress import add_names, counter, say, warn_on
+from g2rpo.app.stopping import stoppable
+from g2rpo.assembly import components
+from g2rpo.assembly.embeddings import pipeline_identity
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import build_rewards, check_rewards
+from g2rpo.config.resolve import differences, read_yaml, resolve_as
+from g2rpo.config.schema import Config
+from g2rpo.core.errors import UserError, counted, loading
+from g2rpo.core.files import FileDigests, local, write_whole
+from g2rpo.core.input_pictures import digest_of_prompts
+from g2rpo.core.statistics import Interval
+from g2rpo.evaluation.controls import default_controls
+from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
+from g2rpo.monitor.clips import read_clip, reduced
+from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
+from g2rpo.rewards.pixels import to_tensor
+from g2rpo.runs.directory import RunDirectory, check_weights
+from g2rpo.runs.lifecycle import first_usable, read_config
+from g2rpo.runtime.folders import held, is_empty
+
+SETTINGS = "settings.yaml"
+SHOWN = 8  # pictures in a grid
+EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
+"""Height and width of what the embedded models draw, and tokens of their longest prompts."""
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """Settings that repeat a run's own evaluation, with all its rewards."""
+    return {**config_settings(read_config(run)), "weights": str(RunDirectory(run).weights)}
+
+
+def config_settings(config: Config) -> dict[str, Any]:
+    """The same for the base model of a run of `config`."""
+    rewards = {**config.rewards, **config.evaluation.rewards}
+    return {
+        "policy": config.policy.model_dump(mode="json"),
+        "prompts": config.evaluation.prompts,
+        "num_prompts": config.evaluation.num_prompts,
+        "cache": config.prompts.cache,
+        "rewards": {name: entry.model_dump(mode="json") for name, entry in rewards.items()},
+        "steps": [config.evaluation.num_steps or config.sampling.num_steps],
+        "shift": config.sampling.shift,
+        "seed": config.trainer.seed,
+        **({"batch_size": config.sampling.batch_size} if config.sampling.batch_size != "auto" else {}),
+    }
+
+
+def model_settings(model: str, size: int | None, guidance: float | None) -> dict[str, Any]:
+    """Default settings for a pipeline without a run."""
+    height, width, length = EMBEDDED_SIZES.get(model, (1024, 1024, None))
+    height, width = (height, width) if size is None else (size, size)
+    policy = {"path": model, "height": height, "width": width, "guidance_scale": guidance}
+    return {"policy": {**policy, "max_sequence_length": length}}
+
+
+def named_rewards(names: str) -> dict[str, Any]:
+    """Rewards from a comma-separated list, or from a YAML file written like a config's `rewards:`."""
+    if names.endswith((".yaml", ".yml")):
+        return read_yaml(Path(names))
+    return {name.strip(): {} for name in names.split(",") if name.strip()}
+
+
+def step_counts(text: str) -> list[int]:
+    """[10, 20] of "10,20"."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--steps {text}: should be numbers with commas between them, like 10,20,50") from None
+
+
+def with_controls(config: JudgingConfig) -> JudgingConfig:
+    """The evaluation with the default controls of its model."""
+    c = config.policy
+    _, name = components.locate_pipeline(c.path, c.pipeline, c.kind)
+    kind, _ = components.policy_options(c, name, device="cpu")
+    scale = getattr(getattr(kind, "spec", None), "guidance", None) if c.guidance_scale is None else c.guidance_scale
+    controls = default_controls(min(config.steps), scale if scale is not None and scale > 1 else None)
+    return config.model_copy(update={"controls": controls})
+
+
+def evaluate(
+    given: dict[str, Any], overrides: Sequence[str], out: Path | None, console: Console, controls: bool = False
+) -> None:
+    """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes one begun there; without
+    `out`, in the first of evaluation, evaluation-2 ... that holds no other. `controls` adds the default ones."""
+    config = resolve_as(JudgingConfig, given, overrides, "evaluation")
+    if controls:
+        config = with_controls(config)
+    check_rewards(config.rewards)  # cheap checks first
+    prompts = build_prompts(config.prompts, "prompts")[: config.num_prompts]
+    config = config.model_copy(update={"contents": _contents(config, prompts)})
+    out = out or first_usable("evaluation", partial(_check_folder, config=config))
+    _check_folder(out, config)
+    judging = Judging(config, prompts, out)
+    kept = "stopped; finished chunks are kept, and the same command goes on after them"
+    with held(out, warn_on(console)), stoppable(kept):
+        _check_folder(out, config)
+        missing = judging.missing()
+        if missing:
+            _judge(judging, missing, console)
+        results = judging.write_results()
+        console.print(results_table(judging, console.width))
+        if config.controls:
+            console.print(controls_table(judging, console.width))
+        for steps in sorted(set(config.steps)):
+            _save_grid(judging, steps)
+    for what, where in (("numbers", results), ("pictures", out / "pictures.jsonl"), ("grids", out / "grid_steps_*.png")):
+        say(console, f"{what:>9}  {where}")
+
+
+def results_table(judging: Judging, width: int) -> Table:
+    """The table of results for a console of `width`."""
+    sides = judging.sides
+    table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % intervals")
+    table.add_column("steps", justify="right", overflow="fold")
+    add_names(table, "reward", list(judging.config.rewards), width)
+    for column in (*sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):
+        table.add_column(column, justify="right", overflow="fold")
+    for line in judging.results():
+        cells = [str(line["steps"]), line["reward"], *(escape(f"{line[side]}") for side in sides)]
+        if len(sides) == 2:
+            cells.append(_coloured(line["change"]))
+        scored = list(line.values())[-1].count
+        table.add_row(*cells, str(len(judging.prompts) - scored) if scored < len(judging.prompts) else "")
+    return table
+
+
+def controls_table(judging: Judging, width: int) -> Table:
+    """The best control of the base by reward, beside base and tuned at the smallest number of steps."""
+    steps = min(judging.config.steps)
+    means, best = judging.controls()
+    plain = {line["reward"]: line for line in judging.results() if line["steps"] == steps}
+    out = Table(
+        title=f"{len(judging.config.controls)} free knobs of the untrained model, {steps} steps unless others are named"
+    )
+    add_names(out, "reward", list(judging.config.rewards), width)
+    for column in (*judging.sides, "best control", "", *(["tuned minus best control"] if best else [])):
+        out.add_column(column, justify="left" if not column else "right", overflow="fold")
+    for name, line in plain.items():
+        top = max((row for row in means if row["reward"] == name), key=lambda row: np.nan_to_num(row["mean"].mean, nan=-np.inf))
+        cells = [*(f"{line[side].mean:.3f}" for side in judging.sides), f"{top['mean'].mean:.3f}", top["control"]]
+        out.add_row(name, *cells, *([_coloured(best[name].lead)] if name in best else []))
+    return out
+
+
+def _coloured(change: Interval) -> str:
+    colour = "green" if change.low > 0 else "red" if change.high < 0 else "white"
+    return f"[{colour}]{escape(f'{change:+}')}[/]"
+
+
+def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
+    """Digests of prompts, tuned weights and model, to detect changes before the evaluation is continued."""
+    contents = {
+        "prompts": digest_of_prompts(prompts),
+        "model": pipeline_identity(config.policy.path),
+    }
+    if config.weights is not None:
+        weights, digests = local(config.weights), FileDigests(None)
+        check_weights(weights)
+        contents["weights"] = digests.of(weights) if weights.is_file() else digests.of_folders(weights, [weights])
+    return contents
+
+
+def _check_folder(out: Path, config: JudgingConfig) -> None:
+    """Refuses a folder that contains anything other than this evaluation."""
+    existing = out / SETTINGS
+    if existing.is_file():
+        other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
+        changed = {key: pair for key, pair in differences(config, other).items() if key not in MAY_CHANGE}
+        if changed:
+            listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
+            raise UserError(f"{out} holds an evaluation with other settings:\n{listed}\nName another --out for this one.")
+    elif not is_empty(out):
+        raise UserError(f"{out} is not empty and holds no evaluation (no {SETTINGS}); name another --out")
+
+
+def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None:
+    """Builds the policy and rewards and evaluates the missing chunks."""
+    config, out = judging.config, judging.directory
+    console.print(f"building the policy and {counted(len(config.rewards), 'reward')} ...")
+    prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
+    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    cached = policy_after_encoding(loaded, config.cache, prompts, console, warn_on(console))
+    policy = cached.policy
+    rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
+    done = len(judging.chunks()) - len(missing)
+    if done:
+        say(console, f"{done} of {len(judging.chunks())} chunks in {out} are finished already")
+
+    def use_weights() -> None:
+        weights = local(config.weights or "")
+        with loading(f"{weights}: the weights do not fit {config.policy.path}"):
+            policy.load(weights, config.strength)
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / SETTINGS, config.to_yaml().encode())
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); name another --out") from None
+    with counter(console, "pictures") as progress:
+        task = progress.add_task("judging", total=sum(chunk.stop - chunk.start for chunk in missing))
+        judging.run(missing, cached, use_weights, rewards, lambda pictures: progress.advance(task, pictures))
+
+
+def _save_grid(judging: Judging, steps: int) -> None:
+    """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with scores, one row per side."""
+    shown = range(min(SHOWN, len(judging.prompts)))
+    scored = {(row["side"], row["index"]): row["scores"] for row in judging.rows() if row["steps"] == steps}
+    strips = [
+        Strip(
+            torch.stack([_read_picture(judging.directory, Chunk(side, steps, 0, 1), index) for index in shown]),
+            side,
+            {name: torch.tensor([_number(scored[side, i][name]) for i in shown]) for name in judging.config.rewards},
+        )
+        for side in judging.sides
+    ]
+    note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
+    path, prompts = judging.directory / f"grid_steps_{steps:03d}.png", judging.prompts[: len(shown)]
+    save_grid(path, strips, prompts, note)
+    first = judging.directory / Chunk(judging.sides[0], steps, 0, 1).clip(0)
+    if first.is_file():
+        save_moving_grid(path.with_suffix(".webp"), strips, prompts, note, read_clip(first)[1])
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _read_picture(folder: Path, chunk: Chunk, index: int) -> Tensor:
+    """A stored picture [3, H, W], or the clip [T, 3, H, W] that it is a frame of, 8 bit."""
+    clip = folder / chunk.clip(index)
+    path = clip if clip.is_file() else folder / chunk.picture(index)
+    try:
+        if path == clip:
+            return reduced(read_clip(path)[0][None] / 255)[0]
+        with Image.open(path, formats=["PNG"]) as picture:
+            return to_tensor([picture])[0]
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{path}: is damaged ({error}); delete it and the same command paints it again") from None

@@ -1,0 +1,249 @@
+"""Reports everything that a run needs and lacks in one message, before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from g2rpo.app.pipeline_folder import missing_parts, trained_parameters
+from g2rpo.assembly import components, hub
+from g2rpo.assembly.blueprint import build_shallow, read_blueprint
+from g2rpo.assembly.hub import Question, at_once
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import check_devices, check_rewards, declared_by, defaults_of, reward_kind
+from g2rpo.assembly.trackers import check_trackers
+from g2rpo.config.given import Mentioned
+from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
+from g2rpo.core import plugins
+from g2rpo.core.capabilities import differentiates_rewards
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import is_hub_id
+from g2rpo.core.types import Reward, as_rewards
+from g2rpo.rewards.transport import TooSlow
+from g2rpo.rewards.weights import fetch
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.checkpoint import checkpoints
+from g2rpo.training.updater import check_differentiable
+
+SECONDS = 1.5
+"""Seconds for servers to answer. Slower ones are not reported: they may be busy."""
+LARGE = 2**28
+"""Bytes of a transformer from which on it takes longer to load than to build without weights."""
+
+
+def check(config: Config, given: Collection[str] = (), directory: Path | None = None) -> tuple[list[str], list[str]]:
+    """The prompts to train on and the held-out ones. UserError names everything that is missing or wrong.
+
+    Objects in `given` (policy, rewards, judges, prompts, heldout, trackers) are not checked. If the run's `directory` is given,
+    its disk must have space for the checkpoints.
+    """
+    found = _Findings()
+    _check_settings(found, config, given)
+    folder = None if "policy" in given else found.tried(_check_pipeline, config.policy)
+    prompts = _Prompts(config, given)
+    prompts.read(found, far=False)
+    for name, entry in _rewards(config, given).items():
+        found.tried(_check_reward, name, entry, found.questions)
+        found.tried(check_devices, {name: entry})  # apart, so that it hides no missing weights
+    found.ask()
+    if folder is not None and directory is not None:
+        found.tried(_check_room, config, folder, directory)
+    found.refuse()
+    prompts.read(found, far=True)
+    found.refuse()
+    prompts.check_targets(found, config, given)
+    found.refuse()
+    return prompts.train, prompts.heldout
+
+
+@dataclass
+class _Findings:
+    """Problems found, and questions to servers that are still to be asked, by subject."""
+
+    errors: list[UserError] = field(default_factory=list)
+    questions: dict[str, Question] = field(default_factory=dict)
+
+    def tried(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `call`; None, and a problem, if it raises UserError."""
+        try:
+            return call(*arguments)
+        except UserError as error:
+            if str(error) not in map(str, self.errors):
+                self.errors.append(error)
+
+    def add(self, message: str) -> None:
+        self.errors.append(UserError(message))
+
+    def ask(self) -> None:
+        """Asks all open questions."""
+        for what, answer in at_once(self.questions, SECONDS).items():
+            self.add(f"{what}: {answer}")
+
+    def refuse(self) -> None:
+        """Raises UserError if anything is wrong: the only one, or a list."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            lines = ["- " + str(error).replace("\n", "\n  ") for error in self.errors]
+            fetch = dict.fromkeys(re.findall(r"`(hf download [^` ]+)", "\n".join(lines)))
+            if len(fetch) > 1:
+                lines += ["To download all of it (after `hf auth login` for gated models; `g2rpo plan` has the sizes):", *fetch]
+            raise UserError("\n".join([f"{len(self.errors)} things are missing or wrong:", *lines]))
+
+
+class _Prompts:
+    """The lists of prompts that are not in `given`."""
+
+    def __init__(self, config: Config, given: Collection[str]) -> None:
+        self.train: list[str] = []
+        self.heldout: list[str] = []
+        self.most = config.evaluation.num_prompts
+        self.sources = {"prompts": ("prompts.train", config.prompts.train)}
+        self.sources["heldout"] = ("evaluation.prompts", config.evaluation.prompts)
+        self.sources = {name: source for name, source in self.sources.items() if name not in given}
+
+    def read(self, found: _Findings, far: bool) -> None:
+        """Reads local sources or, with `far`, those that may have to be downloaded (only if nothing else is missing)."""
+        for name, (key, source) in self.sources.items():
+            if source.startswith("hf:") is not far:
+                if not far and importlib.util.find_spec("datasets") is None:
+                    found.add(f"{key}={source}: reading datasets needs a library: pip install datasets")
+                continue
+            read = found.tried(build_prompts, source, key) or []
+            if name == "prompts":
+                self.train = read
+            else:
+                self.heldout = read[: self.most]
+
+    def check_targets(self, found: _Findings, config: Config, given: Collection[str]) -> None:
+        """Refuses rewards for which no prompt has what they need, such as a text in quotes."""
+        for name, (key, source) in self.sources.items():
+            texts = self.train if name == "prompts" else self.heldout
+            for reward, entry in _rewards(config, {*given, "judges"} if name == "prompts" else given).items():
+                declared = declared_by(reward_kind(reward, entry))
+                if declared.wants and texts:
+                    found.tried(_check_targets, f"rewards.{reward}", declared, texts, f"{key}={source}")
+
+
+def _check_targets(reward: str, kind: type[Reward], texts: Sequence[str], source: str) -> None:
+    """Refuses prompts in none of which a reward finds what it looks for, and metadata that it cannot read."""
+    targets = []
+    for text in texts:
+        try:
+            targets.append(kind.target(text))
+        except ValueError as error:
+            raise UserError(f"{reward}: the metadata of prompt {text!r} ({source}): {error}") from None
+    if not any(targets):
+        raise UserError(f"{reward}: none of {len(texts)} prompts ({source}) has {kind.wants}")
+
+
+def _rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:
+    """All rewards of a config, trained and held-out."""
+    tables = {"rewards": config.rewards, "judges": config.evaluation.rewards}
+    return {name: entry for key, table in tables.items() if key not in given for name, entry in table.items()}
+
+
+def _check_settings(found: _Findings, config: Config, given: Collection[str]) -> None:
+    """Checks settings of the config, alone and against this machine."""
+    found.tried(components.pick_device, config.policy.device)
+    for name in sorted(set(config.rewards) & set(config.evaluation.rewards)):
+        found.add(f"evaluation.rewards.{name}: a trained reward has this name already; it is judged anyway")
+    if not config.rewards:
+        found.add("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
+    found.tried(components.check_plans, config.algorithm, config.sampling)
+    if "rewards" not in given and not isinstance(config.algorithm, Mentioned) and differentiates_rewards(config.algorithm):
+        found.tried(_check_gradients, config)
+    if "policy" not in given:
+        found.tried(components.check_quantized, config)
+        found.tried(components.check_attention, config.policy)
+    for name in config.trackers if "trackers" not in given else ():
+        found.tried(check_trackers, [name])
+
+
+def _check_gradients(config: Config) -> None:
+    """Refuses rewards without the gradient that the algorithm learns from."""
+    check_differentiable(config.algorithm, as_rewards({name: reward_kind(name, it) for name, it in config.rewards.items()}))
+
+
+def _check_pipeline(config: PolicyConfig) -> Path | None:
+    """The folder of a pipeline that is on this machine. UserError if a part of it is missing and cannot be downloaded, or if a
+    model that takes long to load refuses a size or an option."""
+    path, _ = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    index = hub.cached(path, "model_index.json") if is_hub_id(path) else None
+    folder = index.parent if index else Path(path)
+    if config.kind is not None:
+        return None  # a user's policy may not need all components
+    missing = "; ".join(missing_parts(folder))
+    why = hub.obstacle(path, SECONDS) if missing and index else ""
+    if missing and why is not None:
+        raise UserError(f"policy.path={config.path}: {missing}{why and f' ({path} {why})'}")
+    if missing or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors")) > LARGE:
+        build_shallow(read_blueprint(config), config)
+    return None if missing else folder
+
+
+def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]) -> None:
+    """Refuses unknown options and missing files of a reward; checks that need a server are added to `questions`."""
+    check_rewards({name: entry})
+    kind = reward_kind(name, entry)
+    declared = declared_by(kind)
+    if absent := [library for library in declared.libraries if importlib.util.find_spec(library) is None]:
+        raise UserError(f"rewards.{name}: needs {' and '.join(absent)}: pip install {' '.join(declared.libraries)}")
+    options = {**defaults_of(kind), **entry.options}
+    for option, value in options.items():
+        if value is inspect.Parameter.empty:
+            raise UserError(f"rewards.{name}.options.{option} is missing; {entry.kind} cannot do without it")
+    if declared.asks:
+        questions[f"rewards.{name}"] = partial(_ask_endpoint, kind, entry.options)
+    for option, files in declared.files.items():
+        if isinstance(place := options.get(option), str) and not plugins.is_code(place):
+            _check_files(f"rewards.{name}.options.{option}", place, files, questions)
+
+
+def _check_files(key: str, place: str, files: tuple[str, ...], questions: dict[str, Question]) -> None:
+    """Refuses a local path that contains none of `files`."""
+    if is_hub_id(place):
+        if hub.cached(place, *files) is None:
+            questions[f"{key}={place}"] = partial(_ask_hub, place)
+        return
+    try:
+        fetch(place, *files)
+    except OSError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _ask_hub(repository: str) -> str | None:
+    why = hub.obstacle(repository, SECONDS)
+    return why and f"{why}; `hf download {repository}` fetches it, or name a FOLDER that you have"
+
+
+def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
+    """The problem of an endpoint, by the health check that the reward makes when it is built; None if there is none."""
+    try:
+        kind(**{**options, "timeout_s": SECONDS})
+    except TooSlow:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def _check_room(config: Config, pipeline: Path, directory: Path) -> None:
+    """Refuses a disk without space for the kept checkpoints and the next one."""
+    copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(RunDirectory(directory).checkpoints)))
+    tensors = 3 + bool(config.optim.ema_decay)  # the weights, their two moments and their average, all float32
+    needed = 4 * trained_parameters(config.policy, pipeline) * (copies * tensors + 1)  # plus the exported weights
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        remedy = "free some, name another --run-dir, or lower trainer.keep_checkpoints"
+        raise UserError(f"{directory}: checkpoints and weights take {decimal(needed)}, {decimal(free)} are free; {remedy}")

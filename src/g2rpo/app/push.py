@@ -1,0 +1,54 @@
+"""`g2rpo push`: a run's weights and card to a repository on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from g2rpo.app.progress import say
+from g2rpo.core.errors import UserError
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.model_card import CARD
+
+
+def check_repository(repository: str) -> None:
+    """Refuses a name that is not OWNER/NAME."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(f"'{repository}' is no repository ({error}); write owner/name") from None
+    if repository.count("/") != 1:
+        raise UserError(f"'{repository}' is no repository; write owner/name")
+
+
+def check_push(repository: str) -> None:
+    """Checks before training what the upload needs: a valid name and a token."""
+    from huggingface_hub import get_token
+
+    check_repository(repository)
+    if get_token() is None:
+        raise UserError("--push-to-hub needs a token of the Hugging Face Hub: `hf auth login` stores one, or leave it out")
+
+
+def push(run: Path, repository: str, *, private: bool, console: Console, api: Any = None) -> str:
+    """Uploads the weights folder of `run` and returns its address; `api` is an HfApi, by default one with the stored token."""
+    from huggingface_hub import HfApi
+
+    check_repository(repository)
+    folder = RunDirectory(run).weights
+    if not (folder / CARD).is_file():
+        raise UserError(f"{folder} has no model card; has the run finished?")
+    api = api or HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        address = str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Weights tuned with g2rpo"))
+    except Exception as error:  # without a network the exceptions are those of the HTTP library
+        again = f"the weights stay in {folder}; `g2rpo push {run} {repository}` tries again"
+        raise UserError(f"{repository}: the upload failed: {type(error).__name__}: {error}\n{again}") from error
+    say(console, f"pushed {folder} to {address}")
+    return address

@@ -1,0 +1,145 @@
+"""`g2rpo sample`: pictures from a run, or from any pipeline with or without tuned weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from g2rpo.app.progress import say
+from g2rpo.assembly import components
+from g2rpo.config.resolve import resolve_as
+from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps, grid_of
+from g2rpo.core.errors import UserError, counted, loading
+from g2rpo.core.files import whole_file
+from g2rpo.core.input_pictures import check_inputs, images_of
+from g2rpo.evaluation.heldout import sample_images
+from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
+from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
+from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
+from g2rpo.runs.directory import RunDirectory, check_weights
+from g2rpo.runs.lifecycle import fresh_directory, read_config
+from g2rpo.runtime.folders import is_empty
+
+SHOWN = 8  # pictures in the grid
+
+
+class SampleOptions(Section):
+    """Sampling options; None: the run's values, else 28 steps with the model's own shift."""
+
+    steps: Steps | None
+    shift: Shift | None
+    strength: float
+    batch_size: Count
+    video: Literal["webp", "mp4"]
+
+
+def sample(
+    prompts: Sequence[str],
+    *,
+    run: Path | None,
+    policy: PolicyConfig | None,
+    weights: Path | None,
+    strength: float,
+    base: bool,
+    steps: int | None,
+    shift: Shift | None,
+    seed: int,
+    batch_size: int,
+    video: str = "webp",
+    out: Path | None,
+    console: Console,
+) -> None:
+    """Writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and `out/grid.png`. Clips are
+    NNNN.webp, which needs no further library, or NNNN.mp4. Without `out` it is the first of samples, samples-2 ... that does
+    not exist."""
+    asked = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
+    options = resolve_as(SampleOptions, asked, source="sample")
+    config = read_config(run) if run is not None else None
+    out = out or fresh_directory(Path(), "samples")
+    _check(prompts, options, out)
+    if run is not None and config is not None:
+        policy, weights = config.policy, weights or (None if base else RunDirectory(run).weights)
+        own = {"steps": options.steps or config.sampling.num_steps, "shift": options.shift or config.sampling.shift}
+        options = options.model_copy(update=own)
+    if policy is None:
+        raise UserError("name a run, or a pipeline with --model")
+    if weights is not None and not base:
+        check_weights(weights)
+    painter = _painter(policy, None if base else weights, options.strength, prompts)
+    out.mkdir(parents=True, exist_ok=True)
+    shown, seconds = _write_all(painter, prompts, options, seed, out)
+    clips = shown.ndim == 5
+    save_grid(out / "grid.png", [Strip(shown)], prompts[:SHOWN])
+    if clips:
+        save_moving_grid(out / "grid.webp", [Strip(shown)], prompts[:SHOWN], "", seconds)
+    what, grid = ("clip", out / "grid.webp") if clips else ("picture", out / "grid.png")
+    beside = f"the first {len(shown)} side by side" if len(shown) < len(prompts) else "side by side"
+    say(console, f"{counted(len(prompts), what)} in {out}{f', {beside} in {grid}' if len(prompts) > 1 else ''}")
+
+
+def _check(prompts: Sequence[str], options: SampleOptions, out: Path) -> None:
+    """Refuses wrong input before anything is loaded."""
+    if options.video == "mp4" and not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
+        raise UserError("--video mp4 needs imageio and ffmpeg: pip install imageio imageio-ffmpeg, or take --video webp")
+    if not prompts:
+        raise UserError("give prompts as arguments, after the run if you name one, or a file of them with --prompts")
+    check_inputs(prompts)
+    if not is_empty(out):
+        raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
+
+
+def _painter(policy: PolicyConfig, weights: Path | None, strength: float, prompts: Sequence[str]) -> CachedPolicy:
+    """The model with `weights`, None for the base model. Prompts are encoded before the transformer is on the device."""
+    loaded = components.load_pipeline(policy, tuning="frozen")
+    encoded = EncodedPrompts(loaded.text, prompts)
+    painter = loaded.policy()
+    if weights is not None:
+        with loading(f"{weights}: the weights do not fit {policy.path}"):
+            painter.load(weights, strength)
+    return CachedPolicy(painter, encoded)
+
+
+def _write_all(
+    painter: CachedPolicy, prompts: Sequence[str], options: SampleOptions, seed: int, out: Path
+) -> tuple[Tensor, float]:
+    """Writes every picture or clip, and the list of them; returns the first ones and the seconds of a clip."""
+    sigmas = grid_of(options.shift or "model", painter, options.steps or 28)
+    shown: list[Tensor] = []
+    with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
+        for start in range(0, len(prompts), options.batch_size):  # written as they come: clips are large
+            part = prompts[start : start + options.batch_size]
+            rows = len(part)
+            images = sample_images(painter, part, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows, first=start)
+            seconds = seconds_of(painter, images.shape[1])
+            shown += reduced(images[: max(0, SHOWN - start)])
+            for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
+                name = _save(out / f"{number:04d}", image, seconds, options.video).name
+                line = {"file": name, "prompt": prompt, **_inputs(prompt), "seed": seed, "index": number}
+                listing.write(json.dumps(line, ensure_ascii=False) + "\n")
+    return torch.stack(shown), seconds
+
+
+def _inputs(prompt: str) -> dict[str, list[str]]:
+    return {"images": list(images)} if (images := images_of(prompt)) else {}
+
+
+def _save(path: Path, image: Tensor, seconds: float, video: str) -> Path:
+    """Writes a picture or a clip beside `path`, with a suffix, and returns where."""
+    path = path.with_suffix(".png" if image.ndim == 3 else f".{video}")
+    with whole_file(path) as unfinished:
+        if image.ndim == 3:
+            to_pil(image).save(unfinished)
+        elif video == "mp4":
+            from diffusers.utils import export_to_video
+
+            export_to_video(frames_of(image), str(unfinished), fps=len(image) / seconds)
+        else:
+            save_clip(unfinished, image, seconds)
+    return path

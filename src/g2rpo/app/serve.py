@@ -1,0 +1,42 @@
+"""`g2rpo serve-reward`: one reward behind HTTP, for a trainer in another environment or on another GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from g2rpo.app.progress import say
+from g2rpo.app.serving import check_address, refused, token_for
+from g2rpo.assembly.rewards import build_rewards
+from g2rpo.config.resolve import parse_options
+from g2rpo.config.schema import RewardConfig
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError
+from g2rpo.rewards.server import RewardServer
+
+
+def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, console: Console) -> None:
+    """Loads reward `kind` with key=value `options` and serves it until interrupted."""
+    if importlib.util.find_spec("uvicorn") is None:
+        raise UserError("serve-reward needs uvicorn: pip install uvicorn")
+    token = token_for(host, token_env)
+    check_address(host, port)
+    if plugins.is_code(kind):
+        plugins.allow(kind)
+    name = kind.rpartition(":")[2]  # a config's names have no dots, as the path of a file has
+    reward = build_rewards({name: RewardConfig(kind=kind, options=parse_options(options))})[name]
+    with refused(host, port):
+        server = RewardServer(reward, host, port, token=token)
+    with server:
+        say(console, f"{kind} at {server.address}; use it as")
+        given = {"url": server.address, **({"token_env": token_env} if token_env else {})}
+        overrides = shlex.join([f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"])
+        console.print(f"  {overrides}", highlight=False, soft_wrap=True, markup=False)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            console.print("stopped")

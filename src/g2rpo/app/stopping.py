@@ -1,0 +1,94 @@
+"""Ctrl-C and SIGTERM: a command ends with a message and an exit code, and a run saves a checkpoint.
+
+Loads nothing heavy, so that the signals are handled while heavy libraries load.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from g2rpo.core.errors import Interrupted, Preempted, Stopped, where
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
+"""130 is the shells' code for Ctrl-C; 75 (EX_TEMPFAIL) lets schedulers requeue after SIGTERM."""
+
+
+class Stopping:
+    """Handles both signals: by raising `Interrupted`, or inside `after` by calling `ask`. `message` describes what is kept if
+    the command ends now.
+    """
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.asked: signal.Signals | None = None
+        self._raised: signal.Signals | None = None
+        self._ask: Callable[[], None] | None = None
+
+    @contextmanager
+    def after(self, ask: Callable[[], None]) -> Iterator[None]:
+        """While entered, the first signal calls `ask`, which ends the command later; a second Ctrl-C ends it at once."""
+        self.honour()
+        self._ask = ask
+        try:
+            yield
+        finally:
+            self._ask = None
+
+    def honour(self) -> None:
+        """Raises `Interrupted` if the one that `handle` raised has not arrived: a library caught it, or made another error of
+        it, as imports do."""
+        if self._raised is not None:
+            raise Interrupted(self.message, EXIT_CODES[self._raised])
+
+    @contextmanager
+    def handling(self, *signals: signal.Signals) -> Iterator[None]:
+        """While entered, these signals are handled, none of them lost; a no-op outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():  # only the main one may set handlers
+            yield
+            return
+        before = {number: signal.signal(number, self.handle) for number in signals}
+        try:
+            yield
+            self.honour()
+        except (Exception, SystemExit):
+            self.honour()
+            raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        impatient = self.asked is not None and number == signal.SIGINT
+        self.asked = self.asked or signal.Signals(number)
+        if self._ask is None or impatient:
+            self._raised = self.asked
+            raise Interrupted(self.message, EXIT_CODES[self.asked])
+        self._ask()
+        again = "; press again to stop at once" if number == signal.SIGINT else " (SIGTERM)"
+        _tell(f"stopping after this iteration{again}")
+
+
+@contextmanager
+def stoppable(message: str) -> Iterator[Stopping]:
+    """While entered, the signals are handled by `Stopping`; a no-op outside the main thread."""
+    stopping = Stopping(message)
+    try:
+        with stopping.handling(*EXIT_CODES):
+            yield stopping
+    except Preempted as error:
+        error.exit_code = EXIT_CODES[stopping.asked or signal.SIGTERM]
+        raise
+    except SystemExit as error:  # from the user's code, such as a reward; an exit code of 0 would be wrong
+        raise Stopped(f"code that the command called has ended it: sys.exit({error.code!r}){where(error)}") from error
+
+
+def _tell(words: str) -> None:
+    """Writes unbuffered, because a signal may interrupt a buffered write; on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"\ng2rpo: {words}\n".encode())

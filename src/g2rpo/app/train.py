@@ -1,0 +1,250 @@
+"""`g2rpo train`: builds the objects of a config, trains, and shows progress."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from g2rpo.app.ahead import policy_after_encoding, prompts_to_come
+from g2rpo.app.contents import contents_of
+from g2rpo.app.dry_run import try_own_code
+from g2rpo.app.preflight import check
+from g2rpo.app.progress import say, warn_on
+from g2rpo.app.stopping import Stopping
+from g2rpo.app.watching import show_results, watch_training
+from g2rpo.assembly import components
+from g2rpo.assembly.prompts import caution as prompts_caution
+from g2rpo.assembly.rewards import build_rewards, configured
+from g2rpo.assembly.trackers import build_trackers
+from g2rpo.config import recipes
+from g2rpo.config.resolve import read_yaml, resolve
+from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.core.errors import RolledBack, UserError, counted
+from g2rpo.core.files import digest_of
+from g2rpo.core.input_pictures import check_counts, check_inputs
+from g2rpo.core.types import Reward
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import check_contents, claim, entered, read_config, record_start
+from g2rpo.runtime.distributed import ALONE, World, joined
+from g2rpo.runtime.sharding import Replicated
+from g2rpo.training.checkpoint import newest_iteration
+from g2rpo.training.pace import seconds_in
+from g2rpo.training.trainer import Trainer
+
+
+def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> Config:
+    """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the keys that an override drops,
+    and if a folder has the recipe's name."""
+    if recipe.endswith((".yaml", ".yml")):
+        return resolve(read_yaml(Path(recipe)), overrides, recipe, notify)
+    if "=" in recipe:
+        raise UserError(f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it")
+    if os.path.isdir(recipe):
+        if recipe not in recipes.names():
+            raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
+        notify(f"{recipe} is taken for the recipe, not for the folder of that name here")
+    return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", notify)
+
+
+def build_trainer(
+    config: Config,
+    run_dir: Path | None,
+    notify: Callable[[str], None] = print,
+    world: World = ALONE,
+    given: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+) -> Trainer:
+    """A trainer with the policy, rewards and prompts of `config`, or with the objects in `given`.
+
+    Prompts are encoded before policy and rewards are on the device, with progress on `console`. `notify(message)` is called for
+    problems with the embedding cache, batch sizes and trackers. `given` may have the keys listed in `preflight.check`.
+    """
+    given = given or {}
+    prompts, heldout = check(config, given)
+    check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
+    return _assembled(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, console)
+
+
+def _assembled(
+    config: Config,
+    run_dir: Path | None,
+    notify: Callable[[str], None],
+    world: World,
+    given: Mapping[str, Any],
+    console: Console | None,
+) -> Trainer:
+    """The trainer of a config that `preflight.check` has passed; `given` has the prompts."""
+    world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+    prompts, heldout = given["prompts"], given["heldout"]
+    if "policy" in given and config.trainer.sharding != "none":
+        raise UserError(
+            f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
+        )
+    if world.is_main and (said := prompts_caution(config.prompts.train, config.evaluation.prompts)) is not None:
+        notify(said)
+    try_own_code(config, given)
+    sharding = components.build_sharding(config, world)
+    if "policy" in given:
+        policy = given["policy"]
+    else:
+        components.check_prompts(config.policy, [*prompts, *heldout])
+        for caution in components.cautions(config.policy):
+            notify(caution)
+        loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
+        begun = newest_iteration(RunDirectory(run_dir).checkpoints) if run_dir is not None else 0
+        to_come = prompts_to_come(config, prompts, heldout, world, begun)
+        policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), notify, sharding)
+    if (takes := getattr(policy, "input_pictures", None)) is not None:
+        check_counts([*prompts, *heldout], takes)
+    device = components.pick_device(config.policy.device)
+
+    def rewards_of(key: str, table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
+        return configured(given[key], table) if key in given else build_rewards(table, device)
+
+    return Trainer(
+        config=config,
+        policy=policy,
+        rewards=rewards_of("rewards", config.rewards),
+        prompts=prompts,
+        heldout=heldout,
+        judges=rewards_of("judges", config.evaluation.rewards),
+        run_dir=run_dir,
+        notify=notify,
+        shards=sharding or Replicated(world),
+        trackers=given["trackers"] if "trackers" in given else build_trackers(config.trackers),
+    )
+
+
+def open_run(
+    config: Config,
+    directory: Path,
+    resume: bool,
+    accept_changes: bool,
+    notify: Callable[[str], None],
+    world: World = ALONE,
+    given: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+) -> Trainer:
+    """A trainer for a new or resumed run in `directory`, whose lock the caller must hold."""
+    given = given or {}
+    prompts, heldout = check(config, given, directory)
+    given = {"prompts": prompts, "heldout": heldout, **given}
+    contents = contents_of(config, given["prompts"], given["heldout"], given) if world.is_main else {}
+    if resume and world.is_main:
+        for change in check_contents(directory, contents, accept_changes):
+            notify(f"goes on with {change}")
+    trainer = _assembled(config, directory, notify, world, given, console)
+    if world.is_main:
+        claim(directory, config)  # only now: wrong input leaves nothing behind
+    if resume:
+        for complaint in trainer.resume():
+            notify(complaint)
+    if world.is_main:
+        record_start(directory, trainer.iteration, trainer.policy.device, contents)
+    return trainer
+
+
+def train(
+    recipe: str | None,
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    resume: bool,
+    console: Console,
+    accept_changes: bool = False,
+    stopping: Stopping | None = None,
+    within: str | None = None,
+) -> Path | None:
+    """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks other than 0.
+
+    With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own recipe; if there is none
+    yet, that of `recipe` begins. A stop signal (`stopping`) saves a checkpoint first. `within` is the time that the run may
+    take, with its earlier starts: its number of iterations and its evaluations are fitted to it.
+    """
+    ends_at = None if within is None else time.monotonic() + seconds_in(within)
+    notes: list[str] = []
+    begun = run_dir is not None and RunDirectory(run_dir).config.is_file()
+    if resume and run_dir is not None and (recipe is None or (begun and recipe == read_config(run_dir).recipe)):
+        config = read_config(run_dir, overrides, notes.append, mention=False)
+    elif recipe is not None:
+        config = load_config(recipe, overrides, notes.append)
+    else:
+        raise UserError("name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run")
+    with joined(_device(config), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
+        if not world.is_main:
+            console = Console(quiet=True)
+        for note in notes:
+            say(console, note)
+        fingerprint = torch.tensor(list(bytes.fromhex(digest_of(config.model_dump(mode="json")))))
+        if others := world.differing(fingerprint):
+            raise UserError(
+                f"ranks {others} were started with another config than rank 0; give all the same recipe and overrides"
+            )
+        chosen = stack.enter_context(entered(config, run_dir, resume, warn_on(console))) if world.is_main else ""
+        directory = Path(world.broadcast_text(str(chosen)))
+        _run(config, directory, resume, world, console, accept_changes, stopping, ends_at)
+        return directory if world.is_main else None
+
+
+def _device(config: Config) -> str:
+    """The device of a run; if it is not available, the message also lists everything else that is missing."""
+    try:
+        return components.pick_device(config.policy.device)
+    except UserError:
+        check(config)
+        raise
+
+
+def _run(
+    config: Config,
+    directory: Path,
+    resume: bool,
+    world: World,
+    console: Console,
+    accept_changes: bool = False,
+    stopping: Stopping | None = None,
+    ends_at: float | None = None,
+) -> None:
+    """Trains on one rank."""
+    stopping = stopping or Stopping("")
+    name = config.recipe or "training"
+    ranks = f" on {world.size} ranks" if world.size > 1 else ""
+    rewards = counted(len(config.rewards), "reward")
+    console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {rewards} and the prompts ...")
+    notify = warn_on(console) if world.is_main else partial(_warn_from, world.rank)
+    trainer = open_run(config, directory, resume, accept_changes, notify, world, console=console)
+    if resume:
+        console.print(f"resuming after iteration {trainer.iteration}" if trainer.iteration else "nothing to resume: it begins")
+    if ends_at is not None:
+        trainer.ends_at = ends_at - sum(row["seconds"] for row in trainer.alarms.rows)  # of earlier starts
+    began = time.perf_counter()
+    ended: RolledBack | None = None
+    stopping.message = f"stopped at once; {trainer.files.command} goes on from the last checkpoint"
+    try:
+        with stopping.after(partial(setattr, trainer, "stopping", True)):
+            watch_training(trainer, console)
+    except RolledBack as error:  # the restored weights are evaluated and written like any result
+        ended = error
+    stopping.message = (
+        f"stopped while base and tuned were compared; all iterations are done, and {trainer.files.command} finishes"
+    )
+    knobs = ", and free knobs of the base" if trainer.evaluator.controls_on else ""
+    console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned{knobs} ...")
+    table = trainer.finish()
+    if world.is_main:
+        show_results(trainer, table, directory, console)
+    if ended is not None:
+        raise ended
+
+
+def _warn_from(rank: int, message: str) -> None:
+    print(f"rank {rank}: {message}", file=sys.stderr)

@@ -1,0 +1,150 @@
+"""Models without weights: pipelines and the real policies around them on torch's meta device, where tensors have no data.
+
+The policies' own constructors are used, so dtypes, frozen weights and adapters are those of a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from g2rpo.assembly import components, pipeline_check
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.core.errors import UserError, loading
+from g2rpo.core.plain import parse_json, read_text, refuse_hub_kernels
+from g2rpo.policies import catalogue
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.pipelines import Shapes, thin
+
+LIBRARIES = ("diffusers", "transformers")
+Part = tuple[str, dict[str, Any]]
+"""A class, as "library:Name", and its config."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A pipeline's class and its models by name; `clip_tokens` is the length to which the CLIP tokenizers pad."""
+
+    kind: str
+    parts: Mapping[str, Part]
+    clip_tokens: int = 77
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of its index that are no parts, such as is_distilled."""
+
+
+def read_blueprint(config: PolicyConfig) -> Blueprint:
+    """The blueprint of `config.path`: a known hub id's published one, or the one in the config.json files of a folder or hub
+    repository."""
+    if (known := published(config.path, config.kind)) is not None:
+        components.check_pipeline(config.path, known.kind, config.pipeline, config.kind)
+        return known
+    path, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    if config.kind is None:
+        pipeline_check.check_files(config.path, path, catalogue.optional_parts(kind))
+    index = _read(path, "model_index.json")
+    models = {
+        name: index[name] for name in pipeline_check.parts_in(index) if name.startswith(("transformer", "vae", "text_encoder"))
+    }
+    parts = {
+        name: (f"{library}:{kind}", _read(path, f"{name}/config.json"))
+        for name, (library, kind) in models.items()
+        if library is not None
+    }
+    options = {name: value for name, value in index.items() if name[0] != "_" and name not in pipeline_check.parts_in(index)}
+    return Blueprint(kind, parts, _read(path, "tokenizer/tokenizer_config.json").get("model_max_length", 77), options)
+
+
+def published(path: str, kind: str | None = None) -> Blueprint | None:
+    """The blueprint of published weights by their hub id, where the spec of their pipeline has their parts."""
+    spec, model = catalogue.model_of(path, kind) or (None, None)
+    if spec is None or model is None or model.parts is None:
+        return None
+    return Blueprint(spec.pipeline_class, model.parts, options=model.options)
+
+
+def _read(pipeline: str, file: str) -> dict[str, Any]:
+    from huggingface_hub import hf_hub_download
+
+    folder = Path(pipeline)
+    try:
+        local = folder / file if folder.is_dir() else Path(hf_hub_download(pipeline, file))
+        return dict(parse_json(read_text(local)))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"policy.path={pipeline}: its {file} cannot be read: {error}") from None
+
+
+class Uninitialised(TorchFunctionMode):
+    """While entered, torch's initialisers do nothing: on the meta device they take time and have no effect."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__module__", None) == nn.init.__name__ or func in RANDOM:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+RANDOM = (torch.Tensor.normal_, torch.Tensor.uniform_)
+
+
+def on_meta(part: Part) -> nn.Module:
+    """The module of a part, on the meta device."""
+    target, config = part
+    library, _, name = target.partition(":")
+    if library not in LIBRARIES:  # importing a library named by a downloaded file would run its code
+        raise UserError(
+            f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(LIBRARIES)} are loaded"
+        )
+    kind: Any = getattr(importlib.import_module(library), name, None)
+    if nn.Module not in getattr(kind, "__mro__", ()):
+        raise UserError(f"policy.path: its model_index.json names {name}, which is no model of the {library} installed here")
+    try:
+        refuse_hub_kernels(config, f"the config.json of its {name}")
+    except ValueError as error:
+        raise UserError(f"policy.path: {error}") from None
+    with loading(f"policy.path: its config files describe no {name}"), torch.device("meta"), Uninitialised():
+        return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
+
+
+def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy:
+    """The policy that a run of `config` would build, on the meta device. UserError for a size or option it refuses."""
+    return _built(blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()})
+
+
+def build_shallow(blueprint: Blueprint, config: PolicyConfig, whole: bool = False) -> tuple[DiffusersPolicy, list[int]]:
+    """The same without text encoders and with two blocks of every kind (`whole`: all), and how many blocks each of these stands
+    for."""
+    modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
+    times = [] if whole else thin(modules["transformer"])
+    return _built(blueprint, config, modules), times
+
+
+def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.Module]) -> DiffusersPolicy:
+    import diffusers
+
+    pipeline_class = getattr(diffusers, blueprint.kind)
+    parameters = inspect.signature(pipeline_class).parameters.values()
+    absent = {each.name: None for each in parameters if each.default is inspect.Parameter.empty}  # tokenizers, and the like
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    with loading(f"policy.path={config.path}: its parts make no {blueprint.kind}"):
+        pipeline = pipeline_class(**{**absent, **blueprint.options, **modules, "scheduler": scheduler})
+    config = config.model_copy(update={"attention": "auto", "compile": False})  # no kernel runs here
+    policy, options = components.policy_options(config, blueprint.kind, device="meta")
+    with loading(f"policy.path={config.path}"), Uninitialised():
+        return policy(pipeline, **options)
+
+
+def shapes_of(policy: DiffusersPolicy, blueprint: Blueprint) -> Shapes:
+    """The shapes of a policy's calls."""
+    return policy.shapes(blueprint.clip_tokens)
+
+
+def size_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, shared ones once."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

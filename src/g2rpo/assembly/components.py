@@ -1,0 +1,250 @@
+"""From a config to a policy, and the checks before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g2rpo.assembly import hub, pipeline_check, refusals
+from g2rpo.config.given import Mentioned, refuse_mention
+from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig
+from g2rpo.core.contracts import name_of, plans_of
+from g2rpo.core.errors import UserError, loading
+from g2rpo.core.files import is_hub_id, local
+from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.types import Algorithm
+from g2rpo.policies import attention, catalogue, quantized
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.spec import PipelineSpec
+from g2rpo.policies.text import TextEncoders
+from g2rpo.runtime.distributed import World
+from g2rpo.runtime.sharding import Sharded
+
+EMBEDDED = ("testbed", "words")
+"""Names of the pipelines that come with the package."""
+
+
+def build_sharding(config: Config, world: World) -> Sharded | None:
+    """The weight placement of `trainer.sharding`; UserError if it is not possible."""
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
+    check_sharding(config, world.size, node)
+    if config.trainer.sharding == "none":
+        return None
+    whole, group = config.trainer.sharding == "training", shard_group(config, world.size, node)
+    return Sharded(world, pick_device(config.policy.device), whole_samples=whole, group=group)
+
+
+def shard_group(config: Config, ranks: int, node: int | None) -> int:
+    """The ranks that a weight is divided over, of `ranks` in nodes of `node` (None: unknown); UserError if they do not divide
+    them."""
+    asked = config.trainer.shard_group
+    if asked == "node" and node is None:
+        raise UserError("trainer.shard_group=node needs LOCAL_WORLD_SIZE, which torchrun sets; set it, or give a number")
+    group = ranks if asked == "all" else node if asked == "node" else asked
+    assert isinstance(group, int)
+    if ranks % group:
+        raise UserError(f"trainer.shard_group={asked}: {ranks} ranks are no multiple of {group}; take a divisor of {ranks}")
+    if group == 1:
+        raise UserError(
+            f"trainer.shard_group={asked}: one rank would hold all weights, as with trainer.sharding=none; set that"
+        )
+    return group
+
+
+def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
+    """Refuses a `trainer.sharding` that does not fit the number of ranks (in nodes of `node`) or other settings."""
+    asked = f"trainer.sharding={config.trainer.sharding}"
+    if config.trainer.sharding == "none":
+        if config.trainer.shard_group != "all":
+            raise UserError(
+                "trainer.shard_group divides what trainer.sharding shards, which is none; set sharding, or take it out"
+            )
+        return
+    if config.policy.tuning != "full":
+        raise UserError(
+            f"{asked} divides what policy.tuning=full trains; adapters are small, so with lora every rank has it all"
+        )
+    if ranks == 1:
+        how = "start them with torchrun (plan for them with --ranks)"
+        raise UserError(f"{asked} divides weights over several processes: {how}, or take it out")
+    if config.policy.compile:
+        raise UserError(f"{asked}: policy.compile is not for weights that come and go in each block; take it out")
+    if config.trainer.sharding == "full" and config.sampling.batch_size == "auto":
+        raise UserError(
+            f"{asked}: sampling.batch_size=auto is each rank's own, but they gather weights together; give a number"
+        )
+    shard_group(config, ranks, node)
+
+
+def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
+    """Refuses an algorithm that does not fit the sampler's steps, or whose solver does not fit the sampler's tails."""
+    if isinstance(algorithm, Mentioned):
+        refuse_mention("algorithm.name", algorithm.name)
+    plans = plans_of(algorithm, sampling.num_steps)
+    try:
+        sampling.tails.walked_by(plans)
+    except ValueError as error:
+        raise UserError(f"algorithm {name_of(algorithm)} does not fit sampling.tails: {error}") from None
+
+
+def check_quantized(config: Config) -> None:
+    """Refuses a `policy.quantize` that the run cannot have."""
+    policy = config.policy
+    quantized.check(policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=pick_device(policy.device))
+    if policy.tuning == "full" and not policy.autocast:
+        raise UserError("policy.autocast=false: weights that are trained are float32, and need it; set policy.tuning=lora")
+
+
+def check_attention(config: PolicyConfig) -> None:
+    """Refuses a `policy.attention` that this installation does not have for the run's device."""
+    attention.check(config.attention, pick_device(config.device))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A pipeline in host memory, for a policy of class `kind` with `options`. Its text encoders can be used before the policy
+    is built, that is before the transformer occupies the device.
+    """
+
+    config: PolicyConfig
+    kind: type[DiffusersPolicy]
+    options: dict[str, Any]
+    pipeline: Any
+    text: TextEncoders
+
+    def policy(self, sharding: Sharded | None = None) -> DiffusersPolicy:
+        """The policy, on its device; `sharding` shards the trained weights."""
+        with _loading(self.config.path):
+            return self.kind(self.pipeline, **self.options, sharding=sharding, text=self.text)
+
+
+def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = None, keep_base: bool = False) -> Loaded:
+    """The pipeline at `config.path`, for the policy of its class name.
+
+    `tuning` replaces the config's ("frozen" for sampling); `keep_base` is needed by a KL term under full fine-tuning.
+    """
+    path, name = locate_pipeline(config.path, config.pipeline, config.kind)
+    if config.kind is None:
+        pipeline_check.check_files(config.path, path, catalogue.optional_parts(name))
+    device = pick_device(config.device)
+    quantized.check(config.quantize, tuning=tuning or config.tuning, dtype=config.dtype, device=device)
+    attention.check(config.attention, device)
+    kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
+    if options["tuning"] == "lora" and issubclass(kind, DiffusersPolicy):
+        pipeline_check.check_adapters(path)
+    with _loading(config.path):
+        pipeline = kind.load_pipeline(path, **options)
+        return Loaded(config, kind, options, pipeline, kind.encoders(pipeline, **options))
+
+
+def _loading(path: str) -> AbstractContextManager[None]:
+    return loading(f"policy.path={path}: the pipeline cannot be loaded")
+
+
+def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **options: Any) -> DiffusersPolicy:
+    """The policy of `load_pipeline(config, **options)`, at once."""
+    return load_pipeline(config, **options).policy(sharding)
+
+
+def policy_options(
+    config: PolicyConfig, kind: str, *, device: str, seed: int = 0, tuning: str | None = None, keep_base: bool = False
+) -> tuple[type[DiffusersPolicy], dict[str, Any]]:
+    """The policy class for pipelines of class `kind`, and its constructor's options from `config`."""
+    policy = policy_class(config.kind or kind)
+    policy.check_options(config)
+    given = {name: value for name, value in config if name not in ("path", "kind", "pipeline")}
+    return policy, {**given, "device": device, "tuning": tuning or config.tuning, "seed": seed, "keep_base": keep_base}
+
+
+def policy_class(name: str) -> type[DiffusersPolicy]:
+    """The policy for a pipeline class, or for code of the user's: a `PipelineSpec`, or a class."""
+    found = catalogue.find(name)
+    return DiffusersPolicy.of(found) if isinstance(found, PipelineSpec) else found
+
+
+def check_prompts(config: PolicyConfig, prompts: Sequence[str]) -> None:
+    """Refuses prompts with more or fewer input pictures than the policy takes, before anything is loaded."""
+    _, name = locate_pipeline(config.path, config.pipeline, config.kind)
+    if (spec := catalogue.spec_of(config.kind or name)) is not None:
+        for prompt in prompts:
+            spec.check_pictures(prompt)
+
+
+def cautions(config: PolicyConfig) -> list[str]:
+    """What to say of a model before it is trained."""
+    folder = str(local(config.path))
+    said = pipeline_check.caution(config.path, folder if os.path.isdir(folder) else config.path)
+    return [said] if said is not None else []
+
+
+def pick_device(name: str, key: str = "policy.device") -> str:
+    """The device `name`, the value of a config's `key`; "auto" is a GPU if there is one, "cuda" the GPU of the local rank.
+
+    UserError for a device that torch or this machine lacks.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"{key}={name}: is no device; write cpu, cuda, cuda:1 or, for policy.device, auto") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        remedy = "policy.device=auto takes what there is" if key == "policy.device" else f"{key}=cpu needs none"
+        raise UserError(f"{key}={name}: torch sees {count} CUDA devices here; {remedy}")
+    return name
+
+
+def locate_pipeline(name: str, expected: str | None = None, chosen: str | None = None) -> tuple[str, str]:
+    """(where the pipeline lies, its class name); refuses a class that has no policy, or is not the `expected` one."""
+    refuse_mention("policy.path", name)
+    if name in EMBEDDED:
+        from g2rpo.testbed import pipeline_dir
+
+        name = str(pipeline_dir(name))
+    path = local(name)
+    if os.path.isdir(path):  # unlike Path.is_dir, it does not raise for names that are too long
+        index = path / "model_index.json"
+        if not index.is_file():
+            raise UserError(f"policy.path={name}: is no diffusers pipeline, it has no model_index.json")
+        try:
+            kind = str(parse_json(read_text(index))["_class_name"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"policy.path={name}: its model_index.json names no pipeline class") from None
+    elif not is_hub_id(name):
+        raise UserError(
+            f"policy.path={name}: is no directory; give a diffusers pipeline's folder, a hub id, 'testbed' or 'words'"
+        )
+    else:
+        kind = _hub_class(name)
+    check_pipeline(name, kind, expected, chosen)
+    return str(path) if os.path.isdir(path) else name, kind
+
+
+def check_pipeline(name: str, kind: str, expected: str | None, chosen: str | None = None) -> None:
+    """Refuses a pipeline class that has no policy, unless one is `chosen` (policy.kind), or is not the `expected` one."""
+    if chosen is None and kind not in (known := catalogue.names()):
+        own = "policy.kind=FILE.py:NAME takes a policy of your own"
+        raise UserError(f"policy.path={name}: is a {kind}, which has no policy here: {refusals.why(kind, known)} {own}.")
+    if expected is not None and kind != expected:
+        hint = "take a recipe for it, or set policy.pipeline= and check every value"
+        raise UserError(f"policy.path={name}: is a {kind}, but this recipe is for a {expected}; {hint}")
+
+
+def _hub_class(name: str) -> str:
+    from huggingface_hub import hf_hub_download
+
+    hint = f"`hf download {name} --local-dir FOLDER` (after `hf auth login` for a gated model), then policy.path=FOLDER"
+    index = hub.cached(name, "model_index.json")
+    if index is None and (why := hub.obstacle(name)) is not None:
+        raise UserError(f"policy.path={name}: is no local directory, and {why}\n{hint}")
+    try:
+        return str(parse_json(read_text(index or Path(hf_hub_download(name, "model_index.json"))))["_class_name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"policy.path={name}: is no local directory, and the hub does not give it: {error}\n{hint}") from None

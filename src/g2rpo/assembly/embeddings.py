@@ -1,0 +1,71 @@
+"""The cache of text embeddings, and the identity of what they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from g2rpo.assembly.components import locate_pipeline
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import FileDigests, digest_of, local
+from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder, cache_root
+
+NOT_IN_EMBEDDINGS = {
+    "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
+    "lora_targets", "lora_init", "gradient_checkpointing", "truncate_timesteps", "detach_negative", "published_pictures",
+    "vae_tiling", "quantize", "attention", "autocast", "compile",
+}  # fmt: skip
+"""Settings of a policy that text embeddings do not depend on. All others are part of their key."""
+
+
+def cache_embeddings(text: Encoder, config: PolicyConfig, cache: str, notify: Callable[[str], None]) -> CachedEncoder:
+    """`text`, the encoders of `config`, with their embeddings cached as in `prompts.cache`: "auto", "off" or a folder."""
+    store = None
+    if cache != "off":
+        root = local(cache) if cache != "auto" else cache_root() / "embeddings"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            edits = bool(getattr(text, "pictured", ()))
+            left_out = NOT_IN_EMBEDDINGS - ({"height", "width", "vae_tiling"} if edits else set())
+            settings = {key: value for key, value in config.model_dump(mode="json").items() if key not in left_out}
+            identity = {
+                **_text_identity(config.path, FileDigests(root / "digests.json"), ("vae",) if edits else ()),
+                "settings": settings,
+                "guided": getattr(text, "guided", False),  # whether the negative prompt is encoded too
+            }
+            store = EmbeddingStore(root, identity)
+        except OSError as error:
+            hint = "set prompts.cache (g2rpo evaluate: cache) to another folder, or to off"
+            raise UserError(f"embedding cache {root}: cannot be written ({error.strerror}); {hint}") from None
+    return CachedEncoder(text, store, notify=notify)
+
+
+def _text_identity(name: str, digests: FileDigests, more: tuple[str, ...] = ()) -> dict[str, str]:
+    """The identity of a pipeline's text encoders, tokenizers and `more` parts: their content, or hub id and commit."""
+    path, kind = locate_pipeline(name, chosen="any")
+    root = Path(path)
+    if not root.is_dir():
+        return {"pipeline": kind, "hub": path, "commit": _commit(path)}
+    folders = [folder for folder in sorted(root.iterdir()) if folder.name.startswith(("text_encoder", "tokenizer", *more))]
+    return {"pipeline": kind, "content": digests.of_folders(root, folders)}
+
+
+def pipeline_identity(name: str) -> str:
+    """A cheap identity of a pipeline: a folder's file names and sizes, or a hub id's commit."""
+    path, _ = locate_pipeline(name, chosen="any")
+    root = Path(path)
+    if not root.is_dir():
+        return f"{path}@{_commit(path)}"
+    files = [path for path in sorted(root.rglob("[!.]*")) if path.is_file() and ".cache" not in path.relative_to(root).parts]
+    return digest_of([[path.relative_to(root).as_posix(), path.stat().st_size] for path in files])
+
+
+def _commit(hub_id: str) -> str:
+    """The commit of a pipeline in the hub's local cache."""
+    index = try_to_load_from_cache(hub_id, "model_index.json")
+    if not isinstance(index, str):
+        raise UserError(f"policy.path={hub_id}: is not in the local hub cache; download it, or name a folder")
+    return Path(index).parent.name

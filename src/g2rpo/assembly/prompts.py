@@ -1,0 +1,51 @@
+"""Prompts from a source named in a config."""
+
+from __future__ import annotations
+
+import os
+
+from g2rpo.config.given import refuse_mention
+from g2rpo.core.errors import UserError, did_you_mean
+from g2rpo.core.files import local
+from g2rpo.prompts.sources import STARTER, read_prompts
+
+TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
+LISTS = (*TESTBED_LISTS, *STARTER)
+"""Prompts that come with the package."""
+
+
+def build_prompts(source: str, key: str) -> list[str]:
+    """The prompts of a list that comes with the package, or of a source for `read_prompts`; `key` names the config entry."""
+    refuse_mention(key, source)
+    if source.startswith(("testbed", "words:", "starter:")) and source not in LISTS:
+        raise UserError(f"{key}={source}: unknown list.{did_you_mean(source, LISTS)}")
+    if source not in TESTBED_LISTS:
+        try:
+            return list[str](read_prompts(source))
+        except UserError as error:
+            absent = not source.startswith("hf:") and not os.path.exists(local(source))
+            hint = _hint(key) if absent else ""
+            raise UserError(f"{key}={source}: {error}{hint}") from None
+    from g2rpo.testbed import prompts
+
+    world, _, split = source.partition(":")
+    return list(prompts("train" if split == "train" else "heldout", world))
+
+
+def caution(train: str, heldout: str) -> str | None:
+    """What to say of prompts of one's own that are judged on the starter set."""
+    if train in LISTS or not heldout.startswith("starter:"):
+        return None
+    return (
+        f"prompts.train={train}, but held-out pictures are of {heldout}, which comes with the package; "
+        "evaluation.prompts=FILE takes prompts like your own that are not trained on"
+    )
+
+
+def _hint(key: str) -> str:
+    starter = f"{key}=starter:{'heldout' if key.startswith('evaluation') else 'train'}"
+    edits = 'for a model that edits a .jsonl file of lines like {"prompt": "make it red", "images": ["in.png"]}'
+    return (
+        f"; name your own with {key}=FILE, with a prompt a line, or {edits}; for a model without input pictures {starter} "
+        "comes with the package"
+    )

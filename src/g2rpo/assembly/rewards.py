@@ -1,0 +1,156 @@
+"""Rewards from their names in a config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from g2rpo.assembly.components import pick_device
+from g2rpo.config.given import refuse_mention
+from g2rpo.config.schema import RewardConfig
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError, did_you_mean, loading
+from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
+from g2rpo.rewards.weights import parse_dtype
+
+REWARDS = {  # the only list of built-in rewards: all else stands on their classes
+    "hpsv2": "g2rpo.rewards.hpsv2:HPSv2",
+    "hpsv3": "g2rpo.rewards.hpsv3:HPSv3",
+    "clip_score": "g2rpo.rewards.clip:CLIPScore",
+    "pickscore": "g2rpo.rewards.pickscore:PickScore",
+    "image_reward": "g2rpo.rewards.image_reward:ImageReward",
+    "aesthetic": "g2rpo.rewards.aesthetic:Aesthetic",
+    "geneval": "g2rpo.rewards.geneval:GenEval",
+    "vlm_judge": "g2rpo.rewards.vlm:VLMJudge",
+    "http": "g2rpo.rewards.remote:RemoteReward",
+    "function": "g2rpo.rewards.function:FunctionReward",
+    "ocr": "g2rpo.rewards.ocr:OCR",
+    "jpeg_size": "g2rpo.rewards.analytic:JPEGSize",
+    "brightness": "g2rpo.rewards.analytic:Brightness",
+    "saturation": "g2rpo.rewards.analytic:Saturation",
+    "similarity": "g2rpo.rewards.analytic:Similarity",
+    "scene_accuracy": "g2rpo.testbed.rewards:SceneAccuracy",
+    "scene_clip": "g2rpo.testbed.rewards:SceneCLIP",
+    "scene_preference": "g2rpo.testbed.rewards:ScenePreference",
+    "word_colour": "g2rpo.testbed.words.judges:WordColour",
+    "word_paper": "g2rpo.testbed.words.judges:WordPaper",
+    "word_drawing": "g2rpo.testbed.words.judges:WordDrawing",
+    "word_letters": "g2rpo.testbed.words.judges:WordLetters",
+}
+
+
+def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dict[str, Reward]:
+    """The rewards of a config, by their names there; models whose options name no device go to `device`."""
+    check_rewards(table)
+    check_devices(table)
+    return configured({name: _build_reward(name, entry, device) for name, entry in table.items()}, table)
+
+
+def configured(rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
+    """The rewards with what `table` says of `frames`; UserError for frames of one that takes clips or latents."""
+    return {name: _configured(name, scorer, table.get(name)) for name, scorer in rewards.items()}
+
+
+def _configured(name: str, scorer: Scorer, entry: RewardConfig | None) -> Reward:
+    reward = as_reward(scorer)
+    if entry is None or entry.frames is None:
+        return reward
+    if reward is scorer:
+        reward = CallableReward(reward)  # the object may have other frames under another name
+    if reward.video or reward.latent:
+        what, kind = ("whole clips", "video") if reward.video else ("latents", "latent")
+        raise UserError(f"rewards.{name}.frames: this reward takes {what} (its `{kind}` is true); take frames out")
+    reward.frames = entry.frames
+    return reward
+
+
+def check_rewards(table: Mapping[str, RewardConfig]) -> None:
+    """Refuses unknown rewards and options, before any weights are loaded."""
+    plugins.require_all(code for entry in table.values() for code in _codes(entry))
+    for name, entry in table.items():
+        refuse_mention(f"rewards.{name}.kind", entry.kind)
+        kind = reward_kind(name, entry)
+        known = list(defaults_of(kind))
+        for option in entry.options:
+            if option not in known:
+                raise UserError(f"rewards.{name}.options: unknown option '{option}'.{did_you_mean(option, known)}")
+        if declared_by(kind) is kind:
+            _check_common_options(f"rewards.{name}.options", entry.options)
+
+
+def check_devices(table: Mapping[str, RewardConfig]) -> None:
+    """Refuses devices of rewards that this machine lacks; a plan for another machine may name them."""
+    for name, entry in table.items():
+        device, kind = entry.options.get("device"), reward_kind(name, entry)
+        if device is not None and declared_by(kind) is kind:
+            pick_device(str(device), f"rewards.{name}.options.device")
+
+
+def _check_common_options(key: str, options: Mapping[str, Any]) -> None:
+    """Refuses wrong values of the options that rewards share."""
+    if "dtype" in options:
+        try:
+            parse_dtype(options["dtype"])
+        except ValueError as error:
+            raise UserError(f"{key}.{error}") from None
+    for name in ("batch_size", "concurrency"):
+        value = options.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"{key}.{name} must be a whole number, at least 1, got {value!r:.80}")
+
+
+def reward_kind(name: str, entry: RewardConfig) -> Any:
+    """The class or function of a reward; code in its options must be allowed too."""
+    try:
+        kind = plugins.find("rewards", entry.kind, REWARDS)
+        plugins.require_all(_code_options(kind, entry))
+        return kind
+    except plugins.CodeNotAllowed:
+        raise
+    except UserError as error:
+        raise UserError(f"rewards.{name}: {error}") from error
+
+
+def declared_by(kind: Any) -> type[Reward]:
+    """The class with the declarations of a kind: itself if it is a `Reward`; other classes and functions declare nothing."""
+    return kind if isinstance(kind, type) and issubclass(kind, Reward) else CallableReward
+
+
+def _codes(entry: RewardConfig) -> list[str]:
+    """The code that an entry names, as far as it is known without importing any."""
+    if plugins.is_code(entry.kind):
+        return [entry.kind]
+    return _code_options(plugins.find("rewards", entry.kind, REWARDS), entry) if entry.kind in REWARDS else []
+
+
+def _code_options(kind: Any, entry: RewardConfig) -> list[str]:
+    return [code] if plugins.is_code(code := str(entry.options.get(declared_by(kind).code_option))) else []
+
+
+def defaults_of(kind: Any) -> dict[str, Any]:
+    """The options that a reward takes, a class's arguments, or a function's after pictures and prompts, with their defaults;
+    `inspect.Parameter.empty` where it needs one."""
+    options = list(inspect.signature(kind).parameters.values())[0 if isinstance(kind, type) else 2 :]
+    return {
+        option.name: None if option.kind in (option.VAR_POSITIONAL, option.VAR_KEYWORD) else option.default
+        for option in options
+    }
+
+
+def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
+    kind = reward_kind(name, entry)
+    placed = {"device": device} if "device" in defaults_of(kind) else {}
+    with loading(f"rewards.{name}: cannot be loaded", _weights_hint(name, kind, entry.options)):
+        given = {**placed, **entry.options}
+        return as_reward(kind(**given)) if isinstance(kind, type) else CallableReward(kind, given)
+
+
+def _weights_hint(name: str, kind: Any, options: Mapping[str, Any]) -> str:
+    """The weights that a reward reads and how to get them, as the end of a message."""
+    given = {**defaults_of(kind), **options}
+    reads = [f"{option}={given[option]}" for option in declared_by(kind).files if isinstance(given.get(option), str)]
+    if not reads:
+        return ""
+    where = f"rewards.{name}.options.{reads[0].partition('=')[0]}=FOLDER"
+    return f"\nIt reads {', '.join(reads)}. `hf download OWNER/NAME` fetches a repository; {where} uses a folder that you have."

@@ -1,0 +1,133 @@
+"""Checks of what an algorithm returns. A wrong shape would often broadcast silently."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.core.capabilities import SumsGroups, candidates_of
+from g2rpo.core.errors import UserError
+from g2rpo.core.types import Algorithm, AlgorithmState, Batch, Loss, Network, Plan, PromptChooser
+
+
+def name_of(algorithm: Algorithm) -> str:
+    """An algorithm's name in messages: its class's own `name`, or the class with its file and line."""
+    kind = type(algorithm)
+    if (name := vars(kind).get("name")) is not None:
+        return str(name)
+    try:
+        file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
+    except (OSError, TypeError):
+        return kind.__name__
+    return f"{kind.__name__} ({file}:{line})"
+
+
+def plans_of(algorithm: Algorithm, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+    """`algorithm.plans(...)`. UserError for hyper-parameters that do not fit `num_steps`, and for plans that cannot be sampled
+    together: none at all, different numbers of tails, or tails that do not end at `num_steps`."""
+    try:
+        plans = list(algorithm.plans(num_steps, iteration, seed))
+    except ValueError as error:
+        raise UserError(f"algorithm: {error}") from None
+    if not plans:
+        raise _broken(algorithm, "plans", "at least one Plan", f"none in iteration {iteration}")
+    if ends := {plan.tails[0][-1] for plan in plans} - {num_steps}:
+        raise _broken(algorithm, "plans", f"tails that end at step {num_steps}, the image", f"tails that end at {min(ends)}")
+    if len(numbers := {len(plan.tails) for plan in plans}) > 1:
+        raise _broken(algorithm, "plans", "equally many tails in every Plan", f"numbers of tails {sorted(numbers)}")
+    return plans
+
+
+def advantages_of(algorithm: Algorithm, rewards: Tensor, weights: Tensor) -> Tensor:
+    """`algorithm.advantages(...)` of rewards [N, R, M, G]. UserError unless it is finite and has shape [N, G]."""
+    advantages = algorithm.advantages(rewards, weights)
+    groups, members = rewards.shape[0], rewards.shape[-1]
+    _check_shape(algorithm, "advantages", advantages, (groups, members), "one for each group and member")
+    if not bool(advantages.isfinite().all()):
+        wanted = "finite numbers (0 for a member whose rewards are NaN)"
+        raise _broken(algorithm, "advantages", wanted, f"{int((~advantages.isfinite()).sum())} that are NaN or infinite")
+    return advantages
+
+
+def choice_of(
+    algorithm: Algorithm, state: AlgorithmState | None, iteration: int, rewards: Tensor, weights: Tensor
+) -> list[int]:
+    """`state.choose(...)` of rewards [P, candidates, R]. UserError unless it names a candidate for each place."""
+    if not isinstance(state, PromptChooser):
+        raise _broken(
+            algorithm, "memory", f"a types.PromptChooser, as candidates={candidates_of(algorithm)}", type(state).__name__
+        )
+    chosen = list(state.choose(iteration, rewards, weights))
+    places, candidates = rewards.shape[:2]
+    if len(chosen) != places or not set(chosen) <= set(range(candidates)):
+        raise _broken(algorithm, "choose", f"{places} numbers from 0 to {candidates - 1}", str(chosen))
+    return chosen
+
+
+def loss_of(algorithm: Algorithm, batch: Batch, network: Network) -> Loss:
+    """`algorithm.loss(batch, network)`. UserError unless its values have shape [B], depend on the weights and, in the first
+    update of a rollout, are finite where the network's velocities are.
+
+    After the first update a ratio may overflow; such an update is skipped and counted (`training.updater.Updater`).
+    """
+    watched = _Watched(network)
+    loss = algorithm.loss(batch, watched)
+    if not isinstance(loss, Loss):
+        raise _broken(algorithm, "loss", "a types.Loss", f"a {type(loss).__name__}")
+    values = loss.values
+    _check_shape(algorithm, "loss", values, batch.advantages.shape, "one for each member of the batch, before any mean")
+    if torch.is_grad_enabled() and not values.requires_grad:
+        raise _broken(algorithm, "loss", "a loss that depends on network.velocity", "one without a gradient")
+    if batch.first and not bool(values.isfinite().all()) and all(bool(v.isfinite().all()) for v in watched.velocities):
+        raise _broken(algorithm, "loss", "finite numbers", f"NaN or infinity for {int((~values.isfinite()).sum())} members")
+    return loss
+
+
+def group_terms_of(algorithm: Algorithm, batch: Batch, network: Network) -> Tensor:
+    """`algorithm.group_term(batch, network)`. UserError unless it has shape [B]."""
+    assert isinstance(algorithm, SumsGroups)
+    terms = algorithm.group_term(batch, network)
+    _check_shape(algorithm, "group_term", terms, batch.advantages.shape, "one for each member of the batch")
+    return terms
+
+
+@dataclass
+class _Watched:
+    """A network that stores its velocities, to distinguish a non-finite loss from a non-finite network."""
+
+    network: Network
+    velocities: list[Tensor] = field(default_factory=list)
+
+    def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        velocity = self.network.velocity(x, sigma, prompts)
+        self.velocities.append(velocity.detach())
+        return velocity
+
+    def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        velocity = self.network.base_velocity(x, sigma, prompts)
+        self.velocities.append(velocity)
+        return velocity
+
+    def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:
+        return self.network.reward(x, prompts)
+
+    def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        velocity = self.network.old_velocity(x, sigma, prompts)
+        self.velocities.append(velocity)
+        return velocity
+
+
+def _check_shape(algorithm: Algorithm, method: str, value: Any, shape: tuple[int, ...], meaning: str) -> None:
+    if not isinstance(value, Tensor):
+        raise _broken(algorithm, method, f"a tensor of shape {list(shape)} ({meaning})", f"a {type(value).__name__}")
+    if value.shape != shape:
+        raise _broken(algorithm, method, f"shape {list(shape)} ({meaning})", f"shape {list(value.shape)}")
+
+
+def _broken(algorithm: Algorithm, method: str, wanted: str, got: str) -> UserError:
+    return UserError(f"algorithm {name_of(algorithm)}: {method} should return {wanted}, but returned {got}")

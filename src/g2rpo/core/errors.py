@@ -1,0 +1,116 @@
+"""Errors that end a command with a message instead of a traceback, and what messages share."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+
+LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]), "<frozen")
+"""Path prefixes of the standard library, installed packages and this package."""
+
+SHORTEST_PART = 3
+"""Characters of a word that is offered the names that contain it."""
+
+
+class UserError(Exception):
+    """Wrong input. The message says what is wrong, where, and what would be right; the command line exits with 2."""
+
+
+class Stopped(Exception):
+    """A run that ended early although its input is valid; exit code 1. The message says why."""
+
+    exit_code = 1
+
+
+class Preempted(Stopped):
+    """A signal ended the run after a checkpoint; exit code 75 (EX_TEMPFAIL: try again)."""
+
+    exit_code = 75
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM ended the command at once. A BaseException, so that no `except Exception` in a library catches it."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class RolledBack(Stopped):
+    """An alarm ended the run, and the trainer has the weights of its best evaluation."""
+
+
+class RankLost(Stopped):
+    """Another rank has died, or did not answer in time."""
+
+
+class RewardFailed(Stopped):
+    """A reward raised an exception or returned a wrong result. Its cause, if any, has the traceback."""
+
+
+def at_least_one(**numbers: int) -> None:
+    """ValueError that names the first of these numbers that is below 1."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+
+
+NO_ROOM = re.compile(r"\bCU(BLAS|DNN)_STATUS_(\w+_)?(ALLOC|ALLOCATION)_FAILED\b")
+"""What cuBLAS and cuDNN say where a device has no room for their workspace; torch raises a RuntimeError of it."""
+
+
+def out_of_device_memory(error: BaseException) -> bool:
+    """Whether torch, or a library that computes for it, ran out of a device's memory."""
+    return type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and bool(NO_ROOM.search(str(error))))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether Python or torch ran out of memory; does not import torch, so that `g2rpo --help` stays fast."""
+    return isinstance(error, MemoryError) or out_of_device_memory(error) or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def loading(what: str, hint: str = "") -> Iterator[None]:
+    """Turns any exception while files from outside are read into UserError "WHAT: REASON HINT".
+
+    Libraries do not document the exceptions for damaged or wrong files.
+    """
+    try:
+        yield
+    except (UserError, Stopped):
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, UnpicklingError):
+            reason = "a file holds more than tensors, and unpickling it could run any code; save its tensors with safetensors"
+        raise UserError(f"{what}: {reason}{hint}") from error
+
+
+def where(error: BaseException) -> str:
+    """ " (in NAME, FILE:LINE: CODE)" of the innermost line on the way to `error` that is no library's; "" if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
+    return f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 reward", "2 rewards"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ " Did you mean 'x' or 'y'?" for near matches of `word`, else for words that contain it, else all known words, as the end
+    of a message."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    near = near or [other for other in known if len(word) >= SHORTEST_PART and word in other][:3]
+    if near:
+        return f" Did you mean {' or '.join(repr(match) for match in near)}?"
+    return f" Known: {', '.join(known)}." if known else " There are none."

@@ -1,0 +1,86 @@
+"""From rewards to advantages, and from advantages to a loss. Pure functions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from g2rpo.core.types import Normal, per_row
+
+
+def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False, population_std: bool = False) -> Tensor:
+    """Advantages (r - mean) / (std + eps) over the last axis (GRPO, arXiv 2402.03300; G2RPO, Eq. 8).
+
+    rewards [..., G]; std is the unbiased one, so |advantage| <= (G - 1) / sqrt(G), or with `population_std` the biased one. NaN
+    means "no score": such a member gets 0 and does not count in its group. A group whose valid rewards are all equal, or that
+    has fewer than two, gets exactly 0. Float64 inside: the rounding of a float32 mean would turn ties of large rewards into
+    advantages. `batch_std` divides by the std of all rewards [N, ..., G] along the first and last axes, as Flow-GRPO's code
+    does: groups of low variance then have small advantages.
+    """
+    valid, unbiased = ~rewards.isnan(), 0 if population_std else 1
+    r = torch.where(valid, rewards, 0).double()
+    n = valid.sum(-1, keepdim=True)
+    mean = r.sum(-1, keepdim=True) / n.clamp(min=1)
+    deviation = torch.where(valid, r - mean, 0)
+    if batch_std:
+        all_n = n.sum(0, keepdim=True)
+        center = r.sum((0, -1), keepdim=True) / all_n.clamp(min=1)
+        squares = torch.where(valid, r - center, 0).square().sum((0, -1), keepdim=True)
+        std = (squares / (all_n - unbiased).clamp(min=1)).sqrt()
+    else:
+        std = (deviation.square().sum(-1, keepdim=True) / (n - unbiased).clamp(min=1)).sqrt()
+    infinity = torch.finfo(r.dtype).max
+    highest = torch.where(valid, r, -infinity).amax(-1, keepdim=True)
+    lowest = torch.where(valid, r, infinity).amin(-1, keepdim=True)
+    return torch.where(highest > lowest, deviation / (std + eps), 0).to(rewards.dtype)
+
+
+RewardMix = Literal["advantages", "rewards", "gdpo"]
+
+
+def mix_rewards(
+    rewards: Tensor,
+    weights: Tensor,
+    mix: RewardMix = "advantages",
+    batch_std: bool = False,
+    population_std: bool = False,
+) -> Tensor:
+    """Advantages [N, G] of N groups from rewards [N, R, M, G] of R reward models at M granularities, and weights [R].
+
+    "advantages" normalises every reward at every granularity in its group and sums (G2RPO, Eq. 11; DanceGRPO for several
+    rewards). "rewards" adds the weighted rewards first and normalises once, so their scales matter. "gdpo" normalises the
+    sum of advantages once more over the whole batch (GDPO, arXiv 2601.05242, Eq. 4-6). NaN entries are masked out.
+    `batch_std`: see `group_normalize`.
+    `population_std` normalises as Flow-GRPO's code does, by the population's std + 1e-4.
+    """
+    per_reward = weights[:, None, None]
+    normalize = partial(
+        group_normalize, eps=1e-4 if population_std else 1e-8, batch_std=batch_std, population_std=population_std
+    )
+    by_grain = normalize((per_reward * rewards).sum(-3)) if mix == "rewards" else (per_reward * normalize(rewards)).sum(-3)
+    summed = by_grain.sum(-2)
+    if mix == "gdpo":
+        return group_normalize(summed.flatten()).reshape(summed.shape)
+    return summed
+
+
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """PPO's clipped loss max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(log_ratio) (G2RPO, Eq. 12).
+
+    Elementwise, to be minimised; all arguments have one shape. With log-probs that are means over entries, r is a geometric
+    mean per entry and stays within about 1e-3 of 1.
+    """
+    ratio = log_ratio.exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+
+
+def kernel_kl(kernel: Normal, reference: Normal) -> Tensor:
+    """KL between two step kernels of equal std, as a mean over entries, [B] (Flow-GRPO, arXiv 2505.05470, Eq. 14).
+
+    |mean - mean'|^2 / (2 unit^2); the unit is the std but for `flow.SquaredDistance`, whose KL is |mean - mean'|^2.
+    """
+    difference = (kernel.mean - reference.mean) / per_row(kernel.unit, kernel.mean)
+    return 0.5 * difference.square().flatten(1).mean(1)

@@ -1,0 +1,149 @@
+"""Classes by name: built-ins, entry points of installed packages, and the user's own files and modules.
+
+    g2rpo                  a built-in
+    mine                   an entry point of an installed package, in the group g2rpo.algorithms, g2rpo.policies, ...
+    my_file.py:Mine        something in a file
+    package.module:Mine    something in a module that Python can import
+
+Importing code runs it. Files and modules are therefore imported only after `allow`, which the command line calls for names that
+the user has typed; a config that only mentions them is refused (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from g2rpo.core.errors import UserError, did_you_mean, where
+from g2rpo.core.files import local
+
+_CODE = re.compile(r"(?P<source>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
+_allowed: set[str] = set()
+
+
+class CodeNotAllowed(UserError):
+    """A config mentions code that the user has not named at the command line."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        sources = dict.fromkeys(name.rpartition(":")[0] for name in names)
+        self.options = [word for source in sources for word in ("--plugin", source)]
+        named = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} code that a config names"
+        super().__init__(f"{named}. Importing runs it: read it, then add {' '.join(self.options)} to the command")
+
+
+def is_code(name: str) -> bool:
+    """Whether `name` has the form FILE.py:NAME or MODULE:NAME."""
+    return _CODE.fullmatch(name) is not None
+
+
+def allow(name: str) -> None:
+    """Allows code to be imported by this process. `name` is FILE.py or MODULE, with or without :NAME; UserError for anything
+    else.
+    """
+    source = name.partition(":")[0]
+    if not is_code(f"{source}:x"):
+        raise UserError(f"'{name}' is no code; name a file (my_file.py) or a module (package.module)")
+    _allowed.add(_key(source))
+
+
+def repeated() -> list[str]:
+    """The options that allow the same code in another command that is given here; files below the current folder by their
+    relative path."""
+    here = Path.cwd()
+    codes = [str(Path(code).relative_to(here)) if Path(code).is_relative_to(here) else code for code in sorted(_allowed)]
+    return [word for code in codes for word in ("--plugin", code)]
+
+
+def require(name: str) -> None:
+    """Raises `CodeNotAllowed` unless the file or module of `name` was allowed; nothing is imported."""
+    require_all([name])
+
+
+def require_all(names: Iterable[str]) -> None:
+    """The same for several names, in one message."""
+    if refused := [name for name in dict.fromkeys(names) if _key(name.rpartition(":")[0]) not in _allowed]:
+        raise CodeNotAllowed(refused)
+
+
+def available(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
+    """Short names of a group ("algorithms", "policies", ...), each with its MODULE:NAME; built-ins come first."""
+    installed = {entry.name: entry.value for entry in entry_points(group=f"g2rpo.{group}")}
+    return {**installed, **builtin}
+
+
+def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
+    """The class or function called `name` in a group. Raises `CodeNotAllowed` for a file or module that was not allowed, and
+    UserError for an unknown name, missing code, or code that cannot be imported.
+    """
+    if is_code(name):
+        require(name)
+        return load(name)
+    if name in builtin:  # without a look at what is installed; errors in built-ins are bugs and not caught
+        module, _, attribute = builtin[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    known = available(group, builtin)
+    if name not in known:
+        raise UserError(
+            f"unknown {group.removesuffix('s')} '{name}'.{did_you_mean(name, known)} Your own: FILE.py:NAME or MODULE:NAME."
+        )
+    module, _, attribute = known[name].partition(":")
+    return _attribute(_import(module, name), attribute, name)
+
+
+def load(name: str) -> Any:
+    """The class or function FILE.py:NAME or MODULE:NAME, without `require`; UserError if it cannot be imported."""
+    source, _, attribute = name.rpartition(":")
+    return _attribute(_import(source, name), attribute, name)
+
+
+def _key(source: str) -> str:
+    """A normal form of the ways to name a file."""
+    return str(local(source).resolve()) if source.endswith(".py") else source
+
+
+def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        own = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        raise UserError(f"{name}: there is no '{attribute}'.{did_you_mean(attribute, own)}")
+    return found
+
+
+def _import(source: str, name: str) -> ModuleType:
+    """The module of a file or module name, run once; UserError if it cannot be imported."""
+    try:
+        return load_file(local(source)) if source.endswith(".py") else importlib.import_module(source)
+    except FileNotFoundError:
+        raise UserError(f"{name}: there is no file {source}") from None
+    except Exception as error:  # anything the user's code raises
+        raise UserError(f"{name}: cannot be imported: {type(error).__name__}: {error}{where(error)}") from error
+
+
+def load_file(file: Path) -> ModuleType:
+    """The module in a Python file, run once per path. Raises FileNotFoundError, and what the file raises."""
+    file = file.resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    module_name = f"g2rpo_plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None and spec.loader is not None  # the name ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # as an import does: dataclasses look up their module by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module

@@ -1,0 +1,351 @@
+"""What can be replaced: Policy, Reward, Algorithm. The data types they exchange are in `data.py`; import either from here.
+
+Time runs from sigma = 1 (noise) to sigma = 0 (image): x = (1 - sigma) * image + sigma * noise, velocity = noise - image.
+A *step* is an index on the sigma grid (0 is pure noise, num_steps is the image); an *iteration* is one update of the weights.
+
+Shape legend: P prompts, K plans per prompt, G group members, M tails (granularities) per member, R rewards,
+B rows or members of a batch, [...] the latent of one sample.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from g2rpo.core.data import Batch, Cond, Example, Loss, Normal, Plan, Prompt, Rollout, Transition, per_row, plain_prompt  # noqa: F401
+from g2rpo.core.errors import at_least_one
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A generator that can be trained. Guidance, packing, timestep scaling and dtype are inside; callers see sigma only.
+
+    Three attributes are optional: `input_pictures`, the least and the most pictures of a prompt that the model takes, (0, 0)
+    without; `seconds`, how long a clip is, 1/16 per frame without; and `in_loss`, a context like `base` that is entered where
+    `velocity` is for a loss.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def shift(self) -> float:
+        """The time shift (of `flow.sigma_grid`) with which the model is deployed."""
+        ...
+
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        """Conditioning for each prompt."""
+        ...
+
+    def noise(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """One initial latent per generator: [len(generators), ...], float32, standard normal."""
+        ...
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """Velocity at x [B, ...] for sigma [B], which may differ per row, and cond of B rows; differentiable."""
+        ...
+
+    def decode(self, x: Tensor) -> Tensor:
+        """Images [B, 3, H, W], or clips [B, T, 3, H, W], float32 in [0, 1], of latents at sigma = 0."""
+        ...
+
+    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizer updates, float32, in an order that never changes."""
+        ...
+
+    def base(self) -> AbstractContextManager[None]:
+        """While entered, `velocity` is the untrained model's (for the KL term and for before/after pictures)."""
+        ...
+
+    def save(self, directory: Path) -> Path:
+        """Writes the trained weights as their ecosystem reads them, and returns where."""
+        ...
+
+
+@dataclass(frozen=True)
+class Frames:
+    """How a reward of pictures scores clips.
+
+    every: frames 0, `every`, 2 `every`, ... are scored. Video VAEs make four frames (Wan) or eight (LTX-Video) of one latent
+        frame, so neighbours differ little.
+    reduce: "mean" of the frames' scores, or "min", their least. Frames without a score are left out.
+    """
+
+    every: int = 4
+    reduce: Literal["mean", "min"] = "mean"
+
+    def __post_init__(self) -> None:
+        at_least_one(every=self.every)
+        if self.reduce not in ("mean", "min"):
+            raise ValueError(f"reduce must be mean or min, got {self.reduce!r}")
+
+    def of(self, length: int) -> int:
+        """How many frames of a clip of `length` frames are scored."""
+        return math.ceil(length / self.every)
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Networks on the meta device and a call that scores one picture with them, and what is known in numbers alone."""
+
+    networks: Sequence[torch.nn.Module] = ()
+    score: Callable[[], Any] = lambda: None
+    parameters: int = 0
+    flops: float = 0.0
+    """Floating-point operations for one picture, besides those of `score`."""
+
+
+Scorer = Callable[[Tensor, Sequence[str]], Any]
+"""A `Reward`, or any function or object that is called as one; `as_reward` makes a `Reward` of it."""
+
+
+class Reward:
+    """Scores pictures: raw, unweighted, higher is better. NaN means "no score" and is masked out of its group.
+
+    A subclass needs `__call__`; the rest has defaults. A function, or an object of another class, may have the same attributes.
+    """
+
+    right: float | None = None
+    """The least score of a right picture: pictures are then marked, and the share of right ones is logged."""
+    right_in_words: str | None = None
+    """What a right picture does, for the first sentence of the report: "Spells {} texts" becomes "Spells 71 % of 192 unseen
+    texts"; words without {}, such as "in the asked colour", follow those of another reward."""
+    video: bool = False
+    """Whether it takes whole clips [B, T, 3, H, W] of a video policy. Clips are otherwise scored by their `frames`."""
+    latent: bool = False
+    """Whether it takes final latents [B, ...] (as `Policy.decode` does): where all rewards do, training decodes nothing."""
+    differentiable: bool = False
+    """Whether scores of pictures that require a gradient carry it, on any device; ReFL needs that."""
+    waits: bool = False
+    """Whether it waits for an answer from elsewhere: pictures are then scored while other prompts are rolled out."""
+    device: torch.device | None = None
+    """Where it computes, if that is an accelerator; where the policy is, nothing is rolled out meanwhile."""
+    frames: Frames | None = None
+    """The frames of clips that it scores; None: those of `Frames()`."""
+    state: Any = None
+    """What changes as the run goes on: plain data and tensors, saved in checkpoints and set again on resuming. It must be the
+    same on all ranks, which score different pictures; so it changes in `observe` alone."""
+
+    # What the class says before one is made: preflight and `g2rpo plan` read it. Options are the constructor's arguments.
+    upstream: ClassVar[str] = ""
+    """The address of the code whose scores it gives, and its `licence`."""
+    licence: ClassVar[str] = ""
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """For options that name a file, a folder or a hub repository: the files of which one must be there."""
+    code_option: ClassVar[str] = ""
+    """The option that may name code, as FILE.py:NAME."""
+    libraries: ClassVar[tuple[str, ...]] = ()
+    """What has to be installed for it besides g2rpo's own requirements."""
+    asks: ClassVar[bool] = False
+    """Whether its constructor asks a server, which has `timeout_s` for the answer."""
+    wants: ClassVar[str] = ""
+    """What a prompt must have, in words, if it needs more than text; `target` finds it."""
+
+    @staticmethod
+    def target(prompt: str) -> Any:
+        """What `wants` describes, None for a prompt without; ValueError if its metadata are malformed."""
+
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        """What runs in this process, with all its options; None if that is not known. Called for `g2rpo plan`, on torch's meta
+        device."""
+        return None if "device" in inspect.signature(cls).parameters else RewardModel()
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores [B], float32 on CPU, of images [B, 3, H, W] in [0, 1], each for its own prompt."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__")
+
+    def observe(self, iteration: int, scores: Tensor) -> None:
+        """Called on every rank after an iteration with the scores [N, M, G] of all ranks' N groups."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @torch.no_grad()
+    def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """What a call answers as float32 [B] on CPU, infinite scores as NaN; ValueError unless it is a number per picture."""
+        answer: Any = self(images, list(prompts))
+        if isinstance(answer, list | tuple):
+            answer = [math.nan if value is None else float(value) for value in answer]
+        values = None if answer is None else torch.as_tensor(answer).detach().float().cpu()
+        if values is None or values.shape != (len(prompts),):
+            returned = None if values is None else f"the shape {list(values.shape)}"
+            raise ValueError(f"should return {len(prompts)} scores, one per image, but returned {returned}")
+        return values.where(values.isfinite(), torch.nan)
+
+
+class CallableReward(Reward):
+    """A function, or an object of any class, with `options` for its calls, and those of a reward's attributes that it has."""
+
+    def __init__(self, scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
+        self.scorer, self.options = scorer, dict(options or {})
+        self.__doc__ = inspect.getdoc(scorer)
+        for name in ("right", "right_in_words", "video", "latent", "differentiable", "waits", "device"):
+            setattr(self, name, getattr(scorer, name, getattr(Reward, name)))
+
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        return None
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Any:
+        return self.scorer(images, prompts, **self.options)
+
+    @property
+    def state(self) -> Any:
+        return getattr(self.scorer, "state", None)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.scorer.state = state  # type: ignore[attr-defined]
+
+    def observe(self, iteration: int, scores: Tensor) -> None:
+        getattr(self.scorer, "observe", super().observe)(iteration, scores)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.scorer, "__qualname__", type(self.scorer).__name__)
+
+
+def as_reward(scorer: Scorer) -> Reward:
+    """`scorer` itself if it is a `Reward`; other objects and functions are wrapped, here and nowhere else."""
+    return scorer if isinstance(scorer, Reward) else CallableReward(scorer)
+
+
+def as_rewards(scorers: Mapping[str, Scorer]) -> dict[str, Reward]:
+    return {name: as_reward(scorer) for name, scorer in scorers.items()}
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Normal]
+"""The transition kernel p(x_next | x): (x [B, ...], velocity, sigma, sigma_next) -> Normal. Sigmas are [B] or scalar."""
+
+Draw = Callable[..., torch.Generator]
+"""`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), that belongs to one rollout of one iteration."""
+
+UpdateEvery = Literal["rollout", "branch"] | int
+"""When the weights are updated: once a rollout, after the examples of every step, or after this many members of each group."""
+
+
+def no_kernel(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Normal:
+    """The kernel of algorithms whose plans have no stochastic steps."""
+    raise NotImplementedError("the algorithm has plans with stochastic steps, but no kernel")
+
+
+class Network(Protocol):
+    """The model in a training pass, as a loss sees it; `prompts` are rows of the conditioning."""
+
+    def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        """As `Policy.velocity`, under the weights that are trained; carries the gradient."""
+        ...
+
+    def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        """Under the untrained weights, without gradient; for algorithms with `uses_base`."""
+        ...
+
+    def old_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        """Under the old weights, without gradient; for algorithms that keep them. A loss calls it before `velocity`."""
+        ...
+
+    def reward(self, x: Tensor, prompts: Sequence[int]) -> Tensor:
+        """The weighted sum [B] of the scores of latents x at sigma = 0, with the gradient of decoding and rewards; for
+        algorithms that differentiate rewards."""
+        ...
+
+
+class AlgorithmState(Protocol):
+    """What an algorithm keeps from one iteration to the next. It is saved in checkpoints and equal on all ranks."""
+
+    state: dict[str, Any]
+    """Plain data, as JSON holds it: numbers, strings, lists, mappings with string keys."""
+
+    def at(self, iteration: int) -> Algorithm:
+        """The stateless algorithm of an iteration."""
+        ...
+
+    def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
+        """Updates the state from rewards [N, R, M, G] of all ranks' N groups with branch `steps`; returns what to log."""
+        ...
+
+
+@runtime_checkable
+class PromptChooser(AlgorithmState, Protocol):
+    """The state of an algorithm with several `candidates`."""
+
+    def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
+        """Which of its candidates takes each of P places, from rewards [P, candidates, R] of their ODE pictures; called before
+        `at`."""
+        ...
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+    """How members are sampled, their advantages, the training examples and the loss. Fields are the hyper-parameters.
+
+    A class that inherits from this protocol needs `plans`, `advantages`, `examples` and `loss`; the rest has defaults.
+    `algorithms.policy_gradient` has `examples` and `loss` for algorithms that learn from stochastic steps. What only some
+    algorithms ask of a run is in `capabilities`.
+    """
+
+    if TYPE_CHECKING:  # read-only, as the fields of frozen dataclasses are
+
+        @property
+        def group_size(self) -> int: ...
+
+        @property
+        def update_every(self) -> UpdateEvery:
+            return "rollout"
+
+        @property
+        def advantage_clip(self) -> float:
+            """The largest size of an advantage; the share at it is logged."""
+            return math.inf
+
+        @property
+        def uses_base(self) -> bool:
+            """Whether the loss calls `Network.base_velocity`."""
+            return False
+
+    else:
+        group_size: int
+        update_every = "rollout"
+        advantage_clip = math.inf
+        uses_base = False
+
+    def kernel(self, sigmas: Tensor) -> Kernel:
+        """The transition kernel of a run on the grid `sigmas`; only plans with stochastic steps need one."""
+        return no_kernel
+
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
+        """The plans of an iteration, at least one: a function of its arguments, random choices included.
+
+        Every prompt of the iteration is sampled with all of them; `plans` does not see the prompts, so plans cannot depend on
+        them. They have equally many tails, which end at `num_steps`. ValueError for hyper-parameters that do not fit.
+        """
+        ...
+
+    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        """Advantages [N, G], finite, from rewards [N, R, M, G] of N groups, whose entries may be NaN, and weights [R]."""
+        ...
+
+    def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:
+        """Training examples of a rollout with `advantages` [G]; as many, of as many rows, for every rollout of a plan.
+
+        Random numbers come from `draw` alone, so that a run stays a function of its config.
+        """
+        ...
+
+    def loss(self, batch: Batch, network: Network) -> Loss:
+        """The loss of the members of a batch, before averaging."""
+        ...
+
+    def metrics(self, log: Mapping[str, Tensor]) -> dict[str, float]:
+        """The logged numbers of an iteration from `Loss.log`: by name, one tensor of all members of all ranks."""
+        return {name: float(values.double().mean()) for name, values in log.items()}

@@ -1,0 +1,56 @@
+"""What a run costs in network evaluations, the unit of equal budgets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from g2rpo.config.schema import Config
+from g2rpo.core.contracts import plans_of
+from g2rpo.core.data import Plan
+from g2rpo.core.errors import UserError
+from g2rpo.rollout.planning import count_per_prompt, count_trained
+
+TRAINED_LATENT = 3
+"""The cost of one latent of a training pass in evaluations: one for the forward pass, two for the backward pass."""
+
+
+def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
+    """The cost of an iteration (from 0) in network evaluations of one latent.
+
+    A rollout's evaluations, three for each latent of the training pass, and one for each that it evaluates without gradient,
+    under the untrained or the old weights. `evaluations` are the rollout's if known; beforehand an algorithm may only give an
+    upper bound.
+    """
+    return _work(config, _plans(config, iteration), evaluations)
+
+
+def work_of_run(config: Config) -> int:
+    """The `work` of all iterations. Those with the same plans cost the same and are counted once: counting one calls the
+    algorithm's loss."""
+    times = Counter(tuple(_plans(config, iteration)) for iteration in range(config.trainer.iterations))
+    return sum(count * _work(config, plans) for plans, count in times.items())
+
+
+def _plans(config: Config, iteration: int) -> Sequence[Plan]:
+    return plans_of(config.algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
+
+
+def _work(config: Config, plans: Sequence[Plan], evaluations: int | None = None) -> int:
+    algorithm = config.algorithm
+    trained, base = count_trained(algorithm, plans, config.sampling.num_steps)
+    prompts = config.trainer.prompts_per_iteration
+    if evaluations is None:
+        evaluations = prompts * count_per_prompt(algorithm, plans, config.sampling.tails)
+    return evaluations + prompts * (TRAINED_LATENT * trained + base)
+
+
+def iterations_within(config: Config, evaluations: float) -> int:
+    """The most iterations whose `work` stays within `evaluations`; a `UserError` if that is none."""
+    iterations, spent = 0, work(config, 0)
+    if spent > evaluations:
+        raise UserError(f"a budget of {evaluations:,.0f} evaluations is below one iteration, which takes {spent:,}")
+    while spent <= evaluations:
+        iterations += 1
+        spent += work(config, iterations)
+    return iterations

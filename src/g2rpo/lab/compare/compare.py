@@ -1,0 +1,312 @@
+"""`g2rpo compare`: trains a grid of algorithms, learning rates and seeds, as ordinary runs in processes of their own.
+
+Everything is kept in one folder, and finished parts are not repeated:
+    study.yaml                            what is compared
+    probes/CELL/                          for a budget in seconds: what a cell's iteration costs
+    pilots/CELL/rate_R/seed_S/            runs that choose a cell's learning rate
+    runs/CELL/seed_S/                     the runs that are compared
+    judged/base/, judged/CELL/seed_S/     evaluations of their weights
+    judged/controls/                      with --controls: of free knobs of the untrained model
+    results.json, results.md, curves.png
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from g2rpo.app.evaluate import config_settings
+from g2rpo.app.preflight import check
+from g2rpo.app.progress import say
+from g2rpo.app.train import load_config
+from g2rpo.config.resolve import differences, read_yaml, resolve_as
+from g2rpo.config.schema import Config
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import write_whole
+from g2rpo.evaluation.work import iterations_within
+from g2rpo.lab.compare.arguments import own_budgets
+from g2rpo.lab.compare.jobs import Job, Workers, locked
+from g2rpo.lab.compare.results import Cell, write_results
+from g2rpo.lab.compare.study import PILOT_SEEDS, Study, Unit, best_rate, gain, read_run, seconds_per_evaluation
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import check_directory, first_usable
+from g2rpo.runtime.folders import is_empty
+from g2rpo.training.model_card import CARD
+
+STUDY = "study.yaml"
+NOISE = 0  # the seed of the evaluations: the same noise for all cells, so that differences are paired
+PROBE = 3  # iterations; the first is a warm-up
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The runs of a study in its folder, and the jobs that make them."""
+
+    study: Study
+    out: Path
+
+    def config(self, overrides: Sequence[str]) -> Config:
+        return load_config(self.study.recipe, overrides)
+
+    def training(self, title: str, folder: Path, overrides: Sequence[str]) -> Job | None:
+        """The job that trains, or continues training, in `folder`; None if it is finished. Another run there is refused."""
+        begun = RunDirectory(folder).config.is_file()
+        check_directory(self.config(overrides), folder, resume=begun)
+        if finished(folder):
+            return None
+        resume = ["--resume"] if begun else []
+        arguments = ["train", self.study.recipe, *overrides, "--run-dir", str(folder), *resume]
+        return Job(title, arguments, folder.parent / f"{folder.name}.log")
+
+    def probe(self, cell: str) -> tuple[Path, list[str]]:
+        short = [f"trainer.iterations={PROBE}", "evaluation.num_prompts=1"]
+        return self.out / "probes" / cell, [*self.study.overrides_of(cell), *short]
+
+    def run(self, cell: str, rate: float, seed: int, iterations: int) -> list[str]:
+        """The overrides of one run; every run of a study has as many evaluations as the recipe's own."""
+        overrides = self.study.overrides_of(cell)
+        config = self.config(overrides)
+        looks = max(1, config.trainer.iterations // config.evaluation.every)
+        every = math.ceil(iterations / looks)
+        return [
+            *overrides,
+            f"optim.learning_rate={rate}",
+            f"trainer.seed={seed}",
+            f"trainer.iterations={iterations}",
+            f"evaluation.every={every}",
+            *(f"evaluation.{key}=null" for key in ("every_minutes", "first_minutes") if getattr(config.evaluation, key)),
+            f"trainer.checkpoint_every={min(every, config.trainer.checkpoint_every)}",
+            "evaluation.controls=false",
+        ]
+
+    def pilots(self, cell: str, iterations: int) -> dict[tuple[float, int], tuple[Path, list[str]]]:
+        """Folder and overrides by rate and seed."""
+        config = self.config(self.study.overrides_of(cell))
+        seeds = range(config.trainer.seed + PILOT_SEEDS, config.trainer.seed + PILOT_SEEDS + self.study.pilots)
+        unseen = f"evaluation.prompts={config.prompts.train}"
+        return {
+            (rate, seed): (
+                self.out / "pilots" / cell / f"rate_{rate:g}" / f"seed_{seed}",
+                [*self.run(cell, rate, seed, iterations), unseen],
+            )
+            for rate in self.study.rates
+            for seed in seeds
+        }
+
+    def runs(self, cell: str, rate: float, iterations: int) -> dict[int, tuple[Path, list[str]]]:
+        """Folder and overrides by seed."""
+        first = self.config(self.study.overrides_of(cell)).trainer.seed
+        return {
+            seed: (self.out / "runs" / cell / f"seed_{seed}", self.run(cell, rate, seed, iterations))
+            for seed in range(first, first + self.study.seeds)
+        }
+
+    def judging(self, title: str, run: Path, folder: Path, *settings: str) -> Job | None:
+        """The job that evaluates a run's weights; None if it is finished."""
+        if RunDirectory(folder).results.is_file():
+            return None
+        steps = ",".join(map(str, self.study.steps))
+        arguments = ["evaluate", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
+        return Job(title, arguments, folder.parent / f"{folder.name}.log")
+
+
+def finished(run: Path) -> bool:
+    """Whether a training run has finished: the model card is written last."""
+    try:
+        return (RunDirectory(run).weights / CARD).is_file()
+    except UserError:
+        return False
+
+
+def compare(
+    recipe: str,
+    overrides: Sequence[str],
+    cells: Mapping[str, Sequence[str]],
+    budget: tuple[Unit, float],
+    rates: Sequence[float] | None,
+    seeds: int,
+    pilots: int,
+    steps: Sequence[int] | None,
+    jobs: int,
+    out: Path | None,
+    console: Console,
+    controls: bool = False,
+) -> None:
+    """Runs the missing parts of a study in the folder `out`, and writes its results there; without `out`, in the first of
+    study, study-2 ... that holds no other. `controls` samples free knobs of the untrained model too."""
+    if seeds > PILOT_SEEDS:
+        raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
+    cells, budgets = own_budgets(cells, budget[0])
+    configs = {cell: load_config(recipe, [*overrides, *own], _note(console, cell)) for cell, own in cells.items()}
+    _check(configs)
+    config = next(iter(configs.values()))
+    study = resolve_as(
+        Study,
+        {
+            "recipe": recipe,
+            "overrides": list(overrides),
+            "cells": cells,
+            "budgets": budgets,
+            "unit": budget[0],
+            "budget": budget[1],
+            "rates": list(rates or [config.optim.learning_rate]),
+            "seeds": seeds,
+            "pilots": pilots,
+            "steps": sorted(set(steps or [config.evaluation.num_steps or config.sampling.num_steps])),
+        },
+        source="study",
+    )
+    out = out or first_usable("study", partial(_check_same, study))
+    say(console, f"in {out}")
+    _check_same(study, out)
+    if study.unit != "seconds":
+        _spend(study, configs, {})  # refuses a budget that is too small
+    with locked(out) as lock:
+        write_whole(out / STUDY, study.to_yaml().encode())
+        _work(Workspace(study, out), configs, Workers(jobs, console, lock), console, controls)
+
+
+def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers, console: Console, controls: bool) -> None:
+    """Probes, pilots, runs, judging, results."""
+    study = workspace.study
+    prices: dict[str, float] = {}
+    if study.unit == "seconds":
+        probes = {cell: workspace.probe(cell) for cell in study.cells}
+        workers.run(_some(workspace.training(f"probe of {cell}", *probe) for cell, probe in probes.items()))
+        prices = {cell: seconds_per_evaluation(workspace.config(own), folder) for cell, (folder, own) in probes.items()}
+    iterations = _spend(study, configs, prices)
+
+    gains: dict[str, dict[float, list[float]]] = {cell: {} for cell in study.cells}
+    if len(study.rates) > 1:
+        pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in study.cells}
+        workers.run(
+            _some(
+                workspace.training(f"pilot of {cell}, rate {rate:g}, seed {seed}", *pilot)
+                for cell, own in pilots.items()
+                for (rate, seed), pilot in own.items()
+            )
+        )
+        gains = {cell: _gains(workspace, configs[cell], own) for cell, own in pilots.items()}
+    chosen = {cell: best_rate(own) if own else study.rates[0] for cell, own in gains.items()}
+
+    runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in study.cells}
+    workers.run(
+        _some(
+            workspace.training(f"{cell}, rate {chosen[cell]:g}, seed {seed}", *run)
+            for cell, own in runs.items()
+            for seed, run in own.items()
+        )
+    )
+    base = workspace.out / "judged" / "base"
+    judged = {cell: {seed: workspace.out / "judged" / cell / f"seed_{seed}" for seed in own} for cell, own in runs.items()}
+    some_run, _ = next(iter(next(iter(runs.values())).values()))
+    tuned = (
+        workspace.judging(f"judging {cell}, seed {seed}", folder, judged[cell][seed], "base=false")
+        for cell, own in runs.items()
+        for seed, (folder, _) in own.items()
+    )
+    free = workspace.out / "judged" / "controls"
+    untrained = [workspace.judging("judging the base", some_run, base, "weights=")]
+    if controls:
+        untrained.append(workspace.judging("judging free knobs of the base", some_run, free, "weights=", "--controls"))
+    workers.run(_some([*untrained, *tuned]))
+
+    cells = {
+        cell: Cell(
+            chosen[cell],
+            gains[cell],
+            [folder for folder, _ in own.values()],
+            [read_run(workspace.config(overrides), folder) for folder, overrides in own.values()],
+            list(judged[cell].values()),
+        )
+        for cell, own in runs.items()
+    }
+    trained = sorted({name for config in configs.values() for name in config.rewards})
+    knobs = free if (free / "results.json").is_file() else None
+    write_results(study, workspace.out, cells, base, trained, prices, console, knobs)
+
+
+def _check(configs: Mapping[str, Config]) -> None:
+    """Refuses cells that cannot be trained, or whose evaluations would differ."""
+    same: dict[str, Any] = {}
+    first = next(iter(configs))
+    for cell, config in configs.items():
+        try:
+            check(config)
+        except UserError as error:
+            raise UserError(f"cell {cell}: {error}") from None
+        judged = config_settings(config)
+        rewards = {name: {**entry, "weight": 1} for name, entry in judged.pop("rewards").items()}
+        shown = ("path", "height", "width", "guidance_scale", "negative_prompt", "max_sequence_length", "dtype")
+        policy = judged.pop("policy")
+        alike = {
+            **{f"policy.{key}": policy[key] for key in shown},
+            **{f"evaluation.{key}": judged[key] for key in ("prompts", "num_prompts")},
+            "sampling.shift": judged["shift"],
+            "rewards and evaluation.rewards": dict(sorted(rewards.items())),
+        }
+        same = same or alike
+        for key, value in alike.items():
+            if value != same[key]:
+                raise UserError(f"cells {first} and {cell} would not be judged alike: {key} is {same[key]!r} and {value!r}")
+
+
+def _check_same(study: Study, out: Path) -> None:
+    """Refuses a folder that holds another study, or anything else; cells and seeds may be added."""
+    path = out / STUDY
+    if not path.is_file():
+        if not is_empty(out):
+            raise UserError(f"{out} is not empty and holds no study (no {STUDY}); name another --out")
+        return
+    other = resolve_as(Study, read_yaml(path), source=str(path))
+    known = {name: own for name, own in study.cells.items() if name in other.cells}
+    budgets = {name: own for name, own in study.budgets.items() if name in other.cells}
+    ours = study.model_copy(update={"cells": known or study.cells, "budgets": budgets, "seeds": other.seeds})
+    changed = differences(ours, other)
+    gone = sorted(set(other.cells) - set(study.cells))
+    if gone:
+        raise UserError(f"{out} holds a study with the cells {', '.join(gone)} too; name them, or another --out")
+    if study.seeds < other.seeds:
+        raise UserError(f"{out} holds a study with {other.seeds} seeds; name at least as many, or another --out")
+    if changed:
+        listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
+        raise UserError(f"{out} holds another study:\n{listed}\nName another --out for this one.")
+
+
+def _spend(study: Study, configs: Mapping[str, Config], prices: Mapping[str, float]) -> dict[str, int]:
+    """The iterations that each cell's budget buys; `prices` are seconds per evaluation."""
+    if study.unit == "iterations":
+        return {cell: int(study.budget_of(cell)) for cell in configs}
+    iterations = {}
+    for cell, config in configs.items():
+        evaluations = study.budget_of(cell) / (prices[cell] if study.unit == "seconds" else 1)
+        try:
+            iterations[cell] = iterations_within(config, evaluations)
+        except UserError as error:
+            raise UserError(f"--budget {study.unit}={study.budget_of(cell):g}: cell {cell}: {error}") from None
+    return iterations
+
+
+def _gains(
+    workspace: Workspace, config: Config, pilots: Mapping[tuple[float, int], tuple[Path, list[str]]]
+) -> dict[float, list[float]]:
+    """The pilots' gains by rate."""
+    weights = {name: entry.weight for name, entry in config.rewards.items()}
+    gains: dict[float, list[float]] = {}
+    for (rate, _), (folder, own) in pilots.items():
+        gains.setdefault(rate, []).append(gain(read_run(workspace.config(own), folder), weights))
+    return gains
+
+
+def _some(jobs: Iterable[Job | None]) -> list[Job]:
+    return [job for job in jobs if job is not None]
+
+
+def _note(console: Console, cell: str) -> Callable[[str], None]:
+    return lambda message: say(console, f"{cell}: {message}")

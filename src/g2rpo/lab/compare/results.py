@@ -1,0 +1,244 @@
+"""The results of a study: results.json, a page of tables, and curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from g2rpo.app.progress import add_names, say
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import write_whole
+from g2rpo.core.plain import parse_json, read_text
+from g2rpo.lab.compare.study import (
+    History,
+    Judged,
+    Knob,
+    Outcome,
+    Scores,
+    Study,
+    best_knobs,
+    curve,
+    judged_scores,
+    lines,
+    save_curves,
+)
+from g2rpo.monitor.metrics import read_metrics
+
+FREE = "no training: best free knob"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The results of a cell: its learning rate, the gains of its pilots by rate, and its runs, one per seed."""
+
+    learning_rate: float
+    gains: Mapping[float, Sequence[float]]
+    folders: Sequence[Path]
+    runs: Sequence[History]
+    judged: Sequence[Path]
+
+    def spent(self, rates: Sequence[float]) -> dict[str, Any]:
+        """The mean cost of a run."""
+        return {
+            "learning_rate": self.learning_rate,
+            "at_edge": len(rates) > 1 and self.learning_rate in (min(rates), max(rates)),
+            "iterations": self.runs[0].iterations[-1],
+            "evaluations": float(np.mean([run.work[-1] for run in self.runs])),
+            "pictures": float(np.mean([_pictures(folder) for folder in self.folders])),
+            "seconds": float(np.mean([run.seconds[-1] for run in self.runs])),
+        }
+
+    def scores(self) -> Judged:
+        """[S, N] by (steps, reward)."""
+        tables = [_read_judged(folder) for folder in self.judged]
+        return {key: np.stack([table[key] for table in tables]) for key in tables[0]}
+
+
+def write_results(
+    study: Study,
+    out: Path,
+    cells: Mapping[str, Cell],
+    base: Path,
+    trained: Sequence[str],
+    prices: Mapping[str, float],
+    console: Console,
+    controls: Path | None = None,
+) -> None:
+    """Writes results.json, results.md and curves.png, and shows the tables; `base` and `controls` are evaluations of the
+    base and of its free knobs."""
+    scores = {name: cell.scores() for name, cell in cells.items()}
+    untrained = _read_judged(base)
+    table = lines(untrained, scores)
+    knobs = [] if controls is None else best_knobs(untrained, _read_controls(controls), study.steps[0])
+    rewards = next(iter(cells.values())).runs[0].scores[0]
+    curves = {reward: {name: curve(cell.runs, reward) for name, cell in cells.items()} for reward in rewards}
+    spent = {name: cell.spent(study.rates) for name, cell in cells.items()}
+    gains = {name: cell.gains for name, cell in cells.items() if cell.gains}
+    prompts = next(iter(next(iter(scores.values())).values())).shape[1]
+    results = {
+        "study": study.model_dump(mode="json"),
+        "prompts": prompts,
+        "intervals": "95% over training seeds and held-out prompts: crossed bootstrap, 2000 resamples; of one seed Student's t",
+        "evaluations_count": "rollout evaluations, and 3 for each latent of a training pass (4 with a KL term)",
+        "seconds_per_evaluation": dict(prices),
+        "pilots": {name: {f"{rate:g}": list(values) for rate, values in own.items()} for name, own in gains.items()},
+        "spent": spent,
+        "judged": [asdict(line) for line in table],
+        **({"controls": [asdict(knob) for knob in knobs]} if knobs else {}),
+        "curves": {
+            reward: {name: [asdict(point) for point in points] for name, points in own.items()}
+            for reward, own in curves.items()
+        },
+    }
+    text = markdown(study, table, spent, gains, prompts, trained, knobs)
+    write_whole(out / "results.json", json.dumps(_numbers(results), indent=1, allow_nan=False).encode())
+    write_whole(out / "results.md", text.encode())
+    save_curves(out / "curves.png", curves, trained)
+    for steps in study.steps:
+        console.print(_console_table(table, steps, trained, prompts, study.seeds, console.width, knobs))
+        knobs = []  # they are of the first number of steps
+    for what in ("results.json", "results.md", "curves.png"):
+        say(console, f"  {out / what}")
+
+
+def markdown(
+    study: Study,
+    table: Sequence[Outcome],
+    spent: Mapping[str, Mapping[str, Any]],
+    gains: Mapping[str, Mapping[float, Sequence[float]]],
+    prompts: int,
+    trained: Sequence[str],
+    knobs: Sequence[Knob] = (),
+) -> str:
+    """The results as a page."""
+    budget = ", ".join([f"{study.budget:g} {study.unit}", *(f"{own:g} for {cell}" for cell, own in study.budgets.items())])
+    parts = [
+        f"# {', '.join(study.cells)} on {study.recipe}",
+        f"Budget of a run: {budget}. {study.seeds} seeds, {prompts} held-out prompts, one noise for all. Brackets: 95 % "
+        "intervals over seeds and prompts.",
+        "## Spent, per run",
+        _rows(
+            ["cell", "learning rate", "iterations", "network evaluations*", "pictures", "seconds of training"],
+            [
+                [
+                    cell,
+                    f"{own['learning_rate']:g}" + (" (edge of the sweep)" if own["at_edge"] else ""),
+                    str(own["iterations"]),
+                    f"{own['evaluations']:,.0f}",
+                    f"{own['pictures']:,.0f}",
+                    f"{own['seconds']:,.0f}",
+                ]
+                for cell, own in spent.items()
+            ],
+        ),
+        "\\* of rollouts, and three for each latent of a training pass, four with a KL term.",
+    ]
+    rewards = list(dict.fromkeys(line.reward for line in table))
+    names = [f"{name} ({'trained' if name in trained else 'judged'})" for name in rewards]
+    for steps in study.steps:
+        at = {(line.cell, line.reward): line for line in table if line.steps == steps}
+        parts.append(f"## {steps} steps: change against the base")
+        changes = [[cell, *(f"{at[cell, name].change:+}" for name in rewards)] for cell in study.cells]
+        if knobs and steps == study.steps[0]:
+            changes.append([FREE, *_knob_cells(knobs, rewards)])
+        parts.append(_rows(["cell", *names], changes))
+        first, *others = study.cells
+        if others:
+            parts.append(f"## {steps} steps: lead over {first}")
+            parts.append(
+                _rows(["cell", *names], [[cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in others])
+            )
+    if gains:
+        parts.append("## Pilots: gain in the trained rewards, in standard deviations of the base, on training prompts")
+        parts.append(
+            _rows(
+                ["cell", *(f"{rate:g}" for rate in study.rates)],
+                [
+                    [cell, *(_pilot(own[rate], rate == spent[cell]["learning_rate"]) for rate in study.rates)]
+                    for cell, own in gains.items()
+                ],
+            )
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _pilot(values: Sequence[float], chosen: bool) -> str:
+    text = f"{sum(values) / len(values):+.3f}"
+    return f"**{text}**" if chosen else text
+
+
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _knob_cells(knobs: Sequence[Knob], rewards: Sequence[str]) -> list[str]:
+    of = {knob.reward: knob for knob in knobs}
+    return [f"{of[name].change:+}, {of[name].control}" for name in rewards]
+
+
+def _console_table(
+    table: Sequence[Outcome],
+    steps: int,
+    trained: Sequence[str],
+    prompts: int,
+    seeds: int,
+    width: int,
+    knobs: Sequence[Knob] = (),
+) -> Table:
+    """The table of one step count for a console of `width`."""
+    out = Table(title=f"{steps} steps: change against the base, {seeds} seeds x {prompts} prompts, 95 % intervals")
+    rewards = list(dict.fromkeys(line.reward for line in table))
+    add_names(out, "cell", [line.cell for line in table], width)
+    for name in rewards:
+        out.add_column(f"{name}{'' if name in trained else ' (judged)'}", justify="right", overflow="fold")
+    for cell in dict.fromkeys(line.cell for line in table):
+        own = {line.reward: line.change for line in table if (line.cell, line.steps) == (cell, steps)}
+        out.add_row(cell, *(escape(f"{own[name]:+}") for name in rewards))
+    if knobs:
+        out.add_row(FREE, *map(escape, _knob_cells(knobs, rewards)))
+    return out
+
+
+def _read_controls(folder: Path) -> dict[str, dict[str, Scores]]:
+    """Scores [N] of an evaluation's controls, by control and reward."""
+    rows: dict[str, list[Any]] = {}
+    for row in _read_rows(folder):
+        if row["side"] == "control":
+            rows.setdefault(row["control"], []).append(row)
+    return {control: {name: values for (_, name), values in judged_scores(own).items()} for control, own in rows.items()}
+
+
+def _read_judged(folder: Path) -> Judged:
+    return judged_scores(_read_rows(folder))
+
+
+def _read_rows(folder: Path) -> list[Any]:
+    path = folder / "pictures.jsonl"
+    try:
+        rows = [parse_json(row) for row in read_text(path).split("\n") if row]
+        judged_scores(rows)  # refuses what it cannot read
+        return rows
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: is damaged ({error}); delete {folder} and the same command judges again") from None
+
+
+def _pictures(run: Path) -> int:
+    return sum(row["images"] for row in read_metrics(run) if row["kind"] == "train")
+
+
+def _numbers(value: Any) -> Any:
+    """JSON has no NaN: a missing number is null."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

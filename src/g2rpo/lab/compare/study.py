@@ -1,0 +1,222 @@
+"""A study: algorithms (or variants of one) compared under one budget, each with its own best learning rate.
+
+A *cell* is one variant: a name and overrides of the recipe. It is trained once per seed. Its learning rate is chosen
+beforehand, from the same rates for every cell, on *pilots*: runs with their own seeds, evaluated on training prompts. So the
+choice uses no held-out prompt and no seed of the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from g2rpo.config.schema import Config, Section
+from g2rpo.core.files import whole_file
+from g2rpo.core.statistics import Interval, interval
+from g2rpo.evaluation.controls import highest
+from g2rpo.evaluation.heldout import load_tensors
+from g2rpo.evaluation.work import work
+from g2rpo.monitor.curves import COLOURS, curve_with_band
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.runs.directory import RunDirectory
+
+Scores = NDArray[np.float64]
+Unit = Literal["iterations", "evaluations", "seconds"]
+PILOT_SEEDS = 1000
+"""Offset of the pilots' seeds from the comparison's."""
+
+
+class Study(Section):
+    """The settings of a study."""
+
+    recipe: str
+    overrides: list[str]
+    """Training seeds of every cell."""
+    cells: Annotated[dict[str, list[str]], Field(min_length=1)]
+    budget: PositiveFloat
+    unit: Unit
+    """Unit of the budget of one run."""
+    budgets: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Budgets of cells with their own."""
+    rates: Annotated[list[PositiveFloat], Field(min_length=1)]
+    seeds: PositiveInt
+    pilots: PositiveInt
+    """Pilot runs of each cell at each rate; none are needed for one rate."""
+    steps: Annotated[list[PositiveInt], Field(min_length=1)]
+    """Step counts at which trained models are evaluated."""
+
+    def overrides_of(self, cell: str) -> list[str]:
+        return [*self.overrides, *self.cells[cell]]
+
+    def budget_of(self, cell: str) -> float:
+        return self.budgets.get(cell, self.budget)
+
+
+def seconds_per_evaluation(config: Config, run_dir: Path) -> float:
+    """Seconds per unit of `work`, from a probe: a short run of `config`, without its first iteration."""
+    rows = [row for row in read_metrics(run_dir) if row["kind"] == "train" and row["iteration"] > 1]
+    return sum(row["seconds"] for row in rows) / sum(work(config, row["iteration"] - 1) for row in rows)
+
+
+@dataclass(frozen=True)
+class History:
+    """The history of a finished run: after every evaluation the scores [N] by reward, and the cost until then."""
+
+    iterations: list[int]
+    work: list[int]
+    seconds: list[float]
+    """Seconds of training, without evaluations."""
+    scores: list[dict[str, Scores]]
+
+
+def read_run(config: Config, run_dir: Path) -> History:
+    """The run of `config` in `run_dir`."""
+    iterations, spent, seconds, scores = [], [], [], []
+    evaluations = 0
+    clock = 0.0
+    for row in read_metrics(run_dir):
+        if row["kind"] == "train":
+            evaluations += work(config, row["iteration"] - 1, row["evaluations"])
+            clock += row["seconds"]
+        else:
+            path = RunDirectory(run_dir).scores(row["iteration"])
+            iterations.append(row["iteration"])
+            spent.append(evaluations)
+            seconds.append(clock)
+            scores.append({name: values.double().numpy() for name, values in load_tensors(path).items()})
+    return History(iterations, spent, seconds, scores)
+
+
+def gain(run: History, weights: Mapping[str, float]) -> float:
+    """The gain of a run in its trained rewards: the sum of their mean changes in units of the base's standard deviation over
+    prompts, weighted as in training. Missing scores are left out; a reward without variance is not scaled."""
+    first, last = run.scores[0], run.scores[-1]
+    total = 0.0
+    for name, weight in weights.items():
+        spread = float(np.nanstd(first[name]))
+        total += weight * float(np.nanmean(last[name] - first[name])) / (spread if spread > 0 else 1.0)
+    return total
+
+
+def best_rate(gains: Mapping[float, Sequence[float]]) -> float:
+    """The rate with the highest mean gain of its pilots; the smallest of ties."""
+    return max(sorted(gains), key=lambda rate: float(np.mean(gains[rate])))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cell after an evaluation: its cost, averaged over seeds, and the change of a reward against the base."""
+
+    iteration: int
+    work: float
+    seconds: float
+    change: Interval
+
+
+def curve(runs: Sequence[History], reward: str) -> list[Point]:
+    """The change of a reward during training, over the runs of all seeds and their common held-out prompts."""
+    points = []
+    for place, iteration in enumerate(runs[0].iterations):
+        change = np.stack([run.scores[place][reward] - run.scores[0][reward] for run in runs])
+        spent, seconds = (float(np.mean([getattr(run, of)[place] for run in runs])) for of in ("work", "seconds"))
+        points.append(Point(iteration, spent, seconds, interval(change)))
+    return points
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a cell for one reward at one step count, over all seeds and prompts, with the same noise for all cells."""
+
+    cell: str
+    steps: int
+    reward: str
+    tuned: Interval
+    change: Interval
+    """Change against the base."""
+    lead: Interval
+    """Lead over the first cell, paired by seed and prompt."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """The best free knob of the untrained model for one reward, and its change against the base, on the same noise."""
+
+    reward: str
+    control: str
+    mean: float
+    change: Interval
+
+
+def best_knobs(base: Judged, controls: Mapping[str, Mapping[str, Scores]], steps: int) -> list[Knob]:
+    """By reward the best of scores [N] by control and reward, against the base at `steps`."""
+    knobs = []
+    for (at, reward), before in base.items():
+        if at == steps:
+            by_control = {control: scores[reward] for control, scores in controls.items()}
+            if (best := highest(by_control)) is not None:
+                control, mean = best
+                knobs.append(Knob(reward, control, mean, interval(by_control[control] - before)))
+    return knobs
+
+
+Judged = Mapping[tuple[int, str], Scores]
+"""Scores by (steps, reward): [N] of the base, [S, N] of a cell."""
+
+
+def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Outcome]:
+    """The table of a study, by step count, reward and cell; leads are over the first cell."""
+    first = next(iter(cells.values()))
+    return [
+        Outcome(
+            name,
+            *key,
+            tuned=interval(judged[key]),
+            change=interval(judged[key] - base[key]),
+            lead=interval(judged[key] - first[key]),
+        )
+        for key in base
+        for name, judged in cells.items()
+    ]
+
+
+def judged_scores(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Scores]:
+    """Scores [N] by (steps, reward) from the rows of an evaluation of one side (`judging.Judging.rows`)."""
+    table: dict[tuple[int, str], list[float]] = {}
+    for row in sorted(rows, key=lambda row: (row["steps"], row["index"])):
+        for name, value in row["scores"].items():
+            table.setdefault((row["steps"], name), []).append(np.nan if value is None else value)
+    return {key: np.array(values) for key, values in table.items()}
+
+
+def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:
+    """Draws curves[reward][cell]: a row of panels per reward, against iterations, network evaluations and seconds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    axes_of: dict[str, Callable[[Point], float]] = {
+        "iterations": lambda point: point.iteration,
+        "network evaluations, training included": lambda point: point.work,
+        "seconds of training": lambda point: point.seconds,
+    }
+    figure = Figure(figsize=(12.6, 2.8 * len(curves)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(curves), 3, squeeze=False, sharey="row")
+    for row, (reward, cells) in zip(axes, curves.items(), strict=True):
+        for axis, (label, spent) in zip(row, axes_of.items(), strict=True):
+            for number, (cell, points) in enumerate(cells.items()):
+                mean, low, high = ([getattr(point.change, name) for point in points] for name in ("mean", "low", "high"))
+                x, style = [spent(point) for point in points], "-" if number < len(COLOURS) else "--"
+                curve_with_band(axis, x, mean, low, high, COLOURS[number % len(COLOURS)], label=cell, linestyle=style)
+            axis.axhline(0, color="#888", linewidth=0.8)
+            axis.set_xlabel(label, fontsize=9)
+        row[0].set_ylabel("change", fontsize=9)
+        row[0].set_title(f"{reward} ({'trained on' if reward in trained else 'judged only'})", fontsize=10, loc="left")
+    axes[0][0].legend(fontsize=8)
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished, dpi=120)

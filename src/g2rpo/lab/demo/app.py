@@ -1,0 +1,247 @@
+"""The demo's page: Gradio's controls around the pictures of `views`. Nothing is computed here.
+
+Importing this module imports Gradio. No telemetry, no fonts or scripts from elsewhere, one question at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
+
+import gradio as gr
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+
+from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.web import bounded
+from g2rpo.lab.demo import views
+from g2rpo.lab.demo.gate import MAX_UPLOAD, STRANGERS, Gate, Scope
+from g2rpo.lab.demo.studio import (
+    MAX_PROMPT,
+    MAX_STRENGTH,
+    Studio,
+    draw,
+    learn,
+    plan_labels,
+)
+
+ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
+"""A click during an answer is queued with the settings at that time; Gradio's default drops it silently."""
+TO_VIEW = "() => { document.getElementById('views').dataset.view = '%s' }"
+TO_SETTINGS = """() => {
+  const open = document.getElementById("settings").toggleAttribute("data-open");
+  document.getElementById("to-settings").setAttribute("aria-expanded", open);
+}"""
+TO_OUTPUT = """() => {
+  const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "instant" : "smooth";
+  if (innerWidth < 640) document.getElementById("%s").scrollIntoView({behavior});
+}"""
+CLEAR = "() => document.querySelectorAll('.toast-close').forEach(button => button.click())"
+"""Removes messages about earlier questions."""
+WAITING = 16  # questions in the queue; more are refused
+SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The content of the page: a studio and its texts."""
+
+    studio: Studio
+    title: str
+    facts: str
+    examples: Sequence[str] = ()
+    """Prompts to try; the first is in the prompt's field."""
+    opening: str = ""
+    """HTML of the drawing shown when the page opens."""
+    lesson: str = ""
+    """HTML of the group shown below "How it learns" when the page opens."""
+    report: Callable[[], str] | None = None
+    """Renders the run's report, if there is a run."""
+
+
+def build(stage: Stage) -> gr.Blocks:
+    """The page, not yet served."""
+    studio = stage.studio
+    prompt = stage.examples[0] if stage.examples else ""
+    with gr.Blocks(title=f"{stage.title} · g2rpo demo", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
+        gr.HTML(f'<div class="g2"><h1>{escape(stage.title)}</h1><p class="g2-facts">{escape(stage.facts)}</p></div>')
+        with gr.Tabs(elem_id="views"):
+            tabs = [gr.Tab("Draw"), gr.Tab("How it learns"), *([gr.Tab("The run")] if stage.report else [])]
+        with _view(tabs[0], "draw"):
+            _draw_view(stage, studio, prompt)
+        with _view(tabs[1], "learn"):
+            _learn_view(stage, studio, prompt)
+        if stage.report is not None:
+            with _view(tabs[2], "run"):
+                shown = gr.HTML(_empty("Reading the run …"))
+            tabs[2].select(_told(stage.report), None, shown, **ONE_AT_A_TIME)
+    page.queue(max_size=WAITING, api_open=False)
+    return page
+
+
+def _view(tab: gr.Tab, name: str) -> gr.Column:
+    """The content that is shown while `tab` is selected.
+
+    It is not the tab's own content because Gradio (6.31) renders that, and what a closed accordion holds, only when it is
+    opened, and one frame later sets every value in it back to the first: on a slow machine that undoes what was typed. The
+    style sheet hides it instead.
+    """
+    tab.select(None, js=TO_VIEW % name, api_visibility="private")
+    return gr.Column(elem_id=f"view-{name}")
+
+
+def _draw_view(stage: Stage, studio: Studio, prompt: str) -> None:
+    with gr.Row():
+        with gr.Column(scale=4, min_width=300):
+            asked = _prompt(prompt)
+            picture = _picture(studio)
+            go = gr.Button("Draw", variant="primary", elem_id="draw")
+            _examples(stage, asked)
+            toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
+            toggle.click(None, js=TO_SETTINGS, api_visibility="private")
+            with gr.Column(elem_id="settings"):
+                seed = _seed(studio.seed)
+                steps = gr.Slider(1, studio.most_steps, studio.steps, step=1, label="Steps")
+                guidance = gr.Slider(0, studio.most_guidance, studio.policy.guidance_scale, step=0.1, label="Guidance")
+                strength = gr.Slider(
+                    0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=studio.tuned == "adapter"
+                )
+        with gr.Column(scale=7, min_width=300):
+            empty = _empty("Base and tuned, from the same noise, appear here.")
+            out = gr.HTML(stage.opening or empty, elem_id="drawing")
+
+    def answer(prompt: str, picture: str | None, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
+        settings = {"seed": seed, "steps": steps, "guidance": guidance, "strength": strength}
+        return views.drawing_html(draw(studio, prompt, images=[picture] if picture else [], **settings))
+
+    gr.on([go.click, asked.submit], None, js=CLEAR, api_visibility="private")
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, seed, steps, guidance, strength], out, **QUESTION)
+    asks.success(None, js=TO_OUTPUT % "drawing")
+
+
+def _learn_view(stage: Stage, studio: Studio, prompt: str) -> None:
+    labels = plan_labels(studio.plans)
+    sides = ["base model", "after training"]
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=4, min_width=300):
+            asked = _prompt(prompt)
+            picture = _picture(studio)
+            _examples(stage, asked)
+        with gr.Column(scale=6, min_width=300):
+            with gr.Row():
+                plan = gr.Dropdown(list(zip(labels, range(len(labels)), strict=True)), value=0, label="Noise enters at")
+                seed = _seed(studio.seed)
+                side = gr.Radio(sides, value=sides[0], label="Weights", visible=studio.tuned != "nothing")
+                grains = gr.CheckboxGroup(
+                    studio.offered, value=list(studio.granularities), label="Granularities", visible=bool(studio.offered)
+                )
+            go = gr.Button("Branch", variant="primary", elem_id="branch")
+    empty = _empty("One group of the algorithm appears here: the anchor, its branches, their advantages.")
+    out = gr.HTML(stage.lesson or empty, elem_id="lesson")
+
+    def answer(
+        prompt: str,
+        picture: str | None,
+        plan: Any,
+        seed: Any,
+        side: str,
+        grains: list[int],
+        progress: Any = gr.Progress(),  # noqa: B008
+    ) -> str:
+        def told(done: int, total: int) -> None:
+            progress((done, total), unit="evaluations")
+
+        tuned, chosen = side == sides[1], grains if studio.offered else None
+        lesson = learn(studio, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=told)
+        return views.lesson_html(lesson)
+
+    gr.on([go.click, asked.submit], None, js=CLEAR, api_visibility="private")
+    asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, plan, seed, side, grains], out, **QUESTION)
+    asks.success(None, js=TO_OUTPUT % "lesson")
+
+
+def _prompt(value: str) -> gr.Textbox:
+    return gr.Textbox(value, label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT)
+
+
+def _picture(studio: Studio) -> gr.Image:
+    """The input picture, for models that edit; without one a held-out prompt has its own."""
+    takes = studio.input_pictures[1] > 0
+    return gr.Image(
+        type="filepath",
+        sources=["upload"],
+        label="Input picture; held-out prompts have their own",
+        height=180,
+        visible=takes,
+        buttons=[],
+    )
+
+
+def _seed(value: int) -> gr.Number:
+    return gr.Number(value, label="Seed")  # without bounds, because `studio.checked` has the better message
+
+
+def _examples(stage: Stage, asked: gr.Textbox) -> None:
+    if stage.examples:
+        gr.Examples([[example] for example in stage.examples], asked, label="Held-out prompts", api_visibility="private")
+
+
+def _empty(words: str) -> str:
+    return f'<div class="g2"><p class="g2-empty">{escape(words)}</p></div>'
+
+
+def _told(answer: Callable[..., str]) -> Callable[..., str]:
+    """`answer` with `UserError` and failed rewards shown as messages in the page."""
+
+    @functools.wraps(answer)
+    def guarded(*arguments: Any, **more: Any) -> str:
+        try:
+            return answer(*arguments, **more)
+        except (UserError, RewardFailed) as error:
+            raise gr.Error(escape(str(error)), print_exception=False) from error
+
+    return guarded
+
+
+def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: bool = False) -> str:
+    """Serves the page from its own thread and returns its address. OSError if the port is taken.
+
+    Without a `token`, `host` must be a loopback address.
+    """
+
+    def allowed(name: str, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), (token or "").encode())
+
+    def known(scope: Scope) -> bool:
+        cookies = Headers(scope=scope).get("cookie", "")
+        return not token or any(given in cookies for given in app.tokens)
+
+    app, address, _ = page.launch(
+        server_name=f"[{host}]" if ":" in host else host,
+        server_port=port,
+        auth=allowed if token else None,
+        auth_message="Any name, and the token as the password.",
+        share=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        ssr_mode=False,
+        mcp_server=False,
+        enable_monitoring=False,
+        run_history=False,  # it would keep prompts in the browser
+        footer_links=[],
+        app_kwargs={"middleware": [Middleware(Gate, local=token is None, uploads=uploads)]},
+        max_file_size=MAX_UPLOAD,
+        theme=gr.themes.Default(primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]),
+        css=views.style(),
+    )
+    config = page.server.config
+    config.http_protocol_class = bounded(config.http_protocol_class, lambda connection: known(connection.scope), STRANGERS)
+    return address

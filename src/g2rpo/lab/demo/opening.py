@@ -1,0 +1,58 @@
+"""The held-out prompt with which the demo opens, chosen from the run's evaluations, and the reason as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from g2rpo.core.types import Reward
+from g2rpo.evaluation.heldout import load_tensors, verdicts
+from g2rpo.lab.report.history import Run
+
+Scores = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The number of a held-out prompt, and why it was chosen."""
+
+    number: int = 0
+    rule: str = "This opens on the first held-out prompt."
+
+
+def opening_of(run: Run, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
+    """The opening for a run whose rewards have been built; the first held-out prompt if the run kept no scores. UserError for
+    damaged ones."""
+    changes = run.changes()
+    if not changes:
+        return Opening()
+    paths = [run.files.scores(iteration) for iteration in (0, changes[0].iteration)]
+    if not all(path.is_file() for path in paths):  # runs of older versions have no scores
+        return Opening()
+    base, tuned = map(load_tensors, paths)
+    known = {name: reward for name, reward in rewards.items() if name in base.keys() & tuned.keys()}
+    return opening(base, tuned, known, [name for name in trained if name in known])
+
+
+def opening(base: Scores, tuned: Scores, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:
+    """The first prompt on which training helped, from scores [N] by reward before and after it: one that was wrong and is right
+    or, if no reward defines right pictures, one on which every trained score rose."""
+    before, after = verdicts(rewards, base), verdicts(rewards, tuned)
+    if before is not None and after is not None:
+        gained, lost = (before == 0) & (after == 1), (before == 1) & (after == 0)
+        words, worse = "that the base model draws wrong and the tuned one right", "became wrong"
+    elif trained:
+        rises = torch.stack([tuned[name] - base[name] for name in trained])
+        gained, lost = (rises > 0).all(0), (rises < 0).all(0)
+        words, worse = f"on which training raised {' and '.join(trained)}", "fell"
+    else:
+        return Opening()
+    total, count, lower = len(gained), int(gained.sum()), int(lost.sum())
+    others = f"{lower or 'none'} {worse}"
+    if not count:
+        return Opening(0, f"This opens on the first of {total} held-out prompts: there is none {words}, and {others}.")
+    rule = f"This opens on the first of the {count} held-out prompts (of {total}) {words}; {others}."
+    return Opening(int(gained.nonzero()[0]), rule)

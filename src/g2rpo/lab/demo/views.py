@@ -1,0 +1,171 @@
+"""The demo's pictures and numbers as HTML: pure functions, user text is escaped by the templates."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from torch import Tensor
+
+from g2rpo.core.input_pictures import read_inputs
+from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.lab.demo.studio import Drawing, Lesson, plan_labels
+from g2rpo.lab.report.embedded import clip_uri, data_uri
+from g2rpo.lab.report.history import Run
+from g2rpo.lab.report.page import compare_style, render
+from g2rpo.lab.report.words import fixed, signed
+from g2rpo.monitor.clips import frames_of
+from g2rpo.monitor.diagnostics import group_std
+from g2rpo.monitor.pictures import to_pil
+
+LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page
+
+FRAME = """
+const page = this.contentDocument;
+new ResizeObserver(() => { this.style.height = page.documentElement.offsetHeight + "px" }).observe(page.documentElement);
+page.addEventListener("click", event => {
+  const link = event.target.closest("a[href^='#']");
+  if (link) { event.preventDefault(); page.querySelector(link.getAttribute("href")).scrollIntoView(); }
+});
+"""
+"""The frame is as high as its page, and a link within the page stays there: its address would be the demo's."""
+
+environment = Environment(
+    loader=PackageLoader("g2rpo.lab.demo"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+
+
+def style() -> str:
+    """The style sheet of everything here, and the report's of compared pictures."""
+    return files("g2rpo.lab.demo").joinpath("templates/style.css").read_text(encoding="utf-8") + compare_style()
+
+
+def drawing_html(drawing: Drawing, note: str = "") -> str:
+    """Base and tuned side by side, under each whether it is right and its scores, and their difference; `note` under all."""
+    sides = [("base", drawing.base), *([("tuned", drawing.tuned)] if drawing.tuned is not None else [])]
+    return environment.get_template("drawing.html").render(
+        prompt=drawing.prompt,
+        inputs=[data_uri(picture, SMALL) for picture in read_inputs(drawing.prompt)],
+        pictures=[
+            (name, _uri(evaluation.images[0], LARGE, drawing.seconds), _scores(drawing, name), _right(evaluation))
+            for name, evaluation in sides
+        ],
+        shape=tuple(reversed(drawing.base.images.shape[-2:])),
+        note=note,
+        missing=[name for name, values in drawing.base.scores.items() if values.isnan().any()],
+        why=drawing.why,
+        meanings=drawing.meanings,
+        settings=drawing.settings,
+    )
+
+
+def _right(evaluation: Evaluation) -> bool | None:
+    """Whether its one picture is right, if a reward defines it."""
+    return None if evaluation.right is None or evaluation.right.isnan().any() else bool(evaluation.right)
+
+
+def _scores(drawing: Drawing, side: str) -> list[dict[str, Any]]:
+    """Rows for one picture: the score of every reward and, for the tuned one, the change."""
+    rows = []
+    for name, values in drawing.base.scores.items():
+        before = float(values)
+        value = before if side == "base" or drawing.tuned is None else float(drawing.tuned.scores[name])
+        places, change = digits(before, value), value - before
+        rows.append(
+            {
+                "reward": name,
+                "use": "trained on" if name in drawing.trained else "judged only",
+                "score": fixed(value, places) if math.isfinite(value) else "no score",
+                "change": signed(change, places) if side == "tuned" and math.isfinite(change) else "",
+                "way": "up" if change > 0 else "down" if change < 0 else "same",
+            }
+        )
+    return rows
+
+
+def lesson_html(lesson: Lesson) -> str:
+    """The anchor, the members with their scores and advantages from best to worst, and the group's own numbers."""
+    sigmas = lesson.sigmas.tolist()
+    order = lesson.advantages.argsort(descending=True, stable=True).tolist()
+    best, worst = float(lesson.advantages.max()), float(lesson.advantages.min())
+    largest, silent = max(best, -worst, 1e-9), best == worst
+    members = [
+        {
+            "number": member + 1,
+            "mark": "" if silent else {best: "best", worst: "worst"}.get(float(lesson.advantages[member]), ""),
+            "noised": _uri(lesson.noised[member], SMALL, lesson.seconds),
+            "finals": [
+                (g, _uri(finals[member], SMALL, lesson.seconds))
+                for g, finals in zip(lesson.granularities, lesson.finals, strict=True)
+            ],
+            "scores": [
+                (name, [_score(value) for value in lesson.rewards[r, :, member]]) for r, name in enumerate(lesson.names)
+            ],
+            "advantage": signed(float(lesson.advantages[member]), 2) if lesson.advantages[member] else "0",
+            "width": round(50 * float(lesson.advantages[member].abs()) / largest, 1),
+            "way": "up" if lesson.advantages[member] > 0 else "down" if lesson.advantages[member] < 0 else "same",
+        }
+        for member in order
+    ]
+    return environment.get_template("lesson.html").render(
+        prompt=lesson.prompt,
+        inputs=[data_uri(picture, SMALL) for picture in read_inputs(lesson.prompt)],
+        where=plan_labels([lesson.plan])[0],
+        noised_at=lesson.noised_at,
+        walk=[
+            {
+                "step": step,
+                "sigma": f"{sigmas[step]:.2f}",
+                "uri": _uri(picture, SMALL, lesson.seconds),
+                "noise": lesson.plan.branch <= step < lesson.plan.merge,
+            }
+            for step, picture in enumerate(lesson.predictions)
+        ]
+        if lesson.predictions is not None
+        else [],
+        steps=len(sigmas) - 1,
+        members=members,
+        tails=[(g, len(steps) - 1) for g, steps in zip(lesson.granularities, lesson.plan.tails, strict=True)],
+        table=_spreads(lesson),
+        silent=silent,
+        unscored=[name for r, name in enumerate(lesson.names) if lesson.rewards[r].isnan().all()],
+        names=lesson.names,
+        why=lesson.why,
+        settings=lesson.settings,
+    )
+
+
+def _spreads(lesson: Lesson) -> list[tuple[str, ...]]:
+    """(reward, weight, granularity, mean, standard deviation over the group)."""
+    means, spreads = lesson.rewards.nanmean(-1), group_std(lesson.rewards)
+    return [
+        (name, f"{float(lesson.weights[r]):g}", str(g), _score(means[r, m]), _score(spreads[r, m]))
+        for r, name in enumerate(lesson.names)
+        for m, g in enumerate(lesson.granularities)
+    ]
+
+
+def run_html(run: Run) -> str:
+    """The current page of `g2rpo report` of the run, in a frame."""
+    title, page = escape(f"Report of {run.name}"), escape(render([run]))
+    return f'<iframe class="g2-report" title="{title}" onload="{escape(FRAME)}" srcdoc="{page}"></iframe>'
+
+
+def digits(*values: float) -> int:
+    """Decimals that leave about three figures to the larger of some scores."""
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    return 3 if largest < 10 else 2 if largest < 1000 else 0
+
+
+def _score(value: Tensor) -> str:
+    return fixed(float(value), digits(float(value))) if value.isfinite() else "no score"
+
+
+def _uri(image: Tensor, size: int, seconds: float) -> str:
+    """A picture [3, H, W], or a clip [T, 3, H, W], within a page."""
+    if image.ndim == 4:
+        return clip_uri(frames_of(image), round(1000 * seconds / len(image)), size)
+    return data_uri(to_pil(image), size)

@@ -1,0 +1,65 @@
+"""Accelerators by their datasheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from g2rpo.core.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Card:
+    """Memory in GiB; dense TFLOP/s with float32 accumulation, in bfloat16, float8 (0: none), float32; GB/s of its memory;
+    torch's name; GB/s that it sends to others of its machine, half of what datasheets give for both directions."""
+
+    name: str
+    memory_gib: float
+    bfloat16: float
+    float8: float
+    float32: float
+    bandwidth: float
+    pattern: str
+    link: float = 32
+
+    def tflops(self, dtype: str) -> float:
+        return {"float32": self.float32, "float8": self.float8}.get(dtype, self.bfloat16)
+
+
+CARDS = {
+    "b200": Card("NVIDIA B200", 178.3, 2250, 4500, 75, 8000, "B200", 900),
+    "h200": Card("NVIDIA H200", 139.7, 989, 1979, 67, 4800, "H200", 450),
+    "h100": Card("NVIDIA H100 SXM 80 GB", 79.1, 989, 1979, 67, 3350, "H100 80GB HBM3", 450),
+    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.1, 756, 1513, 51, 2000, "H100 PCIe", 64),
+    "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 0, 19.5, 2039, "A100.*80GB", 300),
+    "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 0, 19.5, 1555, "A100.*40GB", 300),
+    "l40s": Card("NVIDIA L40S", 44.3, 362, 733, 91.6, 864, "L40S"),
+    "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 47.3, 364, 728.5, 91.1, 960, "RTX 6000 Ada"),
+    "a6000": Card("NVIDIA RTX A6000", 47.3, 155, 0, 38.7, 768, "RTX A6000"),
+    "l4": Card("NVIDIA L4", 22.0, 121, 242.5, 30.3, 300, "L4$"),
+    "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 419, 104.8, 1792, "RTX 5090", 64),
+    "rtx4090": Card("NVIDIA RTX 4090", 23.5, 165.2, 330.3, 82.6, 1008, "RTX 4090"),
+    "rtx3090": Card("NVIDIA RTX 3090", 23.5, 71, 0, 35.6, 936, "RTX 3090$"),
+}
+"""Rates by public datasheets (dense, not "with sparsity"). Links are NVLink of SXM cards (A100: 600 GB/s both ways, H100 and
+H200: 900, B200: 1800), otherwise 16 lanes of PCIe 4 (32 GB/s one way, the default) or 5 (64), without bridges between pairs.
+
+Memory is what the driver gives to programs ("GPU 0 has a total capacity of ..." in torch's messages): the least of several
+reports, for drivers differ by .1 or .2 GiB. With ECC on, an RTX 6000 Ada or A6000 has 3 GiB less. Among the reports are,
+on GitHub, pytorch/ao#4002 (B200: 178.35), vllm-project/vllm#27508 (H100: 79.11), levihsu/OOTDiffusion#235 (A100: 79.25),
+TianheWu/CoSeR#10 (A100 40 GB: 39.50), QwenLM/Qwen3-VL#2097 (L40: 44.40), google-research/semivl#18 (A6000: 47.54),
+Wan-Video/Wan2.1#465 (5090: 31.37), Soul-AILab/SoulX-FlashTalk#5 and ali-vilab/VGen#104 (4090: 23.52, 23.64).
+"""
+
+
+def find_card(name: str) -> Card:
+    """The card called `name`; UserError with near matches if there is none."""
+    key = name.lower().replace(" ", "").replace("_", "-")
+    if key not in CARDS:
+        raise UserError(f"--device {name}: unknown device.{did_you_mean(key, [*CARDS, 'cpu', 'cuda'])}")
+    return CARDS[key]
+
+
+def card_of(device_name: str) -> Card | None:
+    """The card that torch calls `device_name`, such as "NVIDIA H100 80GB HBM3"; None if no datasheet is known."""
+    return next((card for card in CARDS.values() if re.search(card.pattern, device_name)), None)

@@ -1,0 +1,178 @@
+"""`g2rpo plan`: estimates compute, memory and time of a run before launching it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+
+from rich.console import Console
+
+from g2rpo.app.ahead import prompts_to_come
+from g2rpo.app.train import build_trainer, load_config
+from g2rpo.assembly import components
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import check_rewards
+from g2rpo.config.schema import Config
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import local
+from g2rpo.lab.plan.advice import what_fits
+from g2rpo.lab.plan.cards import CARDS
+from g2rpo.lab.plan.network import nodes_of
+from g2rpo.lab.plan.plan import SMALL, Answer, Estimate, Instead, Target, find_target, remembering
+from g2rpo.lab.plan.probe import by_probe
+from g2rpo.lab.plan.seconds import Seconds
+from g2rpo.lab.plan.tables import show
+from g2rpo.policies.quantized import NO_FLOAT8
+
+
+def plan(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    device: str | None,
+    ranks: int,
+    ranks_per_node: int | None,
+    network: float,
+    utilisation: float,
+    probe: bool | None,
+    as_json: bool,
+    console: Console,
+) -> None:
+    """Prints the plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine that sends `network` GB/s to others, what
+    limits it, and overrides that fit if it does not. With `probe` None it measures if
+    that is quick: on this machine, with the model on disk and small enough for its CPU.
+    """
+    notes: list[str] = []
+    config = load_config(recipe, overrides, notes.append)
+    check_rewards({**config.rewards, **config.evaluation.rewards})
+    components.check_sharding(config, ranks, nodes_of(ranks, ranks_per_node))
+    components.check_plans(config.algorithm, config.sampling)
+    target = find_target(device or config.policy.device)
+    _check_quantized(config, target, device)
+    if probe and not target.own:
+        raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")
+    if probe and ranks > 1:
+        raise UserError(f"--probe measures one process, and --ranks {ranks} are not alone on a machine; leave one of them out")
+    heldout, distinct = listed_prompts(config, notes)
+
+    plans = remembering(heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node, network=network)
+    made = partial(plans, cuda=target.cuda)
+    result = made(config)
+    alone = ranks == 1 and target.own and target.holds(result)
+    quick = alone and _on_disk(config) and (target.cuda or result.parameters < SMALL)
+    seconds = result.seconds(target.card, utilisation) if target.card else None
+    if probe or (probe is None and quick):
+        try:
+            seconds = _measured(result, device)
+        except UserError as error:
+            if probe:
+                raise
+            notes.append(f"No probe of this machine: {error}")
+    cards = {} if seconds else _cards(result if target.cuda else plans(config, cuda=True), utilisation)
+    instead = None if target.holds(result) else _instead(recipe, overrides, config, ranks, made, target, utilisation)
+    answer = Answer(
+        recipe=recipe,
+        plan=result,
+        target=target,
+        seconds=seconds,
+        limit=result.limit(target.card, seconds) if ranks > 1 and target.card and seconds else None,
+        cards=cards,
+        instead=instead,
+        notes=[*notes, *components.cautions(config.policy), *_cautions(result, config)],
+    )
+    if as_json:
+        console.print(json.dumps(answer.plain(), indent=1), markup=False, highlight=False, soft_wrap=True)
+    else:
+        show(answer, console)
+
+
+def _check_quantized(config: Config, target: Target, device: str | None) -> None:
+    """As for a run, on the device that is planned for."""
+    if target.card and config.policy.quantize == "fp8" and not target.card.float8:
+        raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
+    here = config.policy.model_copy(update={"device": (device or config.policy.device) if target.own else "cpu"})
+    components.check_quantized(config.model_copy(update={"policy": here}))
+
+
+def _instead(
+    recipe: str,
+    overrides: Sequence[str],
+    config: Config,
+    ranks: int,
+    made: Callable[[Config], Estimate],
+    target: Target,
+    utilisation: float,
+) -> Instead | None:
+    """Overrides of `config` that fit, and their cost."""
+
+    @cache
+    def changed(*extra: str) -> Estimate:
+        return made(load_config(recipe, [*overrides, *extra]))
+
+    extra = what_fits(config, ranks, lambda extra: target.holds(changed(*extra)))
+    if extra is None:
+        return None
+    plan = changed(*extra)
+    return Instead(extra, plan.memory.needed, plan.seconds(target.card, utilisation) if target.card else None)
+
+
+def listed_prompts(config: Config, notes: list[str]) -> tuple[int, int]:
+    """(held-out prompts, different prompts of the run); for a list that is missing, the numbers of the config."""
+    n = config.trainer.iterations * config.trainer.prompts_per_iteration
+    read: list[list[str]] = []
+    for key, source in (("prompts.train", config.prompts.train), ("evaluation.prompts", config.evaluation.prompts)):
+        try:
+            read.append(build_prompts(source, key))
+        except UserError as error:
+            notes.append(f"{str(error).split(';')[0]}. As many prompts as the config asks for are assumed, all different.")
+    if len(read) < 2:
+        return config.evaluation.num_prompts, n + config.evaluation.num_prompts
+    train, heldout = read[0], read[1][: config.evaluation.num_prompts]
+    return len(heldout), len(prompts_to_come(config, train, heldout))
+
+
+def _on_disk(config: Config) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    path = config.policy.path
+    if path in components.EMBEDDED or os.path.isdir(local(path)):
+        return True
+    return isinstance(try_to_load_from_cache(path, "model_index.json"), str)
+
+
+def _measured(result: Estimate, device: str | None) -> Seconds:
+    """Measures with the run's own trainer, without its embedding cache, so that no files are written."""
+    config = result.config
+    policy = config.policy.model_copy(update={"device": device or config.policy.device})
+    prompts = config.prompts.model_copy(update={"cache": "off"})
+    trainer = build_trainer(config.model_copy(update={"policy": policy, "prompts": prompts}), None)
+    return by_probe(trainer, result.counts, result.distinct_prompts, cached=config.prompts.cache != "off")
+
+
+def _cards(result: Estimate, utilisation: float) -> dict[str, tuple[bool, Seconds]]:
+    """Whether a CUDA plan fits on each known card, and its time there."""
+    return {
+        key: (result.memory.needed <= find_target(key).capacity, result.seconds(card, utilisation))
+        for key, card in CARDS.items()
+        if card.float8 or result.config.policy.quantize != "fp8"
+    }
+
+
+def _cautions(result: Estimate, asked: Config) -> Iterator[str]:
+    """Assumptions of the plan, and what it does not count."""
+    if result.memory.unknown:
+        yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
+    elsewhere = [name for name, known in result.reward_costs.items() if known and known.device not in ("cpu", "cuda", "cuda:0")]
+    if elsewhere:
+        yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
+    if on_cpu := [name for name, known in result.reward_costs.items() if known and known.bytes and known.device == "cpu"]:
+        yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
+    for name in ("batch_size", "decode_batch_size"):
+        if getattr(asked.sampling, name) == "auto":
+            taken = getattr(result.config.sampling, name)
+            yield f"sampling.{name}=auto is planned as {taken}; the run asks its GPU, and leaves a fifth of it free."
+    for minutes in ("evaluation.every_minutes", "evaluation.first_minutes"):
+        if getattr(asked.evaluation, minutes.rpartition(".")[2]) is not None:
+            yield f"{minutes}: evaluations that the clock adds are not counted."

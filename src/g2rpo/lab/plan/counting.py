@@ -1,0 +1,170 @@
+"""Exact counts of a run's work, by running the engine and the updater on a policy of three numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from g2rpo.config.schema import Config
+from g2rpo.core.capabilities import candidates_of
+from g2rpo.core.contracts import plans_of
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Cond, Plan, no_kernel
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import anchor_walk
+from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
+from g2rpo.training.updater import Updater
+
+AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
+"""The plan's value for "auto" on a GPU. The run measures a larger one that leaves a fifth of the memory free."""
+
+
+def settled(config: Config, cuda: bool) -> Config:
+    """`config` with numbers for batch sizes that are "auto"."""
+    sizes = AUTO_ROWS if cuda else {"batch_size": CPU_ROWS["rollout"], "decode_batch_size": CPU_ROWS["decode"]}
+    found = {name: size for name, size in sizes.items() if getattr(config.sampling, name) == "auto"}
+    return config.model_copy(update={"sampling": config.sampling.model_copy(update=found)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """Counts of one iteration. Rows are evaluations of a velocity; with true guidance each takes two rows of the network."""
+
+    plans: tuple[Plan, ...]
+    calls: tuple[int, ...]
+    """Rows of every call of the network in the rollout."""
+    passes: tuple[int, ...]
+    """Rows of every training pass, forward and backward."""
+    reference_rows: int
+    """Rows that training passes evaluate without gradient, under the untrained or the old weights."""
+    optimizer_steps: int
+    images: int
+
+    @property
+    def evaluations(self) -> int:
+        return sum(self.calls)
+
+    @property
+    def training_rows(self) -> int:
+        return sum(self.passes)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The iterations of a run, grouped by equal counts, and its held-out evaluations and checkpoints."""
+
+    kinds: tuple[tuple[Iteration, int], ...]
+    """Distinct iterations with their number: iterations differ if an algorithm's window moves."""
+    prompts: int
+    prompts_drawn: int
+    """With those among which an algorithm chooses."""
+    heldout: int
+    """Held-out prompts: pictures of one evaluation, scored by all rewards."""
+    heldout_steps: int
+    times_evaluated: int
+    checkpoints: int
+
+    @property
+    def iterations(self) -> int:
+        return sum(times for _, times in self.kinds)
+
+    @property
+    def heldout_evaluations(self) -> int:
+        return self.heldout * self.heldout_steps
+
+    def total(self, of: Callable[[Iteration], float]) -> float:
+        """A quantity of iterations, summed over the run."""
+        return sum(times * of(iteration) for iteration, times in self.kinds)
+
+    def mean(self, of: Callable[[Iteration], float]) -> float:
+        """A quantity of iterations, on average over the run."""
+        return self.total(of) / self.iterations
+
+    def largest(self, of: Callable[[Iteration], Sequence[int]]) -> int:
+        """The largest call of a kind; 0 if there is none."""
+        return max((max(of(iteration), default=0) for iteration, _ in self.kinds), default=0)
+
+
+def count(config: Config, heldout: int) -> Counts:
+    """Counts of a run of `config` (with settled batch sizes) with `heldout` held-out prompts.
+
+    Held-out pictures are evaluated before the first iteration, every `evaluation.every` iterations and after the last.
+    """
+    trainer = config.trainer
+    kinds = Counter(tuple(plans_in(config, iteration)) for iteration in range(trainer.iterations))
+    return Counts(
+        kinds=tuple((_dry(config, plans), times) for plans, times in kinds.items()),
+        prompts=trainer.prompts_per_iteration,
+        prompts_drawn=trainer.prompts_per_iteration * candidates_of(config.algorithm),
+        heldout=heldout,
+        heldout_steps=config.evaluation.num_steps or config.sampling.num_steps,
+        times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
+        checkpoints=_times(trainer.iterations, trainer.checkpoint_every),
+    )
+
+
+def plans_in(config: Config, iteration: int) -> list[Plan]:
+    """The plans of one iteration."""
+    return plans_of(config.algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
+
+
+def _times(iterations: int, every: int) -> int:
+    """The number of events that occur every `every` iterations and after the last."""
+    return iterations // every + bool(iterations % every)
+
+
+class _Recorder(GaussianPolicy):
+    """A policy of three numbers that records the rows of every call."""
+
+    def __init__(self) -> None:
+        super().__init__(size=1)
+        self.calls: dict[str, list[int]] = {"rollout": [], "training": [], "reference": []}
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        kind = "training" if torch.is_grad_enabled() else "reference" if self._in_base else "rollout"
+        self.calls[kind].append(len(x))
+        return super().velocity(x, sigma, cond)
+
+
+def _dry(config: Config, plans: Sequence[Plan]) -> Iteration:
+    """One iteration of the real engine and updater on a minimal policy."""
+    algorithm, sampling, policy = config.algorithm, config.sampling, _Recorder()
+    sigmas = sigma_grid(sampling.num_steps)
+    prompts = config.trainer.prompts_per_iteration
+    cond, each = policy.encode(["0"] * prompts), candidates_of(algorithm)
+    candidates = prompts * each if each > 1 else 0
+    rows = int(sampling.batch_size)
+    engine = Engine(policy=policy, cond=cond, sigmas=sigmas, batch_size=rows, tails=sampling.tails)
+    if candidates:
+        choosing = replace(engine, cond=policy.encode(["0"] * candidates))
+        choosing.rollout([anchor_walk(sampling.num_steps)], 1, no_kernel, generator_for)
+    rollouts = engine.rollout(plans, algorithm.group_size, algorithm.kernel(sigmas), generator_for)
+    calls = tuple(policy.calls["rollout"])
+    silent = torch.zeros(algorithm.group_size)
+    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, silent, generator_for)]
+    sizes = batch_sizes(rows, int(sampling.decode_batch_size), config.trainer.micro_batch_size, policy.device, print)
+    optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.0)
+    updates = Updater(
+        policy=policy,
+        algorithm=algorithm,
+        optimizer=optimizer,
+        sigmas=sigmas,
+        sizes=sizes,
+        max_grad_norm=1.0,
+        old=policy.base,
+        reward=lambda x, rows: x.flatten(1).sum(1),
+    ).update(examples, cond)
+    return Iteration(
+        plans=tuple(plans),
+        calls=calls,
+        passes=tuple(policy.calls["training"]),
+        reference_rows=sum(policy.calls["reference"]) + sum(policy.calls["rollout"][len(calls) :]),
+        optimizer_steps=len(updates.grad_norms) + updates.skipped,
+        images=candidates + sum(rollout.finals.shape[:2].numel() for rollout in rollouts),
+    )

@@ -1,0 +1,211 @@
+"""A plan as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from g2rpo.app.progress import say
+from g2rpo.core.capabilities import keeps_old
+from g2rpo.lab.plan.cards import CARDS
+from g2rpo.lab.plan.counting import Counts, Iteration
+from g2rpo.lab.plan.memory import RESERVE, SLACK
+from g2rpo.lab.plan.network import Limit
+from g2rpo.lab.plan.plan import COUNTED, Answer, Estimate, Target, find_target
+from g2rpo.lab.plan.seconds import Seconds
+from g2rpo.policies.catalogue import licence_of
+
+
+def show(answer: Answer, console: Console) -> None:
+    """Prints an answer as tables."""
+    plan, target, policy = answer.plan, answer.target, answer.plan.config.policy
+    several = f"{plan.ranks} x {target.name}, each" if plan.ranks > 1 else target.name
+    pictured = plan.shapes.cond.get("image_latents")
+    beside = f", {pictured[0]} of an input picture of a megapixel" if pictured else ""
+    tokens = f"{plan.shapes.image_tokens} image tokens{beside} and {plan.shapes.text_tokens} of text"
+    console.print(
+        f"[bold]{escape(answer.recipe)}[/] on {several}: a transformer of {_millions(plan.parameters)} parameters, "
+        f"{_millions(plan.trained_parameters)} trained ({policy.tuning}, {policy.dtype}); "
+        f"{policy.width}x{policy.height} pixels, {tokens}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if (licence := licence_of(policy.path, policy.kind)) is not None:
+        say(console, f"{policy.path}: {licence}")
+    if plan.ranks > 1:
+        all_prompts = plan.ranks * plan.counts.prompts
+        console.print(
+            f"Below: one of {plan.ranks} ranks, with {plan.counts.prompts} of {all_prompts} prompts.", highlight=False
+        )
+    console.print(_work_table(plan))
+    console.print(_memory_table(plan, target))
+    if answer.seconds:
+        console.print(_time_table(answer.seconds, plan.counts))
+    if answer.limit:
+        console.print(_limit_table(answer.limit, plan, target))
+    if answer.cards:
+        console.print(_cards_table(answer.cards))
+    _verdict(answer, console)
+    for note in answer.notes:
+        console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
+
+
+def _work_table(plan: Estimate) -> Table:
+    counts, rows = plan.counts, plan.shapes.rows
+    varying = len(counts.kinds) > 1
+    table = Table(title="work", title_justify="left")
+    for column in ("", "an iteration, on average" if varying else "an iteration", "the run"):
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
+
+    def row(name: str, of: Callable[[Iteration], float]) -> None:
+        table.add_row(name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}")
+
+    evaluations = COUNTED["evaluations"]
+    row(f"network evaluations: {counts.prompts} prompts x {counts.mean(evaluations) / counts.prompts:,.0f}", evaluations)
+    if rows > 1:
+        row("  rows of the network: guidance takes two an evaluation", lambda it: rows * it.evaluations)
+    row("rows of the training pass, forward and backward", COUNTED["training_rows"])
+    if plan.config.algorithm.uses_base or keeps_old(plan.config.algorithm):
+        row("  and without gradient, under the untrained or the old weights", COUNTED["reference_rows"])
+    row("optimizer steps", COUNTED["optimizer_steps"])
+    row("pictures decoded", COUNTED["images"])
+    for name in plan.config.rewards:
+        row(f"pictures scored by {name}", COUNTED["images"])
+    times, judged = counts.times_evaluated, ", ".join([*plan.config.rewards, *plan.config.evaluation.rewards])
+    table.add_section()
+    table.add_row("", "an evaluation", f"{times} evaluations")
+    for name, once in (
+        (f"network evaluations: {counts.heldout} prompts x {counts.heldout_steps}", counts.heldout_evaluations),
+        (f"pictures decoded, and scored by {judged}", counts.heldout),
+    ):
+        table.add_row(name, f"{once:,}", f"{once * times:,}")
+    return table
+
+
+def _memory_table(plan: Estimate, target: Target) -> Table:
+    memory = plan.memory
+    table = Table(title="memory", title_justify="left")
+    table.add_column("", overflow="fold")
+    table.add_column("", justify="right", overflow="fold")
+
+    def section(title: str, sizes: Mapping[str, int]) -> None:
+        table.add_section()
+        table.add_row(f"[italic]{title}[/]")
+        for name, size in sizes.items():
+            if size:
+                table.add_row(f"  {name}", in_bytes(size))
+
+    section("stays, from the first update on", memory.parts)
+    section("comes and goes", memory.working)
+    section("peaks", memory.moments)
+    table.add_section()
+    if target.cuda:
+        table.add_row(
+            f"needed: the largest, {SLACK:.0%} for gaps and {in_bytes(RESERVE)} for CUDA (assumed)", in_bytes(memory.needed)
+        )
+    table.add_row(f"there is, on {target.name}", in_bytes(target.capacity))
+    table.add_section()
+    table.add_row("the machine's own memory, to load the models", in_bytes(memory.host))
+    table.add_row(f"disk: {plan.config.trainer.keep_checkpoints + 1} checkpoints at a time", in_bytes(_disk(plan)))
+    if memory.embeddings:
+        table.add_row(f"disk: embeddings of {plan.distinct_prompts:,} prompts", in_bytes(memory.embeddings))
+    return table
+
+
+def _disk(plan: Estimate) -> int:
+    """Bytes of the kept checkpoints and the next one."""
+    return plan.memory.checkpoint * (plan.config.trainer.keep_checkpoints + 1)
+
+
+def _time_table(seconds: Seconds, counts: Counts) -> Table:
+    table = Table(title="time", title_justify="left", caption=seconds.basis, caption_justify="left")
+    for column in ("", "an iteration", "the run"):
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
+    for name, once in seconds.iteration.items():
+        table.add_row(name, duration(once), duration(once * counts.iterations))
+    if seconds.encoding:
+        table.add_row("encoding prompts ahead", "", duration(seconds.encoding))
+    evaluations = f"{counts.times_evaluated} evaluations, {duration(seconds.evaluation)} each"
+    table.add_row(evaluations, "", duration(seconds.evaluation * counts.times_evaluated))
+    table.add_row("together", duration(sum(seconds.iteration.values())), duration(seconds.run), style="bold")
+    return table
+
+
+def _limit_table(limit: Limit, plan: Estimate, target: Target) -> Table:
+    """What an iteration sends, and what takes longest."""
+    assert target.card is not None
+    layout, sent = plan.layout, limit.sent
+    table = Table(title="what limits an iteration", title_justify="left", caption_justify="left")
+    for column in ("", "sent", "takes"):
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
+    links = f"links to the other ranks of a node, {target.card.link:g} GB/s a rank"
+    network = f"network between nodes of {layout.node}, {layout.network:g} GB/s a node"
+    rows = {
+        "compute": ("the card's compute", "", limit.compute),
+        "links": (links, in_bytes(sent.inside), limit.links),
+        "network": (network, in_bytes(sent.across), limit.network),
+    }
+    for key, (name, size, seconds) in rows.items():
+        table.add_row(name, size, duration(seconds), style="bold" if key == limit.what else "")
+    table.caption = (
+        f"an iteration takes {duration(limit.least)} if sending and computing overlap, {duration(limit.most)} if they do not"
+    )
+    return table
+
+
+def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
+    caption = "by datasheet; --device NAME for details"
+    table = Table(title="on cards", title_justify="left", caption=caption, caption_justify="left")
+    for column in ("--device", "fits", "an iteration", "the run"):
+        table.add_column(column, justify="right" if column.startswith(("an", "the")) else "left", overflow="fold")
+    for key, (fits, seconds) in cards.items():
+        style = "" if fits else "dim"
+        once = duration(sum(seconds.iteration.values()))
+        table.add_row(key, "yes" if fits else "no", once, duration(seconds.run), style=style)
+    return table
+
+
+def _verdict(answer: Answer, console: Console) -> None:
+    plan, target, instead = answer.plan, answer.target, answer.instead
+    need, there = in_bytes(plan.memory.needed), in_bytes(target.capacity)
+    if not target.cuda:
+        there += ", this machine's RAM; for a GPU name its card with --device, such as rtx4090 or h200"
+    if answer.fits:
+        console.print(f"[green]It fits[/]: {need} of {there}.", highlight=False)
+        return
+    holding = [key for key in CARDS if find_target(key).holds(plan)]
+    each = "no card here would hold a rank" if plan.ranks > 1 else "no single card here would hold it"
+    elsewhere = f"; it would on {', '.join(holding)}" if holding else f", and {each}"
+    console.print(f"[bold red]It does not fit[/]: {need} of {there}{elsewhere if target.cuda else ''}.", highlight=False)
+    if instead is None:
+        console.print("Nothing that this command knows makes it fit; a smaller model or picture might.")
+        return
+    took = f" and takes {duration(instead.seconds.run)}" if instead.seconds else ""
+    console.print(f"With this it needs {in_bytes(instead.needed)}{took}:", highlight=False)
+    say(console, f"  {' '.join(instead.overrides)}")
+    if any(override.endswith(".options.device=cpu") for override in instead.overrides):
+        say(console, "The time of rewards on the CPU is not in that number: measure it with `g2rpo evaluate`.")
+
+
+def in_bytes(size: float) -> str:
+    """3.1 MiB, 44.3 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
+
+
+def duration(seconds: float) -> str:
+    """1.2 s, 3 min, 5.1 h, 12.3 days."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 20 else f"{seconds:.0f} s"

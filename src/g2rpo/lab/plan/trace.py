@@ -1,0 +1,212 @@
+"""Activation memory, by tracing the policy's code on tensors with shapes and no data.
+
+Every storage is counted from its allocation to its release, through forward, checkpointing, autocast's weight casts and
+backward. Kernels' workspaces and the allocator's rounding are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from g2rpo.assembly.blueprint import Blueprint, build_shallow, shapes_of
+from g2rpo.config.schema import Config
+from g2rpo.core.capabilities import SumsGroups
+from g2rpo.core.errors import UserError
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Batch, Cond, Plan
+from g2rpo.lab.plan.autocast import CudaAutocast
+from g2rpo.lab.plan.counting import Counts
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.pipelines import Shapes
+from g2rpo.rollout.planning import dry_rollout
+from g2rpo.training.updater import Trained, passes
+
+
+class LiveBytes(TorchDispatchMode):
+    """While entered, counts the bytes of live storages allocated in it: `now`, and their maximum, `peak`.
+
+    Storages of `existing` tensors are not counted. Works on real and on fake tensors.
+    """
+
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in existing}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._died, storage._cdata).atexit = False
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _died(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+    def multiply(self, keys: Iterable[int], times: int) -> None:
+        """Counts each live storage of `keys` `times` times, because it represents as many."""
+        for key in self.sizes.keys() & set(keys):
+            self.now += self.sizes[key] * (times - 1)
+            self.sizes[key] *= times
+        self.peak = max(self.peak, self.now)
+
+
+@dataclass(frozen=True)
+class WorkingSets:
+    """Peak temporary bytes of one rollout call, one training pass, and one decoded batch."""
+
+    velocity: int
+    training: int
+    decode: int
+
+
+def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool) -> WorkingSets:
+    """Traces the largest call of each kind on a shallow copy of the model whose blocks represent all blocks.
+
+    Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes with CUDA's autocast, which
+    has norms and powers in float32, instead of the CPU's. `config` has settled batch sizes. Gathered weights of a sharded model
+    are in the call's dtype, so autocast casts none; they are not counted here.
+    """
+    with shallow_policy(blueprint, config) as (policy, times):
+        shapes = shapes_of(policy, blueprint)
+        most = int(config.sampling.batch_size)
+        rows = max(counts.largest(lambda it: it.calls), min(most, counts.heldout))
+        images = max(counts.largest(lambda it: [it.images]), counts.heldout)
+        plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
+        kept = list(_tensors(policy))
+        if like_cuda:
+            for network in (policy.pipeline.transformer, policy.pipeline.vae):
+                CudaAutocast().apply_to(network)
+        with torch.no_grad(), LiveBytes(kept) as velocity, _standing_for(velocity, policy, times):
+            policy.velocity(*inputs(policy, shapes, rows))
+        with LiveBytes(kept) as training, _standing_for(training, policy, times):
+            training_pass(policy, config, shapes, plans, counts.largest(lambda it: it.passes))
+        with torch.no_grad(), LiveBytes(kept) as decode:
+            policy.decode(torch.empty(min(int(config.sampling.decode_batch_size), images), *shapes.latent))
+    return WorkingSets(velocity.peak, training.peak, decode.peak)
+
+
+def training_pass(policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
+    """One training pass over `rows` latents by the algorithm's own loss, on the example of `plans` with most members a latent.
+
+    The untrained model's velocities are assumed to exist: their call needs no more memory than a rollout's.
+    """
+    algorithm = config.algorithm
+    nothing = torch.zeros(algorithm.group_size)
+    rollouts = [dry_rollout(plan, algorithm.group_size, shapes.latent) for plan in plans]
+    examples = [example for rollout in rollouts for example in algorithm.examples(rollout, nothing, generator_for)]
+    example = max(examples, key=lambda example: len(example.advantages) / example.rows)
+    part = next(passes([example] * math.ceil(rows / example.rows), rows))
+    _, _, cond = inputs(policy, shapes, sum(item.rows for item in part))
+    if isinstance(algorithm, SumsGroups):
+        part = [item.with_group_sum(torch.tensor(0.0)) for item in part]
+    batch = Batch.of(part, sigma_grid(config.sampling.num_steps), first=False)
+    network = _WithoutBase(policy, cond, reward=lambda x, rows: policy.decode(x).flatten(1).mean(1))
+    algorithm.loss(batch, network).values.sum().backward()
+
+
+class _WithoutBase(Trained):
+    def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
+        return torch.zeros_like(x)
+
+    old_velocity = base_velocity
+
+
+def inputs(policy: DiffusersPolicy, shapes: Shapes, rows: int) -> tuple[Tensor, Tensor, Cond]:
+    """Latents, sigmas and conditioning of a call, without content."""
+    return torch.empty(rows, *shapes.latent), torch.tensor([0.5] * rows), policy.like(shapes, rows)
+
+
+@contextmanager
+def shallow_policy(blueprint: Blueprint, config: Config, whole: bool = False) -> Iterator[tuple[DiffusersPolicy, list[int]]]:
+    """A policy of fake tensors with two blocks of every kind (`whole`: all), and how many blocks each of these stands for."""
+    policy, times = build_shallow(blueprint, config.policy, whole)
+    if config.trainer.sharding != "none":
+        nn.Module.to(policy.pipeline.transformer, policy.dtype)  # diffusers' own warns
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about kernels that fake tensors do not run
+        _materialise(policy)
+        try:
+            yield policy, times
+        except DataDependentOutputException:
+            raise UserError(
+                f"policy.path={config.policy.path}: cannot be planned: the call of a {blueprint.kind} reads values of tensors "
+                "(a time, the length of a mask), and a plan has shapes alone; training does not need that"
+            ) from None
+
+
+@contextmanager
+def _standing_for(live: LiveBytes, policy: DiffusersPolicy, times: list[int]) -> Iterator[None]:
+    """While entered, storages kept by a block's first forward pass count `times` times."""
+    blocks = policy.blocks
+    before: dict[nn.Module, set[int]] = {}
+
+    def enter(block: nn.Module, args: Any) -> None:
+        if block not in before:  # a checkpointed block comes again in backward
+            before[block] = set(live.sizes)
+
+    def leave(block: nn.Module, args: Any, out: Any) -> None:
+        handles[block].remove()
+        passed_on = {leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+        born = live.sizes.keys() - before[block]
+        live.multiply(born if torch.is_grad_enabled() else born - passed_on, standing[block])
+
+    standing = dict(zip(blocks, times, strict=True))
+    entering = [block.register_forward_pre_hook(enter) for block in blocks]
+    handles = {block: block.register_forward_hook(leave) for block in blocks}
+    try:
+        yield
+    finally:
+        for handle in (*entering, *handles.values()):
+            handle.remove()
+
+
+def _tensors(policy: DiffusersPolicy) -> Iterator[Tensor]:
+    """The policy's permanent tensors: weights, buffers, gradients."""
+    for module in (policy.pipeline.transformer, policy.pipeline.vae):
+        for tensor in (*module.parameters(), *module.buffers()):
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+    yield from (value for value in vars(policy).values() if isinstance(value, Tensor))
+
+
+def _materialise(policy: DiffusersPolicy) -> None:
+    """Replaces a policy's meta tensors by fake CPU tensors with gradients. Autocast ignores the meta device."""
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        made = torch.empty(value.shape, dtype=value.dtype)
+        if isinstance(value, nn.Parameter):
+            made = nn.Parameter(made, value.requires_grad)
+            made.grad = torch.empty_like(made) if value.requires_grad else None
+        return made
+
+    policy._device = torch.device("cpu")
+    tables = [vars(policy)]
+    for module in (policy.pipeline.transformer, policy.pipeline.vae):
+        tables += [table for part in module.modules() for table in (part._parameters, part._buffers, vars(part))]
+    for table in tables:
+        table.update({name: _each(fake, value) for name, value in table.items()})
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """The change of a value, or of a list's entries."""
+    return [change(entry) for entry in value] if type(value) is list else change(value)

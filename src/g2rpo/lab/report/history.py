@@ -1,0 +1,248 @@
+"""Reads a run directory, of a finished or unfinished run, for the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from g2rpo.config.schema import Config
+from g2rpo.core.errors import UserError
+from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.statistics import half_width
+from g2rpo.monitor.metrics import Row, read_metrics
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import read_config, read_starts
+
+Points = tuple[list[float], list[float | None]]
+"""The x and y of a curve; a missing value is None."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One reward on the held-out prompts: the base model, and the tuned one after `iteration`."""
+
+    reward: str
+    trained: bool
+    iteration: int
+    base: float
+    tuned: float
+    error: float
+    """Standard error of the mean paired difference; NaN where it is not known."""
+    count: int
+    """Prompts that were compared."""
+    ends: tuple[float, float] | None = None
+    """Ends of the 95 % interval of the difference, where these are known better than by the standard error."""
+    seeds: int = 1
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the difference."""
+        change = self.tuned - self.base
+        return self.ends or (change - self.margin, change + self.margin)
+
+    @property
+    def margin(self) -> float:
+        """Half of that interval; NaN where it is not known, or there are too few prompts."""
+        return half_width(self.error, self.count)
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """An alarm, from its first row to the last consecutive row of its kind; `said` is the first row's text."""
+
+    name: str
+    kind: str
+    first: int
+    last: int
+    said: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, read. `results` is results.json, None until the run has finished once."""
+
+    name: str
+    directory: Path
+    config: Config
+    rows: list[Row]
+    starts: list[dict[str, Any]]
+    results: dict[str, Any] | None
+
+    @property
+    def files(self) -> RunDirectory:
+        return RunDirectory(self.directory)
+
+    @cached_property
+    def iterations(self) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == "train"]
+
+    @cached_property
+    def evaluations(self) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == "eval"]
+
+    @property
+    def iteration(self) -> int:
+        """The number of finished iterations."""
+        return self.iterations[-1]["iteration"] if self.iterations else 0
+
+    @property
+    def finished(self) -> bool:
+        return self.results is not None and self.results["iteration"] >= self.config.trainer.iterations
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on the iterations and evaluations in the log; without iterations that a resumed run repeated."""
+        return sum(row["seconds"] for row in self.rows)
+
+    @property
+    def rolled_back(self) -> bool:
+        """Whether results.json describes the best evaluation, after a rollback by an alarm."""
+        return self.results is not None and "rolled_back_from" in self.results
+
+    def alarms(self) -> list[Occurrence]:
+        """Every alarm, in the order in which they were raised."""
+        found: list[Occurrence] = []
+        for rows in (self.iterations, self.evaluations):
+            standing: dict[str, Occurrence] = {}
+            for row in rows:
+                new = {
+                    name: Occurrence(name, row["kind"], row["iteration"], row["iteration"], said)
+                    for name, said in row.get("alarms", {}).items()
+                }
+                found += [one for name, one in standing.items() if name not in new]
+                standing = {name: replace(standing.get(name, one), last=one.last) for name, one in new.items()}
+            found += standing.values()
+        return sorted(found, key=lambda one: one.first)
+
+    def rewards(self) -> list[str]:
+        """Every reward of the run: the trained ones first."""
+        return [*self.config.rewards, *self.config.evaluation.rewards]
+
+    def series(self, key: str, kind: str = "train") -> Points:
+        """(iterations, values) of one logged number; a missing value is None; rows without it are left out."""
+        rows = [row for row in (self.iterations if kind == "train" else self.evaluations) if key in row]
+        return [row["iteration"] for row in rows], [row[key] for row in rows]
+
+    @property
+    def newest_results(self) -> dict[str, Any] | None:
+        """results.json, unless an evaluation after it is logged."""
+        newest = self.evaluations[-1]["iteration"] if self.evaluations else 0
+        if self.results is not None and self.results.get("rolled_back_from", self.results["iteration"]) >= newest:
+            return self.results
+        return None
+
+    @property
+    def judged_prompts(self) -> int | None:
+        """The number of held-out prompts of `changes`, if known."""
+        return None if self.newest_results is None else self.newest_results.get("prompts")
+
+    @property
+    def right_in_words(self) -> str:
+        """What right pictures do, with {} for their share; runs without results do not say it."""
+        return (self.results or {}).get("right", {}).get("in_words", "Right on {} prompts")
+
+    def controls(self) -> list[dict[str, Any]]:
+        """The free knobs of the base model against the tuned one, in a list; an empty one if none were sampled."""
+        found = (self.newest_results or {}).get("controls")
+        return [found] if found else []
+
+    def spreads(self) -> list[tuple[float, float]]:
+        """How much pictures of one prompt differ, base and tuned, in a list; an empty one if it is not known."""
+        found = (self.newest_results or {}).get("diversity")
+        return [(found["base"], found["tuned"])] if found else []
+
+    def changes(self) -> list[Change]:
+        """Base against tuned by reward: the run's result or, before there is one, its newest evaluation."""
+        if (results := self.newest_results) is not None:
+            table, iteration = results["rewards"], results["iteration"]
+        elif len(self.evaluations) > 1:
+            first, last = self.evaluations[0], self.evaluations[-1]
+            table, iteration = _paired(first, last, self.rewards()), last["iteration"]
+        else:
+            return []
+        return [Change(name, name in self.config.rewards, iteration, *self._compared(row)) for name, row in table.items()]
+
+    def right(self) -> Change | None:
+        """The share of right held-out pictures, base against tuned; None if no reward defines it."""
+        if (results := self.newest_results) is not None:
+            found, iteration = results.get("right"), results["iteration"]
+        else:
+            rows = [row for row in self.evaluations if row.get("right") is not None]
+            found, iteration = None, rows[-1]["iteration"] if rows else 0
+            if len(rows) > 1:
+                error = rows[-1].get("right_stderr")
+                found = {"base": rows[0]["right"], "tuned": rows[-1]["right"], "error": math.nan if error is None else error}
+        return Change("right", False, iteration, *self._compared(found)) if found else None
+
+    def _compared(self, row: Mapping[str, Any]) -> tuple[float, float, float, int]:
+        """Base, tuned, standard error and number of prompts of a result; older ones lack the number."""
+        count = row.get("count") or self.judged_prompts or self.config.evaluation.num_prompts
+        return row["base"], row["tuned"], row["error"], count
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """The runs in `directories`, each once, under names that tell them apart. UserError for a directory that is no run."""
+    unique = [d for i, d in enumerate(directories) if d.resolve() not in [other.resolve() for other in directories[:i]]]
+    names = [directory.resolve().name for directory in unique]
+    return [
+        _read(directory, name if names.count(name) == 1 else str(directory))
+        for name, directory in zip(names, unique, strict=True)
+    ]
+
+
+def rollout_seconds(row: Row) -> float:
+    """The time in which all ranks made the evaluations of a training row. Its times are those of one rank; with several, that
+    rank also waits while others still roll out."""
+    waiting: float = row.get("seconds/waiting", 0.0) if row.get("ranks", 1) > 1 else 0.0
+    return float(row["seconds/rollout"]) + waiting
+
+
+def _read(directory: Path, name: str) -> Run:
+    config = read_config(directory)
+    rows = read_metrics(directory)
+    results = RunDirectory(directory).results
+    try:
+        result = _checked(parse_json(read_text(results)), rows) if results.exists() else None
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{results}: is damaged: {error}") from None
+    return Run(name, directory, config, rows, read_starts(directory), result)
+
+
+def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:
+    """results.json if it is what a run writes; ValueError, KeyError or TypeError if not."""
+    results = dict(results)
+    if rows:
+        results.setdefault("iteration", rows[-1]["iteration"])  # absent in results of versions before 0.1.0
+    for row in [*results["rewards"].values(), *([results["right"]] if "right" in results else [])]:
+        if not all(isinstance(row[key], int | float) for key in ("base", "tuned", "error")):
+            raise ValueError("a reward's result is no number")
+    if not isinstance(results.get("right", {}).get("in_words", ""), str):
+        raise ValueError("what is right is no text")
+    for best in dict(results.get("controls", {}).get("best", {})).values():
+        if not all(
+            isinstance(value, int | float) for value in (best["mean"], best["tuned"], best["base"], best["lead"]["mean"])
+        ):
+            raise ValueError("a free knob's result is no number")
+    if not isinstance(results["iteration"], int):
+        raise ValueError("its iteration is no whole number")
+    return results
+
+
+def _paired(base: Row, tuned: Row, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    nan = float("nan")
+
+    def value(row: Row, key: str) -> float:
+        return nan if row.get(key) is None else row[key]
+
+    return {
+        name: {
+            "base": value(base, f"reward/{name}"),
+            "tuned": value(tuned, f"reward/{name}"),
+            "error": value(tuned, f"stderr/{name}"),
+        }
+        for name in names
+    }

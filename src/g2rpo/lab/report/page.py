@@ -1,0 +1,265 @@
+"""The report of runs as one self-contained HTML page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from g2rpo import __version__
+from g2rpo.config import recipes
+from g2rpo.config.algorithms import name_of
+from g2rpo.config.resolve import differences, resolve
+from g2rpo.lab.report.charts import compact, interval_plot, key_mark, stacked_bar
+from g2rpo.lab.report.group import first_group
+from g2rpo.lab.report.history import Change, Run, rollout_seconds
+from g2rpo.lab.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
+from g2rpo.lab.report.pictures import frames_of, pictures
+from g2rpo.lab.report.seeds import Repeats, repeats
+from g2rpo.lab.report.verdict import summary, verdict
+from g2rpo.lab.report.words import decimals, figures, fixed, model_name, signed, span
+from g2rpo.monitor.alarms import ADVICE
+
+ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
+
+
+def compare_style() -> str:
+    """The style sheet of pairs of pictures that lie beside each other or one over the other."""
+    return files("g2rpo.lab.report").joinpath("templates/compare.css").read_text(encoding="utf-8")
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page of one or several runs."""
+    environment = Environment(
+        loader=PackageLoader("g2rpo.lab.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"compact": compact, "span": span}
+    lines = repeats(runs)
+    runs = [run for line in lines for run in line.runs]
+    styles = [style for style, line in enumerate(lines) for _ in line.runs]
+    charts, constants = health(lines)
+    return environment.get_template("page.html").render(
+        title=" · ".join(run.name for run in runs),
+        runs=runs,
+        several=len(runs) > 1,
+        lines=lines,
+        seeds=any(len(line.runs) > 1 for line in lines),
+        keys=[key_mark(style) for style in styles],
+        line_keys=[key_mark(style) for style in range(len(lines))],
+        samples={look: key_mark(0, look) for look in ("marked", "faint", "pale", "range")} | {"alarm": ALARM_MARK},
+        summaries=[summary(line) for line in lines],
+        states=[states(line) for line in lines],
+        facts=table_of(facts, runs),
+        results=results(lines),
+        controls=[controls(run) for run in runs],
+        alarms=alarms(runs, styles),
+        pictures=(shown := pictures(runs)),
+        marked=any(frame["right"] is not None for run in shown for frame in frames_of(run)),
+        edited=any(card["input"] for run in shown for card in run["cards"]),
+        groups=[first_group(run) for run in runs],
+        looks=look_charts(lines),
+        rewards=reward_charts(lines),
+        steps=step_charts(lines),
+        granularities=granularity_table(lines),
+        health=charts,
+        constants=constants,
+        cost=cost_charts(lines),
+        costs=table_of(costs, runs),
+        phases=[phases(run) for run in runs],
+        apart=between(runs),
+        recipes=[from_recipe(run) for run in runs],
+        version=__version__,
+    )
+
+
+def state(run: Run) -> str:
+    """One sentence: finished, or how far it got."""
+    total = run.config.trainer.iterations
+    if run.finished:
+        return f"Finished: {total} iterations."
+    if not run.rows:
+        return f"Unfinished: nothing is logged yet of {total} iterations."
+    if run.results and run.rolled_back and run.iteration <= run.results["rolled_back_from"]:
+        best = f"the weights are those after {run.results['iteration']}, the best evaluation"
+        return f"Ended by an alarm after {run.iteration} of {total} iterations: {best}."
+    once = run.results if not run.rolled_back else None
+    again = f" It had finished after {once['iteration']}, and was extended." if once else ""
+    return f"Unfinished: {run.iteration} of {total} iterations are logged; the run goes on, or it stopped early.{again}"
+
+
+def states(line: Repeats) -> list[tuple[bool, str]]:
+    """By run whether it has finished, and a sentence; one for runs of which the same can be said."""
+    told = [(run.finished, state(run)) for run in line.runs]
+    if len(set(told)) == 1:
+        return told[:1]
+    return [(finished, f"{run.name}: {said}") for run, (finished, said) in zip(line.runs, told, strict=True)]
+
+
+def table_of(of: Callable[[Run], dict[str, str]], runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Rows (name, value by run) from `of(run)` of each run; a dash for a missing value."""
+    told = [of(run) for run in runs]
+    names = dict.fromkeys(name for each in told for name in each)
+    return [(name, [each.get(name, "–") for each in told]) for name in names]
+
+
+def facts(run: Run) -> dict[str, str]:
+    """Model, rewards, prompts, length and software of a run."""
+    c = run.config
+    weights = ", ".join(f"{name} × {entry.weight:g}" for name, entry in c.rewards.items())
+    told = {
+        "Model": model_name(c.policy),
+        "Trained": f"an adapter (LoRA of rank {c.policy.lora_rank})" if c.policy.tuning == "lora" else "all weights",
+        "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps",
+        "Algorithm": name_of(c.algorithm),
+        "Recipe": c.recipe or "–",
+        "Trained on": weights,
+        "Judged only": ", ".join(c.evaluation.rewards) or "–",
+        "Prompts": f"{c.prompts.train}, {c.trainer.prompts_per_iteration} an iteration",
+        "Held-out prompts": c.evaluation.prompts,
+        "Iterations": f"{run.iteration} of {c.trainer.iterations}",
+        "Time": span(run.seconds),
+        "Seed": str(c.trainer.seed),
+    }
+    if run.starts:
+        unknown = {**dict.fromkeys(("time", "g2rpo", "torch", "python", "device"), "unknown"), "commit": None}
+        first, last = ({**unknown, **start} for start in (run.starts[0], run.starts[-1]))
+        resumed = (
+            f", resumed {len(run.starts) - 1} times" if len(run.starts) > 2 else ", resumed once" if len(run.starts) > 1 else ""
+        )
+        told |= {
+            "Started": str(first["time"]).replace("T", " ").replace("+00:00", " UTC") + resumed,
+            "Software": f"g2rpo {last['g2rpo']}, torch {last['torch']}, Python {last['python']}",
+            "Device": last["device"],
+        }
+        if last["commit"]:
+            told["Commit"] = last["commit"]
+    return told
+
+
+def results(lines: Sequence[Repeats]) -> list[dict[str, Any]]:
+    """The headline table: base against tuned for every reward, and for every line that has both."""
+    told = [(style, line, change) for style, line in enumerate(lines) for change in line.changes()]
+    reach: dict[str, float] = {}
+    for _, _, c in told:
+        ends = [abs(end) for end in (c.tuned - c.base, *c.interval) if math.isfinite(end)]
+        reach[c.reward] = max([reach.get(c.reward, 0.0), *ends])
+    order = list(dict.fromkeys(c.reward for _, _, c in sorted(told, key=lambda one: not one[2].trained)))
+    rows = []
+    for style, line, c in sorted(told, key=lambda one: (order.index(one[2].reward), one[0])):
+        change, digits = c.tuned - c.base, decimals(c.error)
+        rows.append(
+            {
+                "reward": c.reward,
+                "use": "trained on" if c.trained else "judged only",
+                "run": line.name,
+                "style": style,
+                "iteration": ", ".join(str(each) for each in sorted({*line.judged_after})),
+                "base": fixed(c.base, digits),
+                "tuned": fixed(c.tuned, digits),
+                "change": signed(change, digits),
+                "interval": _interval(c, digits),
+                "plot": interval_plot(change, *c.interval, reach[c.reward], style) if math.isfinite(change) else "",
+                "verdict": verdict(c),
+            }
+        )
+    return rows
+
+
+def _interval(change: Change, digits: int) -> str:
+    if not math.isfinite(change.error):
+        return ""
+    if change.seeds > 1:
+        return f"({' to '.join(signed(end, digits) for end in change.interval)})"
+    return f"± {change.margin:.{digits}f}" if math.isfinite(change.margin) else ""
+
+
+def controls(run: Run) -> dict[str, Any] | None:
+    """The table of free knobs: their means, between those of base and tuned on the same prompts."""
+    if not (found := run.controls()):
+        return None
+    best = found[0]["best"]
+    rows = [("base", {name: one["base"] for name, one in best.items()}), *found[0]["means"].items()]
+    rows.append(("tuned", {name: one["tuned"] for name, one in best.items()}))
+    cells = [
+        (label, [(figures(means.get(name)), label == one["control"]) for name, one in best.items()]) for label, means in rows
+    ]
+    return {"names": list(best), "prompts": found[0]["prompts"], "rows": cells}
+
+
+def alarms(runs: Sequence[Run], styles: Sequence[int]) -> list[dict[str, Any]]:
+    """Every alarm of every run: iteration, observation, and advice."""
+    return [
+        {
+            "name": one.name,
+            "key": key_mark(style),
+            "run": run.name,
+            "when": str(one.first) if one.first == one.last else f"{one.first} to {one.last}",
+            "said": one.said,
+            "advice": ADVICE.get(one.name, ""),  # logs of other versions may have other alarms
+        }
+        for style, run in zip(styles, runs, strict=True)
+        for one in run.alarms()
+    ]
+
+
+def costs(run: Run) -> dict[str, str]:
+    """Totals and rates from the log."""
+    iterations = run.iterations
+    if not iterations:
+        return {}
+    total = {key: sum(row[key] for row in iterations) for key in ("evaluations", "images", "seconds")}
+    return {
+        "Network evaluations": f"{total['evaluations']:,}",
+        "… a second of rollout": compact(total["evaluations"] / sum(map(rollout_seconds, iterations)), 3),
+        "Pictures scored": f"{total['images']:,}",
+        "… a second": compact(total["images"] / total["seconds"], 3),
+        "Training": span(total["seconds"]),
+        "… an iteration": span(total["seconds"] / len(iterations)),
+        "Evaluation": span(sum(row["seconds"] for row in run.evaluations)),
+    }
+
+
+def phases(run: Run) -> dict[str, Any]:
+    """Time by phase: rows of (phase, time, share), and a bar."""
+    spent: dict[str, float] = {}
+    for row in run.iterations:
+        for key in row:
+            if key.startswith("seconds/"):
+                spent[key.removeprefix("seconds/")] = spent.get(key.removeprefix("seconds/"), 0.0) + row[key]
+    if run.evaluations:
+        spent["evaluation"] = sum(row["seconds"] for row in run.evaluations)
+    whole = sum(spent.values())
+    rows = [(name, span(value), f"{100 * value / whole:.1f} %") for name, value in spent.items()]
+    return {
+        "rows": rows,
+        "bar": stacked_bar(list(spent.items()), "; ".join(f"{name} {share}" for name, _, share in rows)) if rows else "",
+    }
+
+
+def between(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Config keys in which the runs differ, with the value of each."""
+    first = runs[0].config
+    apart = [differences(first, run.config) for run in runs]
+    keys = list(dict.fromkeys(key for each in apart for key in each))
+    own = {key: next(pair[0] for each in apart for k, pair in each.items() if k == key) for key in keys}
+    return [(key, [_word(each[key][1] if key in each else own[key]) for each in apart]) for key in keys]
+
+
+def from_recipe(run: Run) -> list[tuple[str, str, str]] | None:
+    """(key, recipe's value, run's value) where they differ; None if the run's recipe is unknown."""
+    if run.config.recipe not in recipes.names():
+        return None
+    recipe = resolve(recipes.settings(run.config.recipe), source=f"recipe {run.config.recipe}")
+    return [(key, _word(theirs), _word(own)) for key, (theirs, own) in differences(recipe, run.config).items()]
+
+
+def _word(value: Any) -> str:
+    return "–" if value is None else str(value)

@@ -1,0 +1,274 @@
+"""Everything that a run lacks, in one message, before anything heavy is loaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from g2rpo.app import preflight
+from g2rpo.app.pipeline_folder import missing_parts, trained_parameters
+from g2rpo.app.preflight import check
+from g2rpo.app.train import load_config
+from g2rpo.assembly import components, hub
+from g2rpo.assembly.hub import at_once
+from g2rpo.assembly.prompts import build_prompts, caution
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.core.errors import UserError
+from g2rpo.prompts.sources import read_prompts
+from tests.support.commands import g2rpo
+from tests.support.servers import serving
+
+LACKING = [
+    "policy.device=cuda:7",
+    "policy.path=/no/such/model",
+    "prompts.train=/no/train.txt",
+    "evaluation.prompts=/no/heldout.txt",
+    "trackers=wandb",
+    "algorithm.branch_steps=[99]",
+    "rewards.hpsv2={options: {path: /no/weights, tokenizer: somebody/somewhere}}",
+    "rewards.http={options: {url: 'http://127.0.0.1:9'}}",
+    "rewards.vlm_judge={options: {url: 'http://127.0.0.1:9/v1', model: m, api_key_env: NOT_SET}}",
+    "rewards.clip_score=1",
+    "rewards.brightnes=1",
+    "rewards.saturation={options: {x: 1}}",
+]
+
+
+@contextmanager
+def answering(status, may_answer=None):
+    """The address of a server that answers everything with `status`, once the event `may_answer` is set if there is one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if may_answer is not None:
+                may_answer.wait(30)
+            self.send_response(status)
+            self.end_headers()
+            with suppress(OSError):
+                self.wfile.write(json.dumps({"path": self.path}).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def test_all_that_is_missing_is_one_message_before_anything_is_loaded(tmp_path):
+    """In a process of its own, which has not imported any model library when it ends."""
+    code = f"""
+import sys
+from g2rpo.cli.main import main
+try:
+    main(["train", "scenes", *{LACKING!r}, "--run-dir", "{tmp_path}/run"])
+finally:
+    sys.stderr.write("loaded: " + " ".join(m for m in ("diffusers", "transformers", "peft") if m in sys.modules))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr and not (tmp_path / "run").exists()
+    lines = ended.stderr.splitlines()
+    assert lines[0] == "g2rpo: 12 things are missing or wrong:" and lines[-1] == "loaded: "
+    for wanted in (
+        "policy.device=cuda:7: torch sees ",
+        "algorithm: branch_steps must lie in",
+        "trackers: wandb is not installed",
+        "policy.path=/no/such/model",
+        "prompts.train=/no/train.txt",
+        "evaluation.prompts=/no/heldout.txt",
+        "rewards.hpsv2.options.path: /no/weights",
+        "rewards.clip_score.options.path",
+        "rewards.brightnes: ",
+        "rewards.saturation.options: ",
+        "rewards.http: http://127.0.0.1:9/health",
+        "rewards.vlm_judge: ",
+    ):
+        assert any(line.startswith(f"- {wanted}") for line in lines), (wanted, ended.stderr)
+
+
+def test_what_can_be_downloaded_is_a_block_of_commands(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as refusal:
+        check(load_config("flux1-dev-lora", []))
+    lines = str(refusal.value).splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("To download all of it"))
+    assert lines[place + 1 : place + 3] == ["hf download black-forest-labs/FLUX.1-dev", "hf download xswu/HPSv2"]
+    assert len(lines[place:]) == len({*lines[place:]}) and all(line.startswith("hf download ") for line in lines[place + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("train", "heldout", "said"),
+    [("mine.txt", "starter:heldout", True), ("starter:train", "starter:heldout", False), ("mine.txt", "own.txt", False)],
+)
+def test_prompts_of_ones_own_that_are_judged_on_others_are_mentioned(train, heldout, said):
+    assert ("evaluation.prompts=FILE" in (caution(train, heldout) or "")) == said
+
+
+def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch):
+    """Such endpoints may be busy, and are not reported; this one answers only after the check has ended."""
+    built, made, ended = [], torch.nn.Module.__init__, threading.Event()
+
+    def counted(module, *arguments, **options):
+        built.append(type(module).__name__)
+        made(module, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "__init__", counted)
+    with answering(200, ended) as silent:
+        try:
+            message = check_in_vain(
+                load_config("scenes", [*LACKING, f"rewards.slow={{kind: http, options: {{url: '{silent}'}}}}"]), tmp_path
+            )
+        finally:
+            ended.set()
+    assert built == [] and "rewards.slow" not in message and "rewards.http" in message
+
+
+def test_what_a_large_model_refuses_is_told_before_it_is_loaded(capsys, tmp_path, monkeypatch, tiny_config):
+    monkeypatch.setattr(preflight, "LARGE", 0)
+    monkeypatch.setattr(components, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
+    wrong = ["policy.width=33", "rewards.brightnes=1"]
+    code, _, err = g2rpo(capsys, "train", tiny_config, *wrong, "--run-dir", tmp_path / "run")
+    assert code == 2 and "height and width must be multiples of 4 for this model, got 32x33" in " ".join(err.split())
+    assert "Did you mean 'brightness'" in err and not (tmp_path / "run").exists()
+
+
+def check_in_vain(config, directory):
+    with pytest.raises(UserError) as refusal:
+        check(config, (), directory)
+    return str(refusal.value)
+
+
+def test_what_is_alone_is_no_list_and_what_is_there_is_read(capsys):
+    with pytest.raises(UserError, match="^prompts.train=/no/x.txt: prompt file"):
+        check(load_config("scenes", ["prompts.train=/no/x.txt"]))
+    prompts, heldout = check(load_config("scenes", ["evaluation.num_prompts=5"]))
+    assert (len(prompts), len(heldout)) == (2000, 5)
+    assert check(load_config("scenes", []), ("prompts", "heldout", "policy")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("take", "wanted"),
+    [
+        ("vae", "vae/ is missing"),
+        ("tokenizer_2", "tokenizer_2/ is missing"),
+        ("transformer/config.json", "transformer/config.json is missing"),
+        ("text_encoder_2/model.safetensors", "text_encoder_2/ has no weights (*.safetensors)"),
+    ],
+)
+def test_a_pipeline_without_one_of_its_parts_is_named(flux_directory, tiny_config, tmp_path, take, wanted):
+    pipeline = shutil.copytree(flux_directory, tmp_path / "pipe")
+    assert list(missing_parts(pipeline)) == []
+    part = pipeline / take
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+    assert list(missing_parts(pipeline)) == [wanted]
+    with pytest.raises(UserError, match=rf"^policy.path={pipeline}: {wanted.replace('(*', '.*')[:20]}"):
+        check(load_config(str(tiny_config), [f"policy.path={pipeline}"]))
+
+
+def test_every_shard_that_an_index_names_must_be_there(flux_directory, tmp_path):
+    pipeline = shutil.copytree(flux_directory, tmp_path / "pipe")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (pipeline / "vae" / "diffusion_pytorch_model.safetensors").rename(pipeline / "vae" / names["a"])
+    (pipeline / "vae" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert list(missing_parts(pipeline)) == ["vae/model-00002-of-00002.safetensors is missing"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"tuning": "full"}, {"lora_rank": 3}, {"lora_rank": 4, "lora_targets": ["to_q", "net.2"]}], ids=str
+)
+@pytest.mark.parametrize("model", ["flux_directory", "sd3_directory"])
+def test_trained_parameters_are_those_of_the_policy(request, model, options):
+    path = request.getfixturevalue(model)
+    config = PolicyConfig(path=str(path), height=32, width=32, max_sequence_length=12, device="cpu", **options)
+    policy = components.build_policy(config)
+    buffers = sum(each.numel() for each in policy.pipeline.transformer.buffers()) if config.tuning == "full" else 0
+    assert trained_parameters(config, path) == buffers + sum(each.numel() for each in policy.trainable_parameters())
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_config, tmp_path, monkeypatch, capsys):
+    """What a run writes is what was reckoned with, but for pictures, curves and a few headers."""
+    words = [str(tiny_config), "trainer.keep_checkpoints=2", "policy.tuning=full", "optim.ema_decay=0.5"]
+    code, _, err = g2rpo(capsys, "train", *words, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    folders = [*(tmp_path / "run" / "checkpoints").glob("iteration_*"), tmp_path / "run" / "transformer"]
+    tensors = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".safetensors", ".pt")]
+    size = sum(path.stat().st_size for path in tensors)
+    config = load_config(words[0], words[1:])
+    reckoned = 4 * trained_parameters(config.policy, Path(config.policy.path)) * (2 * 4 + 1)
+    assert reckoned == pytest.approx(size, rel=0.15)
+
+    free = namedtuple("usage", "free")
+    with_one_more = reckoned * (3 * 4 + 1) // (2 * 4 + 1)
+    for room in (with_one_more, with_one_more - 1):
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, room=room: free(room))
+        if room == with_one_more:
+            check(config, (), tmp_path / "new" / "run")
+        else:
+            with pytest.raises(UserError, match=r"new/run: checkpoints and weights take .*, .* are free; free some"):
+                check(config, (), tmp_path / "new" / "run")
+
+
+@pytest.mark.parametrize(("status", "why"), [(401, "refuses it .*401"), (403, "refuses it .*403"), (200, None), (500, None)])
+def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status, why):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with answering(status) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        said = hub.obstacle("me/mine")
+        if why is None:
+            assert said is None
+        else:
+            with pytest.raises(UserError, match=f"policy.path=me/mine: is no local directory, and is not in .* the hub {why}"):
+                components.locate_pipeline("me/mine")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert hub.obstacle("me/mine") == "is not in the local hub cache, and http://127.0.0.1:9 cannot be reached"
+
+
+def test_questions_are_asked_at_once_and_late_answers_are_none():
+    """Five answers wait until all five are asked; two others come only after the call has ended."""
+    together, ended = threading.Barrier(5), threading.Event()
+    questions = {str(n): lambda n=n: f"answer {n}" if together.wait(30) >= 0 else None for n in range(5)}
+    late = {str(n): lambda n=n: f"answer {n}" if ended.wait(30) else None for n in (5, 6)}
+    try:
+        assert at_once({**late, **questions, "none": lambda: None}, 2.0) == {str(n): f"answer {n}" for n in range(5)}
+    finally:
+        ended.set()
+
+
+def test_starter_prompts_are_many_different_and_apart(capsys):
+    train, heldout = (read_prompts(f"starter:{name}") for name in ("train", "heldout"))
+    assert (len(train), len(heldout)) == (200, 64)
+    assert len({str(prompt).casefold() for prompt in (*train, *heldout)}) == 264
+    assert all(3 <= len(str(prompt).split()) <= 30 for prompt in (*train, *heldout))
+    with pytest.raises(UserError, match="prompts.train=starter:tran: unknown list. Did you mean 'starter:train'"):
+        build_prompts("starter:tran", "prompts.train")
+
+
+@pytest.mark.parametrize("recipe", ["flux1-dev-lora", "sd35-medium-lora"])
+def test_recipes_of_real_models_run_without_prompts_of_ones_own(recipe, flux_directory, sd3_directory):
+    model = sd3_directory if recipe.startswith("sd35") else flux_directory
+    prompts, heldout = check(load_config(recipe, [f"policy.path={model}", "policy.device=cpu"]), ("rewards", "judges"))
+    assert (len(prompts), len(heldout)) == (200, 64) and not set(prompts) & set(heldout)
+
+
+def test_metadata_that_a_reward_cannot_read_are_refused_ahead(tmp_path):
+    options = f"rewards.geneval={{options: {{detector: {tmp_path / 'detector'}, clip: {tmp_path}}}}}"
+    overrides = [f"prompts.train={tmp_path}/prompts.jsonl", options]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat"}')
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"rewards.geneval.options.detector: \S* is neither a file, a folder, nor"):
+        check(load_config("scenes", overrides))
+    (tmp_path / "detector").mkdir()
+    (tmp_path / "detector" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"none of 1 prompts \(.*prompts.jsonl\) has metadata in GenEval's format"):
+        check(load_config("scenes", overrides))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat", "include": [{"class": "cat"}]}')
+    with pytest.raises(UserError, match="the metadata of prompt 'a cat' .* a clause needs a class and a count"):
+        check(load_config("scenes", overrides))

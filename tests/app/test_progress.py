@@ -1,0 +1,150 @@
+"""What commands show while they work, on terminals of any width and in files."""
+
+import io
+import re
+import shlex
+import time
+
+import pytest
+from rich.console import Console
+
+from g2rpo.app.progress import Steady, counter, fitted, say_items
+from g2rpo.app.watching import _command, results_table, watch_training
+from g2rpo.evaluation.heldout import Comparison
+from g2rpo.lab.report.history import Change
+from g2rpo.lab.report.verdict import verdict
+from tests.support.runs import brightness, trainer
+
+ITEMS = [("scene_accuracy", "0.633"), ("scene_clip", "-0.083"), ("a_reward_with_a_very_long_name", "27.559")]
+
+
+def terminal(width):
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+
+
+def pipe():
+    return Console(file=io.StringIO(), force_terminal=False, width=10_000)
+
+
+def written(console):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+
+
+def test_items_are_fitted_by_shorter_names_then_by_fewer_items_and_numbers_stay_whole():
+    assert fitted(ITEMS, 200) == "scene_accuracy 0.633  scene_clip -0.083  a_reward_with_a_very_long_name 27.559"
+    assert fitted(ITEMS, 55) == "scene_acc… 0.633  scene_clip -0.083  a_reward_… 27.559"
+    assert fitted(ITEMS, 25) == "sc… 0.633  sc… -0.083  +1"
+    for width in range(100):
+        line = fitted(ITEMS, width)
+        shown = re.findall(r"-?\d+\.\d+", line)
+        assert shown == [value for _, value in ITEMS][: len(shown)] and shown
+        assert len(line) <= width or len(shown) == 1
+        assert ("+" in line) == (len(shown) < 3)
+    assert fitted([], 10) == ""
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_line_of_training_is_one_line_with_whole_numbers(width):
+    """A bar, rewards with long names, an alarm, rate and time left."""
+    names = [f"a_reward_with_a_very_long_name_{i}" for i in range(4)]
+    console = terminal(width)
+    rewards = {name: (lambda images, prompts, i=i: brightness(images, prompts) + i) for i, name in enumerate(names)}
+    run = trainer(None, *(f"rewards.{name}=1" for name in names), "rewards.bright=", rewards=rewards)
+    iterate = run.iterate
+    run.iterate = lambda: {**iterate(), "alarms": {"silent": "", "masked": ""}}
+    watch_training(run, console)
+    lines = [line for line in re.split(r"[\r\n]+", written(console)) if re.match(r"[1-4]/4 ", line)]
+    assert lines and all(len(line.rstrip()) <= width for line in lines)
+    assert all(re.match(r"\d/4 [━╸╺ ]{12} \S+ 2  ", line) for line in lines)  # two alarms
+    assert all(re.search(r" [\d,]+ eval/s  \d+:\d\d:\d\d left", line) for line in lines)
+    shown = {number for line in lines for number in re.findall(r"(?<= )-?\d+\.\S+", line)}
+    assert all(re.fullmatch(r"-?\d\.\d{3}", number) for number in shown) and (shown or width == 60)
+
+
+def test_evaluations_are_folded_between_items():
+    console = terminal(60)
+    say_items(console, "held-out pictures after iteration 10:", ITEMS)
+    lines = written(console).splitlines()
+    assert lines == [
+        "held-out pictures after iteration 10:  scene_accuracy 0.633",
+        "    scene_clip -0.083  a_reward_with_a_very_long_name 27.559",
+    ]
+    console = pipe()
+    say_items(console, "held-out pictures after iteration 10:", ITEMS)
+    assert len(written(console).splitlines()) == 1
+
+
+def test_without_a_terminal_there_is_a_line_after_a_while_and_whenever_one_is_told():
+    console = pipe()
+    with Steady(console=console, line=lambda task: f"{task.completed} done", quiet=0.05) as progress:
+        task = progress.add_task("", total=3)
+        time.sleep(0.3)  # six times as long as it may be quiet
+        progress.advance(task)
+        progress.tell()
+    lines = written(console).splitlines()
+    assert lines.count("0 done") >= 2 and lines.count("1 done") >= 1
+    console = terminal(80)
+    with Steady(console=console, line=lambda task: "a line", quiet=0.01) as progress:
+        progress.add_task("")
+        time.sleep(0.1)
+        progress.tell()
+    assert "a line" not in written(console)
+
+
+def test_a_counter_says_how_far_it_is():
+    console = pipe()
+    with counter(console, "pictures") as progress:
+        task = progress.add_task("judging", total=8)
+        progress.advance(task, 2)
+        progress.tell()
+    assert re.fullmatch(r"judging 2/8 pictures  [\d.,e+]+ pictures/s  \S+ left\n", written(console))
+
+
+def test_training_writes_plain_lines_into_a_pipe():
+    """Iteration, rewards, rate and time left; evaluations too; and a line however long an iteration takes."""
+    console = pipe()
+    run = trainer(None, "trainer.iterations=2")
+    slow, began = run.iterate, time.monotonic()
+
+    def iterate():
+        time.sleep(0.5)
+        return slow()
+
+    run.iterate = iterate
+    watch_training(run, console, quiet=0.2)
+    lines = written(console).splitlines()
+    assert time.monotonic() - began > 1 and "\x1b" not in console.file.getvalue()
+    assert sum(line.startswith("held-out pictures after iteration") for line in lines) >= 2
+    training = [line for line in lines if " iterations, " in line]
+    assert any("  0/2 iterations, 0.0 %" in line for line in training)  # while the first iteration goes on
+    told = next(line for line in training if "  1/2 iterations, 50.0 %" in line)
+    assert re.search(r"  bright [\d.]+  ", told)
+    assert re.search(r"  [\d.,e+]+ evaluations/s  \d+:\d\d:\d\d left$", told)
+
+
+@pytest.mark.parametrize("width", [45, 60, 80, 120, 200])
+@pytest.mark.parametrize("name", ["a_reward_with_a_very_long_name", "scene_preference", "hps"])
+def test_names_and_numbers_of_a_table_are_never_cut(width, name):
+    console = terminal(width)
+    console.print(results_table({name: Comparison(0.1234, 0.4321, 0.05, 10**6)}, 192, [name], width))
+    text = written(console)
+    assert "…" not in text and all(len(line) <= width for line in text.splitlines())
+    assert name in text or len(name) > width // 4  # in one piece where there is room
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    columns = ["".join(row[i] for row in cells) for i in range(5)]
+    assert columns[0] == name and columns[1] == "0.123" and columns[3].replace(" ", "") == "+0.309±0.098"
+
+
+def test_the_interval_is_that_of_the_report():
+    """By Student's t: 2.365 standard errors of 8 prompts, 1.96 of very many; of fewer than 8 there is none."""
+    for count, errors in ((8, 2.365), (64, 1.998), (10**6, 1.96)):
+        assert Comparison(0.0, 1.0, 0.05, count).margin == pytest.approx(errors * 0.05, rel=1e-3)
+        assert Change("red", True, 1, 0.0, 1.0, 0.05, count).margin == Comparison(0.0, 1.0, 0.05, count).margin
+    few = Change("red", True, 1, 0.1, 0.2, 3.6e-6, 2)
+    assert Comparison(0.1, 0.2, 3.6e-6, 2).within == "" and verdict(few) == "too few prompts"
+
+
+@pytest.mark.parametrize("prompt", ["'barn' in purple", "a $ and 'b'", 'a "b"', "plain", "it's `x`!"])
+def test_suggested_commands_are_read_back_by_a_shell(prompt):
+    assert shlex.split(_command("sample", prompt)) == ["g2rpo", "sample", prompt]
+    assert _command("sample", "'barn' in purple") == """g2rpo sample "'barn' in purple\""""

@@ -1,0 +1,163 @@
+"""`g2rpo resume`: a run goes on with its own config, and with what its names stood for when it began."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from g2rpo import api
+from g2rpo.core.errors import UserError
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.runs.lifecycle import read_config, read_starts
+from tests.support.commands import g2rpo
+from tests.support.runs import brightness, trainer
+from tests.support.variants import few
+from tests.training.test_faults import log
+
+REWARD = "def it(images, prompts):\n    return images.flatten(1).mean(1)\n"
+
+
+@pytest.fixture
+def begun(capsys, tmp_path, tiny_config):
+    """A run of 2 iterations with overrides and a reward in a file; its directory and what began it."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
+    (tmp_path / "train.txt").write_text("a red circle\na blue square\n")
+    command = [
+        "train",
+        "--plugin",
+        tmp_path / "reward.py",
+        tiny_config,
+        "recipe=mine",
+        "algorithm.group_size=4",
+        "rewards=",
+        reward,
+    ]
+    command += [f"prompts.train={tmp_path / 'train.txt'}", "--run-dir", tmp_path / "run"]
+    code, _, err = g2rpo(capsys, *command)
+    assert code == 0, err
+    return tmp_path / "run", command
+
+
+def test_a_run_goes_on_by_its_directory_alone(capsys, begun, tmp_path):
+    run, command = begun
+    code, out, err = g2rpo(capsys, "resume", run, "trainer.iterations=3", "sampling.batch_size=5")
+    assert code == 0 and "resuming after iteration 2" in out, err
+    assert read_config(run).algorithm.group_size == 4 and read_config(run).sampling.batch_size == 5
+    assert [start["iteration"] for start in read_starts(run)] == [0, 2]
+    code, _, err = g2rpo(capsys, *command[:-1], tmp_path / "straight", "trainer.iterations=3")
+    assert code == 0, err
+    one, two = (load_file(folder / "adapter" / "pytorch_lora_weights.safetensors") for folder in (run, tmp_path / "straight"))
+    assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
+
+
+@pytest.mark.parametrize("words", few([[], ["trainer.iterations=3"]], bool))
+def test_the_longer_form_needs_no_recipe_and_no_override_again(capsys, begun, words):
+    run, _ = begun
+    assert g2rpo(capsys, "train", *words, "--run-dir", run, "--resume")[0] == 0
+    assert len(read_metrics(run)) == (7 if words else 5)
+
+
+def test_a_recipes_name_needs_no_override_again_if_it_is_the_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    removed = "evaluation.rewards.scene_clip="
+    few = ["trainer.iterations=1", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "algorithm.group_size=3"]
+    assert g2rpo(capsys, "train", "scenes", *few, removed, "--run-dir", "run")[0] == 0
+    for again in ([], [removed]):
+        assert g2rpo(capsys, "train", "scenes", *again, "--run-dir", "run", "--resume")[0] == 0
+    code, _, err = g2rpo(capsys, "train", "scenes", "algorithm.group_size=4", "--run-dir", "run", "--resume")
+    assert code == 2 and "algorithm.group_size: 3 there, 4 here" in err and "`g2rpo resume run` continues that run" in err
+    code, _, err = g2rpo(capsys, "train", "scenes-fast", "--run-dir", "run", "--resume")
+    assert code == 2 and "another config" in err
+
+
+def test_messages_name_a_command_that_works(capsys, begun, tmp_path):
+    run, command = begun
+    for words, message in (
+        (command, f"`g2rpo resume {run}` continues it"),
+        (["resume", run, "algorithm.group_size=3"], "algorithm.group_size: 4 there, 3 here"),
+        (["resume", tmp_path], "is no run directory"),
+        (["train", "--run-dir", run], "`g2rpo resume RUN` continues a run"),
+        (["train"], "name a recipe"),
+    ):
+        code, _, err = g2rpo(capsys, *words)
+        assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
+
+
+# --- what names stand for
+
+
+def test_reward_code_that_has_changed_is_refused_and_taken_on_purpose(capsys, begun, tmp_path):
+    run, _ = begun
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    (tmp_path / "reward.py").write_text(REWARD.replace("mean", "amax"))
+    code, _, err = g2rpo(capsys, "resume", run, "trainer.iterations=3")
+    assert code == 2 and "rewards.it: reward.py: sha256" in err and "--accept-changes" in err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    code, out, err = g2rpo(capsys, "resume", run, "trainer.iterations=3", "--accept-changes")
+    assert code == 0 and "goes on with rewards.it: reward.py" in " ".join(out.split()), err
+    assert g2rpo(capsys, "resume", run)[0] == 0  # what was accepted is what the run has now
+
+
+def test_prompts_that_have_changed_are_refused_and_held_out_ones_for_good(capsys, begun, tmp_path):
+    run, _ = begun
+    (tmp_path / "train.txt").write_text("a red circle\n")
+    code, _, err = g2rpo(capsys, "resume", run)
+    assert code == 2 and "prompts.train: 2 prompts, sha256" in err and "1 prompts, sha256" in err
+    assert g2rpo(capsys, "resume", run, "--accept-changes")[0] == 0
+    (tmp_path / "prompts.txt").write_text("two blue squares\na red circle\n")  # held out; the same ones in another order
+    code, _, err = g2rpo(capsys, "resume", run, "--accept-changes")
+    assert code == 2 and "evaluation.prompts: 2 prompts, sha256" in err and "begin another run" in err
+
+
+def test_objects_are_known_by_their_source(tmp_path, tiny_config):
+    def bright(images, prompts):
+        return images.flatten(1).mean(1)
+
+    first = bright
+
+    def bright(images, prompts):
+        return images.flatten(1).mean(1) * 2
+
+    def made(reward, **more):
+        return api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"bright": reward}, **more)
+
+    made(first)
+    assert made(first, resume=True).iteration == 0
+    with pytest.raises(UserError, match=r"rewards\.bright: source of test_objects.*bright, sha256 \w+ then"):
+        made(bright, resume=True)
+    said = []
+    made(bright, resume=True, accept_changes=True, notify=said.append)
+    assert "goes on with rewards.bright" in said[0]
+
+
+def test_a_run_of_before_says_nothing_and_is_gone_on_with(capsys, begun):
+    """Earlier versions recorded no contents."""
+    run, _ = begun
+    starts = [{key: value for key, value in start.items() if key != "contents"} for start in read_starts(run)]
+    (run / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    assert g2rpo(capsys, "resume", run)[0] == 0
+
+
+# --- the log
+
+
+@pytest.mark.parametrize("damage", ["deleted", "cut"])
+def test_a_log_that_lacks_rows_is_named(tmp_path, damage):
+    t = trainer(tmp_path)
+    list(t.train())
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.unlink() if damage == "deleted" else path.write_text("".join(lines[:3]))
+    again = trainer(tmp_path, "trainer.iterations=5")
+    (complaint,) = again.resume()
+    lacking = 5 if damage == "deleted" else 2
+    assert f"metrics.jsonl: lacks {lacking} of the 5 rows up to iteration 4" in complaint
+    list(again.train())
+    assert log(tmp_path)[-1]["iteration"] == 5
+
+
+def test_a_whole_log_is_not_complained_about(tmp_path):
+    list(trainer(tmp_path, rewards={"bright": brightness}).train())
+    assert trainer(tmp_path).resume() == []

@@ -1,0 +1,428 @@
+"""The command line as a person meets it: exit codes, messages, and what is left on disk."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import T5EncoderModel
+
+from g2rpo import __version__
+from g2rpo.app.push import push
+from g2rpo.app.train import load_config
+from g2rpo.cli.main import main as cli
+from g2rpo.config import recipes
+from g2rpo.config.algorithms import ALGORITHMS, title_of
+from g2rpo.config.resolve import resolve
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.rewards.remote import RemoteReward
+from g2rpo.rewards.server import RewardServer
+from g2rpo.runs.lifecycle import read_config
+from tests.support.commands import g2rpo
+from tests.support.runs import PLAIN, fits
+from tests.support.servers import serving
+from tests.support.tiny import save_flux
+from tests.support.variants import few
+
+DRAW = ["sample", "a red circle", "--model", "testbed"]
+
+
+def test_help_answers_at_once_and_loads_no_model_library():
+    code = "import sys, g2rpo.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'diffusers', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    began = time.perf_counter()
+    helped = subprocess.run([sys.executable, "-m", "g2rpo", "--help"], capture_output=True, text=True, check=False)
+    assert helped.returncode == 0 and "train" in helped.stdout
+    assert time.perf_counter() - began < 10  # a generous bound for a loaded machine; the promise is in the README
+
+
+def test_a_locale_without_utf_8_shows_what_it_can_and_refuses_what_it_cannot_read():
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    def said(*arguments):
+        return subprocess.run([sys.executable, "-m", "g2rpo", *arguments], capture_output=True, check=False, env=plain)
+
+    helped = said("--help")  # which names G²RPO
+    assert (helped.returncode, helped.stderr) == (0, b"") and b"G?RPO" in helped.stdout
+    refused = said("sample", "ein rotes Dreieck für mich", "--model", "testbed")
+    assert refused.returncode == 2 and b"no text in this locale" in refused.stderr and b"Traceback" not in refused.stderr
+
+
+def test_version_and_short_help(capsys):
+    assert g2rpo(capsys, "--version") == (0, f"g2rpo {__version__}\n", "")
+    for arguments in (["-h"], ["train", "-h"]):
+        code, out, _ = g2rpo(capsys, *arguments)
+        assert code == 0 and (code, out, "") == g2rpo(capsys, *arguments[:-1], "--help")
+
+
+def test_a_shell_completes_commands_options_and_recipes():
+    def completed(words):
+        asked = {"_G2RPO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        code = "import sys; from g2rpo.cli.main import main; sys.argv = ['g2rpo']; main()"
+        return subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **asked}
+        ).stdout.split()
+
+    assert completed("g2rpo se") == ["serve-reward"]
+    assert completed("g2rpo train sce") == ["scenes", "scenes-fast"]
+    assert completed("g2rpo train --re") == ["--resume"]
+
+
+def test_recipes_are_listed_and_explained(capsys, monkeypatch):
+    code, out, _ = g2rpo(capsys, "recipes")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == recipes.names()  # one line each
+    assert all(recipes.summary(line.split()[0]) in line for line in out.splitlines())
+    monkeypatch.setattr(cli, "console", Console(width=60))
+    narrow = g2rpo(capsys, "recipes")[1].splitlines()
+    assert all(len(line) <= 60 for line in narrow) and " ".join(" ".join(narrow).split()) == " ".join(out.split())
+    begins = [line[: (max(map(len, recipes.names())) + 2)].strip() for line in narrow]
+    assert [name for name in begins if name] == recipes.names()
+    code, out, _ = g2rpo(capsys, "recipes", "scenes")
+    assert code == 0 and "group_size: 12" in out
+
+
+def test_train_resume_repeat_and_sample(capsys, tmp_path, monkeypatch, tiny_config):
+    run, again = tmp_path / "run", tmp_path / "again"
+    monkeypatch.chdir(tmp_path)
+    code, out, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run, "--resume")  # begins: there is nothing to resume
+    assert code == 0, err
+    assert "before_after.png" in out and "scene_accuracy" in out and f"g2rpo report {run}" in out
+    assert f"g2rpo sample {run} 'a red circle'" in out  # the first of its own held-out prompts
+    assert f"g2rpo train {run}/config.yaml --run-dir {run}-2" in out
+    assert g2rpo(capsys, "report", run)[0] == 0 and "a red circle" in (run / "report.html").read_text()
+    assert [json.loads(line)["iteration"] for line in (run / "starts.jsonl").open()] == [0]
+    assert g2rpo(capsys, "train", tiny_config, "trainer.iterations=3", "--run-dir", run, "--resume")[0] == 0
+    assert g2rpo(capsys, "train", run / "config.yaml", "--run-dir", again)[0] == 0
+    one, two = (load_file(where / "adapter" / "pytorch_lora_weights.safetensors") for where in (run, again))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+    card = (run / "adapter" / "README.md").read_text()
+    assert "load_lora_weights" in card and "| scene_accuracy | trained on |" in card
+    assert (run / "adapter" / "before_after.png").is_file()
+
+    pictures = tmp_path / "pictures"
+    code, _, err = g2rpo(capsys, "sample", "--run", run, "--out", pictures, "a red circle", "a blue square")
+    assert code == 0, err
+    listed = [json.loads(line) for line in (pictures / "prompts.jsonl").open()]
+    assert [entry["prompt"] for entry in listed] == ["a red circle", "a blue square"]
+    assert all((pictures / entry["file"]).is_file() for entry in listed)
+    code, _, err = g2rpo(capsys, "sample", run, "--out", pictures, "a red circle")
+    assert code == 2 and "is not empty" in err
+    for folder in ("samples", "samples-2"):
+        code, out, err = g2rpo(capsys, "sample", run, "a red circle")
+        assert code == 0 and out.strip() == f"1 picture in {folder}" and (tmp_path / folder / "0000.png").is_file()
+
+
+def test_a_recipe_is_meant_before_a_folder_of_its_name(capsys, tmp_path, monkeypatch):
+    (tmp_path / "words").mkdir()
+    monkeypatch.chdir(tmp_path)
+    notes = []
+    assert load_config("words", [], notes.append).recipe == "words" and "taken for the recipe" in notes[0]
+    code, _, err = g2rpo(capsys, "compare", "./words", "--algorithms", "g2rpo")
+    assert code == 2 and "./words is a directory" in err
+
+
+OF_EACH_KIND = ("flow_grpo", "mixgrpo", "pave_grpo", "adagrpo", "diffusion_nft", "refl")
+
+
+@pytest.mark.parametrize("name", few([name for name in ALGORITHMS if name != "g2rpo"], OF_EACH_KIND.__contains__))
+def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config, name):
+    quick = ["sampling.num_steps=8", "algorithm.group_size=3"]  # the least for the default branch steps and times
+    quick += ["trainer.iterations=1", "evaluation.num_prompts=1"]
+    named = [f"algorithm.name={name}", *fits(name)]
+    quick += ["rewards.scene_accuracy=", "rewards.brightness=1"] if name == "refl" else []
+    code, out, err = g2rpo(capsys, "train", tiny_config, *named, *quick, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    note = " ".join(out.split())
+    assert f"algorithm.name={name}: its published defaults; {tiny_config}'s" in note and "granularities=[1, 2]" in note
+    (row,) = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    assert row["evaluations"] > 0 and row["skipped_updates"] == 0
+    assert read_config(tmp_path / "run").algorithm == resolve(PLAIN, [*named, "algorithm.group_size=3"]).algorithm
+    title, paper = title_of(ALGORITHMS[name]())
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert f"tuned with {title}\n" in card and f"({title}, arXiv {paper})" in card
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "scnes"], "scnes"),
+        (["train", "klein"], "unknown recipe 'klein'. Did you mean "),
+        (["train", "policy.path=testbed"], "policy.path=testbed is an override; name a recipe"),
+        (["train", "scenes", "rewards.red=red.py:red"], "red.py:red"),
+        (["train", "scenes", "algorithm.gruop_size=4"], "algorithm.gruop_size"),
+        (["train", "scenes", "algorithm.name=mixgrop"], "unknown algorithm 'mixgrop'. Did you mean 'mixgrpo'"),
+        (
+            ["train", "scenes", "algorithm.name=flow_grpo_fast", "algorithm.window_size=6"],
+            "window_size=6",
+        ),
+        (["train", "scenes", "trainer.iterations=-1"], "trainer.iterations"),
+        (["train", "scenes", "trainer.iterations=soon"], "trainer.iterations: input should be a valid integer"),
+        (["train", "scenes", "policy.path=/no/such/model"], "policy.path=/no/such/model"),
+        (["train", "scenes", "algorithm.branch_steps=[9]"], "branch_steps"),
+        (["train", "scenes", "rewards.scene_acuracy=1"], "scene_acuracy"),
+        (["train", "scenes", "rewards.scene_accuracy.options.partail=true"], "partail"),
+        (["train", "scenes", "prompts.train=testbed:tran"], "testbed:tran"),
+        (["train", "scenes", "prompts.train=/no/prompts.txt"], "/no/prompts.txt"),
+        (["train", "scenes", "policy.height=60"], "multiples of"),
+        (["train", "scenes", "--resume"], "name its directory with --run-dir"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["recipes", "scnes"], "scnes"),
+        (["sample", "--model", "testbed"], "give prompts"),
+        (["sample", "a red circle"], "a red circle is no run directory"),
+        (["sample"], "give prompts as arguments"),
+        (["train", "scenes", "lr=1e-4"], "unknown key 'lr'. Did you mean 'optim.learning_rate'?"),
+        (["train", "scenes", "iteration=3"], "'iteration'"),
+        (["train", "scenes", "--iterations", "3"], "trainer.iterations=..."),
+        (["train", "scenes", "algorithm.branch_steps=0,1"], "write it in brackets: [0,1]"),
+        (["sample", "a red circle", "--model", "testbed", "--guidance", "-1"], "guidance_scale"),
+        (["sample", "a red circle", "--model", "testbed", "--size", "0"], "height"),
+        (["sample", "--run", "nowhere", "a red circle"], "nowhere"),
+        ([*DRAW, "--steps", "600"], "steps"),
+        ([*DRAW, "--shift", "-1"], "shift"),
+        ([*DRAW, "--shift", "nan"], "shift"),
+        ([*DRAW, "--shift", "1e30"], "shift"),
+        ([*DRAW, "--strength", "nan"], "strength"),
+        ([*DRAW, "--batch-size", "9" * 20], "batch_size"),
+        ([*DRAW, "--out", __file__], "test_main.py is a file; name another --out"),
+        (["train", "scenes", "optim.learning_rate=1e39"], "optim.learning_rate: should be 0, or from 1e-18 to 1e+18 in size"),
+        (["train", "scenes", "algorithm.clip_range=1e39"], "algorithm.clip_range"),
+        (["train", "scenes", "algorithm.name=mixgrpo_flash", "algorithm.eta=1e-300"], "algorithm.eta"),
+        (["train", "scenes", "optim.betas=[0.9,1e-300]"], "optim.betas"),
+        (["train", "scenes", "evaluation.num_steps=1000"], "evaluation.num_steps"),
+        (["export", "nowhere"], "say which --format: diffusers, comfyui, merged"),
+        (["serve-reward", "brigthness", "--port", "0"], "brigthness"),
+        (["serve-reward", "brightness", "--host", "0.0.0.0"], "without a token"),
+        (["serve-reward", "brightness", "--token-env", "NOT_SET"], "is not set"),
+        (["serve-reward", "function", "target=nowhere.py:f", "--port", "0"], "there is no file"),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = g2rpo(capsys, *arguments)
+    assert code == 2
+    assert message in " ".join(err.split()) and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["fly"], ["train", "scenes", "--fast"], ["sample", "--steps", "many", "x"]])
+def test_a_misused_command_line_is_exit_2(capsys, arguments):
+    code, _, err = g2rpo(capsys, *arguments)
+    assert code == 2 and "Traceback" not in err
+
+
+def test_a_directory_that_is_no_pipeline_is_named(capsys, tmp_path, tiny_config):
+    (tmp_path / "empty").mkdir()
+    code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={tmp_path / 'empty'}", "--run-dir", tmp_path / "run")
+    assert code == 2 and "has no model_index.json" in err and not (tmp_path / "run").exists()
+
+
+def test_another_kind_of_pipeline_is_named(capsys, tmp_path, tiny_config):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "KandinskyPipeline"}')
+    code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={tmp_path / 'other'}", "--run-dir", tmp_path / "run")
+    assert code == 2 and "is a KandinskyPipeline" in err
+
+
+def test_a_pipeline_with_damaged_weights_is_named(capsys, tmp_path, tiny_config):
+    broken = save_flux(tmp_path / "broken")
+    file = broken / "transformer" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={broken}", "--run-dir", tmp_path / "run")
+    wanted = f"policy.path={broken}: diffusion_pytorch_model.safetensors cannot be read: "
+    assert code == 2 and wanted in err and "Traceback" not in err and not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_of_another_config_is_left_alone(capsys, tmp_path, tiny_config):
+    run = tmp_path / "run"
+    assert g2rpo(capsys, "train", tiny_config, "--run-dir", run)[0] == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run)
+    assert code == 2 and str(run) in err
+    code, _, err = g2rpo(capsys, "train", tiny_config, "algorithm.group_size=4", "--run-dir", run, "--resume")
+    assert code == 2 and "algorithm.group_size" in err
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "weights.safetensors").write_bytes(b"cut")
+        before[checkpoint / "weights.safetensors"] = b"cut"
+    code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run, "--resume")
+    assert code == 2 and "weights.safetensors is truncated or changed" in err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+class Hub:
+    """Stands in for huggingface_hub.HfApi: remembers what it was told."""
+
+    def __init__(self):
+        self.told = []
+
+    def create_repo(self, repository, *, private, exist_ok):
+        self.told.append((repository, private))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        self.told.append(sorted(path.name for path in folder_path.iterdir()))
+        return f"https://hub/{repo_id}"
+
+
+def test_push_uploads_weights_and_card(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name in ("README.md", "pytorch_lora_weights.safetensors"):
+        (folder / name).touch()
+    hub = Hub()
+    assert push(tmp_path, "me/mine", private=True, console=Console(), api=hub) == "https://hub/me/mine"
+    assert hub.told == [("me/mine", True), ["README.md", "pytorch_lora_weights.safetensors"]]
+    for run, repository, message in ((tmp_path, "mine", "write owner/name"), (tmp_path / "no", "me/mine", "no weights yet")):
+        with pytest.raises(UserError, match=message):
+            push(run, repository, private=False, console=Console(), api=hub)
+
+
+def test_a_push_without_a_network_is_one_message_that_says_how_to_try_again(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "README.md").touch()
+    nowhere = HfApi(endpoint="http://127.0.0.1:9", token="hf_x")
+    with pytest.raises(UserError, match=r"me/mine: the upload failed: .*\n.*`g2rpo push .* me/mine` tries again"):
+        push(tmp_path, "me/mine", private=False, console=Console(), api=nowhere)
+
+
+@pytest.mark.parametrize(
+    ("repository", "token", "message"),
+    [
+        ("not a repo", "hf_x", "'not a repo' is no repository"),
+        ("mine", "hf_x", "'mine' is no repository; write owner/name"),
+        ("me/mi/ne", "hf_x", "is no repository"),
+        ("me/mine", "", "needs a token"),
+    ],
+)
+def test_what_could_not_be_pushed_is_refused_before_training(capsys, tmp_path, monkeypatch, repository, token, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setenv("HF_TOKEN", token)
+    code, out, err = g2rpo(capsys, "train", "scenes", "--push-to-hub", repository)
+    assert code == 2 and message in " ".join(err.split()) and out == "" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [
+        ("raise KeyError('no such word')", "KeyError: 'no such word' (in look, "),
+        ("return [1.0]", "ValueError: "),
+        ("raise SystemError('deep')", "SystemError: deep (in look, "),
+    ],
+)
+def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(
+    capsys, tmp_path, monkeypatch, tiny_config, failing, message
+):
+    """Its name, the iteration and the line at fault; the rest is in a file of the run."""
+    code = f"calls = []\n\ndef look(images):\n    {failing}\n\ndef mine(images, prompts):\n    calls.append(1)\n"
+    (tmp_path / "mine.py").write_text(code + "    return look(images) if len(calls) > 2 else images.mean((1, 2, 3))\n")
+    reward = ["rewards.scene_accuracy=", "rewards.mine.kind=function", f"rewards.mine.options.target={tmp_path}/mine.py:mine"]
+    code, _, err = g2rpo(capsys, "train", tiny_config, *reward, "sampling.decode_batch_size=64", "--run-dir", tmp_path / "run")
+    said = err[err.index("g2rpo:") :]  # loading bars come before it
+    assert code == 1 and "Traceback" not in err and len(said.splitlines()) == 2
+    assert f"g2rpo: after iteration 0: reward 'mine' failed on 12 pictures: {message}" in " ".join(err.split())
+    assert "Traceback" in (tmp_path / "run" / "traceback_rank0.txt").read_text()
+    again = f"`g2rpo resume {tmp_path / 'run'} --plugin {tmp_path / 'mine.py'}` begins again."
+    assert err.strip().endswith(again)  # there is no checkpoint yet
+    monkeypatch.setattr(plugins, "_allowed", set())
+    code, _, err = g2rpo(capsys, "resume", tmp_path / "run", "trainer.iterations=9")
+    whole = f"g2rpo resume {tmp_path / 'run'} trainer.iterations=9 --plugin {tmp_path / 'mine.py'}"
+    assert code == 2 and err.strip().splitlines()[-1] == whole
+
+
+def test_a_reward_server_that_refuses_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, tiny_config):
+    class Refusing(RewardServer):
+        """Refuses its token once the base model has been scored."""
+
+        def _scores(self, body):
+            self.asked = getattr(self, "asked", 0) + 1
+            if self.asked > 2:  # the trial before anything is loaded, the evaluation
+                self.token = "another"
+            return super()._scores(body)
+
+    with serving(Refusing(lambda images, prompts: images.mean((1, 2, 3)), port=0)) as server:
+        reward = ["rewards.scene_accuracy=", f"rewards.far={{kind: http, options: {{url: '{server.address}'}}}}"]
+        code, _, err = g2rpo(
+            capsys, "train", tiny_config, *reward, "sampling.decode_batch_size=64", "--run-dir", tmp_path / "run"
+        )
+    assert code == 1 and "Traceback" not in err
+    assert "reward 'far' failed on 12 pictures: Refused: http://127.0.0.1:" in err and "answered 401" in err
+
+
+def test_memory_that_runs_out_anywhere_is_one_message(capsys, tmp_path, tiny_config, monkeypatch):
+    """As in a text encoder, whose calls no batch size bounds."""
+
+    def forward(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nMore words.")
+
+    monkeypatch.setattr(T5EncoderModel, "forward", forward)
+    code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", tmp_path / "run")
+    assert code == 2 and "Traceback" not in err
+    assert "g2rpo: out of memory: CUDA out of memory. Tried to allocate 9.00 GiB. take smaller" in " ".join(err.split())
+
+
+def test_a_variable_shows_the_traceback_of_a_message(capsys, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self):\n        raise RuntimeError('deep')\n")
+    words = ["train", "scenes", "rewards.x.kind=function", f"rewards.x.options.target={tmp_path}/mine.py:Mine"]
+    words += ["--run-dir", tmp_path / "run"]
+    shown = []
+    for value in ("", "1"):
+        monkeypatch.setenv("G2RPO_TRACEBACK", value)
+        code, _, err = g2rpo(capsys, *words)
+        assert code == 2 and "g2rpo: rewards.x: cannot be loaded: RuntimeError: deep" in err
+        shown.append(err)
+    assert "Traceback" not in shown[0] and "Traceback" in shown[1] and "mine.py" in shown[1]
+
+
+def test_a_served_reward_answers_a_remote_one(tmp_path):
+    """The two halves meet over loopback, the server in its own process, as a user starts it."""
+    (tmp_path / "mine.py").write_text("def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    command = [
+        sys.executable,
+        "-m",
+        "g2rpo",
+        "serve-reward",
+        "function",
+        f"target={tmp_path / 'mine.py'}:redness",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "300"}) as server:
+        try:
+            address = server.stdout.readline().split(" at ")[1].split(";")[0]
+            images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
+            scores = RemoteReward(address)(images, ["a", "b", "c"])
+        finally:
+            server.terminate()
+    torch.testing.assert_close(scores, images[:, 0].mean((1, 2)))
+
+
+@pytest.mark.parametrize("out", ["prompts.txt/below", "x" * 300])
+def test_a_folder_that_cannot_be_is_one_message(capsys, tmp_path, tiny_config, out):
+    (tmp_path / "prompts.txt").write_text("a red circle\n")
+    place = tmp_path / out
+    for command in (
+        ["sample", "a red circle", "--model", "testbed", "--steps", "1", "--out", place],
+        ["evaluate", "--model", "testbed", "--prompts", tmp_path / "prompts.txt", "--rewards", "brightness", "--out", place],
+        ["train", tiny_config, "--run-dir", place],
+        ["train", place / "config.yaml"],
+        ["report", place],
+        ["compare", tiny_config, "--algorithms", "g2rpo,mixgrpo", "--out", place],
+    ):
+        code, _, err = g2rpo(capsys, *command)
+        assert code == 2 and "Traceback" not in err and len(err) < 2000, command
+
+
+def test_a_negative_seed_is_refused(capsys, tmp_path):
+    code, _, err = g2rpo(
+        capsys, "evaluate", "--model", "testbed", "--rewards", "brightness", "--seed", "-1", "--out", tmp_path / "e"
+    )
+    assert code == 2 and "seed" in err and "greater than or equal to 0" in err

@@ -1,0 +1,251 @@
+"""The mathematics of flow.py against closed forms, published formulas and diffusers' own scheduler."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from g2rpo.algorithms.dancegrpo import DanceGRPO
+from g2rpo.algorithms.flow_grpo import FlowGRPO
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.core.data import times
+from g2rpo.core.flow import Normal, dance_sde, flow_sde, ode_step, scheduler_grid, sde_step, sigma_grid, tail
+from g2rpo.policies.gaussian import GaussianPolicy
+
+
+def test_sigma_grid_is_the_published_schedule():
+    """T = 16, shift = 3: sigma_i = 3u / (1 + 2u), u = 1 - i/16 (values of the published recipe, six decimals)."""
+    expected = [1.0, 0.978261, 0.954545, 0.928571, 0.9, 0.868421, 0.833333, 0.794118, 0.75, 0.7, 0.642857, 0.576923, 0.5,
+                0.409091, 0.3, 0.166667, 0.0]  # fmt: skip
+    torch.testing.assert_close(sigma_grid(16, 3.0), torch.tensor(expected), atol=5e-7, rtol=0)
+    assert sigma_grid(16, 3.0)[0] == 1 and sigma_grid(16, 3.0)[-1] == 0
+
+
+@pytest.mark.parametrize("shift", [1.0, 1.15, 1.5, 2.0, 2.5, 3.0, 3.5, 5.0, 6.0, 7.0, 12.0, 17.0])
+def test_sigma_grid_has_the_bits_of_published_code(shift):
+    """It computes in float32, and floor(1000 sigma), which the network sees, hangs on the last bit: of 10 steps at shift 3 one
+    has 874, where float64 has 875. The first sigma is 1, also where the shift makes it 1 - 6e-8."""
+    for steps in range(1, 101):
+        u = torch.linspace(1, 0, steps + 1)
+        published = (shift * u) / (1 + (shift - 1) * u)
+        assert [int(sigma * 1000) for sigma in sigma_grid(steps, shift)] == [int(sigma * 1000) for sigma in published]
+        assert torch.equal(sigma_grid(steps, shift)[1:], published[1:])
+    assert sigma_grid(4, 1.111)[0] == 1
+
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")]),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_narrow_product_is_rounded_as_torch_rounds_it(device):
+    """The published loop multiplies bfloat16 tensors with float32 ones without dimensions; a batch here has a number a row."""
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    values = torch.tensor([-0.0217391, 1.245], device=device)
+    theirs = torch.stack([x[0] * values[0], x[1] * values[1]])
+    assert theirs.dtype == times(values, x).dtype == torch.bfloat16
+    assert torch.equal(times(values, x), theirs) and torch.equal(times(values[1], x), x * values[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_of_a_narrow_velocity_are_the_published_expressions(device):
+    """Term by term as torch evaluates them: the SDE step's mean and sample, the ODE step, and the image x - sigma v."""
+    x, v, e = torch.randn(3, 1, 5, 16, generator=torch.Generator().manual_seed(6)).to(device)
+    v, e, sigmas = v.bfloat16(), e.bfloat16(), sigma_grid(16, 3.0).to(device)
+    for i in range(8):
+        sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
+        s = torch.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma))) * 0.7
+        mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+        kernel = sde_step(x, v, sigma, sigmas[i + 1], flow_sde(sigmas, 0.7)(sigma))
+        assert torch.equal(kernel.mean, mean)
+        assert torch.equal(kernel.sample(e), mean + s * torch.sqrt(-dt) * e)
+        assert torch.equal(ode_step(x, v, sigma, sigmas[i + 1]), x + v * dt)
+        assert torch.equal(ode_step(x, v, sigma, torch.zeros_like(sigma)), x - sigma * v)
+
+
+@pytest.mark.parametrize("shift", [1.0, 1.111, 3.0, 7.0])
+def test_the_schedulers_grid_is_diffusers(shift):
+    """At every number of steps; it is not the even grid, where the last step is a wide one. Two roundings of float32: diffusers
+    keeps its lowest and highest sigma in float32, the latter 1 - 1.2e-7 for some shifts, and shifts them again."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    for steps in range(1, 101):
+        scheduler.set_timesteps(steps)
+        torch.testing.assert_close(scheduler_grid(steps, shift), scheduler.sigmas, atol=1.3e-7, rtol=0)
+        assert scheduler_grid(steps, shift)[0] == 1 and scheduler_grid(steps, shift)[-1] == 0
+    assert (scheduler_grid(10, shift) - sigma_grid(10, shift)).abs().max() > 0.09
+    for wrong in ((0, 3.0), (10, 0.0)):
+        with pytest.raises(ValueError, match="num_steps|shift"):
+            scheduler_grid(*wrong)
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(1, 1.0), (10, 3.0), (28, 1.15)])
+def test_sigma_grid_and_ode_are_diffusers_euler_scheduler(steps, shift):
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
+    sigmas = sigma_grid(steps, shift)
+    torch.testing.assert_close(sigmas, scheduler.sigmas, atol=2e-7, rtol=0)  # float32 rounding of the grid
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    theirs, ours = x, x
+    for i, t in enumerate(scheduler.timesteps):
+        v = torch.sin(ours + i)
+        theirs = scheduler.step(torch.sin(theirs + i), t, theirs).prev_sample
+        ours = ode_step(ours, v, sigmas[i], sigmas[i + 1])
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_sde_step_is_the_published_flow_grpo_step():
+    """mu = x (1 + s^2 dt / (2 sigma)) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, std = s sqrt(-dt), in float64."""
+    generator = torch.Generator().manual_seed(1)
+    x, v = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    sigmas, eta = sigma_grid(16, 3.0).double(), 0.7
+    for i in range(8):
+        sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
+        s = eta * math.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma)))
+        kernel = sde_step(x, v, sigma, sigmas[i + 1], flow_sde(sigmas, eta)(sigma))
+        mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+        torch.testing.assert_close(kernel.mean, mean, atol=1e-14, rtol=0)
+        assert float(kernel.std) == pytest.approx(s * math.sqrt(-dt), rel=1e-14)
+
+
+@pytest.mark.parametrize(("step", "std"), [(0, 0.7), (1, 0.7231), (4, 0.3732), (7, 0.2888)])
+def test_injected_noise_of_the_published_recipe(step, std):
+    sigmas = sigma_grid(16, 3.0)
+    x = torch.zeros(1, 1)
+    kernel = sde_step(x, x, sigmas[step], sigmas[step + 1], flow_sde(sigmas, 0.7)(sigmas[step]))
+    assert float(kernel.std) == pytest.approx(std, abs=5e-5)
+
+
+def test_sde_step_is_the_published_dance_grpo_step():
+    """mean = x + v dt - eta^2 / 2 * score * dt with score = -(x - (1 - sigma) x0) / sigma^2; std = eta sqrt(-dt)."""
+    x, v = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(2))
+    sigma, sigma_next, eta = torch.tensor(0.6), torch.tensor(0.5), 0.3
+    x0 = x - sigma * v
+    score = -(x - (1 - sigma) * x0) / sigma**2
+    expected = x + v * (sigma_next - sigma) - 0.5 * eta**2 * score * (sigma_next - sigma)
+    kernel = sde_step(x, v, sigma, sigma_next, dance_sde(eta)(sigma))
+    torch.testing.assert_close(kernel.mean, expected, atol=1e-6, rtol=0)
+    assert float(kernel.std) == pytest.approx(eta * math.sqrt(0.1), rel=1e-6)
+
+
+def test_without_noise_the_sde_step_is_the_ode_step_bit_for_bit():
+    sigmas = sigma_grid(10, 3.0)
+    x, v = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(3))
+    for i in range(10):
+        kernel = sde_step(x, v, sigmas[i], sigmas[i + 1], torch.tensor(0.0))
+        assert torch.equal(kernel.mean, ode_step(x, v, sigmas[i], sigmas[i + 1]))
+
+
+def marginal_error(kernel_on, num_steps: int, samples: int) -> tuple[float, float]:
+    """(|mean error|, |std error|) of the SDE's samples at sigma = 0 on a Gaussian target, every step stochastic."""
+    policy = GaussianPolicy(mean=0.8, std=0.6, size=1)
+    cond = policy.encode(["0"])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples // 3, 3, 1, 1, generator=generator)
+    # The last sigma of the start is just below 1, where Flow-GRPO's g is finite, and the noise level is exactly that of x.
+    sigmas = torch.linspace(0.98, 0.0, num_steps + 1)
+    x = (1 - sigmas[0]) * 0.8 + ((1 - sigmas[0]) ** 2 * 0.36 + sigmas[0] ** 2).sqrt() * x
+    kernel = kernel_on(sigmas)
+    with torch.no_grad():
+        for i in range(num_steps):
+            v = policy.velocity(x, sigmas[i], cond)
+            noise = torch.randn(x.shape, generator=generator)
+            x = kernel(x, v, sigmas[i], sigmas[i + 1]).sample(noise)
+    return abs(float(x.mean()) - 0.8), abs(float(x.std()) - 0.6)
+
+
+@pytest.mark.parametrize("algorithm", [GranularGRPO(), FlowGRPO(), DanceGRPO(eta=0.6)], ids=lambda algorithm: algorithm.name)
+def test_sde_reaches_the_marginals_of_the_ode(algorithm):
+    """The only test that notices a wrong SDE: shapes, ratio = 1 and rising rewards survive a flipped score.
+
+    Two parts: the error shrinks with the step (Euler-Maruyama is of weak order 1, so 8 times the steps should divide a bias
+    by about 8; a factor 4 is asked), and the limit is right. With n = 240,000 entries the standard error of the mean is
+    0.6 / sqrt(n) = 1.2e-3 and of the std 0.6 / sqrt(2n) = 9e-4; the bound is four of them plus the bias left at 400 steps.
+    """
+    coarse = marginal_error(algorithm.kernel, 25, 240_000)
+    fine = marginal_error(algorithm.kernel, 400, 240_000)
+    assert max(fine) < 4 * 1.2e-3 + max(coarse) / 16
+    assert max(fine) < max(coarse) / 4 + 4 * 1.2e-3
+    assert max(fine) < 0.01
+
+
+@pytest.mark.parametrize("num_steps", [16, 1024])
+def test_the_first_stochastic_steps_widen_the_marginal_on_every_grid(num_steps):
+    """From the exact marginal: the variance after step i is too large by eta^4 / (4 i^2), step 0 as step 1, and by what falls
+    with the grid; at step 0 exactly eta^4 / 4 + eta^2 h - h^2 s^2, h the step's width, s the image's spread."""
+    policy, sigmas, eta, spread = GaussianPolicy(std=0.6, size=1), sigma_grid(num_steps, 3.0), 0.7, 0.6
+    kernel, cond, ends = GranularGRPO(eta=eta).kernel(sigmas), policy.encode(["0", "0"]), torch.tensor([0.0, 1.0])
+    x, excess = ends.reshape(2, 1, 1, 1).expand(2, 3, 1, 1), []
+    for now, after in itertools.pairwise(sigmas[:10]):
+        with torch.no_grad():
+            step = kernel(x, policy.velocity(x, now.expand(2), cond), now, after)
+        slope = float((step.mean[1] - step.mean[0]).mean())
+        before, wanted = (float((1 - sigma) ** 2 * spread**2 + sigma**2) for sigma in (now, after))
+        excess.append(slope**2 * before + float(step.std) ** 2 - wanted)
+    h = float(1 - sigmas[1])
+    assert excess[0] == pytest.approx(eta**4 / 4 + eta**2 * h - h**2 * spread**2, abs=2e-6)
+    if num_steps == 1024:
+        assert excess == [pytest.approx(eta**4 / (4 * max(1, step) ** 2), abs=1e-3) for step in range(9)]
+
+
+def test_log_prob_is_the_mean_over_entries_of_torchs_normal():
+    mean, x = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(4))
+    std = torch.tensor([0.1, 0.2, 0.5, 1.0, 2.0])
+    theirs = torch.distributions.Normal(mean, std.reshape(5, 1, 1)).log_prob(x).mean((1, 2))
+    torch.testing.assert_close(Normal(mean, std).log_prob(x), theirs)
+
+
+def test_log_prob_broadcasts_one_shared_mean_over_a_group():
+    mean, x = torch.randn(1, 6), torch.randn(4, 6)
+    rows = torch.cat([Normal(mean, torch.tensor(0.3)).log_prob(row[None]) for row in x])
+    torch.testing.assert_close(Normal(mean, torch.tensor(0.3)).log_prob(x), rows)
+
+
+def test_log_prob_gradient_matches_finite_differences():
+    """d log_prob / d velocity through sde_step; float64, where central differences of a quadratic leave 1e-16 / 1e-4."""
+    generator = torch.Generator().manual_seed(0)
+    x, v, x_next = torch.randn(3, 2, 6, generator=generator, dtype=torch.float64)
+    sigma, sigma_next, g = torch.tensor([0.7, 0.4]), torch.tensor([0.6, 0.3]), torch.tensor([0.8, 0.5])
+    v.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda v: sde_step(x, v, sigma, sigma_next, g).log_prob(x_next), (v,), eps=1e-4, atol=1e-9, rtol=1e-9
+    )
+
+
+def published_tail(branch: int, num_steps: int, stride: int) -> list[int]:
+    """The published schedule by its own recipe: the concatenated list of sigmas, all of whose entries but the last are
+    evaluated, and the image is predicted from the last evaluated one."""
+    indices = [*range(branch + 2), *range(branch + 2, num_steps + 1, stride)]
+    return [*indices[branch + 1 : -1], num_steps]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 5])
+def test_reference_tails_are_the_published_schedule(stride):
+    for branch in range(15):
+        steps = tail(branch + 1, 16, stride, "reference")
+        assert list(steps) == published_tail(branch, 16, stride)
+        assert len(steps) - 1 == math.ceil((15 - branch) / stride)
+
+
+def test_closed_tails_never_jump_further_than_their_granularity():
+    for start in range(16):
+        for granularity in (1, 2, 3, 5):
+            steps = tail(start, 16, granularity, "closed")
+            jumps = [b - a for a, b in itertools.pairwise(steps)]
+            assert steps[0] == start and steps[-1] == 16 and jumps[0] == 1 and max(jumps) <= granularity
+
+
+def test_the_fine_tail_is_the_plain_sampler_under_both_ends():
+    assert tail(3, 16, 1, "reference") == tail(3, 16, 1, "closed") == tuple(range(3, 17))
+
+
+@pytest.mark.parametrize(
+    "bad", [lambda: sigma_grid(0), lambda: sigma_grid(4, 0), lambda: tail(16, 16, 1), lambda: tail(1, 4, 0)]
+)
+def test_impossible_grids_are_refused(bad):
+    with pytest.raises(ValueError):
+        bad()

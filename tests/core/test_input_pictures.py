@@ -1,0 +1,235 @@
+"""Input pictures of prompts: read within limits, refused before training, part of every key."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+
+from g2rpo import api
+from g2rpo.assembly import components
+from g2rpo.assembly.embeddings import cache_embeddings
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.core import input_pictures
+from g2rpo.core.errors import UserError
+from g2rpo.core.input_pictures import digest_of_prompts, read_inputs
+from g2rpo.core.types import Cond, Frames, Prompt
+from g2rpo.lab.report.history import read_runs
+from g2rpo.lab.report.page import render
+from g2rpo.monitor.grids import read_grid
+from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore
+from g2rpo.prompts.sources import read_prompts
+from g2rpo.rewards.analytic import Similarity
+from g2rpo.rollout.scoring import score
+from g2rpo.runs.lifecycle import claim, record_start
+from tests.support.commands import g2rpo
+from tests.support.runs import PLAIN, Editing, Loaded, brightness, config, picture, trainer
+
+
+def write_prompts(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_pictures_are_read_upright_in_rgb(tmp_path):
+    Image.new("L", (3, 3), 9).save(tmp_path / "grey.webp", lossless=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    picture(tmp_path / "turned.jpg", exif=exif)
+    grey, turned = read_inputs(Prompt("a", [str(tmp_path / "grey.webp"), str(tmp_path / "turned.jpg")]))
+    assert (grey.mode, grey.getpixel((0, 0)), turned.size) == ("RGB", (9, 9, 9), (4, 6))
+    assert read_inputs("a") == read_inputs(Prompt("a")) == []
+
+
+def damaged(path, how):
+    """An unusable picture at `path`."""
+    if how == "text":
+        path.write_text("no picture")
+    elif how == "gif":
+        Image.new("RGB", (2, 2)).save(path, "GIF")
+    elif how == "folder":
+        path.mkdir()
+    elif how == "large":
+        picture(path, size=(9, 9), format="PNG")
+    elif how == "bomb":
+        content = bytearray((picture(path, format="PNG"), path.read_bytes())[1])
+        content[16:24] = (2**30).to_bytes(4) * 2
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("absent", "there is no such file"),
+        ("folder", "there is no such file"),
+        ("text", "cannot be read as PNG, JPEG, WEBP"),
+        ("gif", "cannot be read as PNG, JPEG, WEBP"),
+        ("large", "has more than 80 pixels"),
+        ("bomb", "(has more than 80 pixels|cannot be read)"),
+    ],
+)
+def test_unusable_pictures_are_refused_by_file_and_line(tmp_path, monkeypatch, how, message):
+    monkeypatch.setattr(input_pictures, "MAX_PIXELS", 80)
+    damaged(tmp_path / "in.png", how)
+    file = write_prompts(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "make it red", "image": "in.png"})
+    with pytest.raises(UserError, match=rf"p\.jsonl, line 2: input picture .*in\.png: .*{message}"):
+        read_prompts(file)
+
+
+@pytest.mark.parametrize("path", ["../private.png", "{}/private.png", "linked/../../private.png"])
+def test_a_record_reaches_no_picture_outside_its_folder(tmp_path, path):
+    picture(tmp_path / "private.png", format="PNG")
+    (tmp_path / "prompts" / "deep").mkdir(parents=True)
+    (tmp_path / "prompts" / "linked").symlink_to(tmp_path / "prompts" / "deep")
+    file = write_prompts(tmp_path / "prompts" / "p.jsonl", {"prompt": "a", "image": path.format(tmp_path)})
+    with pytest.raises(UserError, match=r"line 1: input picture .*private\.png is outside .*prompts"):
+        read_prompts(file)
+    above = write_prompts(tmp_path / "p.jsonl", {"prompt": "a", "image": f"{tmp_path}/private.png"})
+    assert read_prompts(above)[0].images == (f"{tmp_path}/private.png",)
+
+
+def test_a_truncated_picture_is_named_with_its_prompt(tmp_path):
+    whole = picture(tmp_path / "in.jpg", size=(64, 64))
+    (tmp_path / "in.jpg").write_bytes((tmp_path / "in.jpg").read_bytes()[:400])
+    with pytest.raises(UserError, match=r"prompt 'make it red': input picture .*in\.jpg: cannot be read"):
+        read_inputs(Prompt("make it red", [whole]))
+
+
+def test_training_refuses_missing_pictures_before_anything_is_loaded(tmp_path, capsys):
+    file = write_prompts(tmp_path / "p.jsonl", {"prompt": "make it red", "image": "gone.png"})
+    code, _, err = g2rpo(capsys, "train", "scenes", f"prompts.train={file}", "--run-dir", tmp_path / "run")
+    assert code == 2 and f"{file}, line 1: input picture {tmp_path / 'gone.png'}: there is no such file" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_pictures_of_prompts_given_as_objects_are_checked_too(tmp_path):
+    gone = Prompt("make it red", [str(tmp_path / "gone.png")])
+    given = {"policy": Editing(), "rewards": {"bright": brightness}, "judges": {}}
+    for prompts, heldout in (([gone], ["0"]), (["0"], [gone])):
+        with pytest.raises(UserError, match=r"prompt 'make it red': input picture .*gone\.png: there is no such file"):
+            api.trainer(resolve(PLAIN), prompts=prompts, heldout=heldout, **given)
+
+
+def test_prompts_without_the_picture_that_a_model_needs_are_refused_before_training(tmp_path):
+    own = Prompt("a", [picture(tmp_path / "a.png")])
+    given = {"policy": Editing(), "rewards": {"bright": brightness}, "judges": {}, "prompts": [own]}
+    with pytest.raises(UserError, match="prompt 'b': has 0 input pictures, but this model takes 1"):
+        api.trainer(resolve(PLAIN), heldout=["b"], **given)
+
+
+class Counting:
+    """An encoder that counts its prompts."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.policy, self.count = Editing(), 0
+
+    def encode(self, prompts):
+        self.count += len(prompts)
+        return self.policy.encode(prompts)
+
+
+def test_embeddings_are_kept_by_the_content_of_pictures(tmp_path):
+    """The same text with another picture is another row, the same picture elsewhere is not; a changed one is encoded anew."""
+    red, blue = picture(tmp_path / "red.png"), picture(tmp_path / "blue.png", (0, 0, 99))
+    shutil.copy(red, tmp_path / "copy.png")
+    encoder = Counting()
+    cached = CachedEncoder(encoder, EmbeddingStore(tmp_path / "store", {}, reserve=0), notify=pytest.fail)
+    first = cached.encode([Prompt("a", [red]), Prompt("a", [blue])]).tensors["shift"]
+    assert encoder.count == 2 and first[0] != first[1]
+    again = cached.encode([Prompt("a", [str(tmp_path / "copy.png")])]).tensors["shift"]
+    assert encoder.count == 2 and again[0] == first[0]
+    picture(tmp_path / "red.png", (0, 255, 255))
+    assert cached.encode([Prompt("a", [red])]).tensors["shift"] != first[0] and encoder.count == 3
+
+
+def test_embeddings_of_text_are_found_under_their_old_names(tmp_path):
+    """SHA-256 of the text alone, as before prompts had pictures."""
+    store = EmbeddingStore(tmp_path, {}, reserve=0)
+    store.write("a red circle", Cond({"x": torch.zeros(1, 2)}))
+    (stored,) = tmp_path.rglob("*.safetensors")
+    assert stored.stem == hashlib.sha256(b"a red circle").hexdigest()
+
+
+def test_a_run_is_held_to_the_content_of_its_pictures(tmp_path):
+    red = picture(tmp_path / "red.png")
+    moved = shutil.copy(red, tmp_path / "moved.png")
+    before = digest_of_prompts([Prompt("a", [red]), "b"])
+    assert digest_of_prompts([Prompt("a", [str(moved)]), "b"]) == before
+    picture(tmp_path / "red.png", (1, 2, 3))
+    assert digest_of_prompts([Prompt("a", [red]), "b"]) != before
+    assert digest_of_prompts([Prompt("a"), "b"]) == digest_of_prompts(["a", "b"]) != before
+
+
+def test_the_command_line_checks_its_pictures(tmp_path, capsys):
+    code, _, err = g2rpo(capsys, "sample", "make it red", "--image", tmp_path / "gone.png", "--model", "testbed")
+    assert code == 2 and "prompt 'make it red': input picture" in err and "there is no such file" in err
+    prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "a"})
+    code, _, err = g2rpo(capsys, "sample", "--prompts", prompts, "--image", picture(tmp_path / "a.png"), "--model", "testbed")
+    assert code == 2 and "--image belongs to prompts that are given as arguments" in err
+
+
+def test_similarity_is_one_for_the_input_picture_itself(tmp_path):
+    white, grey = picture(tmp_path / "white.png", "white", (9, 5)), picture(tmp_path / "grey.png", (51, 51, 51))
+    images = torch.stack([torch.ones(3, 4, 4), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
+    prompts = [Prompt("a", [white]), Prompt("a", [white]), Prompt("a", [grey, white]), "a"]
+    scores = Similarity()(images, prompts)
+    assert scores[:3].tolist() == pytest.approx([1, 0, 0.8]) and scores[3].isnan()
+    clip = torch.stack([images[0], images[1]])[None]
+    whole = Similarity()
+    whole.frames = Frames(every=1)
+    assert score({"same": whole}, clip, prompts[:1]).item() == pytest.approx(0.5)
+
+
+def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):
+    colours = {"red": (255, 0, 0), "grey": (128, 128, 128), "blue": (0, 0, 255)}
+    prompts = [Prompt(name, [picture(tmp_path / f"{name}.png", colour, (30, 60))]) for name, colour in colours.items()]
+    claim(tmp_path / "run", config())
+    record_start(tmp_path / "run", 0, torch.device("cpu"))
+    t = trainer(tmp_path / "run", policy=Editing(), prompts=prompts, rewards={"bright": Similarity()})
+    list(t.train())
+    t.finish()
+    grid = read_grid(tmp_path / "run" / "samples" / "before_after.png")
+    assert [each.size for each in grid.inputs] == [(64, 128)] * 3 and len(grid.rows) == 2
+    assert [each.getpixel((30, 60)) for each in grid.inputs] == [(255, 0, 0), (128, 128, 128), (0, 0, 255)]
+    page = render(read_runs([tmp_path / "run"]))
+    assert page.count('alt="Input picture: ') == 3 and "From the left the input picture" in page
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert "pipeline_tag: image-to-image" in card and 'image=load_image("in.png")' in card
+
+
+def test_several_input_pictures_share_a_cell(tmp_path):
+    both = [picture(tmp_path / "red.png", (255, 0, 0), (8, 8)), picture(tmp_path / "blue.png", (0, 0, 255), (8, 8))]
+    save_grid(tmp_path / "grid.png", [Strip(torch.rand(2, 3, 8, 8))], [Prompt("a", both), "b"])
+    first, second = read_grid(tmp_path / "grid.png").inputs
+    assert second is None and first.size == (128, 64)
+    assert (first.getpixel((9, 9)), first.getpixel((99, 9))) == ((255, 0, 0), (0, 0, 255))
+
+
+def test_sample_takes_an_input_picture(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(components, "load_pipeline", lambda *args, **more: Loaded(Editing()))
+    options = ["--model", "testbed", "--steps", 2, "--out", tmp_path / "out"]
+    code, _, _ = g2rpo(capsys, "sample", "darker", "--image", picture(tmp_path / "a.png"), *options)
+    (line,) = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
+    assert code == 0 and json.loads(line)["images"] == [str(tmp_path / "a.png")]
+    assert read_grid(tmp_path / "out" / "grid.png").inputs[0].getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_embeddings_of_edits_depend_on_the_size_and_the_vae(tmp_path):
+    """The VAE encodes input pictures, some models at the size of the output; text does not depend on either."""
+
+    def folder(pictured, height=64):
+        text = Counting()
+        text.pictured = pictured
+        policy = PolicyConfig(path="testbed", height=height, width=64)
+        return cache_embeddings(text, policy, str(tmp_path), pytest.fail).store.folder
+
+    assert folder(()) == folder((), height=32)
+    assert len({folder(()), folder(("image_latents",)), folder(("image_latents",), height=32)}) == 3
+    contents = [json.loads((path / "identity.json").read_text())["content"] for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(set(contents)) == 2  # with the VAE, and without

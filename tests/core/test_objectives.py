@@ -1,0 +1,109 @@
+import math
+
+import pytest
+import torch
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.core.flow import Normal
+from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl, mix_rewards
+
+NAN = float("nan")
+
+
+def test_group_normalize_is_the_z_score_with_unbiased_std():
+    r = torch.tensor([1.0, 2.0, 4.0])
+    std = math.sqrt(((1 - 7 / 3) ** 2 + (2 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2) / 2)
+    torch.testing.assert_close(group_normalize(r), (r - 7 / 3) / std)
+
+
+def test_advantages_are_bounded_by_the_group_size():
+    one_hot = torch.tensor([1.0] + [0.0] * 11)
+    assert float(group_normalize(one_hot)[0]) == pytest.approx(11 / math.sqrt(12), rel=1e-6)
+
+
+def test_affine_changes_of_a_reward_change_nothing():
+    r = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
+    # eps / std is 1e-8, float32 rounding of 7 r - 3 is 1e-6 of a std
+    torch.testing.assert_close(group_normalize(7 * r - 3), group_normalize(r), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.3, 1e6 + 0.1, -3.3])
+def test_ties_have_exactly_no_advantage(value):
+    assert torch.equal(group_normalize(torch.full((2, 12), value)), torch.zeros(2, 12))
+
+
+def test_ties_that_float64_cannot_average_have_none_either():
+    """The mean of three times 0.1 is a bit more than 0.1."""
+    assert torch.full((3,), 0.1, dtype=torch.float64).sum() / 3 != 0.1
+    assert torch.equal(group_normalize(torch.full((3,), 0.1, dtype=torch.float64)), torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_missing_score_is_masked_out_of_its_group():
+    with_gap = group_normalize(torch.tensor([1.0, NAN, 2.0, 4.0]))
+    torch.testing.assert_close(with_gap[[0, 2, 3]], group_normalize(torch.tensor([1.0, 2.0, 4.0])))
+    assert with_gap[1] == 0
+
+
+@pytest.mark.parametrize("rewards", [[NAN] * 4, [NAN, NAN, NAN, 3.0]])
+def test_a_group_without_two_scores_teaches_nothing(rewards):
+    assert torch.equal(group_normalize(torch.tensor(rewards)), torch.zeros(4))
+
+
+def test_surrogate_has_the_policy_gradient_at_ratio_one_and_is_flat_beyond_the_clip():
+    log_prob = torch.zeros(4, requires_grad=True)
+    old = torch.tensor([0.0, 0.0, -0.5, 0.5])  # ratios 1, 1, e^0.5, e^-0.5
+    advantages = torch.tensor([2.0, -1.0, 1.0, -1.0])
+    clipped_surrogate(log_prob - old, advantages, 0.1).sum().backward()
+    torch.testing.assert_close(log_prob.grad, torch.tensor([-2.0, 1.0, 0.0, 0.0]))
+
+
+def test_surrogate_is_pessimistic():
+    old = torch.tensor([-0.5, -0.5])
+    loss = clipped_surrogate(-old, torch.tensor([1.0, -1.0]), 0.1)
+    torch.testing.assert_close(loss, torch.tensor([-1.1, math.exp(0.5)]))
+
+
+def test_kernel_kl_is_torchs_per_entry():
+    mean, reference = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    std = torch.tensor([0.2, 0.5, 1.0])
+    spread = std[:, None].expand(3, 5)
+    theirs = torch.distributions.kl_divergence(
+        torch.distributions.Normal(mean, spread), torch.distributions.Normal(reference, spread)
+    ).mean(1)
+    torch.testing.assert_close(kernel_kl(Normal(mean, std), Normal(reference, std)), theirs)
+
+
+UP = torch.tensor([0.0, 1.0, 2.0])  # normalises to -1, 0, 1
+GROUPS = torch.stack([torch.stack([UP, UP]), torch.stack([10 * UP, -10 * UP])])[None]  # [N=1, R=2, M=2, G=3]
+
+
+def test_advantages_sum_over_rewards_and_granularities_then_clamp():
+    algorithm = GranularGRPO(group_size=3, granularities=(1, 2), advantage_clip=1.5)
+    torch.testing.assert_close(algorithm.advantages(GROUPS, torch.ones(2)), torch.tensor([[-1.5, 0.0, 1.5]]))
+    torch.testing.assert_close(algorithm.advantages(GROUPS, torch.tensor([0.25, 1.0])), torch.tensor([[-0.5, 0.0, 0.5]]))
+
+
+def test_mixing_rewards_before_normalising_lets_their_scales_matter():
+    """Granularity 1: UP + 10 UP rises; granularity 2: UP - 10 UP falls; they cancel. With weight 0 there is one ramp."""
+    torch.testing.assert_close(mix_rewards(GROUPS, torch.ones(2), "rewards"), torch.zeros(1, 3))
+    torch.testing.assert_close(mix_rewards(GROUPS, torch.tensor([1.0, 0.0]), "rewards"), torch.tensor([[-2.0, 0.0, 2.0]]))
+
+
+def test_gdpo_whitens_the_batch_of_summed_advantages():
+    groups = torch.randn(4, 2, 1, 6, generator=torch.Generator().manual_seed(0))
+    weights = torch.tensor([1.0, 0.5])
+    summed = mix_rewards(groups, weights, "advantages")
+    torch.testing.assert_close(mix_rewards(groups, weights, "gdpo"), (summed - summed.mean()) / summed.std())
+
+
+@pytest.mark.parametrize("mix", ["advantages", "rewards", "gdpo"])
+def test_a_missing_score_is_masked_in_every_mix(mix):
+    groups = GROUPS.clone()
+    groups[0, :, :, 1] = NAN
+    mixed = mix_rewards(groups, torch.tensor([1.0, 0.0]), mix)
+    assert mixed[0, 1] == 0 and mixed[0, 0] == -mixed[0, 2] < 0
+
+
+def test_a_branch_step_without_a_tail_is_refused():
+    with pytest.raises(ValueError, match=r"0\.\.6"):
+        GranularGRPO(branch_steps=(7,)).plans(8)

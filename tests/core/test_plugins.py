@@ -1,0 +1,224 @@
+"""Code from outside the package, by name: algorithms of every kind, rewards, and what is refused."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from g2rpo.assembly.rewards import build_rewards
+from g2rpo.cli.main import main, plugins_first
+from g2rpo.config.algorithms import algorithm_class, name_of
+from g2rpo.config.schema import RewardConfig
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError
+from g2rpo.core.plain import parse_json
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.runs.lifecycle import read_config
+from tests.support.commands import g2rpo
+from tests.support.runs import config, trainer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
+KINDS = {"forward": "Forward", "substeps": "SubSteps", "baseline": "Baseline"}
+
+
+def named(kind: str) -> str:
+    return f"{EXAMPLE}/g2rpo_example/{kind}.py:{KINDS[kind]}"
+
+
+def trained(kind, *overrides, run_dir=None):
+    options = (f"algorithm.name={named(kind)}", "algorithm.group_size=4", "sampling.num_steps=9", *overrides)
+    return trainer(run_dir, *options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_algorithm_of_each_kind_moves_the_weights_toward_the_reward(kind):
+    """Brightness is trained: the mean of the pictures is to rise, in every entry that the policy has."""
+    t = trained(kind, "trainer.iterations=6", "optim.learning_rate=0.05")
+    before = t.policy.mean.detach().clone()
+    rows = [row for row in t.train() if row["kind"] == "train"]
+    assert float((t.policy.mean - before).detach().mean()) > 0.02
+    assert all(row["skipped_updates"] == 0 for row in rows)
+
+
+def test_a_forward_process_draws_the_same_noise_again():
+    """Chance comes from `draw`: a run is a function of its config."""
+    ends = []
+    for _ in range(2):
+        t = trained("forward", "trainer.iterations=2")
+        torch.rand(7)  # not from torch's own generator
+        list(t.train())
+        ends.append(t.policy.mean.detach().clone())
+    assert torch.equal(*ends)
+
+
+def test_state_is_in_the_checkpoint(tmp_path):
+    straight = trained("baseline", "trainer.iterations=4", run_dir=tmp_path / "straight")
+    list(straight.train())
+    first = trained("baseline", "trainer.iterations=2", run_dir=tmp_path / "parts")
+    list(first.train())
+    second = trained("baseline", "trainer.iterations=4", run_dir=tmp_path / "parts")
+    second.resume()
+    list(second.train())
+    assert second.memory.state == straight.memory.state != {}
+    assert torch.equal(second.policy.mean, straight.policy.mean)
+    averages = [row["baseline/average"] for row in read_metrics(tmp_path / "parts") if row["kind"] == "train"]
+    assert len(set(averages)) == 4
+
+
+def test_fields_are_validated_with_near_matches():
+    with pytest.raises(UserError, match=r"unknown key 'algorithm.dekay'. Did you mean 'decay'"):
+        config(f"algorithm.name={named('baseline')}", "algorithm.dekay=0.5")
+    with pytest.raises(UserError, match=r"algorithm.decay: .*got 'much'"):
+        config(f"algorithm.name={named('baseline')}", "algorithm.decay=much")
+
+
+def test_a_config_that_mentions_code_is_refused_until_the_user_names_it(tmp_path):
+    given = config(f"algorithm.name={named('baseline')}", "algorithm.decay=0.25", "algorithm.branch_steps=[0]")
+    (tmp_path / "config.yaml").write_text(given.to_yaml())
+    plugins._allowed.clear()
+    source = named("baseline").partition(":")[0]
+    with pytest.raises(UserError, match=rf"is code that a config names.*add --plugin {source}"):
+        read_config(tmp_path, mention=False)
+    mentioned = read_config(tmp_path)
+    assert name_of(mentioned.algorithm) == named("baseline")
+    assert mentioned.to_yaml() == given.to_yaml()  # shown and kept, not run
+    plugins.allow(source)
+    assert read_config(tmp_path, mention=False).algorithm == given.algorithm
+
+
+@pytest.mark.parametrize("module", ["os:getcwd", "subprocess:run"])
+def test_modules_of_pythons_own_are_refused_too(module):
+    with pytest.raises(plugins.CodeNotAllowed):
+        plugins.find("rewards", module, {})
+
+
+@pytest.mark.parametrize("target", ["mine.py:it", "mine.py:é", "a:b/mine.py:it"])
+def test_a_function_that_a_config_names_is_refused_however_it_is_written(tmp_path, target):
+    file = tmp_path / target.rpartition(":")[0]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef it(images, prompts): ...\né = it\n", encoding="utf-8")
+    with pytest.raises(UserError):
+        build_rewards({"it": RewardConfig(kind="function", options={"target": f"{tmp_path}/{target}"})})
+    assert not (tmp_path / "ran").exists()
+
+
+OWN = """
+from typing import Literal
+
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
+from g2rpo.algorithms.grpo import GRPO, window
+from g2rpo.algorithms.hyperparameters import STRICT
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class Mine(GRPO):
+    name: Literal["mine"] = "mine"
+    noisy: PositiveInt = 2
+
+    def plans(self, num_steps, iteration=0, seed=0):
+        return [window(0, self.noisy, num_steps, self.shared_noise)]
+"""
+
+
+def test_an_algorithm_is_one_file(tmp_path, monkeypatch, capsys):
+    """Written as the built-in ones are; planned, and tried and checked before a run begins."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN)
+    chosen = ["scenes", "algorithm.name=mine.py:Mine", "algorithm.group_size=2", "algorithm.noisy=3"]
+    code, out, err = g2rpo(capsys, "plan", *chosen, "--no-probe", "--json")
+    assert code == 0, err
+    assert parse_json(out)["counts"]["evaluations_per_prompt"] == 2 * 10
+    short = ["trainer.iterations=1", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2"]
+    assert g2rpo(capsys, "train", *chosen, *short, "--run-dir", "run")[0] == 0
+    code, _, err = g2rpo(capsys, "train", *chosen, "algorithm.noisy=0", "--run-dir", "other")
+    assert code == 2 and "algorithm.noisy: input should be greater than 0, got 0" in err
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def f(:\n", "cannot be imported: SyntaxError"),
+        (
+            "raise RuntimeError('no GPU here')\n",
+            r"cannot be imported: RuntimeError: no GPU here \(in <module>, .*mine.py:1: raise",
+        ),
+        ("class Other: ...\n", "there is no 'Mine'.*Known: Other"),
+        ("class Mine: ...\n", "should be a dataclass"),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass Mine:\n    x: int = 0\n",
+            "it lacks plans, advantages, examples",
+        ),
+    ],
+)
+def test_code_that_is_no_algorithm_is_one_message(tmp_path, code, message):
+    (tmp_path / "mine.py").write_text(code)
+    plugins.allow(str(tmp_path / "mine.py"))
+    with pytest.raises(UserError, match=message):
+        algorithm_class(f"{tmp_path}/mine.py:Mine")
+
+
+def test_plugins_may_be_allowed_anywhere_on_the_command_line():
+    assert plugins_first(["train", "x", "--plugin", "a.py", "k=v", "--plugin=b"]) == [
+        "--plugin",
+        "a.py",
+        "--plugin=b",
+        "train",
+        "x",
+        "k=v",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        main(["recipes", "--plugin", "no code"])
+    assert ended.value.code == 2
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The example, installed as a package into a folder of its own."""
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copytree(EXAMPLE, folder / "source")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(folder / "site"), str(folder / "source")], check=True, capture_output=True)
+    return folder / "site"
+
+
+@pytest.fixture
+def importable(installed, monkeypatch):
+    """While a test runs, Python finds what is installed there."""
+    monkeypatch.syspath_prepend(installed)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "g2rpo_example"]:
+        del sys.modules[name]
+
+
+def test_an_installed_package_offers_names(importable, capsys, tmp_path, monkeypatch):
+    """`forward` and `redness` by entry point, in plan, train and the model card; misspelt, with a near match."""
+    monkeypatch.chdir(tmp_path)
+    small = ["algorithm.name=forward", "algorithm.group_size=2", "rewards.redness=1", "trainer.iterations=1"]
+    small += ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2"]
+    for command in (["plan", "scenes", *small, "--no-probe", "--json"], ["train", "scenes", *small, "--run-dir", "run"]):
+        code, _, err = g2rpo(capsys, *command)
+        assert code == 0, err
+    card = (tmp_path / "run" / "transformer" / "README.md").read_text()
+    assert "redness" in card and "forward" in card
+    code, _, err = g2rpo(capsys, "plan", "scenes", "algorithm.name=forwrad")
+    assert code == 2 and "Did you mean 'forward'?" in err
+
+
+def test_suggested_commands_allow_the_code_that_they_need(capsys, tmp_path, monkeypatch, tiny_config):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from g2rpo.policies.catalogue import flux as Mine\n")
+    code, out, err = g2rpo(capsys, "train", tiny_config, "policy.kind=mine.py:Mine", "trainer.iterations=1", "--run-dir", "run")
+    assert code == 0, err
+    for what in ("draw", "repeat"):
+        (command,) = re.findall(f" +{what}  g2rpo (.*)", out)
+        plugins._allowed.clear()
+        code, _, err = g2rpo(capsys, *shlex.split(command))
+        assert code == 0 and command.endswith(" --plugin mine.py"), err
+    assert trainer(Path("run")).files.command == "`g2rpo resume run --plugin mine.py`"

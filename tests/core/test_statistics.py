@@ -1,0 +1,68 @@
+"""Intervals against scipy's and by their coverage; samples in proportion."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+
+from g2rpo.core.statistics import in_proportion, interval
+
+
+def sample(count, seed=0, scale=2.0):
+    return np.random.default_rng(seed).normal(1.0, scale, count)
+
+
+def study(seed):
+    """Seed effect + prompt effect + noise, 12 seeds by 40 prompts; the true mean is 0."""
+    random = np.random.default_rng(seed)
+    return random.normal(0, 0.3, (12, 1)) + random.normal(0, 0.5, (1, 40)) + random.normal(0, 0.5, (12, 40))
+
+
+@pytest.mark.parametrize("count", [8, 400])
+def test_over_prompts_the_interval_is_students(count):
+    values = sample(count)
+    low, high = ttest_1samp(values, 0).confidence_interval(0.95)
+    found = interval(values)
+    assert (found.mean, found.low, found.high) == pytest.approx((values.mean(), low, high), rel=1e-12) and found.count == count
+    assert interval(values[None]) == found == interval([*values, math.nan])
+
+
+def test_over_seeds_the_interval_covers_the_truth_as_often_as_it_says():
+    """200 studies of 90 % intervals. At 12 seeds their spread is underestimated by 11/12 and the noise is counted up to three
+    times, so about 176 should hold the truth; the standard deviation of that count is 4.6, and 4 of them are allowed. Intervals
+    over prompts alone hold it far less often."""
+    studies = [study(seed) for seed in range(200)]
+    over_seeds = [interval(values, level=0.9, resamples=400, seed=seed) for seed, values in enumerate(studies)]
+    over_prompts = [interval(values.mean(0), level=0.9) for values in studies]
+    held, alone = (sum(each.low <= 0 <= each.high for each in intervals) for intervals in (over_seeds, over_prompts))
+    assert 158 <= held <= 194 and alone < 158
+
+
+def test_missing_scores_are_left_out():
+    values = np.random.default_rng(0).normal(size=(3, 20))
+    wider = np.concatenate([values, np.full((3, 1), np.nan)], 1)
+    assert interval(wider).mean == interval(values).mean and interval(wider).count == 60
+    values[1] = np.nan
+    assert interval(values).mean == pytest.approx(np.nanmean(values)) and interval(values).count == 40
+
+
+def test_few_values_give_no_interval():
+    assert (f"{interval([1.0, 3.0])}", f"{interval([0.5] * 8):+}") == ("2.000", "+0.500 [+0.500, +0.500]")
+    for few, mean, count in (
+        ([1.0, 3.0, 2.0], 2.0, 3),
+        ([1.0], 1.0, 1),
+        ([math.nan], math.nan, 0),
+        (np.full((2, 3), np.nan), math.nan, 0),
+    ):
+        found = interval(few)
+        assert (found.mean, found.count) == pytest.approx((mean, count), nan_ok=True) and math.isnan(found.low)
+
+
+def test_a_sample_is_in_proportion():
+    """5 of 12 with outcomes 6, 3, 2, 1 times: 2.5, 1.25, .83 and .42 of them. Rounded down 2, 1, 0, 0; two remainders are
+    largest."""
+    stays, gains, fails, loses = (True, True), (False, True), (False, False), (True, False)
+    outcomes = [fails, stays, stays, gains, stays, loses, stays, gains, stays, fails, stays, gains]
+    assert in_proportion(outcomes, 5) == [0, 1, 2, 3, 4]
+    assert in_proportion(outcomes, 12) == in_proportion(outcomes, 20) == list(range(12))

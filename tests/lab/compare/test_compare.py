@@ -1,0 +1,285 @@
+"""Studies: what a budget buys, how a rate is chosen, and the command from end to end."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from g2rpo.app.train import load_config
+from g2rpo.cli.main import main
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.core.errors import UserError
+from g2rpo.evaluation.work import iterations_within, work, work_of_run
+from g2rpo.lab.compare.arguments import own_budgets, parse_budget, parse_cells, parse_rates
+from g2rpo.lab.compare.jobs import environment
+from g2rpo.lab.compare.study import History, best_rate, curve, gain, lines, read_run, seconds_per_evaluation
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.planning import count_trained
+from g2rpo.runs.lifecycle import read_config
+from tests.support.commands import g2rpo
+from tests.support.runs import fits, trainer
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_work_is_what_a_run_does(tmp_path, name):
+    """The rollout's evaluations as logged, and the latents of the training pass as they are sampled, over three iterations."""
+
+    class Counting(GaussianPolicy):
+        trained = without_gradient = 0
+
+        def velocity(self, x, sigma, cond):
+            self.trained += len(x) * torch.is_grad_enabled()
+            self.without_gradient += len(x) * (not torch.is_grad_enabled())
+            return super().velocity(x, sigma, cond)
+
+    policy = Counting()
+    once = ["algorithm.update_every=rollout"] if name != "refl" else []  # a part of a group sees a shared latent again
+    words = [f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=9", *fits(name), *once]
+    t = trainer(tmp_path, *words, policy=policy)
+    for iteration in range(3):
+        policy.trained = policy.without_gradient = 0
+        evaluations = t.iterate()["evaluations"]
+        seen = policy.trained, policy.without_gradient - evaluations
+        assert seen == tuple(2 * rows for rows in count_trained(t.algorithm, t.plans(iteration), 9))
+        assert work(t.config, iteration) == work(t.config, iteration, evaluations) == evaluations + 3 * seen[0] + seen[1]
+
+
+@pytest.mark.parametrize("options", [["algorithm.branch_schedule=turns"], ["algorithm.name=mixgrpo"]], ids=str)
+def test_the_work_of_a_run_is_that_of_its_iterations(options):
+    config = load_config("scenes", [*options, "trainer.iterations=9"])
+    assert work_of_run(config) == sum(work(config, iteration) for iteration in range(9))
+
+
+@pytest.mark.parametrize("name", ["g2rpo", "dancegrpo", "mixgrpo"])
+def test_a_budget_buys_as_many_iterations_as_fit(name):
+    config = load_config("scenes", [f"algorithm.name={name}"])
+    costs = np.cumsum([work(config, iteration) for iteration in range(60)])
+    for count in (1, 2, 30):
+        assert iterations_within(config, costs[count - 1]) == count
+        assert iterations_within(config, costs[count] - 1) == count
+    with pytest.raises(UserError, match=f"below one iteration, which takes {costs[0]:,}"):
+        iterations_within(config, costs[0] - 1)
+
+
+def run(*scores):
+    """A run with these evaluations of one reward."""
+    rows = [{"a": np.array(values, float)} for values in scores]
+    places = range(len(rows))
+    return History([10 * place for place in places], [100 * place for place in places], [2.0 * place for place in places], rows)
+
+
+def test_a_gain_is_in_units_of_the_base_and_a_rate_is_chosen_on_its_mean():
+    assert gain(run([0, 2], [5, 5], [1, 3]), {"a": 2.0}) == 2.0  # +1 in a spread of 1, twice
+    assert gain(run([1, 1], [2, 4]), {"a": 1.0}) == 2.0  # nothing varies: as it is
+    assert gain(run([0, 2, math.nan], [1, 3, 9]), {"a": 1.0}) == 1.0
+    assert best_rate({4e-4: [0.5, 0.1], 1e-4: [0.2, 0.2], 2e-4: [0.3, 0.4]}) == 2e-4
+    assert best_rate({4e-4: [1.0], 1e-4: [1.0]}) == 1e-4
+
+
+def test_a_curve_is_the_change_since_the_start():
+    points = curve([run([0, 1], [1, 2]), run([4, 4], [4, 6])], "a")
+    assert [point.iteration for point in points] == [0, 10] and [point.work for point in points] == [0, 100]
+    assert points[0].change.mean == points[0].change.high == 0 and points[1].change.mean == 1 and points[1].seconds == 2
+
+
+def test_lines_pair_seeds_and_prompts():
+    """Two cells that differ by exactly 1 everywhere lead by exactly 1, however much seeds and prompts vary."""
+    random = np.random.default_rng(0)
+    base, one = random.normal(size=30), random.normal(size=(3, 30))
+    table = lines({(10, "a"): base}, {"one": {(10, "a"): one}, "two": {(10, "a"): one + 1}})
+    assert [(line.cell, line.steps, line.reward) for line in table] == [("one", 10, "a"), ("two", 10, "a")]
+    assert table[0].lead.low == table[0].lead.high == 0
+    assert table[1].lead.low == pytest.approx(1) and table[1].lead.high == pytest.approx(1)
+    assert table[1].change.mean == pytest.approx((one + 1 - base).mean())
+    assert table[1].change.low < table[1].change.mean < table[1].change.high
+
+
+def test_cells_budgets_and_rates_are_read():
+    cells = parse_cells("g2rpo, mixgrpo", ["fine: algorithm.granularities=[1,2] 'rewards.x.options.note=two words'"])
+    assert cells == {
+        "g2rpo": ["algorithm.name=g2rpo"],
+        "mixgrpo": ["algorithm.name=mixgrpo"],
+        "fine": ["algorithm.granularities=[1,2]", "rewards.x.options.note=two words"],
+    }
+    own = {"a": [], "b": ["x=1", "budget=2e4", "y=2"]}
+    assert own_budgets(own, "evaluations") == ({"a": [], "b": ["x=1", "y=2"]}, {"b": 2e4})
+    assert own == {"a": [], "b": ["x=1", "budget=2e4", "y=2"]}
+    assert parse_budget("evaluations=1e5") == ("evaluations", 1e5) and parse_budget("seconds=0.5") == ("seconds", 0.5)
+    assert parse_rates("4e-4,1e-4,4e-4") == [1e-4, 4e-4]
+
+
+def test_workers_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert environment(0, 3) == {"OMP_NUM_THREADS": "2"} and environment(0, 20) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [environment(slot, 3)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
+    assert environment(1, 2) == {"OMP_NUM_THREADS": "5", "CUDA_VISIBLE_DEVICES": "3"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to compare"),
+        (["--algorithms", "g2rpo,mixgrop"], "mixgrop"),
+        (["--cell", "algorithm.eta=1"], "should be a name"),
+        (["--cell", "a: algorithm.gruop_size=4"], "algorithm.gruop_size"),
+        (["--cell", "a: optim.learning_rate=1"], "optim.learning_rate belongs to the study"),
+        (["--cell", "a:", "--cell", "a:"], "two cells are named 'a'"),
+        (["--cell", "a: algorithm.branch_steps=[9]"], "cell a: algorithm: branch_steps must lie in 0..8"),
+        (
+            ["--cell", "a: rewards.scene_clp=1"],
+            "cell a: rewards.scene_clp: unknown reward 'scene_clp'. Did you mean 'scene_clip'",
+        ),
+        (["--cell", "a:", "--cell", "b: policy.guidance_scale=5"], "a and b would not be judged alike: policy.guidance_scale"),
+        (["--algorithms", "g2rpo", "--budget", "evaluatons=9"], "evaluatons"),
+        (["--cell", "a: budget=1.5"], "--cell a: budget=1.5: should be a positive number"),
+        (["--cell", "a: budget=1 budget=2"], "--cell a: has more than one budget"),
+        (["--algorithms", "g2rpo", "--budget", "iterations=1.5"], "should be a positive number"),
+        (["--algorithms", "g2rpo", "--budget", "seconds=-1"], "should be a positive number"),
+        (
+            ["--algorithms", "g2rpo", "--budget", "evaluations=9"],
+            "cell g2rpo: a budget of 9 evaluations is below one iteration",
+        ),
+        (["--algorithms", "g2rpo", "--rates", "1e-4;2"], "--rates 1e-4;2: should be numbers"),
+        (["--algorithms", "g2rpo", "--rates", "0"], "rates.0: input should be greater than 0"),
+        (["--algorithms", "g2rpo", "--seeds", "1001"], "at most 1000"),
+        (["--algorithms", "g2rpo", "--steps", "0"], "steps.0: input should be greater than 0"),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, arguments, message):
+    code, _, err = g2rpo(capsys, "compare", "scenes", *arguments, "--out", tmp_path / "study")
+    assert code == 2
+    assert message in " ".join(err.split()) and "Traceback" not in err
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_config, forked_jobs):
+    out = tmp_path / "study"
+    asked = ["compare", tiny_config, "--cell", "one: algorithm.granularities=[1]", "--rates", "1e-3,1e-2", "--steps", "2,4"]
+    asked += ["--budget", "evaluations=110", "--seeds", "1", "--jobs", "2", "--out", out]
+    mix = ["--cell", "mix: budget=70 algorithm.name=mixgrpo algorithm.group_size=3"]
+    code, shown, err = g2rpo(capsys, *asked)
+    assert code == 0, err
+    assert (out / "curves.png").is_file() and "edge of the sweep" in (out / "results.md").read_text()
+    assert "4 steps: change against the base" in " ".join(shown.split())
+
+    done = {path: path.stat().st_mtime_ns for path in out.rglob("pictures.jsonl")}
+    before = (out / "results.json").read_bytes()
+    assert g2rpo(capsys, *asked)[0] == 0  # nothing is left to do
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("pictures.jsonl")} == done
+    assert (out / "results.json").read_bytes() == before
+
+    cut = out / "runs/one/seed_42"  # as if interrupted before the end: it goes on from its checkpoint to the same weights
+    (weights,) = (cut / "adapter").glob("*.safetensors")
+    content = load_file(weights)
+    for path in (cut / "adapter").iterdir():
+        path.unlink()
+    (cut / "adapter").rmdir()
+    code, shown, err = g2rpo(capsys, *asked, *mix, "--controls")  # and a cell is added, and free knobs
+    assert code == 0, err
+    again = load_file(weights)
+    assert again.keys() == content.keys() and all(torch.equal(again[name], content[name]) for name in again)
+    assert "resuming after iteration" in (out / "runs/one/seed_42.log").read_text()
+
+    results = json.loads((out / "results.json").read_text())
+    assert list(results["spent"]) == ["one", "mix"]
+    for cell, spent in results["spent"].items():  # the runs are what the budget and the pilots ask for
+        config = read_config(out / "runs" / cell / "seed_42")
+        budget = {"one": 110, "mix": 70}[cell]
+        assert config.trainer.iterations == spent["iterations"] == iterations_within(config, budget)
+        assert spent["evaluations"] == sum(work(config, iteration) for iteration in range(config.trainer.iterations)) <= budget
+        pilots = {}
+        for rate in (1e-3, 1e-2):
+            folder = out / "pilots" / cell / f"rate_{rate:g}" / "seed_1042"
+            pilot = read_config(folder)
+            assert pilot.evaluation.prompts == config.prompts.train and pilot.optim.learning_rate == rate
+            pilots[rate] = [gain(read_run(pilot, folder), {"scene_accuracy": 1.0})]
+        assert config.optim.learning_rate == spent["learning_rate"] == best_rate(pilots)
+        assert results["pilots"][cell] == {f"{rate:g}": gains for rate, gains in pilots.items()}
+
+    base = [json.loads(row) for row in (out / "judged/base/pictures.jsonl").open()]
+    tuned = [json.loads(row) for row in (out / "judged/mix/seed_42/pictures.jsonl").open()]
+    assert {row["side"] for row in base} == {"base"} and {row["side"] for row in tuned} == {"tuned"}
+    (line,) = [row for row in results["judged"] if (row["cell"], row["steps"]) == ("mix", 4)]
+    means = [np.nanmean([row["scores"]["scene_accuracy"] for row in rows if row["steps"] == 4]) for rows in (base, tuned)]
+    assert line["tuned"]["mean"] == pytest.approx(means[1]) and line["change"]["mean"] == pytest.approx(means[1] - means[0])
+
+    (knob,) = [knob for knob in results["controls"] if knob["reward"] == "scene_accuracy"]
+    controls = json.loads((out / "judged/controls/results.json").read_text())["controls"]
+    means = {row["control"]: row["mean"]["mean"] for row in controls if row["reward"] == "scene_accuracy"}
+    assert knob["mean"] == pytest.approx(max(means.values())) == pytest.approx(means[knob["control"]])
+    two = [row["scores"]["scene_accuracy"] for row in base if row["steps"] == 2]
+    assert knob["change"]["mean"] == pytest.approx(knob["mean"] - np.nanmean(two))
+    assert "| no training: best free knob | " in (out / "results.md").read_text() and "best free knob" in " ".join(
+        shown.split()
+    )
+
+    for other, message in (([], "holds a study with the cells mix too"), ([*mix, "sampling.num_steps=5"], "another study")):
+        code, _, err = g2rpo(capsys, *asked, *other)
+        assert code == 2 and message in " ".join(err.split())
+    study = out / "study.yaml"
+    study.write_text(study.read_text().replace("seeds: 1", "seeds: 2"))
+    code, _, err = g2rpo(capsys, *asked, *mix)
+    assert code == 2 and "holds a study with 2 seeds" in err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thing").touch()
+    code, _, err = g2rpo(capsys, *asked[:-1], tmp_path / "other", *mix)
+    assert code == 2 and "holds no study" in err
+
+
+def test_a_budget_in_seconds_is_measured_first(capsys, tmp_path, tiny_config, monkeypatch, forked_jobs):
+    """How fast this machine is at the moment is measured, and then replaced by a price that buys two iterations."""
+    out, measured = tmp_path / "study", []
+
+    def price(config, probe):
+        measured.append(seconds_per_evaluation(config, probe))
+        return 1 / (work(config, 0) + work(config, 1))
+
+    monkeypatch.setattr("g2rpo.lab.compare.compare.seconds_per_evaluation", price)
+    code, _, err = g2rpo(capsys, "compare", tiny_config, "--cell", "a:", "--seeds", "1", "--budget", "seconds=1", "--out", out)
+    assert code == 0, err
+    assert len(measured) == 1 and measured[0] > 0
+    assert read_config(out / "runs/a/seed_42").trainer.iterations == 2 and not (out / "pilots").exists()
+    assert read_config(out / "probes/a").trainer.iterations == 3
+
+
+def test_code_that_the_user_has_allowed_is_allowed_in_every_run(capsys, tmp_path, tiny_config, forked_jobs):
+    """A reward that a config names, in a mapping."""
+    (tmp_path / "mine.py").write_text("def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    reward = f"rewards={{red: {{kind: '{tmp_path / 'mine.py'}:red'}}}}"
+    once = ["--budget", "iterations=1", "--seeds", "1", "--out", tmp_path / "study"]
+    study = ["compare", tiny_config, reward, "--cell", "a: algorithm.group_size=2", *once]
+    code, _, err = g2rpo(capsys, *study, "--plugin", tmp_path / "mine.py")
+    assert code == 0, err
+    assert "red" in (tmp_path / "study" / "results.md").read_text()
+
+
+def test_a_failing_run_is_named_with_what_it_said(tmp_path, tiny_config, forked_jobs):
+    reward = tmp_path / "mine.py"
+    fails = "if len(images) > 2:  # not in the trial\n        raise RuntimeError('no such judge')"
+    reward.write_text(f"def broken(images, prompts):\n    {fails}\n    return images.mean((1, 2, 3))\n")
+    out = tmp_path / "study"
+    overrides = ["rewards.mine.kind=function", f"rewards.mine.options.target={reward}:broken"]
+    with pytest.raises(RuntimeError, match=r"(?s)a, rate 0\.001, seed 42 failed \(exit code 1\).*no such judge"):
+        main(["compare", str(tiny_config), "--cell", "a:", "--out", str(out), *overrides])
+    assert Path(out / "runs/a/seed_42.log").is_file()
+
+
+def test_two_studies_do_not_meet_in_one_folder(capsys, tmp_path, tiny_config):
+    import fcntl
+
+    out = tmp_path / "study"
+    out.mkdir()
+    with (out / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, err = g2rpo(capsys, "compare", tiny_config, "--cell", "a:", "--out", out)
+    assert code == 2 and str(out) in err

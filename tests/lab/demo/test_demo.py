@@ -1,0 +1,593 @@
+"""What the demo computes is what sampling and training compute; and what it shows is that."""
+
+import asyncio
+import dataclasses
+import re
+import shutil
+import socket
+import sys
+import urllib.request
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from g2rpo.app.train import build_trainer, load_config
+from g2rpo.assembly import components
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.cli.main import main
+from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import Config
+from g2rpo.core.capabilities import differentiates_rewards
+from g2rpo.core.data import Precision
+from g2rpo.core.errors import UserError
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Plan, Reward, no_kernel
+from g2rpo.evaluation.heldout import load_tensors, sample_images
+from g2rpo.lab.demo.command import EXPLAIN, facts, of_model, of_run, open_studio
+from g2rpo.lab.demo.gate import MAX_BODY, Gate
+from g2rpo.lab.demo.opening import Opening, opening, opening_of
+from g2rpo.lab.demo.studio import MAX_PROMPT, MAX_SEED, draw, learn, plan_labels
+from g2rpo.lab.demo.views import digits, drawing_html, lesson_html, run_html
+from g2rpo.lab.report.history import read_runs
+from g2rpo.lab.report.verdict import summary
+from g2rpo.rollout.engine import Engine
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.stopwatch import Stopwatch
+from tests.support.commands import TINY, g2rpo
+from tests.support.ports import free_port
+from tests.support.runs import fits
+from tests.support.variants import few
+
+PROMPT = "a red circle"
+NAN = float("nan")
+
+
+def tiny(flux_directory, prompts, *overrides) -> Config:
+    policy = {"path": str(flux_directory), "height": 32, "width": 32, "max_sequence_length": 12, "lora_rank": 2}
+    data = {**TINY, "rewards": {"brightness": 1}, "policy": policy, "prompts": {"train": str(prompts), "cache": "off"}}
+    evaluation = {**TINY["evaluation"], "prompts": str(prompts), "rewards": {"scene_accuracy": 1}}
+    return resolve({**data, "evaluation": evaluation}, overrides)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("a red circle\ntwo blue squares\n")
+    return path
+
+
+@pytest.fixture(scope="module", params=few(["lora", "full"], "lora".__eq__))
+def run(request, tmp_path_factory, flux_directory, prompts):
+    """A finished run of the tiny FLUX, trained hard enough to draw something else."""
+    directory = tmp_path_factory.mktemp("runs") / request.param
+    config = directory.with_suffix(".yaml")
+    overrides = [f"policy.tuning={request.param}", "optim.learning_rate=0.05"]
+    config.write_text(yaml.safe_dump(tiny(flux_directory, prompts, *overrides).model_dump(mode="json")))
+    with pytest.raises(SystemExit) as stop:
+        main(["train", str(config), "--run-dir", str(directory)])
+    assert not stop.value.code
+    return directory
+
+
+@pytest.fixture(scope="module")
+def studio(run):
+    return open_studio(of_run(run), run / ("adapter" if run.name == "lora" else "transformer"), print)
+
+
+def pictures(policy_config, weights, *, seed=3, steps=4, guidance=3.5, strength=1.0):
+    """As `g2rpo sample` draws."""
+    policy = components.build_policy(policy_config.model_copy(update={"guidance_scale": guidance}), tuning="frozen")
+    if weights is not None:
+        policy.load(weights, strength)
+    return sample_images(policy, [PROMPT], sigma_grid(steps, 3.0), seed=seed, batch_size=1, decode_batch_size=1)
+
+
+def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, studio):
+    weights = run / ("adapter" if run.name == "lora" else "transformer")
+    for settings in ({}, {"guidance": 1.0}, {"steps": 2, "seed": 4}, *([{"strength": 0.5}] if run.name == "lora" else [])):
+        drawing = draw(studio, f"  {PROMPT}\n", **{"seed": 3, "steps": 4, "guidance": 3.5, **settings})
+        base = {name: value for name, value in settings.items() if name != "strength"}
+        expected = pictures(of_run(run).policy, None, **base), pictures(of_run(run).policy, weights, **settings)
+        for evaluation, images in zip((drawing.base, drawing.tuned), expected, strict=True):
+            # weights loaded twice lie elsewhere in memory, and some processors then add up in another order
+            torch.testing.assert_close(evaluation.images / 255, images, atol=0.5 / 255 + 1e-5, rtol=0)
+            for name, reward in {**studio.rewards, **studio.judges}.items():
+                assert torch.equal(evaluation.scores[name], reward(evaluation.images / 255, [PROMPT]))
+        assert (drawing.base.images / 255 - drawing.tuned.images / 255).abs().max() > 0.01
+        assert drawing.trained == ("brightness",) and drawing.prompt == PROMPT
+        assert studio.policy.guidance_scale == 3.5  # as before
+    assert studio.tuned == {"lora": "adapter", "full": "all weights"}[run.name]
+
+
+def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
+    """From the noise of its number: the scores are those of the run's log."""
+    cast = of_run(run)
+    heldout = build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
+    studio = open_studio(cast, run / ("adapter" if run.name == "lora" else "transformer"), print, heldout)
+    log = read_runs([run])[0]
+    asked = {"seed": studio.seed, "steps": studio.steps, "guidance": studio.policy.guidance_scale}
+    for number, prompt in enumerate(heldout):
+        drawing = draw(studio, prompt, **asked)
+        for evaluation, iteration in ((drawing.base, 0), (drawing.tuned, log.changes()[0].iteration)):
+            stored = load_tensors(RunDirectory(run).scores(iteration))
+            for name, value in evaluation.scores.items():  # other batches, so not to the last bit
+                torch.testing.assert_close(value, stored[name][number : number + 1], atol=1e-4, rtol=0, equal_nan=True)
+        assert drawing.settings.startswith(f"held-out prompt {number + 1} · seed {studio.seed} · {studio.steps} steps")
+    assert "held-out" not in draw(studio, "three green stars", **asked).settings
+    assert draw(studio, heldout[1], **asked).base.images.ne(draw(studio, "three green stars", **asked).base.images).any()
+
+
+def test_an_adapter_without_strength_is_the_base_model(run, studio):
+    if studio.tuned == "adapter":
+        drawing = draw(studio, PROMPT, seed=3, steps=4, guidance=3.5, strength=0)
+        assert torch.equal(drawing.base.images, drawing.tuned.images)
+
+
+def test_a_model_alone_has_no_tuned_side(flux_directory):
+    studio = open_studio(of_model(str(flux_directory), 32, 3.5, {"brightness": {}}), None, print)
+    drawing = draw(studio, PROMPT, seed=0, steps=2, guidance=3.5)
+    assert drawing.tuned is None and list(drawing.base.scores) == ["brightness"]
+    html = drawing_html(drawing)
+    assert html.count("<img") == 1 and "After training" not in html and "▲" not in html
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": " \n"}, "write a prompt"),
+        ({"prompt": "a" * (MAX_PROMPT + 1)}, f"{MAX_PROMPT + 1} characters; {MAX_PROMPT} are allowed"),
+        ({"seed": -1}, "the seed"),
+        ({"seed": MAX_SEED + 1}, "the seed"),
+        ({"seed": float("nan")}, "the seed"),
+        ({"seed": 1.5}, "the seed"),
+        ({"seed": None}, "the seed"),
+        ({"steps": 0}, "steps should be a whole number from 1 to 100, got 0"),
+        ({"steps": 2.5}, "steps should be a whole number from 1 to 100, got 2.5"),
+        ({"steps": None}, "steps should be a whole number from 1 to 100, got nothing"),
+        ({"steps": 101}, "steps"),
+        ({"guidance": float("nan")}, "guidance"),
+        ({"strength": 2.1}, "strength should be from 0 to 2, got 2.1"),
+    ],
+)
+def test_settings_out_of_range_are_named(studio, change, message):
+    with pytest.raises(UserError, match=message):
+        draw(studio, **{"prompt": PROMPT, "seed": 0, "steps": 2, "guidance": 3.5, **change})
+
+
+def test_a_plan_that_is_none_is_named(studio):
+    for plan in (-1, len(studio.plans), None):
+        with pytest.raises(UserError, match="no such branch"):
+            learn(studio, PROMPT, seed=0, plan=plan, tuned=False)
+
+
+def test_a_lesson_is_the_first_iteration_of_the_run(run, studio):
+    """The trainer's own noise, latents, scores and advantages; in batches of other shapes, so not to the last bit."""
+    trainer = build_trainer(load_config(str(run / "config.yaml"), []), None)
+    asked = trainer.order.batch(0, trainer.config.trainer.prompts_per_iteration)
+    sampled = trainer.collector.collect(trainer.algorithm, 0, trainer.policy.encode(asked), asked, Stopwatch())
+    rollouts, rewards = sampled.rollouts, sampled.rewards
+    advantages = trainer.algorithm.advantages(rewards, trainer.weights)
+    assert studio.plans == [rollout.plan for rollout in rollouts] and plan_labels(studio.plans) == ["step 0", "step 1"]
+    for plan, rollout in enumerate(rollouts):
+        heard: list[tuple[int, ...]] = []
+        more = {"seed": trainer.config.trainer.seed, "plan": plan}
+        lesson = learn(studio, asked[0], **more, tuned=False, on_progress=lambda *both, to=heard: to.append(both))
+        finals = trainer.policy.decode(rollout.finals.flatten(0, 1)).unflatten(0, rollout.finals.shape[:2])
+        noised = trainer.policy.decode(rollout.transitions[-1].x_next)
+        assert (lesson.finals - finals).abs().max() < 1e-4 and (lesson.noised - noised).abs().max() < 1e-4
+        assert torch.allclose(lesson.rewards, rewards[plan], atol=1e-4, equal_nan=True)
+        assert torch.allclose(lesson.advantages, advantages[plan], atol=1e-3)
+        assert heard[-1][0] == heard[-1][1]  # what was announced is what was needed
+    tuned = learn(studio, asked[0], **more, tuned=True)
+    assert (tuned.finals - lesson.finals).abs().max() > 0.01
+
+
+def test_a_lesson_is_rolled_out_in_the_dtypes_of_training(run, tmp_path):
+    """The run's own; a group in others is not the one that the run learnt from."""
+    text = (run / "config.yaml").read_text()
+    for kind in ("anchor", "sample", "step"):
+        text = text.replace(f"{kind}_dtype: float32", f"{kind}_dtype: bfloat16")
+    (tmp_path / "config.yaml").write_text(text)
+    studio = open_studio(of_run(tmp_path), None, print)
+    narrow = Precision(torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    assert studio.engine(PROMPT).precision == narrow
+    assert learn(studio, PROMPT, seed=0, plan=1, tuned=False).finals.isfinite().all()
+
+
+def test_a_lesson_may_look_at_other_granularities(studio):
+    own = learn(studio, PROMPT, seed=0, plan=1, tuned=False)
+    assert studio.offered == [1, 2, 3] and own.granularities == (1, 2)
+    other = learn(studio, PROMPT, seed=0, plan=1, tuned=False, granularities=[3, 1])
+    assert other.granularities == (1, 3) and len(other.finals) == 2
+    assert torch.equal(other.noised, own.noised) and (other.finals[0] - own.finals[0]).abs().max() < 1e-5  # g = 1 is itself
+    algorithm = replace(studio.algorithm, granularities=(1, 3))
+    assert other.plan == algorithm.plans(4)[1]
+    assert torch.equal(other.advantages, algorithm.advantages(other.rewards[None], studio.weights)[0])
+    for wrong in ([], [4], [1, 5]):
+        with pytest.raises(UserError, match="choose granularities of 1, 2, 3"):
+            learn(studio, PROMPT, seed=0, plan=1, tuned=False, granularities=wrong)
+
+
+def test_predictions_end_where_the_plain_walk_ends(studio):
+    lesson = learn(studio, PROMPT, seed=5, plan=1, tuned=False)
+    policy, sigmas = studio.policy, sigma_grid(4, 3.0)
+    with studio.model(False, 3.5), torch.no_grad():
+        cond = policy.encode([PROMPT])
+        x = policy.noise([generator_for(5, "rollout", 0, 0, "initial")])
+        final = policy.decode(Engine(policy=policy, cond=cond, sigmas=sigmas).sample(x))
+        first = policy.decode(x - policy.velocity(x, sigmas[:1], cond))
+    assert lesson.predictions.shape == (4, 3, 32, 32)
+    assert (lesson.predictions[-1:] - final).abs().max() < 1e-5
+    assert (lesson.predictions[:1] - first).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("name", "message"), [("diffusion_nft", "no stochastic step"), ("refl", "no group to compare")])
+def test_an_algorithm_without_stochastic_steps_has_no_lessons(flux_directory, prompts, name, message):
+    small = ["algorithm.group_size=3", "sampling.num_steps=6", *fits(name)]
+    config = tiny(flux_directory, prompts, f"algorithm.name={name}", *small)
+    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    studio = open_studio(replace(cast, algorithm=config.algorithm, sampling=config.sampling), None, print)
+    with pytest.raises(UserError, match=message):
+        learn(studio, PROMPT, seed=0, plan=0, tuned=False)
+
+
+STOCHASTIC = [
+    name
+    for name, kind in ALGORITHMS.items()
+    if kind().kernel(sigma_grid(8)) is not no_kernel and not differentiates_rewards(kind())
+]
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_every_algorithm_with_stochastic_steps_has_lessons(flux_directory, prompts, name):
+    config = tiny(flux_directory, prompts, f"algorithm.name={name}", "algorithm.group_size=3", "sampling.num_steps=8")
+    assert config.algorithm.name == name
+    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    cast = replace(cast, title=name, algorithm=config.algorithm, sampling=config.sampling)
+    studio = open_studio(cast, None, print)
+    lesson = learn(studio, PROMPT, seed=0, plan=len(studio.plans) - 1, tuned=False)
+    assert (lesson.predictions is None) == (not lesson.plan.shared_noise)
+    assert lesson.noised.shape == (3, 3, 32, 32) and lesson.finals.shape[1:] == (3, 3, 32, 32)
+    assert lesson.advantages.shape == (3,) and lesson.advantages.abs().sum() > 0
+    steps = range(lesson.plan.branch, lesson.plan.merge)
+    assert lesson.noised_at == max(step for step in steps if lesson.plan.trains(step))
+    html = lesson_html(lesson)
+    assert html.count("<li") == 3 + (8 if lesson.plan.shared_noise else 0)
+    assert ("No anchor" in html) == (not lesson.plan.shared_noise)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_plans_by_chance_are_those_of_the_seed(flux_directory, prompts, seed):
+    config = tiny(flux_directory, prompts, "algorithm.name=dancegrpo", "algorithm.group_size=3", "sampling.num_steps=8")
+    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    studio = open_studio(replace(cast, algorithm=config.algorithm, sampling=config.sampling, seed=seed), None, print)
+    assert studio.plans == config.algorithm.plans(8, 0, seed) != config.algorithm.plans(8, 0, seed + 1)
+    lesson = learn(studio, PROMPT, seed=0, plan=0, tuned=False)
+    assert lesson.plan == studio.plans[0] and f"just after step {lesson.noised_at};" in lesson_html(lesson)
+
+
+@pytest.fixture(scope="module")
+def testbed():
+    return open_studio(of_model("testbed", None, 3.5, None), None, print)
+
+
+def test_the_testbed_alone_is_scored_by_its_own_rewards(testbed):
+    drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
+    assert list(drawing.base.scores) == ["scene_accuracy", "scene_correct", "scene_clip", "scene_preference"]
+    assert all(values.isfinite().all() for values in drawing.base.scores.values()) and drawing.why == ""
+    html = drawing_html(drawing)
+    assert "no score" not in html.lower() and "not learnt such prompts" not in html
+    assert "<b>scene_accuracy</b>: Whether the picture shows the asked objects" in html
+
+
+def test_words_say_what_they_can_spell():
+    explain = EXPLAIN["words"]
+    assert explain("'tiger' in red") == "" and "three to six letters" in explain("a cat") == explain("'hippopotamus' in red")
+
+
+def test_a_prompt_without_a_score_says_so_and_why(testbed):
+    drawing = draw(testbed, "a <i>dog</i>", seed=1, steps=2, guidance=3.5)
+    html = drawing_html(drawing)
+    assert html.count('<b class="g2-soft">no score</b>') == 4 and "expected a colour" in html
+    assert "a &lt;i&gt;dog" in html and "<i>dog" not in html  # what people type stays text
+    lesson = learn(testbed, "a <i>dog</i>", seed=1, plan=0, tuned=False)
+    assert lesson.rewards.isnan().all() and (lesson.advantages == 0).all()
+    html = lesson_html(lesson)
+    assert "<b>No score</b> by scene_accuracy" in html and "all advantages are 0" in html and "<i>dog" not in html
+    assert "best" not in re.findall(r"<header>.*?</header>", html)[0]
+
+
+def lesson_of(testbed, rewards):
+    """A lesson with other scores: [1, 1, 12] or [1, 2, 12]."""
+    lesson = learn(testbed, "two blue squares", seed=1, plan=0, tuned=False)
+    finals = lesson.finals.expand(rewards.shape[1], -1, -1, -1, -1)
+    tails = tuple((1, *range(g + 1, 11)) for g in range(1, rewards.shape[1] + 1))
+    return dataclasses.replace(
+        lesson,
+        plan=Plan(0, 1, tails),
+        granularities=tuple(range(1, rewards.shape[1] + 1)),
+        finals=finals,
+        rewards=rewards,
+        advantages=testbed.algorithm.advantages(rewards[None], testbed.weights)[0],
+    )
+
+
+def test_members_are_ranked_and_the_ends_are_marked(testbed):
+    rewards = torch.arange(12.0).roll(3).expand(1, 2, 12).clone()  # member 4 has 0, member 3 has 11
+    html = lesson_html(lesson_of(testbed, rewards))
+    cards = re.findall(r'<li class="(?:g2-(\w+))?">\n<header><span>member (\d+)', html)
+    assert [int(number) for _, number in cards] == [3, 2, 1, 12, 11, 10, 9, 8, 7, 6, 5, 4]
+    assert [mark for mark, _ in cards] == ["best", *[""] * 10, "worst"]
+    advantages = [float(a.replace("−", "-")) for a in re.findall(r"<dt>advantage</dt><dd[^>]*><b>([^<]*)", html)]
+    expected = 2 * (torch.arange(11.0, -1, -1) - 5.5) / torch.arange(12.0).std()
+    assert advantages == [pytest.approx(float(a), abs=0.005) for a in expected]
+    widths = [float(w) for w in re.findall(r"width:([\d.]+)%", html)]
+    assert widths[0] == widths[-1] == 50 and widths[5] == pytest.approx(50 * 0.5 / 5.5, abs=0.05)
+    assert "g = 1: 9 steps, g = 2: 8 steps" in html.replace("&nbsp;", " ") and "0.000 · 0.000" in html
+
+
+def test_ties_share_their_mark_and_a_silent_group_has_none(testbed):
+    html = lesson_html(lesson_of(testbed, torch.tensor([[[1.0] * 5 + [0.0] * 7]])))
+    assert html.count("▲ best") == 5 and html.count("▼ worst") == 7
+    html = lesson_html(lesson_of(testbed, torch.ones(1, 1, 12)))
+    assert "best</b>" not in html and "A silent group" in html and html.count("<b>0</b>") == 12
+
+
+def test_changes_are_signed_and_as_exact_as_their_scores(studio):
+    drawing = draw(studio, PROMPT, seed=3, steps=2, guidance=3.5)
+
+    def scored(evaluation, one, other):
+        scores = {"brightness": torch.tensor([one]), "scene_accuracy": torch.tensor([other])}
+        return dataclasses.replace(evaluation, scores=scores)
+
+    drawing = dataclasses.replace(
+        drawing, base=scored(drawing.base, 0.5, 73.65), tuned=scored(drawing.tuned, 0.25, float("nan"))
+    )
+    html = " ".join(re.sub(r"<[^>]*>", " ", drawing_html(drawing)).split())
+    assert "brightness trained on 0.500 scene_accuracy judged only 73.65 After training" in html
+    assert "brightness trained on 0.250 ▼ −0.250 scene_accuracy judged only no score" in html
+    assert [digits(0.1234), digits(73.65), digits(2000.0), digits(float("nan"))] == [3, 2, 0, 3]
+
+
+def test_the_run_is_its_report_in_a_frame(run):
+    html = run_html(read_runs([run])[0])
+    page = re.fullmatch(r'<iframe [^>]*srcdoc="([^"]*)"></iframe>', html)
+    assert page and "&lt;!doctype html&gt;" in page[1] and "scene_accuracy" in page[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a run, or a pipeline with --model"),
+        (["runs/one", "--model", "testbed"], "name a run, or a pipeline with --model"),
+        (["nowhere"], "nowhere is no run directory"),
+        (["runs/one", "--rewards", "brightness"], "--rewards is for --model"),
+        (["runs/one", "--guidance", "1"], "--guidance is for --model"),
+        (["--model", "testbed", "--guidance", "-1"], "guidance_scale: input should be greater than or equal to 0"),
+        (["--model", "testbed", "--size", "0"], "height: input should be greater than 0"),
+        (["--model", "/no/such"], "/no/such: is no directory"),
+        (["--model", "testbed", "--rewards", "brigthness"], "Did you mean 'brightness'?"),
+        (["--model", "testbed", "--rewards", "bad.yaml"], "rewards.brightness.wieght"),
+        (["--model", "testbed", "--host", "0.0.0.0"], "without a token"),
+        (["--model", "testbed", "--token-env", "NOT_SET"], "is not set"),
+        (["--model", "testbed", "--token-env", "BLANK"], "is not set"),
+        (["--model", "testbed"], "cannot serve on 127.0.0.1:"),
+        (
+            ["--model", "testbed", "--weights", "/no/such"],
+            "/no/such: is no folder and no .safetensors file; name an adapter/ or a transformer/",
+        ),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BLANK", " \n")
+    (tmp_path / "bad.yaml").write_text("brightness: {wieght: 2}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # what is not refused would be served, without end
+        code, out, err = g2rpo(capsys, "demo", *arguments, "--port", taken.getsockname()[1])
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
+    assert "building" not in out  # loading a model takes minutes
+
+
+def test_a_run_without_weights_is_named(capsys, run, tmp_path):
+    (tmp_path / "begun").mkdir()
+    shutil.copy(run / "config.yaml", tmp_path / "begun")
+    code, _, err = g2rpo(capsys, "demo", tmp_path / "begun")
+    assert code == 2 and "has no weights yet" in err
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    with pytest.raises(UserError, match="the weights do not fit testbed"):
+        open_studio(of_model("testbed", None, 3.5, None), tmp_path, print)
+
+
+@pytest.mark.parametrize(("model", "message"), [("testbed", "pip install gradio"), ("/no/such", "is no directory")])
+def test_without_gradio_the_extra_is_named_after_all_other_mistakes(capsys, monkeypatch, model, message):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "g2rpo.lab.demo.app", raising=False)  # if another test has imported it
+    monkeypatch.delattr("g2rpo.lab.demo.app", raising=False)
+    code, _, err = g2rpo(capsys, "demo", "--model", model, "--port", free_port())
+    assert code == 2 and message in err and "Traceback" not in err
+
+
+def asked(method="POST", path="/gradio_api/queue/join", *, local=True, **headers):
+    """The status of a request, 200 if it passes."""
+    given = {"host": "127.0.0.1:7860", "content-length": "100", **headers}
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items() if value is not None]
+    sent = []
+
+    async def page(scope, receive, send):
+        sent.append({"status": 200})
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": pairs}
+    asyncio.run(Gate(page, local)(scope, None, send))
+    return sent[0]["status"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"), ("HEAD", "/"), ("GET", "/config"), ("GET", "/config/"), ("GET", "/theme.css"), ("GET", "/assets/a.js"),
+        ("POST", "/login"), ("POST", "/gradio_api/queue/join"), ("GET", "/gradio_api/queue/data"),
+    ],
+)  # fmt: skip
+def test_the_gate_passes_what_the_page_asks(method, path):
+    for host in ("127.0.0.1:7860", "localhost:7860", "[::1]:7860", "localhost"):
+        assert asked(method, path, host=host) == asked(method, path, host=host, origin=f"http://{host}") == 200
+    assert asked(method, path, local=False, host="demo.example", origin="https://demo.example") == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/gradio_api/file=/etc/passwd"), ("GET", "/gradio_api/proxy=https://a.example"), ("GET", "/monitoring"),
+        ("POST", "/gradio_api/upload"), ("POST", "/gradio_api/run/predict"), ("POST", "/gradio_api/process_recording"),
+        ("POST", "/gradio_api/vibe-edit"), ("GET", "/openapi.json"), ("GET", "/gradio_api/queue/join"), ("PUT", "/"),
+        ("GET", "/assets"), ("GET", "/config/more"), ("GET", "/config\n"),
+        ("POST", "/gradio_api/cancel"), ("POST", "/gradio_api/reset"),  # Gradio answers these without a login
+    ],
+)  # fmt: skip
+def test_the_gate_refuses_all_other_ways_in(method, path):
+    assert asked(method, path) == asked(method, path, local=False) == 404
+
+
+def test_the_gate_bounds_bodies():
+    assert asked(content_length=str(MAX_BODY)) == 200
+    assert asked(content_length=str(MAX_BODY + 1)) == 413
+    assert asked(transfer_encoding="chunked", content_length=None) == asked(content_length="-1") == 411
+    assert asked(content_length="9" * 5000) == 413 and asked(content_length="²") == 411
+
+
+def test_a_question_that_breaks_the_page_is_an_answer_and_a_line_in_the_log(caplog):
+    async def page(scope, receive, send):
+        raise KeyError("data")
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
+    asyncio.run(Gate(page, True)(scope, None, send))
+    assert sent[0]["status"] == 400 and caplog.text.count("\n") == 1 and "KeyError" in caplog.text
+
+
+def test_strangers_keep_nobody_out_and_choose_no_address():
+    """The page as it is served, with a token: 300 connections that say nothing, then somebody who logs in."""
+    gradio = pytest.importorskip("gradio")
+    from g2rpo.lab.demo import app
+
+    with gradio.Blocks(analytics_enabled=False) as page:
+        gradio.Textbox()
+    port = free_port()
+    app.serve(page, "127.0.0.1", port, "secret")
+    idle = []
+    try:
+        idle += [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(300)]
+        assert idle[0].recv(1) == b""  # closed for a newer one
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        address = f"http://127.0.0.1:{port}"
+        browser.open(f"{address}/login", b"username=a&password=secret", timeout=10).close()
+        headers = {"X-Forwarded-Host": "evil.example", "X-Gradio-Server": "http://evil.example"}
+        with browser.open(urllib.request.Request(f"{address}/config", headers=headers), timeout=10) as config:
+            assert b"evil.example" not in config.read()
+    finally:
+        for connection in idle:
+            connection.close()
+        page.close(verbose=False)
+
+
+NAMES = st.sampled_from(["host", "origin", "content-length", "transfer-encoding"])
+WORDS = st.sampled_from(["127.0.0.1:7860", "[::1", "http://[::1", "9" * 5000, "²", "null", ""])
+HEADERS = st.dictionaries(NAMES, WORDS | st.text(st.characters(max_codepoint=255)))
+
+
+@given(HEADERS, st.sampled_from(["GET", "POST", "HEAD", "X"]), st.sampled_from(["/", "/login", "/x", "//"]))
+def test_the_gate_answers_whatever_is_asked(headers, method, path):
+    scope = {
+        "method": method,
+        "path": path,
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers.items()],
+    }
+    for local in (True, False):
+        refused = Gate(None, local).refusal(scope)
+        assert refused is None or (refused[0] in (403, 404, 411, 413, 421) and refused[1])
+
+
+def test_the_gate_refuses_other_sites():
+    for origin in ("http://evil.example", "null", "http://localhost:7860", "http://127.0.0.1:8000", "http://[::1"):
+        assert asked(origin=origin) == asked(local=False, origin=origin) == 403
+    for host in ("evil.example:7860", "", "127.0.0.1.evil.example", "192.168.1.2:7860", "localhost.evil.example", "[::1"):
+        assert asked(host=host) == 421
+    assert asked(local=False, host="evil.example") == 200  # the token decides
+
+
+class Right(Reward):
+    """A reward that knows right from wrong; its scores are given."""
+
+    right = 1
+
+    def __call__(self, images, prompts):
+        raise AssertionError("scores are given")
+
+
+@pytest.mark.parametrize(
+    ("base", "tuned", "number", "rule"),
+    [
+        ([0.5, 1, 0, 0, 1], [0.9, 1, 1, 1, 0], 2, "the first of the 2 held-out prompts (of 5) that the base model draws wrong"),
+        ([NAN, 0, 0, 1, 1], [1, NAN, 0, 1, 1], 0, "the first of 5 held-out prompts: there is none that the base"),
+        ([1, 1, 1, 1, 0], [0, 0, 1, 1, 1], 4, "the tuned one right; 2 became wrong."),
+    ],
+)
+def test_the_demo_opens_on_the_first_prompt_that_became_right(base, tuned, number, rule):
+    scores = {"a": torch.tensor(base, dtype=torch.float32)}, {"a": torch.tensor(tuned, dtype=torch.float32)}
+    chosen = opening(*scores, {"a": Right()}, ["a"])
+    assert chosen.number == number and chosen.rule.startswith("This opens on ") and rule in chosen.rule
+
+
+def test_without_right_and_wrong_it_opens_where_every_trained_score_rose():
+    base = {"a": torch.tensor([0.0, 0, 0, 0]), "b": torch.tensor([5.0, 5, 5, 5]), "judge": torch.tensor([1.0, 1, 1, 1])}
+    tuned = {
+        "a": torch.tensor([1.0, NAN, 0.1, 0.2]),
+        "b": torch.tensor([4.0, 6, 5.1, 6]),
+        "judge": torch.tensor([2.0, 2, 0, 0]),
+    }
+    chosen = opening(base, tuned, dict.fromkeys(("a", "b", "judge"), Reward()), ["a", "b"])
+    assert chosen.number == 2
+    assert chosen.rule == (
+        "This opens on the first of the 2 held-out prompts (of 4) on which training raised a and b; none fell."
+    )
+    assert opening(base, tuned, {"judge": Reward()}, []) == Opening()
+
+
+def test_a_run_without_scores_opens_on_its_first_prompt(run, studio, tmp_path):
+    rewards = {**studio.rewards, **studio.judges}
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    assert opening_of(read_runs([copy])[0], rewards, ["brightness"]) == opening_of(read_runs([run])[0], rewards, ["brightness"])
+    shutil.rmtree(copy / "scores")
+    assert opening_of(read_runs([copy])[0], rewards, ["brightness"]) == Opening()
+
+
+def test_what_the_page_is_about_is_said_for_outsiders(run):
+    log = read_runs([run])[0]
+    said = facts(of_run(run), log)
+    weights = {"lora": "an adapter", "full": "all weights"}[run.name]
+    assert f", before and after training {weights} with G²RPO on brightness. " in said and said.endswith(summary(log))
+    assert facts(of_model("testbed", None, 3.5, None), None) == "The tiny FLUX that comes with g2rpo, as it is."
+
+
+def test_a_drawing_is_marked_where_a_reward_can_tell(testbed, studio):
+    drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
+    right = float(drawing.base.scores["scene_correct"]) == 1
+    assert ("✓ right" if right else "✗ wrong") in drawing_html(drawing) and "why not" in drawing_html(drawing, "why not")
+    unparsed = drawing_html(draw(testbed, "a dog", seed=1, steps=2, guidance=3.5))
+    assert "✓" not in unparsed and "✗" not in unparsed

@@ -1,0 +1,129 @@
+"""Clips and input pictures in a real Chromium: the report's move or stand still, the demo takes one in."""
+
+import re
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.config.schema import SamplingConfig
+from g2rpo.core.errors import UserError
+from g2rpo.core.types import Prompt
+from g2rpo.lab.demo.gate import MAX_BODY, MAX_UPLOAD, Gate
+from g2rpo.lab.demo.studio import Studio, draw, learn
+from g2rpo.lab.demo.views import drawing_html, lesson_html
+from g2rpo.lab.report.history import read_runs
+from g2rpo.lab.report.page import render
+from g2rpo.runs.lifecycle import claim, record_start
+from g2rpo.runtime.memory import BatchSizes
+from tests.lab.demo.test_demo_browser import CHROMIUM, MINUTE, NEEDED, browser  # noqa: F401
+from tests.support.ports import free_port
+from tests.support.runs import Clips, Editing, brightness, config, picture, trainer
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)"
+)
+
+
+def studio(policy, heldout):
+    policy.guidance_scale = 1.0
+    return Studio(
+        policy=policy,
+        algorithm=GranularGRPO(group_size=3, branch_steps=(1,), granularities=(1, 2)),
+        sampling=SamplingConfig(num_steps=4, shift=1.0),
+        sizes=BatchSizes(rollout=8, decode=2, micro=8),
+        rewards={"bright": brightness},
+        weights=torch.ones(1),
+        judges={},
+        heldout=heldout,
+    )
+
+
+SETTINGS = {"seed": 1, "steps": 2, "guidance": 1.0}
+
+
+def test_the_demo_draws_edits_with_the_pictures_that_it_is_given(tmp_path):
+    """Held-out prompts have their own picture, others need one."""
+    white, black = picture(tmp_path / "white.png", "white"), picture(tmp_path / "black.png", "black")
+    demo = studio(Editing(), [Prompt("brighter", [white])])
+    own, given = draw(demo, "brighter", **SETTINGS), draw(demo, "brighter", images=[black], **SETTINGS)
+    assert own.settings.startswith("held-out prompt 1") and "held-out" not in given.settings
+    assert own.base.scores["bright"] > 0.7 and given.base.scores["bright"] < 0.3
+    assert drawing_html(own).count('alt="Input picture"') == 1
+    lesson = learn(demo, "darker", images=[black], seed=1, plan=0, tuned=False)
+    assert lesson_html(lesson).count('alt="Input picture"') == 1 and lesson.rewards.mean() < 0.3
+    for images in ([], [white, black]):
+        with pytest.raises(UserError, match=rf"prompt 'darker': has {len(images)} input pictures, but this model takes 1$"):
+            draw(demo, "darker", images=images, **SETTINGS)
+
+
+def test_the_demo_shows_clips(tmp_path):
+    demo = studio(Clips(frames=4), ["0"])
+    drawing = draw(demo, "0", **SETTINGS)
+    assert drawing.base.images.shape == (1, 4, 3, 4, 4) and drawing.seconds == 1.5
+    lesson = learn(demo, "0", seed=1, plan=0, tuned=False)
+    assert lesson.finals.shape == (2, 3, 4, 3, 4, 4) and lesson.rewards.shape == (1, 2, 3)
+    for page, pictures in ((drawing_html(drawing), 1), (lesson_html(lesson), 4 + 3 * 3)):
+        assert len(re.findall(r'src="data:image/webp;base64,', page)) == pictures
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "length", "status"),
+    [
+        ("POST", "/gradio_api/upload", MAX_UPLOAD, None),
+        ("POST", "/gradio_api/upload", MAX_UPLOAD + 1, 413),
+        ("GET", "/gradio_api/upload_progress", 0, None),
+        ("GET", "/gradio_api/file=/tmp/gradio/a.png", 0, None),
+        ("POST", "/gradio_api/queue/join", MAX_BODY + 1, 413),
+        ("POST", "/gradio_api/file=/tmp/x", 0, 404),
+    ],
+)
+def test_uploads_pass_only_where_a_model_takes_pictures(method, path, length, status):
+    headers = [(b"host", b"127.0.0.1:1"), (b"content-length", str(length).encode())]
+    scope = {"method": method, "path": path, "headers": headers}
+    refused = Gate(None, local=True, uploads=True).refusal(scope)
+    assert (refused and refused[0]) == status
+    assert Gate(None, local=True).refusal(scope) is not None
+
+
+@needs_chromium
+def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
+    from g2rpo.lab.demo import app
+
+    black = picture(tmp_path / "black.png", "black", size=(32, 32))
+    page = app.build(app.Stage(studio(Editing(), []), "Edits", "Of a picture."))
+    address = app.serve(page, "127.0.0.1", free_port(), None, uploads=True)
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="403"):  # only what it has taken in
+            urllib.request.urlopen(f"{address}gradio_api/file=/etc/passwd")
+        tab = browser.new_page()
+        tab.goto(address)
+        tab.wait_for_selector("#draw", timeout=MINUTE)
+        tab.get_by_label("Prompt").first.fill("darker")
+        tab.locator("#view-draw input[type=file]").set_input_files(black)
+        tab.wait_for_selector("#view-draw img[src*='file=']", timeout=MINUTE)
+        tab.click("#draw")
+        tab.wait_for_selector(".g2-inputs img", timeout=MINUTE)
+        assert "darker" in tab.inner_text("#drawing")
+        tab.close()
+    finally:
+        page.close(verbose=False)
+
+
+@needs_chromium
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_the_reports_clips_move_unless_the_reader_asked_for_none(tmp_path, browser, motion):  # noqa: F811
+    folder = tmp_path / "run"
+    claim(folder, config())
+    record_start(folder, 0, torch.device("cpu"))
+    list(trainer(folder, "trainer.iterations=2", policy=Clips()).train())
+    (tmp_path / "page.html").write_text(render(read_runs([folder])))
+    tab = browser.new_page(reduced_motion=motion)
+    tab.goto(f"file://{tmp_path / 'page.html'}")
+    tab.locator(".pair img").first.scroll_into_view_if_needed()
+    tab.wait_for_function("document.querySelector('.pair img').naturalWidth > 0")
+    moves = "img => atob(img.currentSrc.split(',')[1]).includes('ANMF')"  # a frame of an animated WebP
+    assert tab.locator(".pair img").first.evaluate(moves) is (motion == "no-preference")
+    tab.close()

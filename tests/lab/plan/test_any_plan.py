@@ -1,0 +1,72 @@
+"""Plans of every class of the catalogue, traced without weights, against the model at work."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from g2rpo.app.train import load_config
+from g2rpo.assembly.blueprint import build_on_meta, read_blueprint, shapes_of
+from g2rpo.core.errors import UserError
+from g2rpo.lab.plan import trace
+from g2rpo.lab.plan.counting import count
+from g2rpo.lab.plan.flops import operations
+from g2rpo.lab.plan.trace import working_sets
+from g2rpo.policies.catalogue import SPECS
+from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
+from tests.support.variants import few
+
+WITH_VALUES_READ = ["Lumina2Pipeline"]
+IN_TEST_COST = ["FluxPipeline", "StableDiffusion3Pipeline"]
+KINDS = [kind for kind in CLASSES if kind not in (*IN_TEST_COST, *WITH_VALUES_READ) and not SPECS[kind].pictured]
+"""Those that edit take a megapixel of input, which is too much for a real call here."""
+
+
+SMALL = [
+    "algorithm.group_size=4",
+    "algorithm.branch_steps=[0]",
+    "algorithm.granularities=[1]",
+    "trainer.prompts_per_iteration=1",
+    "trainer.micro_batch_size=2",
+    "sampling.batch_size=4",
+    "sampling.decode_batch_size=1",
+]
+
+
+def planned(kind, folder):
+    """A tiny model's folder, without the processor that transformers lacks, and the config of a run of it."""
+    pipeline = tiny_pipeline(kind)
+    if hasattr(pipeline, "processor"):
+        pipeline.processor = None
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    options = ["height=64", "width=64", "max_sequence_length=24", "pipeline=", f"path={folder}", "guidance_scale=4"]
+    options += ["num_frames=5"] if SPECS[kind].video else []
+    return load_config("scenes", [*SMALL, *(f"policy.{option}" for option in options)])
+
+
+@pytest.mark.parametrize("kind", few(KINDS, ("ZImagePipeline", "WanPipeline").__contains__))
+def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
+    """Those of a shallow model without weights, whose blocks stand for all, are those of the whole; guidance doubles rows."""
+    c = planned(kind, tmp_path)
+    blueprint = read_blueprint(c.policy)
+    shapes = shapes_of(build_on_meta(blueprint, c.policy), blueprint)
+    options = {"height": 64, "width": 64, "max_sequence_length": 24, "tuning": "full", "guidance_scale": 4.0}
+    policy = CLASSES[kind](tiny_pipeline(kind), **options, **({"num_frames": 5} if SPECS[kind].video else {}))
+    assert shapes == policy.shapes(12) and shapes.rows == (2 if policy.guided else 1)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        policy.velocity(*trace.inputs(policy, shapes, 1))
+    assert operations(blueprint, c).forward == counted.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", few(["ZImagePipeline", "WanPipeline", "QwenImageEditPipeline"], "WanPipeline".__eq__))
+def test_memory_is_traced_with_gradients_and_decoding(kind, tmp_path):
+    c = planned(kind, tmp_path)
+    sets = working_sets(read_blueprint(c.policy), c, count(c, 1), like_cuda=True)
+    assert sets.training > 0 and sets.velocity > 0 and sets.decode > 0
+
+
+@pytest.mark.parametrize("kind", WITH_VALUES_READ)
+def test_a_model_that_cannot_be_planned_is_one_message(kind, tmp_path):
+    c = planned(kind, tmp_path)
+    with pytest.raises(UserError, match="reads values of tensors"):
+        operations(read_blueprint(c.policy), c)

@@ -1,0 +1,670 @@
+"""The report: the right numbers, whole runs and broken ones, and a page that asks the network for nothing."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from safetensors.torch import load_file
+
+from g2rpo.config.recipes import settings
+from g2rpo.config.resolve import resolve
+from g2rpo.core.statistics import interval
+from g2rpo.lab.report.charts import compact
+from g2rpo.lab.report.history import Change, read_runs, rollout_seconds
+from g2rpo.lab.report.page import render
+from g2rpo.lab.report.pictures import FRAMES
+from g2rpo.lab.report.seeds import repeats
+from g2rpo.lab.report.verdict import summary, verdict
+from g2rpo.lab.report.words import decimals, signed, span
+from g2rpo.monitor.alarms import ADVICE
+from g2rpo.monitor.grids import read_grid
+from g2rpo.monitor.metrics import read_metrics
+from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.runs.lifecycle import claim, record_start, source_commit
+from tests.support.commands import g2rpo
+from tests.support.runs import PLAIN, brightness, config, trainer
+
+VOID = {"meta", "img", "input", "br", "link", "hr"}
+SVG_LEAVES = {"path", "rect"}  # written as <path .../>
+
+
+class Page(HTMLParser):
+    """Checks that every tag is closed in order, and keeps text, attributes and resources."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.text, self.tags = [], [], []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        assert tag in SVG_LEAVES, tag
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text.append(data)
+
+    def all(self, tag, **attributes):
+        return [a for t, a in self.tags if t == tag and all(a.get(k.rstrip("_")) == v for k, v in attributes.items())]
+
+    @property
+    def charts(self):
+        """What every chart shows, by its title."""
+        return {a["aria-label"].split(".")[0]: json.loads(a["data-chart"]) for a in self.all("svg", class_="chart")}
+
+    @property
+    def words(self):
+        return " ".join(" ".join(self.text).split())
+
+
+def make_run(directory, *overrides, iterations=None, finish=True):
+    """A run of the Gaussian policy in `directory`, as `g2rpo train` leaves it; stopped after `iterations`, if given."""
+    claim(directory, config(*overrides))
+    t = trainer(directory, *overrides)
+    record_start(directory, 0, torch.device("cpu"))
+    for row in t.train():
+        if row["kind"] == "train" and row["iteration"] == iterations:
+            return directory
+    if finish:
+        t.finish()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "first")
+
+
+@pytest.fixture(scope="module")
+def other_dir(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "second", "algorithm.group_size=8", "algorithm.granularities=[1]")
+
+
+@pytest.fixture(scope="module")
+def html(run_dir):
+    return render(read_runs([run_dir]))
+
+
+def test_the_headline_is_results_json(run_dir, html):
+    words = Page(html).words
+    results = json.loads((run_dir / "results.json").read_text())
+    assert results["iteration"] == 4
+    for name, use in (("bright", "trained on"), ("dark", "judged only")):
+        row = results["rewards"][name]
+        digits = decimals(row["error"])
+        base, tuned = (f"{row[key]:.{digits}f}".replace("-", "−") for key in ("base", "tuned"))
+        change = signed(row["tuned"] - row["base"], digits)
+        assert f"{name} {use} {base} {tuned} {change} too few prompts" in words.replace("  ", " ")
+        assert row["count"] == 3
+    assert "Finished: 4 iterations." in words and "LoRA of rank 32" in words and "bright × 1" in words
+
+
+def test_the_newest_evaluation_says_what_results_json_says(run_dir):
+    """The last evaluation and `finish` judge the same weights on the same noise; float32 sums in one order."""
+    results = json.loads((run_dir / "results.json").read_text())["rewards"]
+    last = [row for row in read_metrics(run_dir) if row["kind"] == "eval"][-1]
+    for name, row in results.items():
+        assert last[f"reward/{name}"] == pytest.approx(row["tuned"], abs=1e-6)
+        # the base's scores went to disk in float32, and so did the tuned ones here: their differences are the same numbers
+        assert last[f"stderr/{name}"] == pytest.approx(row["error"], abs=1e-9)
+
+
+def test_charts_hold_the_logged_numbers(run_dir, html):
+    charts = Page(html).charts
+    rows = read_metrics(run_dir)
+    faint, marked = charts["bright, trained on"]["lines"]
+    for line, kind in ((faint, "train"), (marked, "eval")):
+        logged = [row for row in rows if row["kind"] == kind]
+        assert line["x"] == [row["iteration"] for row in logged]
+        assert [float(y) for y in line["y"]] == [pytest.approx(row["reward/bright"], rel=1e-3) for row in logged]
+    early, late = charts["Spread of bright"]["lines"]
+    for line, row in ((early, rows[1]), (late, rows[-2])):  # a fifth of four iterations is one
+        assert row["kind"] == "train" and line["x"] == [0, 1, 2]
+        assert [float(y) for y in line["y"]] == [pytest.approx(row[f"step/{k}/spread/bright"], rel=1e-3) for k in range(3)]
+    assert {"Advantage size", "Agreement of tails", "Agreement over time", "Gradient norm", "Loss"} <= set(charts)
+
+
+def test_with_several_ranks_evaluations_take_as_long_as_the_last_rank():
+    """The first one waits for it; a single rank waits for scores at most."""
+    row = {"seconds/rollout": 0.5, "seconds/waiting": 3.5}
+    assert [rollout_seconds(row | ranks) for ranks in ({}, {"ranks": 1}, {"ranks": 2})] == [0.5, 0.5, 4.0]
+
+
+def test_constants_are_said_and_not_drawn(html):
+    page = Page(html)
+    assert "Constant throughout:" in page.words and "KL to the base 0" in page.words and "Missing scores 0" in page.words
+    assert "KL to the base" not in page.charts
+
+
+def test_costs_are_sums(run_dir, html):
+    rows = [row for row in read_metrics(run_dir) if row["kind"] == "train"]
+    words = Page(html).words
+    assert f"Network evaluations {sum(row['evaluations'] for row in rows):,}" in words
+    assert f"Pictures scored {4 * 2 * 3 * 2 * 6}" in words  # iterations, prompts, branch steps, granularities, members
+
+
+def test_the_page_needs_nothing_else(html):
+    page = Page(html)
+    assert not re.search(r"https?://|@import|url\(", html)
+    for tag, attributes in page.tags:
+        for key in ("src", "href", "srcset", "xlink:href", "action", "data"):
+            value = attributes.get(key)
+            assert value is None or value.startswith(("data:image/webp;base64,", "#")), (tag, key)
+    assert page.all("html", lang="en") and page.all("meta", name="viewport")
+    targets = {a["id"] for _, a in page.tags if "id" in a}
+    assert {a["href"][1:] for a in page.all("a")} <= targets
+    assert len(targets) == sum("id" in a for _, a in page.tags)
+
+
+def test_headings_and_alternatives(html):
+    page = Page(html)
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1 and all(b <= a + 1 for a, b in pairwise(levels))
+    assert all(a["alt"] for a in page.all("img")) and page.all("img")
+    assert all(a.get("aria-label") or a.get("aria-hidden") for a in page.all("svg"))
+
+
+def test_pictures_are_shown_before_and_after(html):
+    page = Page(html)
+    images = [a for a in page.all("img") if not a["alt"].startswith("member ")]
+    assert [a["alt"] for a in images[:3]] == ["Base model: 0", "After iteration 2: 0", "After iteration 4: 0"]
+    assert len(images) == 3 * 3  # prompts, evaluations
+    frames = [a for a in page.all("figure") if a.get("class") != "card"]
+    assert ["hidden" in a for a in frames] == [False, True, False] * 3
+    assert [a.get("data-frame") for a in frames] == [None, "1", "2"] * 3
+    (slider,) = [a for a in page.all("input") if "data-iterations" in a]
+    assert slider["data-iterations"] == "0,2,4" and slider["max"] == "2"
+    dividers = [a for a in page.all("input", type="range") if a is not slider]
+    assert [a["aria-label"].rpartition(": ")[2] for a in dividers] == [a["alt"].rpartition(": ")[2] for a in images[::3]]
+    assert len(page.all("input", type="checkbox")) == 1
+
+
+def test_a_group_of_the_first_iteration_is_shown_from_best_to_worst(run_dir, html, tmp_path):
+    grid, page = read_grid(run_dir / "samples" / "first_group.png"), Page(html)
+    assert len(grid.rows) == 2 and len(grid.prompts) == 6  # granularities, members
+    advantages = torch.tensor([cell["advantage"] for cell in grid.scores[0]])
+    scores = torch.tensor([[cell["bright"] for cell in row] for row in grid.scores])
+    standard = (scores - scores.mean(1, keepdim=True)) / scores.std(1, keepdim=True)
+    assert torch.allclose(advantages, standard.sum(0), atol=1e-4) and advantages.abs().max() > 0.5
+    order = advantages.argsort(descending=True).tolist()
+    shown = [a["alt"] for a in page.all("img") if a["alt"].startswith("member ")]
+    assert shown == [f"{grid.prompts[member]}, tail {tail}" for member in order for tail in (1, 2)]
+    told = page.words.partition("nothing else is random.")[2].partition("Any other prompt")[0]
+    assert [words.split()[-1] for words in told.split("bright")[1:]] == [signed(float(advantages[m]), 2) for m in order]
+    (run_dir / "samples" / "first_group.png").rename(tmp_path / "aside")
+    assert "This run kept none." in Page(render(read_runs([run_dir]))).words
+    (tmp_path / "aside").rename(run_dir / "samples" / "first_group.png")
+
+
+def test_the_verdict_comes_first_then_pictures_and_what_ran_comes_last(html):
+    sections = [a["id"] for a in Page(html).all("section")]
+    assert sections[:3] == ["pictures", "results", "alarms"] and sections[-1] == "config"
+    words = Page(html).words
+    assert words.index("bright ") < words.index("Finished: 4 iterations.") < words.index("The first held-out prompts")
+    assert words.index("Model ") > words.index("Where the time went")
+    links = [a["href"][1:] for a in Page(html).all("a")]
+    assert links == [name for name in sections if name in links]
+
+
+def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(run_dir, tmp_path):
+    def bright(images, prompts):
+        return brightness(images, prompts)
+
+    bright.right = float(trainer(None).score_heldout().scores["bright"].mean())  # of the base's pictures some are right
+    claim(tmp_path, config())
+    t = trainer(tmp_path, rewards={"bright": bright})
+    rows = [row for row in t.train() if row["kind"] == "eval"]
+    t.finish()
+    page = Page(render(read_runs([tmp_path])))
+    below = page.words.partition("by the rewards that can tell")[2]
+    marks = below.count("✓ right"), below.count("✗ wrong")
+    judged = [t.evaluator.baseline.right, t.score_heldout().right]
+    middle = read_grid(tmp_path / "samples" / "iteration_000002.png")
+    expected = [bool(v) for side in judged for v in side] + list(middle.right[0])
+    assert marks == (expected.count(True), expected.count(False)) and sum(marks) == 9 > marks[0] > 0
+    for value in [*t.evaluator.baseline.scores["bright"], *t.score_heldout().scores["bright"]]:
+        assert f"bright {float(value):.3f}" in page.words
+    share = [f"{100 * row['right']:.0f} %" for row in (rows[0], rows[-1])]
+    assert f"Right on {share[1]} of 3 unseen prompts, was {share[0]} (" in page.words
+    assert "✓ is right and ✗ wrong" in page.words
+    assert "✓" not in Page(render(read_runs([run_dir]))).words  # nothing there can tell
+
+
+def test_pictures_in_the_proportions_of_all_come_first_and_the_first_prompts_during_the_run_below(run_dir, tmp_path):
+    """A run whose before_after.png has other prompts than its evaluations, as where a reward tells right from wrong."""
+    directory = shutil.copytree(run_dir, tmp_path / "run")
+    how = "3 of 9 held-out prompts, in the proportions of all: 2 of 6 that became right, 1 of 3 that stayed wrong."
+    rows = [
+        Strip(torch.rand(3, 3, 4, 4), side, {}, torch.tensor(right))
+        for side, right in (("base", [0, 0, 0]), ("tuned", [1, 1, 0]))
+    ]
+    save_grid(directory / "samples" / "before_after.png", rows, ["a", "b", "c"], f"{how}\nBoth rows from the same noise.")
+    page = Page(render(read_runs([directory])))
+    pictures = [a["alt"] for a in page.all("img") if not a["alt"].startswith("member ")]
+    assert pictures[:6] == [f"{side}: {prompt}" for prompt in "abc" for side in ("Base model", "After iteration 4")]
+    assert pictures[6:9] == ["Base model: 0", "After iteration 2: 0", "After iteration 4: 0"] and len(pictures) == 15
+    assert how in page.words and "Both rows" not in page.words and page.words.count("✓ right") == 2
+    (slider,) = [a for a in page.all("input") if "data-iterations" in a]
+    assert slider["data-iterations"] == "0,2,4" and page.all("details", class_="progress")
+    shorter = make_run(tmp_path / "shorter", "evaluation.every=4")
+    (directory / "samples" / "before_after.png").rename(shorter / "samples" / "before_after.png")
+    page = Page(render(read_runs([shorter])))
+    assert len(page.all("img", alt="After iteration 4: a")) == 1 and not page.all(
+        "details", class_="progress"
+    )  # no evaluation between
+    (shorter / "results.json").unlink()  # unfinished
+    assert not Page(render(read_runs([shorter]))).all("img", alt="After iteration 4: a")
+
+
+def said(directory, rewards, right=None, alarms=(), prompts=192, words="", **further):
+    """The summary of a run with these results: {name: (trained, base, tuned, error)}."""
+    names = {name: {"weight": 1} for name, row in rewards.items() if row[0]}
+    judged = {name: {"weight": 1} for name, row in rewards.items() if not row[0]}
+    data = {**PLAIN, "rewards": names, "evaluation": {**PLAIN["evaluation"], "rewards": judged}}
+    claim(directory, resolve(data))
+    table = {name: dict(zip(("base", "tuned", "error"), row[1:], strict=True)) for name, row in rewards.items()}
+    results = {"iteration": 4, "prompts": prompts, "rewards": table}
+    if right:
+        results["right"] = dict(zip(("base", "tuned", "error"), right, strict=True)) | ({"in_words": words} if words else {})
+    (directory / "results.json").write_text(json.dumps(results | further))
+    row = {"kind": "eval", "iteration": 4, "seconds": 1.0, "alarms": dict.fromkeys(alarms, "seen")}
+    (directory / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (run,) = read_runs([directory])
+    outcome, _, hint = (
+        summary(run).replace("\N{NO-BREAK SPACE}", " ").partition(" No free knob of the untrained model was tried; ")
+    )
+    assert bool(hint) == ("controls" not in further)
+    return outcome
+
+
+def test_the_summary_says_what_happened_in_plain_words(tmp_path):
+    up, flat, down = (True, 0.5, 0.7, 0.05), (False, 70.0, 70.4, 0.3), (False, 0.8, 0.6, 0.05)
+    assert said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62, 0.03), alarms=["hacking"]) == (
+        "Right on 62 % of 192 unseen prompts, was 43 % (+19 ± 6 points). No other score clearly fell. 1 alarm: hacking."
+    )
+    assert said(tmp_path / "b", {"one": up, "two": down}, right=(0.5, 0.52, 0.03)) == (
+        "Right on 52 % of 192 unseen prompts, was 50 % (+2 ± 6 points, no clear change). Fallen: two. No alarm."
+    )
+    assert said(tmp_path / "c", {"one": up}) == (
+        "one rose from 0.500 to 0.700 on 192 unseen prompts (± 0.099). No other score was judged. No alarm."
+    )
+    both = said(
+        tmp_path / "d", {"one": (True, 0.5, 0.3, 0.05), "other": (True, 0.5, 0.51, 0.05), "two": down}, alarms=["a", "b"]
+    )
+    assert both == (
+        "one fell from 0.500 to 0.300 on 192 unseen prompts (± 0.099); other went from 0.500 to 0.510 on 192 unseen prompts "
+        "(± 0.099, no clear change). Fallen: one, two. 2 alarms: a, b."
+    )
+    spells = said(tmp_path / "spells", {"one": up}, right=(0.32, 0.71, 0.036), words="Spells {} texts in the asked colour")
+    assert spells == (
+        "Spells 71 % of 192 unseen texts in the asked colour, was 32 % (+39 ± 7 points). No other score was judged. No alarm."
+    )
+    claim(tmp_path / "e", config())
+    assert summary(*read_runs([tmp_path / "e"])).startswith("Nothing can be said yet")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "judged"),
+    [(5, 45, "training gained more"), (-5, 45, "no clear difference"), (-45, -5, "training gained less")],
+)
+def test_the_summary_sets_the_best_free_knob_against_the_tuned_model(tmp_path, low, high, judged):
+    lead = {"mean": (low + high) / 200, "low": low / 100, "high": high / 100, "count": 32}
+    row = {"control": "first noise x 0.5", "mean": 0.5, "lead": lead, "base": 0.4, "tuned": 0.5 + lead["mean"]}
+    controls = {"prompts": 32, "means": {"first noise x 0.5": {}, "steps 20": {}}, "best": {"right pictures": row}}
+    spread = {"prompts": 8, "noises": 4, "base": 0.1, "tuned": 0.08}
+    told = said(tmp_path / "a", {"one": (True, 0.5, 0.7, 0.05)}, right=(0.4, 0.7, 0.03), controls=controls, diversity=spread)
+    numbers = f"{(low + high) / 2:+.0f} points, {low:+d} to {high:+d}".replace("-", "\N{MINUS SIGN}")
+    best = "Without training, the best of 2 free knobs (first noise x 0.5) makes 50 % right on 32 of these prompts"
+    assert f"{best}, the tuned model {50 + (low + high) / 2:.0f} %: {judged} ({numbers})." in told
+    assert "Pictures of one prompt differ by 0.080, the base's by 0.100." in told
+
+
+def test_free_knobs_are_a_table_and_where_none_was_tried_a_command(tmp_path, html, run_dir):
+    assert f"g2rpo evaluate {run_dir} --controls" in html and "free knobs of the untrained model</h3>" not in html
+    page = render(read_runs([make_run(tmp_path / "tried", "evaluation.controls=true")]))
+    found = json.loads((tmp_path / "tried" / "results.json").read_text())["controls"]
+    assert "--controls" not in page and all(f'<th scope="row">{control}</th>' in page for control in found["means"])
+
+
+def test_markup_from_users_is_text(tmp_path):
+    bad = "<script>alert('1')</script>&\"x"
+    directory = make_run(tmp_path / "<b>bold", finish=False)
+    grid = directory / "samples" / "iteration_000000.png"
+    save_grid(grid, [Strip(torch.rand(1, 3, 4, 4))], [bad])
+    text = (directory / "metrics.jsonl").read_text()
+    (directory / "metrics.jsonl").write_text(text.replace("bright", "<i>bright"))
+    text = (directory / "config.yaml").read_text()
+    (directory / "config.yaml").write_text(text.replace("path: none", f"path: {json.dumps(bad)}"))
+    (directory / "results.json").write_text(
+        json.dumps({"iteration": 9, "rewards": {"<i>bright": {"base": 1.0, "tuned": 2.0, "error": 0.1}}})
+    )
+    html = render(read_runs([directory]))
+    page = Page(html)
+    assert html.count("<script>") == 1 and "<b>bold" not in html and not page.all("i", class_=None)
+    assert "<b>bold" in page.words and "<i>bright" in page.words
+    assert page.words.count("alert('1')") >= 2  # the prompt below its pictures, and the model
+    assert page.all("img")[0]["alt"] == f"Base model: {bad}"
+
+
+def test_two_runs_share_their_charts(run_dir, other_dir):
+    page = Page(render(read_runs([run_dir, other_dir])))
+    charts = page.charts
+    lines = charts["bright, trained on"]["lines"]
+    assert [(line["name"], line["style"]) for line in lines] == [
+        ("first: training batches", 0),
+        ("first: held-out", 0),
+        ("second: training batches", 1),
+        ("second: held-out", 1),
+    ]
+    assert len(page.all("ul", class_="legend")) == 4 and page.words.count("first.") == 1
+    assert "algorithm.group_size 6 8" in page.words and "algorithm.granularities [1, 2] [1]" in page.words
+    assert {line["name"].split(":")[0] for line in charts["Agreement of tails"]["lines"]} == {"first"}  # one tail: no agreement
+
+
+def marked(images, prompts):
+    return brightness(images, prompts)
+
+
+marked.right, marked.right_in_words = 0.5, "Lights {} rooms"
+
+
+def seeded(directory, seed, *overrides):
+    """A finished run of another seed whose trained reward says what is right."""
+    claim(directory, config(f"trainer.seed={seed}", *overrides))
+    t = trainer(directory, f"trainer.seed={seed}", *overrides, rewards={"bright": marked})
+    list(t.train())
+    t.finish()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seeds")
+    return [seeded(folder / str(seed), seed) for seed in (1, 2, 3)]
+
+
+def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prompts(seeds):
+    scores = [[load_file(run / "scores" / f"iteration_{i:06d}.safetensors") for run in seeds] for i in (0, 2, 4)]
+    bright = np.stack([[one["bright"].double().numpy() for one in after] for after in scores])  # [evaluation, seed, prompt]
+    change = interval(bright[2] - bright[0])
+    (line,) = repeats(read_runs(seeds))
+    found = {one.reward: one for one in line.changes()}
+    assert (found["bright"].base, found["bright"].tuned) == pytest.approx((bright[0].mean(), bright[2].mean()))
+    assert found["bright"].interval == (change.low, change.high) and found["bright"].seeds == 3 and found["bright"].trained
+    right = (bright >= 0.5).astype(float)
+    share, ends = line.right(), interval(right[2] - right[0])
+    assert (share.base, share.tuned, share.interval) == (right[0].mean(), right[2].mean(), (ends.low, ends.high))
+    page = Page(render(read_runs(seeds)))
+    points = [signed(100 * value, 0) for value in (ends.mean, ends.low, ends.high)]
+    assert (
+        f"Lights {100 * share.tuned:.0f} % of 3 unseen rooms, was {100 * share.base:.0f} % "
+        f"({points[0]} points, {points[1]} to {points[2]} over 3 seeds" in page.words
+    )
+    digits = decimals(found["bright"].error)
+    assert f"({signed(change.low, digits)} to {signed(change.high, digits)})" in page.words and "bootstrap" in page.words
+    assert page.words.count("Finished: 4 iterations.") == 1 and "trainer.seed 1 2 3" in page.words
+    charts = page.charts
+    faint, held_out = charts["bright, trained on"]["lines"]
+    assert held_out["y"] == [compact(float(each.mean())) for each in bright] and held_out["x"] == [0, 2, 4]
+    logged = [[row["reward/bright"] for row in read_metrics(run) if row["kind"] == "train"] for run in seeds]
+    assert faint["y"] == [compact(float(np.mean(each))) for each in zip(*logged, strict=True)]
+    assert len(charts["Gradient norm"]["lines"]) == 1 and not page.all("ul", class_="legend")
+    _, y, changes = line.curve("bright")
+    assert y == pytest.approx(bright.mean((1, 2))) and (changes[2].low, changes[2].high) == (change.low, change.high)
+
+
+def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path):
+    again = shutil.copytree(seeds[0], tmp_path / "again")  # the same seed
+    longer = seeded(tmp_path / "longer", 4, "trainer.iterations=6")
+    other_place = seeded(tmp_path / "place", 5, "trackers=[]")
+    runs = read_runs([seeds[0], longer, again, seeds[1], other_place])
+    names = lambda lines: [[run.name for run in line.runs] for line in lines]  # noqa: E731
+    assert names(repeats(runs)) == [["1", "2", "place"], ["longer"], ["again"]]
+    page = Page(render(runs))
+    charts = page.charts
+    assert [line["name"] for line in charts["Gradient norm"]["lines"]] == ["1 · 2 · place", "longer", "again"]
+    assert page.words.count("1 · 2 · place.") == 1 and "over 3 seeds" in page.words
+    (starts := seeds[1] / "starts.jsonl").write_text(json.dumps({"contents": {"prompts.train": "others"}}) + "\n")
+    assert names(repeats(read_runs(seeds))) == [["1", "3"], ["2"]]
+    starts.unlink()
+    (seeds[2] / "scores" / "iteration_000002.safetensors").rename(tmp_path / "aside")
+    assert names(repeats(read_runs(seeds))) == [["1", "2"], ["3"]]
+    (tmp_path / "aside").rename(seeds[2] / "scores" / "iteration_000002.safetensors")
+
+
+def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of_all(seeds, tmp_path):
+    shorter = shutil.copytree(seeds[1], tmp_path / "shorter")
+    rows = [row for row in read_metrics(shorter) if row["iteration"] <= 2]
+    (shorter / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (shorter / "results.json").unlink()
+    runs = read_runs([seeds[0], shorter])
+    (line,) = repeats(runs)
+    both = [load_file(run / "scores" / "iteration_000002.safetensors")["bright"].double().mean() for run in (seeds[0], shorter)]
+    assert [one.iteration for one in [*line.changes(), line.right()]] == [2, 2, 2]
+    assert line.changes()[0].tuned == pytest.approx(float(sum(both)) / 2)
+    words = Page(render(runs)).words
+    assert "1: Finished: 4 iterations." in words and "shorter: Unfinished: 2 of 4 iterations" in words
+    assert "Lights " in words and "over 2 seeds" in words
+    other = shutil.copytree(seeds[0], tmp_path / "other")
+    (other / "results.json").unlink()
+    (line,) = repeats(read_runs([other, shorter]))
+    assert line.right() is None and line.changes()[0].iteration == 2
+    assert re.match(r"bright (rose|fell|went) from \S+ to \S+ on unseen prompts \(\S+, \S+ to \S+ over 2 seeds", summary(line))
+    rows = [row for row in rows if row["kind"] == "train" or row["iteration"] == 0]
+    (shorter / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "Nothing can be said yet" in Page(render(read_runs([seeds[0], shorter]))).words
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    for folder in ("a", "b"):
+        claim(tmp_path / folder / "run", config())
+    runs = read_runs([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / ".." / "a" / "run"])
+    assert [run.name for run in runs] == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
+
+
+def test_a_run_that_stopped_has_a_page(tmp_path):
+    directory = make_run(tmp_path / "run", iterations=3)
+    page = Page(render(read_runs([directory])))
+    assert "Unfinished: 3 of 4 iterations are logged" in page.words
+    (run,) = read_runs([directory])
+    evaluations = [row for row in read_metrics(directory) if row["kind"] == "eval"]
+    assert [row["iteration"] for row in evaluations] == [0, 2]
+    first, last = evaluations
+    (change, _) = run.changes()
+    assert change == Change("bright", True, 2, first["reward/bright"], last["reward/bright"], last["stderr/bright"], 3)
+
+
+def test_a_run_that_was_extended_is_not_finished(run_dir, tmp_path):
+    directory = shutil.copytree(run_dir, tmp_path / "run")
+    claim(directory, config("trainer.iterations=8"))
+    t = trainer(directory, "trainer.iterations=8")
+    t.resume()
+    record_start(directory, t.iteration, torch.device("cpu"))
+    next(t.train())
+    page = Page(render(read_runs([directory])))
+    assert "Unfinished: 5 of 8" in page.words and "It had finished after 4" in page.words and "resumed once" in page.words
+
+
+def test_a_run_that_logged_nothing_has_a_page(tmp_path):
+    claim(tmp_path, config())
+    assert "nothing is logged yet of 4 iterations" in Page(render(read_runs([tmp_path]))).words
+
+
+def test_pictures_of_an_older_version_are_named(run_dir, tmp_path):
+    directory = shutil.copytree(run_dir, tmp_path / "run")
+    path = directory / "samples" / "iteration_000002.png"
+    Image.open(path).copy().save(path, pnginfo=PngInfo())
+    page = Page(render(read_runs([directory])))
+    assert f"Not shown: {path} does not say what it shows" in page.words
+    assert all(a["alt"].startswith("member ") for a in page.all("img"))
+
+
+def test_missing_numbers_are_gaps(run_dir, tmp_path):
+    """A reward without a single score in an iteration is null in the log."""
+    directory = shutil.copytree(run_dir, tmp_path / "run")
+    rows = read_metrics(directory)
+    for row in rows:
+        if row["iteration"] == 2:
+            row |= {"reward/bright": None, "stderr/bright": None}
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(render(read_runs([directory])))
+    charts = page.charts
+    assert "–" in charts["bright, trained on"]["lines"][0]["y"]
+
+
+def test_the_recipe_and_what_was_changed(tmp_path):
+    data = settings("scenes")
+    data["trainer"]["iterations"] = 7
+    data["rewards"]["scene_accuracy"]["weight"] = 2.0
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(data))
+    words = Page(render(read_runs([tmp_path]))).words
+    assert "rewards.scene_accuracy.weight 1.0 2.0 trainer.iterations 80 7 config.yaml" in words
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.yaml").write_text(yaml.safe_dump(PLAIN))
+    assert "names no recipe that this version of g2rpo has" in Page(render(read_runs([plain]))).words
+
+
+def test_the_command(capsys, tmp_path, run_dir, other_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "report.html").symlink_to(tmp_path / "mine")
+    code, out, err = g2rpo(capsys, "report", run_dir)
+    assert code == 0, err
+    assert str(run_dir / "report.html") in out and (run_dir / "report.html").stat().st_size < 5e6
+    assert g2rpo(capsys, "report", run_dir, other_dir)[0] == 0 and (tmp_path / "report.html").stat().st_size > 1e4
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert g2rpo(capsys, "report", run_dir, "--out", tmp_path / "new" / "page.html")[0] == 0
+    Page((tmp_path / "new" / "page.html").read_text("utf-8"))
+
+
+def test_wrong_input_is_one_message(capsys, tmp_path, run_dir):
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        ((tmp_path / "empty",), "is no run directory (no config.yaml)"),
+        ((run_dir, tmp_path / "nowhere"), "nowhere is no run directory"),
+        ((run_dir, "--out", tmp_path), "cannot be written"),
+    ):
+        code, _, err = g2rpo(capsys, "report", *arguments)
+        assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
+    claim(tmp_path / "broken", config())
+    (tmp_path / "broken" / "metrics.jsonl").write_text('{"kind": "tr\n{"kind": "train"}\n')
+    code, _, err = g2rpo(capsys, "report", tmp_path / "broken")
+    assert code == 2 and "is damaged" in err
+
+
+def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
+    """Noise is the hardest picture to compress: 8 prompts at 20 evaluations stay within the page's bound."""
+    claim(tmp_path, config("trainer.iterations=20"))
+    row = {"kind": "eval", "reward/bright": 0.5, "reward/dark": 0.5, "seconds": 1.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**row, "iteration": i}) + "\n" for i in range(20)))
+    noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
+    save_grid(tmp_path / "samples" / "iteration_000000.png", [Strip(noise)], [str(n) for n in range(8)])
+    for i in range(1, 20):
+        shutil.copy(tmp_path / "samples" / "iteration_000000.png", tmp_path / "samples" / f"iteration_{i:06d}.png")
+    html = render(read_runs([tmp_path]))
+    assert len(html) < 5e6
+    (slider,) = [a for a in Page(html).all("input") if "data-iterations" in a]
+    shown = [int(i) for i in slider["data-iterations"].split(",")]
+    assert len(shown) == FRAMES and shown[0] == 0 and shown[-1] == 19
+
+
+@pytest.mark.parametrize(
+    ("tuned", "error", "said"),
+    [
+        (1.3, 0.1, "higher"),
+        (0.7, 0.1, "lower"),
+        (1.19, 0.1, "no clear change"),
+        (1.0, 0.0, "no clear change"),
+        (1.3, math.nan, "unknown"),
+        (math.nan, 0.1, "unknown"),
+    ],
+)
+def test_verdicts(tuned, error, said):
+    assert verdict(Change("r", True, 1, 1.0, tuned, error, 64)) == said
+
+
+def test_numbers_for_people():
+    assert [decimals(e) for e in (0.0159, 0.22, 3.1, 41.0, 0.0, math.nan, 1e-9)] == [3, 2, 1, 0, 3, 3, 6]
+    assert [span(s) for s in (0.78, 42, 301, 12000)] == ["0.78 s", "42 s", "5 min 1 s", "3 h 20 min"]
+
+
+def test_the_commit_of_a_checkout(tmp_path):
+    assert source_commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert source_commit(tmp_path) == head[:12]
+
+
+def test_alarms_are_told_and_marked(tmp_path):
+    """A judged reward falls in every toy run (dark is minus bright); a row of training has one of its own."""
+    directory = make_run(tmp_path / "run", "trainer.iterations=6", finish=False)
+    rows = read_metrics(directory)
+    for row in rows:
+        if row["kind"] == "train" and row["iteration"] in (2, 3, 5):
+            row["alarms"] = {"drift": f"seen <{row['iteration']}>"}
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = read_runs([directory])
+    assert [(one.name, one.kind, one.first, one.last, one.said) for one in run.alarms() if one.name == "drift"] == [
+        ("drift", "train", 2, 3, "seen <2>"),
+        ("drift", "train", 5, 5, "seen <5>"),
+    ]
+    (hacking,) = [one for one in run.alarms() if one.name == "hacking"]
+    assert (hacking.first, hacking.last) == (2, 6)
+    page = Page(render([run]))
+    assert f"hacking 2 to 6 {hacking.said} {ADVICE['hacking']}" in page.words
+    assert "drift 2 to 3 seen <2>" in page.words and "drift 5 seen <5>" in page.words
+    charts = {a["aria-label"].split(".")[0]: a["aria-label"] for a in page.all("svg", class_="chart")}
+    assert "Alarm at iteration 2." in charts["dark, judged only"] and "Alarm" not in charts["Gradient norm"]
+    assert len(page.all("path", class_="alarm")) == 3 and len(read_runs([directory])[0].alarms()) == 3  # key, bright, dark
+    rows[-1]["alarms"] = {"of another version": "its words"}
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "of another version 6 its words" in Page(render(read_runs([directory]))).words
+    quiet = Page(render(read_runs([make_run(tmp_path / "quiet", "alarms.action=off")])))
+    assert "None was raised." in quiet.words and not quiet.all("path", class_="alarm")
+
+
+def test_what_pictures_look_like(run_dir, html):
+    charts = Page(html).charts
+    evaluations = [row for row in read_metrics(run_dir) if row["kind"] == "eval"]
+    base, mean = charts["Brightness"]["lines"]
+    assert mean["y"] == [compact(row["image/brightness"]) for row in evaluations]
+    ends = [[float(end) for end in said.split(" to ")] for said in base["y"]]
+    logged = [[row[f"image/brightness/{end}"] for end in ("low", "high")] for row in evaluations]
+    assert ends == [pytest.approx(each, rel=1e-3) for each in logged] and ends[0][0] < ends[0][1]
+
+
+def test_a_run_that_went_back_says_so(tmp_path):
+    directory = make_run(tmp_path / "run", iterations=3, finish=False)
+    t = trainer(directory, "alarms.action=rollback")
+    t.resume()
+    t.persistence.keep_best(t.iteration)
+    t.iteration = 3
+    t.roll_back()
+    table = t.finish()
+    (run,) = read_runs([directory])
+    words = Page(render([run])).words
+    assert "Ended by an alarm after 3 of 4 iterations: the weights are those after 2, the best evaluation." in words
+    assert [(change.iteration, change.tuned) for change in run.changes()] == [(2, row.tuned) for row in table.values()]
