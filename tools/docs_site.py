@@ -21,12 +21,12 @@ REPOSITORY = "https://github.com/g2rpo/g2rpo"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
 API = {
     "The package from Python": ["api"],
-    "Protocols and data": ["types", "data"],
-    "Formulas": ["flow", "objectives", "statistics"],
-    "Algorithms": ["algorithms.policy_gradient", "algorithms.forward_process", "algorithms.contracts"],
+    "Protocols and data": ["core.types", "core.data", "core.capabilities"],
+    "Formulas": ["core.flow", "core.objectives", "core.statistics"],
+    "Algorithms": ["algorithms.policy_gradient", "algorithms.forward_process", "core.contracts"],
     "Rollouts": ["rollout.engine", "rollout.tails", "rollout.scoring"],
     "Training": ["training.trainer", "training.updater", "training.checkpoint"],
-    "Extensions and errors": ["plugins", "errors", "seeding"],
+    "Extensions and errors": ["core.plugins", "core.errors", "core.seeding"],
 }
 """Pages of the API reference, each with its modules."""
 
@@ -93,7 +93,7 @@ def reference() -> dict[str, tuple[str, str | None]]:
     }
     for title, modules in API.items():
         body = "\n\n".join(f"::: g2rpo.{module}" for module in modules)
-        made[f"reference/api-{modules[0].split('.')[0]}.md"] = (f"# {title}\n\n{body}\n", None)
+        made[f"reference/api-{modules[0].removeprefix('core.').split('.')[0]}.md"] = (f"# {title}\n\n{body}\n", None)
     return made
 
 
