@@ -1,16 +1,15 @@
 """AdaGRPO: A Capability-Aware Adaptive Enhancement for Flow-based GRPO, arXiv 2606.06828.
 
-The paper's box, and where each line lives:
+The paper's algorithm, and where each line is implemented:
 
-    draw several prompts, walk the ODE of each, score the pictures R                             training.collector
+    draw several prompts, solve the ODE of each, score the pictures R                            training.collector
     m, v = moving averages of the mean and the variance of R                                     Level.choose
     take the prompt whose R is nearest m, and sample and score its groups as G2RPO does          Level.choose, g2rpo
     z = (r - m) / sqrt(v) of the group's rewards, its positive part scaled to add up to 1
         and its negative part to -1                                                              balanced
     A = the advantage within the group + z                                                       advantages
 
-The policy thus learns from prompts that it can just do, and whether a picture is good for this policy counts beside whether it
-is good within its group.
+So the policy trains on prompts of average difficulty for it, and an advantage includes a comparison with all its prompts.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ from g2rpo.algorithms.g2rpo import BranchSteps, GranularGRPO, Granularities
 from g2rpo.algorithms.hyperparameters import STRICT
 
 SMALLEST_VARIANCE, SMALLEST_SUM = 1e-8, 1e-6
-"""Of the published code: a variance is at least the one, and a sign whose z-scores add up to less than the other is missing."""
+"""From the published code: lower bounds of a variance, and of the sum of z-scores of one sign, below which the sign is
+missing."""
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class AdaGRPO(GranularGRPO):
     """AdaGRPO; defaults of the published script for FLUX.1-dev at 512x512 (16 steps, HPSv3).
 
-    `candidates` prompts compete for each place of an iteration; `forget` is the weight of what was known before in the moving
-    averages. `level` is (mean, std) of the ODE pictures' scores by each reward; the run fills it in, and without it an
+    Of `candidates` prompts one is chosen for each place of an iteration; `forget` is the weight of the old value in the
+    moving averages. `level` is (mean, std) of the ODE pictures' scores by each reward; the run fills it in, and without it an
     advantage is the group's alone. With several rewards the nearest prompt is the one with the least weighted sum of
     |R - mean| / std, and z is summed as G2RPO's advantages are.
     """
@@ -81,7 +81,7 @@ def balanced(z: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Level:
-    """What the policy can do: moving averages of the mean and the variance of its ODE pictures' scores, by reward."""
+    """Moving averages of the mean and the variance of the ODE pictures' scores, by reward."""
 
     algorithm: AdaGRPO
     state: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Level:
         return replace(self.algorithm, level=tuple(zip(self.state.get("mean", ()), stds, strict=True)))
 
     def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
-        """The candidate nearest the averages, which these rewards [P, candidates, R] have moved before; NaN is farthest."""
+        """Updates the averages by rewards [P, candidates, R], then chooses the candidate nearest to them; NaN is farthest."""
         for name, new in zip(("mean", "variance"), _moments(rewards.double().flatten(0, 1)), strict=True):
             known = torch.tensor(self.state.get(name, new), dtype=torch.float64)
             moved = self.algorithm.forget * known + (1 - self.algorithm.forget) * torch.tensor(new, dtype=torch.float64)

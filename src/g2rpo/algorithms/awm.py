@@ -1,6 +1,6 @@
 """AWM: Advantage Weighted Matching, Aligning RL with Pretraining in Diffusion Models, arXiv 2509.25050.
 
-The paper's box, and where each line lives:
+The paper's algorithm, and where each line is implemented:
 
     sample by any solver; A = the normalised reward                                                   advantages
     at fresh noise and time:  log p := -w(sigma) error(v - (noise - x0))                              member_loss
@@ -25,7 +25,7 @@ from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.core.data import Plan
 
 TINY = 1e-10
-"""Of the published code: added to an error before it is raised to a power below 1."""
+"""From the published code: added to an error before it is raised to a power below 1."""
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class AWM(ForwardProcess):
 
     `times` of the grid's sigmas are learnt from, one from each of as many even parts of its first nine tenths without pure
     noise. `power` p makes the error sigma (mean |.|^2)^p / p (published: 0.25; 1 is the plain squared error). `old_weight`
-    holds the policy near its old weights, which follow it closely. The weights move once a rollout, as in the published
-    configs, so the ratio is 1 and their clip never acts: there is none here.
+    penalises the distance to the old weights, which follow the policy closely. The weights move once a rollout, as in the
+    published configs, so the ratio is 1 and their clip never acts: there is none here.
     """
 
     name: Literal["awm"] = "awm"

@@ -1,6 +1,6 @@
 """DGPO: Reinforcing Diffusion Models by Direct Group Preference Optimization, arXiv 2510.08425.
 
-The paper's box, and where each line lives:
+The paper's algorithm, and where each line is implemented:
 
     sample by any solver; A = the normalised reward                                                  advantages
     at fresh times, one noise for a group:  e = |v - (noise - x0)|^2, e_base of the untrained model   forward_process

@@ -1,6 +1,6 @@
 """DiffusionNFT: Online Diffusion Reinforcement with Forward Process, arXiv 2509.16117.
 
-The paper's box, and where each line lives:
+The paper's algorithm, and where each line is implemented:
 
     sample with the old weights, by any solver; r in [0, 1] from the normalised reward                samples_old, member_loss
     at fresh noise and time, v and v_old:   v+ = (1 - b) v_old + b v      v- = (1 + b) v_old - b v    forward_process

@@ -2,7 +2,7 @@
 
 Flow-GRPO without the clip. The kernels of a step are normals, so the divergence between the policy and the one that sampled is
 known exactly, and not only at the sample that was drawn as the ratio is. A member is left out of an update where the divergence
-has reached a limit and its advantage would push the policy further away; a push back stays.
+has reached a limit and its advantage increases it; members that decrease it are kept.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from g2rpo.core.types import Plan
 class FlowDPPO(GRPO):
     """Flow-DPPO; defaults are Flow-GRPO's for SD3.5 Medium, without its KL term.
 
-    `divergence_limit` bounds |mean - mean_old|^2 / (2 std^2), a mean over entries (published: 1e-5). `clip_range` acts on
-    nothing here; the log's clip_fraction and the alarm of drift are still measured by it. `noisy_last_step`
+    `divergence_limit` bounds |mean - mean_old|^2 / (2 std^2), a mean over entries (published: 1e-5). `clip_range` has no
+    effect on the loss; it only sets the log's clip_fraction and the limit of the alarm `drift`. `noisy_last_step`
     and `kl_denominator`: see `flow_grpo.FlowGRPO`.
     """
 
@@ -47,7 +47,7 @@ class FlowDPPO(GRPO):
         return kl * steps.dsigma if self.kl_denominator == "g" else kl
 
     def policy_loss(self, steps: Steps) -> Tensor:
-        """-A r, and 0 where the limit is reached and r is on the side to which A pushes it."""
+        """-A r; 0 where the limit is reached and r has moved in the direction of A."""
         ratio, advantages = self.log_ratio(steps).exp(), steps.advantages
         away = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
         return torch.where(away & (steps.old_kl >= self.divergence_limit), 0.0, -advantages * ratio)

@@ -20,7 +20,7 @@ from g2rpo.core.types import Plan
 class FlowGRPOFast(GRPO):
     """Flow-GRPO-Fast; defaults for SD3.5 Medium and FLUX.1-dev without guidance (10 and 6 steps).
 
-    A window of `window_size` steps lies somewhere in steps first .. last - 1 of `window_range` = (first, last), or of the first
+    A window of `window_size` steps is drawn within steps first .. last - 1 of `window_range` = (first, last), or of the first
     half if that is None.
     """
 

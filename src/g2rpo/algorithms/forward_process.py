@@ -1,12 +1,11 @@
-"""What all algorithms share that learn from finished latents: fresh noise at fresh times, and velocities there.
+"""The common part of algorithms that learn from final latents: new noise at new times, and the velocities there.
 
-for each member's latent x0 at the end of the rollout, so many times:          examples
+for each member's final latent x0, `times` times:                              examples
     draw sigma from the sampler's grid and noise; x = (1 - sigma) x0 + sigma noise
     the velocities at x: the trained one, and without gradient the old weights' and the untrained model's
 loss = member_loss + kl_weight |v - v_base|^2                                  member_loss is each algorithm's own
 
-The sampler is free: no step is stochastic, no log-prob of a step is needed, and so any solver will do for the whole rollout
-(`sampling.tails`).
+No log-prob of a step is needed, so any ODE solver may make the pictures (`sampling.tails`).
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from g2rpo.core.objectives import RewardMix, mix_rewards
 from g2rpo.core.types import Algorithm, Draw, Network
 
 OldShare = Annotated[float, Field(ge=0, lt=1)]
-"""What old weights keep of themselves; at 1 they would never move."""
+"""The decay of old weights; with 1 they would never change."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Noised:
     """B noised latents of a training pass. All but `velocity` are without gradient; float32."""
 
-    image: Tensor  # [B, ...], the member's finished latent
+    image: Tensor  # [B, ...], the member's final latent
     noise: Tensor  # [B, ...]
     x: Tensor  # [B, ...], (1 - sigma) image + sigma noise
     sigma: Tensor  # [B]
@@ -50,8 +49,8 @@ class ForwardProcess(Algorithm):
 
     Advantages are those of Flow-GRPO, clamped to `advantage_clip`; `batch_std` and `reward_mix`: see
     `objectives.mix_rewards`. `kl_weight` is that of |v - v_base|^2, a mean over entries. With `shared_noise` the members of a
-    group are noised alike. After an iteration the old weights keep min(`old_rise` * (t - `old_flat`), `old_most`) of
-    themselves, at least 0, at optimizer step t.
+    group are noised alike. At optimizer step t the decay of the old weights is
+    min(`old_rise` * (t - `old_flat`), `old_most`), at least 0.
     """
 
     name: str = ""
@@ -91,7 +90,7 @@ class ForwardProcess(Algorithm):
         return mixed.clamp(-self.advantage_clip, self.advantage_clip)
 
     def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:
-        """One for each time; `step` in the data, since members have times of their own. Noise waits on the CPU."""
+        """One example per sampled time; each member has its own time index in data['step']. Noise is kept on the CPU."""
         image, num_steps = rollout.finals[0], rollout.plan.tails[0][-1]
         steps = self.draw_steps(num_steps, draw("times"))
         drawn = image[:1].shape if self.shared_noise else image.shape

@@ -1,9 +1,9 @@
 """Granular-GRPO (G2RPO): Fine-Grained GRPO for Precise Preference Alignment in Flow Models, arXiv 2510.01982.
 
-The paper's box, and where each line lives (`rollout.reference` is the sampling as plain loops):
+The paper's algorithm, and where each line is implemented (`rollout.reference` has the sampling as plain loops):
 
     for each prompt:
-        walk the ODE once from shared noise: the anchor x_0, x_1, ...                           rollout.engine
+        solve the ODE once from shared noise: the anchor x_0, x_1, ...                          rollout.engine
         for each branch step k:                                                                 plans
             draw group_size samples x_{k+1} of ONE stochastic step from the shared x_k          kernel
             finish every sample with the ODE at every granularity, and score the images         flow.tail
@@ -63,7 +63,7 @@ class GranularGRPO(PolicyGradient):
         return sde_kernel(flow_sde(sigmas, self.eta))
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        """Noise at one step alone, and behind it a tail of every granularity; a plan for each branch step."""
+        """One plan per branch step: noise at this step only, then a tail of every granularity."""
         if max(self.branch_steps) > num_steps - 2:
             wrong = f"branch_steps must lie in 0..{num_steps - 2} for num_steps={num_steps}, got {self.branch_steps}"
             raise ValueError(f"{wrong}: a tail needs a step")

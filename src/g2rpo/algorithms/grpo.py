@@ -1,4 +1,4 @@
-"""What Flow-GRPO and its descendants have in common; the file of each has the differences.
+"""The common part of Flow-GRPO and its descendants; each file has the differences.
 
 for each prompt:
     sample group_size members; in a window of steps by an SDE, elsewhere by the ODE   kernel, plans
@@ -24,7 +24,7 @@ SDE = Literal["flow", "dance", "cps"]
 
 
 def window(start: int, stop: int, num_steps: int, shared_noise: bool, trained: tuple[int, ...] | None = None) -> Plan:
-    """Stochastic steps start .. stop - 1, and the ODE before and after."""
+    """A plan with stochastic steps start .. stop - 1 and the ODE before and after."""
     tails = (tuple(range(stop, num_steps + 1)),)
     return Plan(start, stop, tails, shared_noise=shared_noise, trained=trained)
 

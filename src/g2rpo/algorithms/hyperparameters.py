@@ -1,4 +1,4 @@
-"""What the fields of algorithms have in common: a frozen dataclass whose types say which values are right.
+"""Types of hyper-parameters, which pydantic validates in the fields of frozen dataclasses.
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)  # pydantic's: values are checked in configs and in Python alike
 class Mine(PolicyGradient):

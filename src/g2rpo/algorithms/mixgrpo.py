@@ -1,6 +1,6 @@
 """MixGRPO: Unlocking Flow-based GRPO Efficiency with Mixed ODE-SDE, arXiv 2507.21802.
 
-Only a window of steps is stochastic and trained, and it moves from the noise towards the image as training goes on.
+Only a window of steps is stochastic and trained, and it moves from the noise towards the image during training.
 MixGRPO-Flash finishes members with few steps of a second-order solver, because steps after the window are not trained.
 """
 

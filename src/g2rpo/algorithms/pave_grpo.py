@@ -1,14 +1,14 @@
 """Pave-GRPO: Beyond Instantaneous Guidance through Principled Average Velocity Decomposition, arXiv 2606.01636.
 
-The paper's box, and where each line lives:
+The paper's algorithm, and where each line is implemented:
 
     sample and score groups as G2RPO does: noise enters at one step sigma -> sigma' at a time           g2rpo
     for every branch step, and n = 1 and each n of `segments`:
-        walk n - 1 Euler steps of (sigma' - sigma) / n from the branch point, with gradient             loss
+        take n - 1 Euler steps of (sigma' - sigma) / n from the branch point, with gradient             loss
         r_n = density of the drawn x' under the stochastic step from there to sigma', over itself       taken
     minimise  sum over n of w_n (-A r_n),  w_1 = 1, the others 1 / number of segments                   loss
 
-One sample and its reward thus teach the velocities between two steps of the sampler, too: no rollout, no reward more.
+So one sample and its reward also train the velocities between two steps of the sampler, without further rollouts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from g2rpo.core.types import Batch, Loss, Network
 class PaveGRPO(GranularGRPO):
     """Pave-GRPO; defaults of the published script for FLUX.1-dev at 512x512 (16 steps, HPSv3).
 
-    `segments` are the numbers of parts that a branch step is cut into; without any this is G2RPO. All that G2RPO has combines
-    with it but for `update_every=branch`: the sub-steps were not sampled, so their ratio is to the current policy.
+    `segments` are the numbers of parts that a branch step is cut into; without any this is G2RPO. It combines with
+    all options of G2RPO except `update_every=branch`: sub-steps were not sampled, so their ratio is to the current policy.
     """
 
     name: Literal["pave_grpo"] = "pave_grpo"  # type: ignore[assignment]

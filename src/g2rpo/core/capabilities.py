@@ -1,6 +1,6 @@
-"""What some algorithms ask of a run beyond `types.Algorithm`: a class that has the members of one of these has it.
+"""Optional protocols of algorithms beyond `types.Algorithm`. A class that defines the members of one has that capability.
 
-The functions answer for any algorithm, with what holds for those without.
+The functions accept any algorithm and return a default for those without the capability.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from g2rpo.core.types import Algorithm, AlgorithmState, Batch, Network
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something is kept from one iteration to the next (AdaGRPO's averages)."""
+    """The algorithm has state across iterations (AdaGRPO's averages)."""
 
     def memory(self) -> AlgorithmState:
         """The state of a new run."""
@@ -26,7 +26,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class ChoosesPrompts(Stateful, Protocol):
-    """Several prompts are drawn for each place of an iteration, and the state, a `types.PromptChooser`, takes one (AdaGRPO)."""
+    """Several prompts are drawn for each place of an iteration; the state, a `types.PromptChooser`, chooses one (AdaGRPO)."""
 
     candidates: int
 
@@ -37,10 +37,11 @@ class KeepsOldWeights(Protocol):
     DiffusionNFT)."""
 
     uses_old: bool
-    """Whether it does with these hyper-parameters."""
+    """Whether old weights are used with these hyper-parameters."""
 
     def old_decay(self, updates: int) -> float:
-        """What the old weights keep of themselves after an iteration, `updates` optimizer steps into the run, in [0, 1]."""
+        """The decay d in [0, 1] of old <- d old + (1 - d) trained, after the iteration that ends at optimizer step
+        `updates`."""
         ...
 
     def samples_old(self, updates: int) -> bool:
@@ -50,10 +51,10 @@ class KeepsOldWeights(Protocol):
 
 @runtime_checkable
 class SumsGroups(Protocol):
-    """The loss needs sums over whole groups, of which a pass may have a part: `data["group_sum"]` (DGPO)."""
+    """The loss needs sums over whole groups, in `data["group_sum"]`; a pass may hold only a part of a group (DGPO)."""
 
     def group_term(self, batch: Batch, network: Network) -> Tensor:
-        """A number of each member of a batch, [B], taken without gradient before the first update of a rollout."""
+        """The summand of each member of a batch, [B]; computed without gradient before the first update of a rollout."""
         ...
 
 
@@ -76,13 +77,13 @@ class LimitsDrift(Protocol):
     """Log-probs of rollout and training pass are compared (`algorithms.policy_gradient`)."""
 
     def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float) -> float:
-        """The largest `log_prob_drift` that velocities explain which differ by `rounding`, relative to their size, for the
-        stochastic `steps` of latents of `entries` numbers."""
+        """The largest `log_prob_drift` that a relative difference `rounding` of velocities can cause at the stochastic
+        `steps`, for latents with `entries` numbers."""
         ...
 
 
 def check_complete(algorithm: Algorithm) -> None:
-    """UserError for an algorithm with a part of a capability's members, which would silently be without it."""
+    """UserError if an algorithm defines only some members of a capability: it would silently not have it."""
     kind = type(algorithm).__name__
     if getattr(algorithm, "uses_old", False) and not isinstance(algorithm, KeepsOldWeights):
         raise UserError(f"algorithm {kind}: with uses_old it needs old_decay and samples_old (capabilities.KeepsOldWeights)")

@@ -108,7 +108,7 @@ class Precision:
     network: of the network's calls.
     anchor: of the latents at which noise enters.
     sample: of the latents after the noise; before log-probs are taken, so that these belong to the stored latents.
-    step: of velocities and noise, and so of their products with a step's numbers (`times`).
+    step: of velocities and noise, and so of their products with a step's coefficients (`times`).
     """
 
     network: torch.dtype = torch.float32
@@ -118,7 +118,7 @@ class Precision:
 
     @property
     def eps(self) -> float:
-        """That of the coarsest."""
+        """The largest machine epsilon among the four dtypes."""
         return max(torch.finfo(dtype).eps for dtype in (self.network, self.anchor, self.sample, self.step))
 
 
@@ -224,10 +224,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Example:
-    """The training data of one group at one step: the unit of a training pass.
+    """The training data of one group at one step.
 
-    `x` are latents that the network sees, [1, ...] where the members share one, else [G, ...]. `data` is what else the loss
-    needs, by name, each [1, ...] or [G, ...] as well. All examples of a run have the same names.
+    `x` are latents that the network sees, [1, ...] where the members share one, else [G, ...]. `data` has the loss's
+    other tensors by name, each [1, ...] or [G, ...] as well. All examples of a run have the same names.
     """
 
     prompt: int  # row of the conditioning batch
@@ -248,7 +248,7 @@ class Example:
         return torch.ones_like(self.advantages, dtype=torch.bool) if self.counted is None else self.counted
 
     def with_group_sum(self, total: Tensor) -> Example:
-        """The same with `data["group_sum"]`, a number of the whole group (`capabilities.SumsGroups`)."""
+        """A copy with `data["group_sum"]`, the sum over the whole group (`capabilities.SumsGroups`)."""
         return replace(self, data={**self.data, "group_sum": total[None]})
 
     def members(self, start: int, stop: int) -> Example:
@@ -306,14 +306,14 @@ class Batch:
         )
 
     def sigma(self, ahead: int = 0) -> Tensor:
-        """The sigma of every row [rows], or the one so many steps ahead of it, on the device of `x`."""
+        """The sigma of every row [rows], `ahead` steps after its own, on the device of `x`."""
         return self.sigmas[self.steps + ahead].to(self.x.device)
 
     def by_member(self, rows: Tensor) -> Tensor:
         """`rows` [rows, ...] of the network, one for each member, [B, ...].
 
-        The gradient of a shared row is one sum over its members. An index would add them up one after the other, and round
-        each time in a narrow dtype.
+        The gradient of a shared row is one sum over its members. Indexing would accumulate it member by member, with a
+        rounding each time in a narrow dtype.
         """
         if len(rows) == len(self.row_of):
             return rows

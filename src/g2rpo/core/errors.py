@@ -15,7 +15,7 @@ LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Pa
 """Path prefixes of the standard library, installed packages and this package."""
 
 SHORTEST_PART = 3
-"""Characters of a word that is offered the names that contain it."""
+"""The fewest characters of a word for which names that contain it are suggested."""
 
 
 class UserError(Exception):
@@ -62,11 +62,11 @@ def at_least_one(**numbers: int) -> None:
 
 
 NO_ROOM = re.compile(r"\bCU(BLAS|DNN)_STATUS_(\w+_)?(ALLOC|ALLOCATION)_FAILED\b")
-"""What cuBLAS and cuDNN say where a device has no room for their workspace; torch raises a RuntimeError of it."""
+"""The messages of cuBLAS and cuDNN if a device has no memory for their workspace; torch raises them as RuntimeError."""
 
 
 def out_of_device_memory(error: BaseException) -> bool:
-    """Whether torch, or a library that computes for it, ran out of a device's memory."""
+    """Whether torch, cuBLAS or cuDNN ran out of device memory."""
     return type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and bool(NO_ROOM.search(str(error))))
 
 
@@ -95,7 +95,7 @@ def loading(what: str, hint: str = "") -> Iterator[None]:
 
 
 def where(error: BaseException) -> str:
-    """ " (in NAME, FILE:LINE: CODE)" of the innermost line on the way to `error` that is no library's; "" if there is none."""
+    """ " (in NAME, FILE:LINE: CODE)" of the innermost traceback frame outside libraries; "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
     return f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 

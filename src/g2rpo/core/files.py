@@ -70,7 +70,7 @@ def open_regular(path: str | Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise refused if error.errno in (errno.ELOOP, errno.ENXIO) else error from None  # a link; a pipe that nobody reads
+        raise refused if error.errno in (errno.ELOOP, errno.ENXIO) else error from None  # a link; a pipe without a reader
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise refused

@@ -1,4 +1,4 @@
-"""Flow matching in one variable: sigma grids, the ODE step, the one SDE step, and the tails that finish a member.
+"""Flow matching: sigma grids, the ODE step, the SDE step, and the steps of tails.
 
     x = (1 - sigma) * image + sigma * noise        velocity v = noise - image        score = -(x + (1 - sigma) v) / sigma
 
@@ -114,7 +114,7 @@ def sde_kernel(g: Diffusion) -> Kernel:
 class SquaredDistance(Normal):
     """A normal whose `log_prob` is the bare -(x - mean)^2, as a mean over entries: no 1 / (2 std^2) and no constants.
 
-    That is the log-prob of a variance of 1/2 but for a constant, and so is the KL: |mean - mean'|^2, as in Flow-CPS's code.
+    Up to a constant it is the log-prob of a normal with variance 1/2; its KL is |mean - mean'|^2, as in Flow-CPS's code.
     """
 
     @property

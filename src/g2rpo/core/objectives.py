@@ -15,10 +15,10 @@ def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False,
     """Advantages (r - mean) / (std + eps) over the last axis (GRPO, arXiv 2402.03300; G2RPO, Eq. 8).
 
     rewards [..., G]; std is the unbiased one, so |advantage| <= (G - 1) / sqrt(G), or with `population_std` the biased one. NaN
-    means "no score": such a member gets 0 and does not count in its group. A group whose valid rewards are all equal, or that
-    has fewer than two, gets exactly 0. Float64 inside: the rounding of a float32 mean would turn ties of large rewards into
-    advantages. `batch_std` divides by the std of all rewards [N, ..., G] along the first and last axes, as Flow-GRPO's code
-    does: groups of low variance then have small advantages.
+    means "no score": such a member gets 0 and is left out of its group's statistics. A group whose valid rewards are all equal,
+    or that has fewer than two, gets exactly 0. Float64 inside: the rounding of a float32 mean would turn ties of large rewards
+    into advantages. `batch_std` divides by the std of all rewards [N, ..., G] along the first and last axes, as Flow-GRPO's
+    code does: groups of low variance then have small advantages.
     """
     valid, unbiased = ~rewards.isnan(), 0 if population_std else 1
     r = torch.where(valid, rewards, 0).double()

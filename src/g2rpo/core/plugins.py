@@ -55,8 +55,8 @@ def allow(name: str) -> None:
 
 
 def repeated() -> list[str]:
-    """The options that allow the same code in another command that is given here; files below the current folder by their
-    relative path."""
+    """The `--plugin` options that allow the same code in another command; files below the current folder by their relative
+    path."""
     here = Path.cwd()
     codes = [str(Path(code).relative_to(here)) if Path(code).is_relative_to(here) else code for code in sorted(_allowed)]
     return [word for code in codes for word in ("--plugin", code)]
@@ -86,7 +86,7 @@ def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
     if is_code(name):
         require(name)
         return load(name)
-    if name in builtin:  # without a look at what is installed; errors in built-ins are bugs and not caught
+    if name in builtin:  # first: reading all installed entry points is slow. Errors in built-ins are bugs and not caught
         module, _, attribute = builtin[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     known = available(group, builtin)
@@ -99,7 +99,7 @@ def find(group: str, name: str, builtin: Mapping[str, str]) -> Any:
 
 
 def load(name: str) -> Any:
-    """The class or function FILE.py:NAME or MODULE:NAME, without `require`; UserError if it cannot be imported."""
+    """The class or function FILE.py:NAME or MODULE:NAME, without the check of `require`; UserError if it cannot be imported."""
     source, _, attribute = name.rpartition(":")
     return _attribute(_import(source, name), attribute, name)
 

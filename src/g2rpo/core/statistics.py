@@ -14,7 +14,7 @@ from torch import Tensor
 Z = 1.96
 """Standard errors to either side of a 95 % interval of a normal distribution."""
 FEWEST = 8
-"""The fewest values of which a mean gets an interval: the spread of fewer is hardly known."""
+"""The fewest values for which a mean has an interval."""
 
 
 def half_width(error: float, count: int, level: float = 0.95) -> float:
@@ -41,13 +41,13 @@ def interval(values: ArrayLike, *, resamples: int = 2000, level: float = 0.95, s
     """The mean of `values`, [N] prompts or [S, N] training seeds by prompts, and its interval. NaN values are left out.
 
     For a difference of two models on the same prompts pass the differences, prompt by prompt: their interval is far narrower
-    than the two models' own suggest.
+    than those of the two means.
 
     Over prompts alone it is Student's t. Of several seeds, seeds and prompts are resampled independently of one another
-    ("pigeonhole bootstrap", Owen 2007, arXiv 0712.1111, for crossed random effects): what one seed shares over prompts and one
-    prompt over seeds does not average out within either. Its variance is rather too large than too small where S and N are
-    large; with S seeds the variance between them is underestimated by the factor (S - 1) / S, as by any bootstrap, which
-    matters for two or three. Resamples of NaN alone are left out.
+    ("pigeonhole bootstrap", Owen 2007, arXiv 0712.1111, for crossed random effects), because the effect of a seed is shared by
+    all prompts and the effect of a prompt by all seeds. For large S and N its variance is rather too large than too small; with
+    S seeds the variance between them is underestimated by the factor (S - 1) / S, as by any bootstrap, which matters for two or
+    three. Resamples of NaN alone are left out.
     """
     every = np.atleast_2d(np.asarray(values, dtype=np.float64))
     valid = ~np.isnan(every)

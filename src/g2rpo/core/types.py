@@ -28,9 +28,9 @@ from g2rpo.core.errors import at_least_one
 class Policy(Protocol):
     """A generator that can be trained. Guidance, packing, timestep scaling and dtype are inside; callers see sigma only.
 
-    Three attributes are optional: `input_pictures`, the least and the most pictures of a prompt that the model takes, (0, 0)
-    without; `seconds`, how long a clip is, 1/16 per frame without; and `in_loss`, a context like `base` that is entered where
-    `velocity` is for a loss.
+    Optional attributes: `input_pictures`, the least and the largest number of input pictures of a prompt (default (0, 0));
+    `seconds`, the duration of a clip (default 1/16 per frame); `in_loss`, a context like `base` that is entered while
+    velocities are computed for a loss.
     """
 
     @property
@@ -66,7 +66,7 @@ class Policy(Protocol):
         ...
 
     def save(self, directory: Path) -> Path:
-        """Writes the trained weights as their ecosystem reads them, and returns where."""
+        """Writes the trained weights in the format of their ecosystem; returns the path."""
         ...
 
 
@@ -94,7 +94,7 @@ class Frames:
 
 @dataclass(frozen=True)
 class RewardModel:
-    """Networks on the meta device and a call that scores one picture with them, and what is known in numbers alone."""
+    """The size of a reward's model: networks on the meta device with a call that scores one picture, or numbers."""
 
     networks: Sequence[torch.nn.Module] = ()
     score: Callable[[], Any] = lambda: None
@@ -104,7 +104,7 @@ class RewardModel:
 
 
 Scorer = Callable[[Tensor, Sequence[str]], Any]
-"""A `Reward`, or any function or object that is called as one; `as_reward` makes a `Reward` of it."""
+"""A `Reward`, or a function or object with its signature, which `as_reward` wraps."""
 
 
 class Reward:
@@ -131,31 +131,31 @@ class Reward:
     frames: Frames | None = None
     """The frames of clips that it scores; None: those of `Frames()`."""
     state: Any = None
-    """What changes as the run goes on: plain data and tensors, saved in checkpoints and set again on resuming. It must be the
-    same on all ranks, which score different pictures; so it changes in `observe` alone."""
+    """State that changes during the run: plain data and tensors, saved in checkpoints and restored on resuming. Ranks score
+    different pictures but must have equal states, so only `observe` may change it."""
 
-    # What the class says before one is made: preflight and `g2rpo plan` read it. Options are the constructor's arguments.
+    # Declarations of the class, read by preflight and `g2rpo plan` before construction; options are constructor arguments.
     upstream: ClassVar[str] = ""
-    """The address of the code whose scores it gives, and its `licence`."""
+    """The URL of the code whose scores are reproduced, and its `licence`."""
     licence: ClassVar[str] = ""
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """For options that name a file, a folder or a hub repository: the files of which one must be there."""
+    """By option that names a file, a folder or a hub repository: file names, one of which must exist there."""
     code_option: ClassVar[str] = ""
     """The option that may name code, as FILE.py:NAME."""
     libraries: ClassVar[tuple[str, ...]] = ()
-    """What has to be installed for it besides g2rpo's own requirements."""
+    """Libraries that it needs besides g2rpo's own requirements."""
     asks: ClassVar[bool] = False
-    """Whether its constructor asks a server, which has `timeout_s` for the answer."""
+    """Whether its constructor sends a request to a server, with the time limit `timeout_s`."""
     wants: ClassVar[str] = ""
-    """What a prompt must have, in words, if it needs more than text; `target` finds it."""
+    """What a prompt must contain besides text, in words for messages; `target` reads it."""
 
     @staticmethod
     def target(prompt: str) -> Any:
-        """What `wants` describes, None for a prompt without; ValueError if its metadata are malformed."""
+        """The part of the prompt that `wants` describes, None if absent; ValueError if its metadata are malformed."""
 
     @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
-        """What runs in this process, with all its options; None if that is not known. Called for `g2rpo plan`, on torch's meta
+        """The model that runs in this process, given all options; None if unknown. Called by `g2rpo plan`, on the meta
         device."""
         return None if "device" in inspect.signature(cls).parameters else RewardModel()
 
@@ -172,7 +172,8 @@ class Reward:
 
     @torch.no_grad()
     def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """What a call answers as float32 [B] on CPU, infinite scores as NaN; ValueError unless it is a number per picture."""
+        """The scores of a call as float32 [B] on CPU, infinite ones as NaN; ValueError unless there is one number per
+        picture."""
         answer: Any = self(images, list(prompts))
         if isinstance(answer, list | tuple):
             answer = [math.nan if value is None else float(value) for value in answer]
@@ -184,7 +185,7 @@ class Reward:
 
 
 class CallableReward(Reward):
-    """A function, or an object of any class, with `options` for its calls, and those of a reward's attributes that it has."""
+    """A reward from a function or an object of any class, called with `options`; its attributes of `Reward` are copied."""
 
     def __init__(self, scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
         self.scorer, self.options = scorer, dict(options or {})
@@ -216,7 +217,7 @@ class CallableReward(Reward):
 
 
 def as_reward(scorer: Scorer) -> Reward:
-    """`scorer` itself if it is a `Reward`; other objects and functions are wrapped, here and nowhere else."""
+    """`scorer` itself if it is a `Reward`, else a `CallableReward`."""
     return scorer if isinstance(scorer, Reward) else CallableReward(scorer)
 
 
@@ -228,7 +229,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Normal]
 """The transition kernel p(x_next | x): (x [B, ...], velocity, sigma, sigma_next) -> Normal. Sigmas are [B] or scalar."""
 
 Draw = Callable[..., torch.Generator]
-"""`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), that belongs to one rollout of one iteration."""
+"""`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), within one rollout of one iteration."""
 
 UpdateEvery = Literal["rollout", "branch"] | int
 """When the weights are updated: once a rollout, after the examples of every step, or after this many members of each group."""
@@ -280,8 +281,8 @@ class PromptChooser(AlgorithmState, Protocol):
     """The state of an algorithm with several `candidates`."""
 
     def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
-        """Which of its candidates takes each of P places, from rewards [P, candidates, R] of their ODE pictures; called before
-        `at`."""
+        """The index of the chosen candidate for each of P places, from rewards [P, candidates, R] of the candidates' ODE
+        pictures; called before `at`."""
         ...
 
 
@@ -291,7 +292,7 @@ class Algorithm(Protocol):
 
     A class that inherits from this protocol needs `plans`, `advantages`, `examples` and `loss`; the rest has defaults.
     `algorithms.policy_gradient` has `examples` and `loss` for algorithms that learn from stochastic steps. What only some
-    algorithms ask of a run is in `capabilities`.
+    algorithms need is in `capabilities`.
     """
 
     if TYPE_CHECKING:  # read-only, as the fields of frozen dataclasses are

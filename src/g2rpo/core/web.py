@@ -1,4 +1,4 @@
-"""What the package's two servers share: who is addressed, and how many connections may wait. Both run on uvicorn."""
+"""Shared by the package's two servers, which run on uvicorn: checks of the Host header, and a bound on idle connections."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def is_loopback(host: str) -> bool:
 def bounded(
     protocol: Any, known: Callable[[Any], bool], most: int, *, headers_s: float | None = None, half_open: bool = False
 ) -> Any:
-    """uvicorn's class of a connection, with at most `most` open at a time that are not `known(connection)` once a request has
-    begun: the oldest is closed for one more, so that idle ones keep nobody out. They are in the class's `strangers`.
+    """uvicorn's connection class with at most `most` open connections for which `known(connection)` is not true (after the
+    first request has begun). One more closes the oldest, so idle connections block no others. `strangers` lists them.
 
     A connection is closed if its first headers take longer than `headers_s`. With `half_open` a client that has closed its own
     side after a whole request still gets an answer.

@@ -1,4 +1,4 @@
-"""A rollout as the paper's box says it, without sharing, batches or tails that are cheaper; the engine is tested against it."""
+"""A rollout as in the paper's algorithm: no shared evaluations, no batches, exact tails. The engine is tested against it."""
 
 from __future__ import annotations
 
