@@ -160,7 +160,8 @@ def algorithms_page() -> str:
 
     from g2rpo.config.algorithms import ALGORITHMS
 
-    intro = "`algorithm.name` chooses one; the other keys below `algorithm` are its fields (explained: [G²RPO](../algorithm.md), [the others](../neighbours.md))."
+    explained = "[G²RPO](../algorithm.md), [the others](../neighbours.md)"
+    intro = f"`algorithm.name` chooses one; the other keys below `algorithm` are its fields (explained: {explained})."
     parts = [f"# Algorithms and their keys\n\n{intro}"]
     for name, kind in ALGORITHMS.items():
         schema = TypeAdapter(kind).json_schema()
