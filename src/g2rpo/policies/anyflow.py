@@ -1,4 +1,4 @@
-"""One policy for the flow pipelines of diffusers, by their own code (`replay`); `catalogue` describes each."""
+"""The policy of diffusers' flow pipelines, which runs their own code (`replay`); `catalogue` declares each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CALLED = ("height", "width", "num_frames", "negative_prompt", "guidance_scale", 
 class DiffusersPolicy(Policy):
     """A flow pipeline of diffusers as a `Policy`, by its own `__call__`.
 
-    Latents are float32, in the form in which the pipeline steps them. Velocities are the pipeline's input to its scheduler:
+    Latents are float32, in the layout of the pipeline's denoising loop. Velocities are the pipeline's input to its scheduler:
     after guidance, which is computed in float32. `options` are those of `PolicyConfig`; `tuning` may also be "frozen", for
     sampling, `seed` draws the adapters' first values, `keep_base` keeps a copy of weights that training or `load` changes.
     ValueError for a size that the model cannot have.
@@ -117,7 +117,7 @@ class DiffusersPolicy(Policy):
     @classmethod
     @functools.cache
     def of(cls, spec: PipelineSpec) -> type[Self]:
-        """The policy of pipelines of that class."""
+        """The policy class for pipelines of this spec."""
         return type(spec.pipeline_class, (cls,), {"spec": spec})
 
     @classmethod
@@ -131,7 +131,7 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def check_options(cls, options: PolicyConfig) -> None:
-        """UserError for an option that this model lacks; nothing needs to be loaded."""
+        """UserError for an option that this model lacks; needs nothing loaded."""
         import diffusers
 
         spec = cls.spec
@@ -212,7 +212,7 @@ class DiffusersPolicy(Policy):
         return blocks_of(self.pipeline.transformer)
 
     def compile(self, backend: str = "inductor") -> None:
-        """Compiles the transformer's blocks with torch.compile, each where it stands, for sampling and training alike.
+        """Compiles the transformer's blocks in place with torch.compile, for sampling and training.
 
         All blocks of a kind share their graphs: one for sampling, one for training and one for the base model under adapters,
         whatever the number of rows and tokens, and another of each for calls of a single row.
@@ -285,7 +285,8 @@ class DiffusersPolicy(Policy):
 
     @property
     def shift(self) -> float:
-        """The pipeline's own time shift at this size; where its grid has none, that at the middle of two steps."""
+        """The pipeline's own time shift at this size; if its grid has none, the shift that gives the same middle of two
+        steps."""
         if not self.spec.own_grid:
             return deployed_shift(self.pipeline.scheduler, self.image_tokens)
         middle = float(self.grid(2)[1])
@@ -330,7 +331,8 @@ class DiffusersPolicy(Policy):
         return torch.cat(answers)[order]
 
     def _groups(self, sigma: Tensor, cond: Cond) -> list[list[int]]:
-        """Rows that may share a call. With sharded weights all ranks must make equally many calls, so rows are single."""
+        """Groups of rows that may share a call. With sharded weights ranks must make equally many calls, so a group is one
+        row."""
         if self.spec.one_row or (self.sharded and (self.spec.ragged or self.spec.pictured or self.one_time)):
             return [[row] for row in range(len(sigma))]
         keys, times = self.spec.keys(cond), sigma.tolist() if self.one_time else None

@@ -43,7 +43,7 @@ flux = PipelineSpec(  # arXiv 2506.15742
 )
 
 kontext = replace(
-    flux,  # the input picture's tokens stand behind the picture's own
+    flux,  # the input picture's tokens follow the picture's own
     pipeline_class="FluxKontextPipeline",
     shared=("text_ids", "image_ids"),
     pictured={"image_latents": ("in_channels",), "": (), "image_ids": (3,)},
@@ -269,13 +269,13 @@ def names() -> list[str]:
 
 
 def model_of(path: str, kind: str | None = None) -> tuple[PipelineSpec, Model] | None:
-    """The published weights with the hub id `path`; None where they are not known here. `kind` is policy.kind."""
+    """The published weights with the hub id `path`; None if unknown. `kind` is policy.kind."""
     specs = SPECS.values() if kind is None else [spec_of(kind)]
     return next(((spec, spec.models[path]) for spec in specs if spec is not None and path in spec.models), None)
 
 
 def licence_of(path: str, kind: str | None = None) -> str | None:
-    """The licence of published weights; None where it is not known here. The text on the hub is what counts."""
+    """The licence of published weights; None if unknown. The text on the hub is decisive."""
     known = model_of(path, kind)
     return known[1].licence if known else None
 
@@ -287,7 +287,7 @@ def optional_parts(name: str) -> Sequence[str]:
 
 
 def spec_of(name: str) -> PipelineSpec | None:
-    """The spec that `find(name)` is or has; None for a policy of another kind."""
+    """The spec for the name; None for a policy class without one."""
     found = find(name)
     found = getattr(found, "spec", found)
     return found if isinstance(found, PipelineSpec) else None

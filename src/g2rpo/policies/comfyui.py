@@ -1,7 +1,7 @@
 """ComfyUI's names of modules and tensors (github.com/comfyanonymous/ComfyUI, comfy/lora.py, comfy/utils.py).
 
-For some models its LoRA loader knows diffusers' own names after "transformer."; for others only those of the original weights
-after "diffusion_model.". `tools/check_comfyui.py` compares them with a checkout of ComfyUI.
+For some models its LoRA loader accepts diffusers' names after "transformer."; for others only those of the original
+weights after "diffusion_model.". `tools/check_comfyui.py` compares them with a checkout of ComfyUI.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _FF = r"net\.(0\.proj|2)"
 
 @dataclass(frozen=True)
 class ComfyUI:
-    """ComfyUI's names of a transformer: for a LoRA of a module, `prefix` and what a pattern that matches the module's whole
-    name makes of it; for the tensors of a whole transformer, changes of their names, one after the other (None: it loads none).
+    """ComfyUI's names of a transformer. For a LoRA: `prefix` and the first pattern that matches the module's whole name, with
+    its replacement. For a whole transformer: replacements in tensor names, applied in order (None: it loads none).
     """
 
     transformer: str

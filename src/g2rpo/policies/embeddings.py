@@ -21,9 +21,9 @@ from g2rpo.core.input_pictures import content_of
 from g2rpo.core.types import Cond, Policy
 
 FORMAT = 2
-"""Part of every key: raise it when the meaning of stored tensors changes, and old files are no longer found."""
+"""Part of every key. Increase it when the meaning of stored tensors changes; old files are then not found."""
 RAGGED = "ragged/"
-"""Before the names of tensors that have another length for each prompt."""
+"""Prefix of the names of tensors whose length depends on the prompt."""
 RESERVE = 2**30
 """Bytes of the disk that the cache leaves free, so that checkpoints still fit."""
 

@@ -1,4 +1,4 @@
-"""A policy whose every distribution has a closed form: images are normal, so the SDE can be tested against exact values."""
+"""A policy with normal images, so that every distribution has a closed form and the SDE can be tested against exact values."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def blocks_of(transformer: Any) -> list[nn.Module]:
 
 
 def thin(transformer: nn.Module) -> list[int]:
-    """Leaves the first and the last of every run of alike blocks; returns how many blocks each one stands for."""
+    """Keeps the first and the last of every run of equal blocks; returns how many blocks each one represents."""
     times = []
     for blocks in _lists(transformer):
         runs = [list(run) for _, run in itertools.groupby(blocks, _structure)]
@@ -67,7 +67,7 @@ def two_of(blocks: int) -> list[int]:
 
 
 def choose_attention(transformer: Any, kind: Attention) -> None:
-    """Has a diffusers transformer compute its attention so; UserError if its attention cannot be chosen."""
+    """Sets the attention kernel of a diffusers transformer; UserError if it cannot be set."""
     if kind == "auto":
         return
     from diffusers.models.attention_dispatch import attention_backend

@@ -1,4 +1,4 @@
-"""Published configurations of open models, as far as sizes depend on them: nothing needs to be downloaded to plan.
+"""Published configurations of open models, as far as sizes depend on them, so that plans need no download.
 
 From diffusers' defaults and conversion scripts (scripts/convert_flux2_to_diffusers.py, convert_wan_to_diffusers.py) and the
 config.json files of gated models and of text encoders.

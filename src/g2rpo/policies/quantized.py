@@ -1,4 +1,4 @@
-"""Frozen weights in one byte or half a byte each, so that a LoRA fits on a card that the model in bfloat16 would fill.
+"""Frozen weights in one byte or half a byte each, so that a LoRA fits on smaller cards.
 
 Adapters on a quantised base are QLoRA's idea (arXiv 2305.14314). int8 and fp8 need torch alone; NF4 is bitsandbytes', which
 has a kernel for it.
@@ -24,7 +24,7 @@ FLOAT8 = torch.float8_e4m3fn
 class QuantizedLinear(nn.Linear):
     """A linear layer whose weight is frozen and quantised. Gradients of inputs use the quantised weight.
 
-    The tensors of the weight are buffers. `device` is where the weight of `linear` is quantised, and stays.
+    The tensors of the weight are buffers. The weight of `linear` is quantised on `device` and stays there.
     """
 
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
@@ -169,7 +169,7 @@ def weights_of(model: nn.Module) -> int:
 
 
 def check(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
-    """UserError for a quantisation that the run, torch, its libraries or the device cannot have."""
+    """UserError for a quantisation that the run, torch, its libraries or the device do not support."""
     asked = f"policy.quantize={how}"
     if how == "none":
         return

@@ -1,8 +1,8 @@
 """A diffusers pipeline's own `__call__`, run for one of its parts.
 
-What a pipeline does between prompts and pictures (packing, position ids, scaling of time, guidance, renormalisation, signs) is
-in its `__call__`, which is used here unchanged. With a scheduler of one step it computes velocity(x, sigma, cond); with a
-scheduler without steps it decodes; ended after `prepare_latents` it draws noise; with its own scheduler it computes sigmas.
+Packing, position ids, scaling of time, guidance, renormalisation and signs are in the pipeline's `__call__`, which is used
+unchanged. With a scheduler of one step it computes velocity(x, sigma, cond); with a scheduler without steps it decodes;
+stopped after `prepare_latents` it draws noise; with its own scheduler it computes sigmas.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Caught(Exception):
 class Times:
     """A time for each of B rows, where a pipeline expects one for all.
 
-    Pipelines scale a time and expand it to the network's rows; those that stack guided rows want a multiple of B.
+    Pipelines scale a time and expand it to the network's rows: B, or a multiple of B if they stack guided rows.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -93,7 +93,7 @@ def unshifted(sigma: Tensor, mu: float | None, config: Mapping[str, Any]) -> Ten
 
 
 def probe(scheduler: Any) -> Any:
-    """A copy of `scheduler` whose `set_timesteps` raises `Caught` with its sigmas."""
+    """A copy of `scheduler` whose `set_timesteps` raises `Caught` with the sigmas."""
     copied = copy.copy(scheduler)
     setting = copied.set_timesteps
 
@@ -109,8 +109,8 @@ def probe(scheduler: Any) -> Any:
 class Network:
     """`transformer` as a pipeline calls it: it computes in `dtype` and returns float32, so that guidance is float32.
 
-    `detach_negative`: no gradient goes through the first half of a call's rows, the negative prompts' where a pipeline stacks
-    them.
+    `detach_negative`: no gradient for the first half of a call's rows, which are the negative prompts' if a pipeline stacks
+    both.
     """
 
     def __init__(self, transformer: Any, dtype: torch.dtype, autocast: bool, detach_negative: bool = False) -> None:
@@ -139,7 +139,7 @@ _VIDEO = threading.Lock()
 
 
 class Pictures:
-    """`vae` as a pipeline calls it: latents and pictures are float32 around it, whatever it computes in.
+    """`vae` as a pipeline calls it: latents and pictures outside are float32, whatever dtype it computes in.
 
     `published` is how the published code of G2RPO decodes: a bfloat16 VAE under autocast, which on a GPU computes its norms in
     float32, and pictures that stay bfloat16 until they are scaled to [0, 1].
@@ -167,7 +167,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Unseen:
-    """An input picture that is encoded already: pipelines ask for its width and height."""
+    """A stand-in for an input picture that is already encoded: pipelines read its width and height."""
 
     size: tuple[int, int]
 
@@ -176,7 +176,7 @@ class Unseen:
 
 
 class UnseenProcessor:
-    """A pipeline's image processor that leaves `Unseen` pictures alone."""
+    """A pipeline's image processor that returns `Unseen` pictures unchanged."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor

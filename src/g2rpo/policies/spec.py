@@ -1,4 +1,4 @@
-"""What a class of diffusers pipelines needs to be a policy, in one value: `PipelineSpec`."""
+"""`PipelineSpec`: the declaration of a class of diffusers pipelines as a policy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.replay import Call
 
 NEGATIVE = "negative_"
-"""Before the names of what belongs to the negative prompt."""
+"""Prefix of names that belong to the negative prompt."""
 SIZES = "picture_sizes"
 """Widths and heights of a prompt's input pictures, [pictures, 2]."""
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Attention projections as diffusers names them, of the picture and, where there are any, of the text."""
 MEGAPIXEL = 1024
-"""The side of an input picture, as far as plans know."""
+"""The side of an input picture assumed by plans."""
 
 Widths = Mapping[str, tuple[int | str, ...]]
 """Shapes by name; a string is an entry of the transformer's config."""
@@ -48,7 +48,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineSpec:
-    """A class of diffusers pipelines as a policy. Its own `__call__` does what is not said here (`replay`).
+    """A class of diffusers pipelines as a policy. Everything not declared here is done by its own `__call__` (`replay`).
 
     Prompts are encoded one at a time, so a row of a conditioning is a function of its prompt.
     """
@@ -56,26 +56,26 @@ class PipelineSpec:
     pipeline_class: str
     """The class in diffusers."""
     encoded: Sequence[str]
-    """What `encode_prompt` returns, in its order, with the negative prompt's beginning with "negative_". Pipelines that encode
-    it by a second call name one call's."""
+    """Names for the results of `encode_prompt`, in order; those of the negative prompt begin with "negative_". Pipelines that
+    encode it by a second call list the results of one call."""
     widths: Widths
-    """The shape of one token of these; their number depends on the prompt."""
+    """Shape of one token, for results whose number of tokens depends on the prompt."""
     pooled: Widths = field(default_factory=dict)
-    """The shapes of those whose size does not depend on the prompt."""
+    """Shapes of results whose size does not depend on the prompt."""
     shared: Sequence[str] = ("text_ids",)
     """Tensors that have no row per prompt."""
     masks: Mapping[str, str] = field(default_factory=dict)
-    """Embeddings as long as their prompt, each with the mask that the pipeline makes where they are padded."""
+    """Embeddings with a token dimension, each with the name of the mask that the pipeline computes when it pads them."""
     lists: Sequence[str] = ()
     """Embeddings that are a list of tensors as long as their prompts."""
     ragged: Sequence[str] = ()
-    """What is as long as its prompt, without a mask: only rows of one length share a call."""
+    """Results with a token dimension and no mask: only rows of equal length share a call."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Dtypes of encoded tensors that are not embeddings."""
     tokens: int
     """The default of max_sequence_length."""
     with_clip: bool = False
-    """Whether a prompt is CLIP's tokens behind those."""
+    """Whether CLIP's tokens follow those."""
 
     guidance: float
     """The default of guidance_scale."""
@@ -89,8 +89,8 @@ class PipelineSpec:
     """Further arguments of the call; a function gets the policy's options."""
 
     pictured: Widths = field(default_factory=dict)
-    """For editing: what `prepare_latents` returns beside the latents, and the shape of one token; "" for what does not depend
-    on the input picture."""
+    """For editing: further results of `prepare_latents` with the shape of one token; "" for one that does not depend on the
+    input picture."""
     most_pictures: int = 1
     """For editing: how many input pictures a prompt may have."""
     seen: bool = False
@@ -116,9 +116,9 @@ class PipelineSpec:
     lora_targets: Sequence[str] = ATTENTION
     """The default of policy.lora_targets."""
     unsupported: Sequence[str] = ("published_pictures", "detach_negative")
-    """Options of a policy that this class lacks, besides arguments that its call does not have."""
+    """Policy options that this class lacks, besides those that its call has no argument for."""
     comfyui: ComfyUI | None = None
-    """ComfyUI's names of the transformer's modules; None: it has no such model, or none that is known."""
+    """ComfyUI's names of the transformer's modules; None: no such model is known."""
     models: Mapping[str, Model] = field(default_factory=dict)
     """Published weights, by hub id."""
 
@@ -138,7 +138,7 @@ class PipelineSpec:
         return (1, self.most_pictures) if self.pictured else (0, 0)
 
     def is_guided(self, pipeline: Any, scale: float | None) -> bool:
-        """Whether a velocity takes two evaluations at that scale."""
+        """Whether a velocity needs two evaluations at this scale."""
         scale = self.guidance if scale is None else scale
         return self.unguided is not None and scale > self.unguided and not self.distilled(pipeline)
 
@@ -153,7 +153,7 @@ class PipelineSpec:
     def arguments(
         self, pipeline: Any, o: PolicyConfig, *, rows: int, guided: bool, scale: float | None = None, steps: int = 1
     ) -> dict[str, Any]:
-        """Arguments of a call for `rows` prompts, whose texts are not among them."""
+        """Arguments of a call for `rows` prompts, without the texts."""
         scale = next(value for value in (scale, o.guidance_scale, self.guidance) if value is not None)
         given = {
             "prompt": [""] * rows,
@@ -177,7 +177,7 @@ class PipelineSpec:
     def cond(self, read: Sequence[tuple[Any, ...]], beside: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> Cond:
         """One row of what `encode_prompt` returned, call after call, and `prepare_latents` for its input pictures.
 
-        Masks that padding will make are left out.
+        Masks that follow from padding are left out.
         """
         named = [
             (whose + name, value)
@@ -250,7 +250,7 @@ class PipelineSpec:
         return batch
 
     def reader(self, batch: Mapping[str, Any]) -> Callable[[Call], tuple[Any, ...]]:
-        """`encode_prompt` from memory, for one call of a pipeline: what is absent is None."""
+        """A replacement of `encode_prompt` for one call of a pipeline that returns stored results; absent ones are None."""
         whose = iter(("", NEGATIVE))
 
         def read(own: Call) -> tuple[Any, ...]:
@@ -260,7 +260,7 @@ class PipelineSpec:
         return read
 
     def keys(self, cond: Cond) -> list[Any] | None:
-        """What rows of one call have in common, row by row; None where all rows may share it."""
+        """A key for every row: only rows with equal keys share a call; None if all rows may."""
         differing = [
             name for name in cond.ragged if name.removeprefix(NEGATIVE) in (*self.ragged, *filter(None, self.pictured))
         ]
@@ -273,7 +273,7 @@ class PipelineSpec:
 
 
 def sizes_in(table: Tensor) -> list[list[int]]:
-    """Widths and heights of input pictures; where a plan has tensors without content, those of one picture of a megapixel."""
+    """Widths and heights of input pictures; on the meta device, those of one picture of a megapixel."""
     without = table.is_meta or isinstance(table, FakeTensor)
     return [[MEGAPIXEL, MEGAPIXEL]] if without else table.tolist()
 

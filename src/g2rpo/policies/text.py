@@ -32,7 +32,7 @@ class TextEncoders:
         self.guided = spec.is_guided(pipeline, options.guidance_scale)
         """Whether prompts are encoded together with a negative one."""
         self.pictured = spec.pictured
-        """What the VAE makes of input pictures."""
+        """Results of encoding input pictures by the VAE."""
         self.modules: list[nn.Module] = [
             part.requires_grad_(False).eval().to(getattr(torch, options.dtype))
             for name, part in pipeline.components.items()
@@ -73,7 +73,7 @@ class TextEncoders:
         def latents(own: Call) -> Any:
             raise Caught(own()[1:] if pictures else ())
 
-        scale = spec.guidance if guided else None  # that of the options may be without, and the demo changes it
+        scale = spec.guidance if guided else None  # the options' scale may be unguided, and the demo changes it
         arguments = spec.arguments(self.pipeline, self.options, rows=1, guided=guided, scale=scale)
         arguments["prompt"] = [str(prompt)]
         if pictures:
@@ -103,7 +103,7 @@ class TextEncoders:
                 self._move(CPU)
 
     def _move(self, device: torch.device) -> None:
-        """Moves the encoders to `device`. Back on the CPU they have the weights that were loaded, which processes may share."""
+        """Moves the encoders to `device`. Back on the CPU they use the loaded weights again, which processes may share."""
         if device == CPU:
             for owner, name, weight in self._loaded:
                 setattr(owner, name, weight)

@@ -159,8 +159,8 @@ class Tuning:
     def save(self, directory: Path) -> Path:
         """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where.
 
-        The factor alpha / rank of an adapter goes into its weights: loaders that know no alpha, as ComfyUI's does not read
-        diffusers' metadata, take it for 1.
+        The factor alpha / rank of an adapter is multiplied into its weights, because loaders that do not read diffusers'
+        metadata, such as ComfyUI's, assume 1.
         """
         if self.mode == "full":
             if (whole := self._whole()) is not None:
@@ -225,7 +225,7 @@ def _twin(transformer: nn.Module) -> Any:
 
 
 def _part(trained: nn.Module, frozen: nn.Module) -> None:
-    """Gives `frozen` weights of its own, where it still shares those of `trained`."""
+    """Replaces weights of `frozen` that share memory with `trained` by copies."""
     for weight, other in zip(trained.parameters(), frozen.parameters(), strict=True):
         if weight.data_ptr() == other.data_ptr():
             other.data = other.data.clone()
@@ -243,7 +243,7 @@ class _Factor(nn.Linear):
 
 
 def _compute_as_called(transformer: Any) -> None:
-    """What autocast does for adapters, without it: peft itself would compute them in float32."""
+    """Adapters compute in the dtype of their input, as under autocast; peft alone would use float32."""
     for module in transformer.modules():
         if hasattr(module, "lora_A"):
             module.cast_input_dtype_enabled = False

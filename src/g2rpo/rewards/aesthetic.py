@@ -17,9 +17,9 @@ WEIGHTS = "sac+logos+ava1-l14-linearMSE.pth"
 
 
 class LinearHead(nn.Module):
-    """Five linear layers with nothing between them, `width` -> 1024 -> 128 -> 64 -> 16 -> 1, under the published names.
+    """Five linear layers without activations, `width` -> 1024 -> 128 -> 64 -> 16 -> 1, under the published names.
 
-    The dropouts between them at training time only leave their places in the numbering: layers.0, 2, 4, 6 and 7.
+    The published numbering counts dropouts too: layers.0, 2, 4, 6 and 7.
     """
 
     def __init__(self, width: int) -> None:

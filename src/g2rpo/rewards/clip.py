@@ -1,4 +1,4 @@
-"""CLIP score: how well a picture fits its prompt, by any CLIP.
+"""CLIP score: similarity of a picture and its prompt under any CLIP.
 
 Published "CLIP scores" differ in checkpoint, preprocessing and scale; here it is the cosine, with the checkpoint's own
 preprocessing.

@@ -22,7 +22,7 @@ _OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bi
 
 
 class ClipEncoder:
-    """Unit-length CLIP features of pictures and prompts; the text features of the last prompts are remembered.
+    """Unit-length CLIP features of pictures and prompts; the text features of the last prompts are cached.
 
     `preprocess` turns uint8 pictures [B, 3, H, W] into the vision tower's input; `clean` prepares a prompt for the tokenizer.
     The model is frozen and moved to `device` and `dtype`; features are float32 on `device`. Cosines are float32 too, except for
@@ -78,8 +78,8 @@ class ClipEncoder:
     def token_ids(self, prompts: Sequence[str]) -> Tensor:
         """Token ids [B, context], cut to the context with the end token kept.
 
-        Always padded to the full context, so a prompt's features do not depend on the prompts next to it. What the padding
-        holds is irrelevant: attention is causal and the features are read at the first end token.
+        Always padded to the full context, so a prompt's features do not depend on the prompts next to it. The values of the
+        padding are irrelevant: attention is causal and the features are read at the first end token.
         """
         texts = [self.clean(p) for p in prompts] if self.clean else list(prompts)
         length = self.model.config.text_config.max_position_embeddings
@@ -88,7 +88,7 @@ class ClipEncoder:
 
 
 class CLIPReward(PictureReward):
-    """One that scores by the cosine of a picture and its prompt under `encoder`, unless it says otherwise."""
+    """A reward that is by default the cosine of a picture and its prompt under `encoder`."""
 
     differentiable = True
     encoder: ClipEncoder
@@ -115,8 +115,8 @@ def load_clip(
 ) -> ClipEncoder:
     """The CLIP in a folder or Hugging Face repository, with its own preprocessing.
 
-    `tokenizer` and `preprocessor` (preprocessor_config.json, transformers' format only) name other places for those two;
-    without `text`, no tokenizer is looked for.
+    `tokenizer` and `preprocessor` (preprocessor_config.json, transformers' format only) are other places of those two;
+    without `text` no tokenizer is loaded.
     "auto" reads the open_clip files where there are any, because repositories that hold both (apple/DFN5B-...) describe
     the published preprocessing only there. Raises FileNotFoundError or ValueError if a file is missing or does not fit.
     """
@@ -159,7 +159,7 @@ def clip_model(path: str | Path) -> RewardModel | None:
 
 
 def clip_of(config: Any) -> RewardModel:
-    """A CLIP that scores a picture by its vision tower: a prompt's text features are computed once and kept."""
+    """The cost of a CLIP reward: the vision tower per picture; text features are computed once per prompt."""
     from transformers import CLIPModel
 
     model, side = CLIPModel(config), config.vision_config.image_size

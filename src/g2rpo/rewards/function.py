@@ -1,4 +1,4 @@
-"""Any Python function as a reward, named by the file it stands in."""
+"""Any Python function as a reward, named by its file."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from g2rpo.rewards.pixels import Preprocess, TargetReward, to_pil, to_tensor
 from g2rpo.rewards.weights import CLIP_FILES
 
 Detector = Callable[[Tensor], Sequence[Sequence[Detection]]]
-"""uint8 pictures [B, 3, H, W] -> what is in each. An attribute `labels` tells the classes, so that others are refused."""
+"""uint8 pictures [B, 3, H, W] -> the objects in each. With an attribute `labels`, the classes, others are refused."""
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 SAME = {
     "mouse": "computer mouse",

@@ -13,9 +13,9 @@ from torch import Tensor
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 RELATIONS = ("left of", "right of", "above", "below")
 MOST_OBJECTS = 16
-"""Of one class that are looked at, the most confident ones."""
+"""The most confident objects of a class that are considered."""
 FREE_SHARE = 0.1
-"""Of the objects' sizes together, by which their centres may differ without a relation."""
+"""The share of the sum of two objects' sizes by which their centres may differ without a relation."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ def is_correct(task: Task, found: Found, name_colours: NameColours) -> bool:
 
 
 def partial_score(task: Task, found: Found, name_colours: NameColours) -> float:
-    """Flow-GRPO's reward, at most 1, and 1 if all is right: the mean of what its clauses say.
+    """Flow-GRPO's reward, at most 1, and 1 if all is right: the mean over its clauses.
 
     A clause gives 1 - |count - objects| / count, negative for many more, and the same for objects of the right colour. Where
     the number is wrong, colour and position give 0. A position gives 1 if right, 0 and (as published) another 1 if wrong, and
-    nothing where the colour is wrong. `exclude` plays no part, since numbers must be exact.
+    nothing where the colour is wrong. `exclude` is not used, since counts must be exact.
     """
     matched: list[Sequence[Detection] | None] = []
     scores: list[float] = []
@@ -147,7 +147,7 @@ def _share(number: int, asked: int) -> float:
 
 
 def _stands(objects: Sequence[Detection], position: tuple[str, int], matched: Sequence[Sequence[Detection] | None]) -> bool:
-    """Whether all objects stand as asked beside all of an earlier clause."""
+    """Whether all objects have the required position relative to all objects of an earlier clause."""
     relation, target = position
     others = matched[target]
     return others is not None and all(relation in relations(a.box, b.box) for a in objects for b in others)

@@ -21,7 +21,7 @@ def pad_to_square(images: Tensor, size: int, antialias: bool = True) -> Tensor:
     """uint8 `images` [B, 3, H, W] -> float in [0, 1] (bicubic may overshoot a little), [B, 3, size, size].
 
     The longer side becomes `size`, and black bars fill the rest; nothing is cut off. The resize works on the tensor, as
-    upstream's does. A picture whose longer side is `size` already is padded too (upstream fails on it, if it is oblong).
+    upstream's does. A picture whose longer side is already `size` is padded too (upstream fails if it is not square).
     """
     height, width = images.shape[-2:]
     scale = size / max(height, width)

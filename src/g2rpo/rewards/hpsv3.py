@@ -18,7 +18,7 @@ from g2rpo.rewards.weights import TOKENIZER_FILES, build, check_config, fetch, g
 
 WEIGHTS = "HPSv3.safetensors"
 INSTRUCTION = ("data_collator_qwen.py", "hpsv3/dataset/data_collator_qwen.py")
-"""Upstream's file with the instruction, as it lies in the folder that `pip install --target` makes."""
+"""Upstream's file with the instruction: its path in the folder that `pip install --target` makes."""
 REWARD_TOKEN = "<|Reward|>"
 PIXELS = 256 * 28 * 28
 """Pixels of every picture after resizing."""
@@ -27,7 +27,7 @@ PIXELS = 256 * 28 * 28
 class HPSv3(PictureReward):
     """The mean of the preference that HPSv3 predicts (of a normal distribution; its width is not used).
 
-    Averages of published models go from -.2 (SD 2) to 10.6 (Kolors). Every picture is brought to about 200,000 pixels.
+    Averages of published models go from -.2 (SD 2) to 10.6 (Kolors). Every picture is resized to about 200,000 pixels.
 
     Args: `path`, the file HPSv3.safetensors, its folder or the repository; `instruction`, upstream's file data_collator_qwen.py
     (it is read, not run) or the folder that `pip install --no-deps --target FOLDER hpsv3==1.0.0` makes; `processor`, a folder
@@ -143,9 +143,9 @@ def _instruction(file: Path) -> str:
 
 
 def _with_frequencies(module: nn.Module) -> nn.Module:
-    """Gives a model on the meta device its rotary frequencies, which no state dict has.
+    """Sets the rotary frequencies of a model on the meta device; no state dict contains them.
 
-    Upstream moves its model to bfloat16 as a whole, for training too, so the weights are used to frequencies with 8 bits.
+    Upstream converts the whole model to bfloat16, in training too, so the weights were trained with rounded frequencies.
     """
     for parent in list(module.modules()):
         for name, child in parent.named_children():

@@ -43,7 +43,7 @@ def vision_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The entries under `prefix` that take part in a score, without it."""
+    """The entries under `prefix` that affect a score, with the prefix removed."""
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix) and not k.startswith(_UNUSED)}
 
 

@@ -24,13 +24,12 @@ _QUOTED = re.compile(r"\"([^\"]+)\"|“([^”]+)”|(?<!\w)'(.+?)'(?!\w)|‘([^�
 class OCR(TargetReward):
     """1 - edit distance / length, in [0, 1], of what is read and the text that the prompt asks for; 1 is exact.
 
-    The text is the prompt's metadata `text`, or else what stands in its first quotes; a prompt without either has no score.
+    The text is the prompt's metadata `text`, else the first quoted part; a prompt without either has no score.
     Case and spaces do not count, as in Flow-GRPO.
     Args: `detect`, whether text is looked for in the whole picture (about 1 s each on a core); without, the picture is read as
-    one line (about 10 ms). `contains`, whether a text with more around it is right too, as in Flow-GRPO; else more letters are
-    errors. `exact`, whether anything else than 1 becomes 0. `width`, the least width that a line is read at, at height 48: it
-    is padded to that, so that a smaller one is faster for short lines. Pictures are read
-    in as many threads as torch computes with.
+    one line (about 10 ms). `contains`, whether further text around it is allowed, as in Flow-GRPO; else it counts as
+    errors. `exact`, whether a score below 1 becomes 0. `width`, the least width of a line at height 48, to which it is padded;
+    a smaller one is faster for short lines. Pictures are read in as many threads as torch uses.
     """
 
     upstream, licence = "https://github.com/RapidAI/RapidOCR", "Apache-2.0"
@@ -46,7 +45,7 @@ class OCR(TargetReward):
 
     @staticmethod
     def target(prompt: str) -> str | None:
-        """The text that a picture of `prompt` is to show, None if it names none."""
+        """The text that a picture of `prompt` should show, None if it names none."""
         given = prompt.metadata.get("text") if isinstance(prompt, Prompt) else None
         quoted = _QUOTED.search(prompt)
         text = str(given) if given is not None else next(filter(None, quoted.groups())) if quoted else ""

@@ -134,7 +134,7 @@ _LAYER = (
 
 
 def clip_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """open_clip's state dict under CLIPModel's names; a name that is not known stays, for the loader to complain about.
+    """open_clip's state dict under CLIPModel's names; an unknown name is kept, so that loading reports it.
 
     Three things besides names: the fused query, key and value are cut apart; the projections, matrices that multiply from
     the right, become the transposed weights of Linear layers; `attn_mask`, a constant that old files store, is dropped.

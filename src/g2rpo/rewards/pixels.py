@@ -1,7 +1,7 @@
 """Preprocessing of pictures for learned rewards: check, quantise to 8 bits, resize, normalise.
 
-Published scores are scores of 8-bit pictures, so rewards see the picture as it would be saved: a score does not depend on
-whether the picture went through a file, a remote server or neither. Resizing is Pillow's, as in the published pipelines;
+Published scores are scores of 8-bit pictures, so pictures are rounded as if saved: a score is the same for a picture from a
+file, through a remote server, or from memory. Resizing is Pillow's, as in the published pipelines;
 the tensor resizes of other libraries differ from it by enough to change ranks inside a group.
 """
 
@@ -66,8 +66,8 @@ def to_tensor(pictures: Sequence[Image.Image]) -> Tensor:
 class PictureReward(Reward):
     """A reward of 8-bit pictures: a subclass scores at most `batch_size` rows at a time in `score_pictures`.
 
-    A picture with a NaN or infinite pixel is not shown to it: its score is NaN. So is the score of a row for which it answers
-    something that is not finite, `missing` in words. One warning counts both. Constructors raise OSError or ValueError, which
+    The score is NaN for a picture with a NaN or infinite pixel, which is not passed on, and for a result that is not finite;
+    `missing` describes the latter in words. One warning counts both. Constructors raise OSError or ValueError, which
     say what is missing or does not fit.
     """
 
@@ -75,8 +75,8 @@ class PictureReward(Reward):
     missing = "the model's score is not finite"
 
     def score_pictures(self, images: Tensor, prompts: list[Any]) -> Tensor:
-        """Scores [B] of uint8 images [B, 3, H, W]. Where pictures require a gradient, it gets the same 8-bit values as float32
-        with the gradient of what was rounded, and scores keep theirs, on their device."""
+        """Scores [B] of uint8 images [B, 3, H, W]. If pictures require a gradient, `images` are the same 8-bit values as
+        float32, with the gradient of the unrounded ones, and scores keep gradient and device."""
         raise NotImplementedError(f"{type(self).__name__} has no score_pictures")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -99,8 +99,8 @@ class PictureReward(Reward):
 
 
 class TargetReward(PictureReward):
-    """One for prompts that have a `target`, which `score_pictures` gets in their place. The others have no score; the first
-    time, a warning counts them."""
+    """A reward for prompts with a `target`, which `score_pictures` gets instead of the prompt. Prompts without one have no
+    score; the first time, a warning counts them."""
 
     _warned = False
 
@@ -131,7 +131,7 @@ def _chunks(rows: Sequence[T], size: int) -> list[list[T]]:
 
 
 def with_gradient(value: Tensor, smooth: Tensor) -> Tensor:
-    """`value`, float32, with the gradient of `smooth`: for what is rounded, or computed by Pillow."""
+    """`value`, float32, with the gradient of `smooth`: a straight-through gradient for rounding and Pillow's resize."""
     return smooth + (value.to(smooth) - smooth).detach()
 
 

@@ -1,7 +1,7 @@
 """A reward that another process computes: the client of `g2rpo.rewards.server`, or of any server with that protocol.
 
 For rewards whose dependencies do not fit into the trainer's environment, or whose model belongs on another GPU. The
-protocol is three lines of JSON, so a server can be written in any language:
+protocol is JSON, so a server can be written in any language:
 
     GET  /health                                                        -> {"status": "ok", "reward": "name", "right": 0.5}
     POST /score  {"images": ["<PNG, base64>", ...], "prompts": [...]}   -> {"scores": [0.31, null, ...]}

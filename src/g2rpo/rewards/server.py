@@ -237,7 +237,7 @@ class RewardServer:
         self.scoring.shutdown(wait=False, cancel_futures=True)
 
     def _has_asked(self, connection: Any) -> bool:
-        """Whether a connection may ask, and its body has begun to come."""
+        """Whether a connection is authorised and its body has begun to arrive."""
         begun = connection.cycle.body or not connection.cycle.more_body
         return bool(begun) and self._refusal(_headers(connection.scope)) is None
 
@@ -258,7 +258,7 @@ class RewardServer:
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data)), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": data, "more_body": rest})
-        if rest:  # what the client still sends: closing at once would reset the connection before it has read the answer
+        if rest:  # drain the request: closing at once would reset the connection before the client has read the answer
             with contextlib.suppress(TimeoutError, _Gone):
                 async with asyncio.timeout(_LINGER_S):
                     while await body.piece():
@@ -287,7 +287,7 @@ class RewardServer:
         return {"scores": [float(score) if math.isfinite(score) else None for score in scores.tolist()]}
 
     def _refusal(self, headers: Mapping[str, str]) -> BadRequest | None:
-        """Why whoever sent `headers` may not ask; None if he may."""
+        """Why a request with these headers is refused; None if it is allowed."""
         if self.token is None and not is_loopback(host_of(headers.get("host", "localhost"))):
             # against DNS rebinding, by which a web page could read the answers
             return BadRequest(403, "without a token this server answers to loopback addresses only")
@@ -312,7 +312,7 @@ class RewardServer:
             self.clients -= 1
 
     async def _rest(self, body: _Body) -> bytes:
-        """What follows the first piece."""
+        """The rest of a body after its first piece."""
         pieces = []
         while piece := await _in_time(self.limits.gap_s, body.piece()):
             pieces.append(piece)
@@ -326,7 +326,8 @@ class RewardServer:
 
     @contextlib.contextmanager
     def _decoding(self, pixels: int) -> Iterator[None]:
-        """While entered, so many pixels of all that may be decoded at a time are taken; `BadRequest` if none become free."""
+        """While entered, reserves this many of the pixels that may be decoded at a time; `BadRequest` if too few become
+        free."""
         with self.room:
             if not self.room.wait_for(lambda: self.pixels_left >= pixels, self.limits.wait_s):
                 raise BadRequest(503, "busy")
@@ -351,7 +352,7 @@ LATE = BadRequest(408, "the body did not come in time")
 
 
 async def _in_time(seconds: float, coming: Awaitable[T], late: BadRequest = LATE) -> T:
-    """What `coming` returns within so many seconds; then `late` is raised."""
+    """The result of `coming`; raises `late` after so many seconds."""
     try:
         async with asyncio.timeout(seconds):
             return await coming
@@ -360,7 +361,7 @@ async def _in_time(seconds: float, coming: Awaitable[T], late: BadRequest = LATE
 
 
 class _Body:
-    """The body of a request, as it comes."""
+    """The body of a request, piece by piece."""
 
     def __init__(self, receive: Callable[[], Any]) -> None:
         self.receive, self.more = receive, True

@@ -91,7 +91,7 @@ def token_from(variable: str | None) -> str | None:
 
 
 def check_patience(*, timeout_s: float, retries: int, backoff_s: float, concurrency: int) -> None:
-    """Raise ValueError for settings with which nothing would be asked, or waiting would not end."""
+    """Raise ValueError for settings that would send no request or wait forever."""
     for name, value, low, high in (
         ("timeout_s", timeout_s, 1e-3, 86_400),
         ("retries", retries, 0, 1000),
@@ -149,10 +149,10 @@ def request_json(
 def _exchange(
     url: str, headers: Mapping[str, str], data: bytes | None, timeout_s: float, token: str | None
 ) -> tuple[int, str, bytes]:
-    """Status, its words, and the body. `NoAnswer` as `request_json`.
+    """Status, reason phrase and body. Raises `NoAnswer` as `request_json` does.
 
-    A timeout of httpx bounds each read, and a peer that sends a byte at a time never reaches it. So a thread reads, and is left
-    when the time is over; it ends because its connection is closed, or with its next read's timeout.
+    A timeout of httpx bounds each read, so a peer that sends a byte at a time never reaches it. So a thread reads, and is
+    abandoned at the time limit; it ends because its connection is closed, or with the timeout of its next read.
     """
     import httpx
 
@@ -196,7 +196,7 @@ def _printable(text: str) -> str:
 
 
 def brief(answer: Any) -> str:
-    """The beginning of an answer, for messages; printable, however deep it is."""
+    """The beginning of an answer, for messages; printable, also if deeply nested."""
     return reprlib.repr(answer)
 
 

@@ -1,4 +1,4 @@
-"""Read published state dicts safely and say clearly when a file is not the model that was asked for."""
+"""Read published state dicts safely; refuse a file that is not the requested model, with a clear message."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged, or no safetensors file ({error})") from None
     try:
-        # Mapped where the format allows it, so that several processes on a machine share one copy of the file in memory.
+        # Mapped if the format allows it, so that several processes on a machine share one copy in memory.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise ValueError(

@@ -31,7 +31,7 @@ def yes_probability(answer: Any) -> float:
 
 
 def first_token(answer: Any) -> list[tuple[str, float]]:
-    """The likely values of a completion's first token, with their probabilities; none where the answer is empty."""
+    """The likeliest first tokens of a completion with their probabilities; empty if the answer is empty."""
     try:
         content = answer["choices"][0]["logprobs"]["content"]
         if content == []:

@@ -18,9 +18,9 @@ _HOLDS: dict[Relation, Callable[[Found, Found], bool]] = {
 def check(scene: Scene, objects: list[Found]) -> dict[str, float]:
     """Answers by question; all are 1 exactly when the picture shows the scene and nothing else.
 
-    Of each group: is there such an object (half an answer for the right colour or the right shape), are there as many
-    as asked, and, where a size is named, which part of them has it. Of the scene: which part of the pairs obeys the
-    relation, and which part of all objects belongs to it.
+    For each group: is there such an object (.5 for the right colour or shape alone), is the count right and, if a size is
+    named, the share of objects that have it. For the scene: the share of pairs that satisfy the relation, and the share of
+    all objects that belong to it.
     """
     members = [[o for o in objects if (o.colour, o.shape) == kind(group)] for group in scene.groups]
     others = [o for o in objects if not any(o in found for found in members)]
@@ -38,5 +38,5 @@ def check(scene: Scene, objects: list[Found]) -> dict[str, float]:
 
 
 def _resemblance(group: Group, others: list[Found]) -> float:
-    """Half, where some other object has the group's colour or its shape."""
+    """0.5 if another object has the group's colour or shape, else 0."""
     return 0.5 if any(o.colour == group.colour or o.shape == group.shape for o in others) else 0.0

@@ -52,7 +52,7 @@ def detect(image: Floats) -> list[Found]:
 
 
 def _describe(difference: Floats, labels: NDArray[np.int32], k: int, box: tuple, ground: Floats) -> Found | None:
-    """The object of component `k`, which lies in `box`, or None where it is only a speck."""
+    """The object of component `k`, which lies in `box`, or None if it is too small."""
     rows, cols = (slice(max(s.start - 1, 0), s.stop + 1) for s in box)
     inside = labels[rows, cols] == k
     if inside.sum() < SPECK:

@@ -1,4 +1,4 @@
-"""Text <-> scene, and which compositions are held out.
+"""Prompts and scenes: rendering, parsing, and the held-out compositions.
 
     prompt = group | group relation group
     group  = ("a" | "one" | "two" | "three") [size] colour shape

@@ -63,8 +63,8 @@ class SceneAccuracy(Reward):
 class SceneCLIP(Reward):
     """Cosine of the picture and its prompt under the testbed's tiny CLIP, in [-1, 1].
 
-    It sees counts, colours, shapes and sizes, but hardly which group is on which side: as its large sisters do, it reads
-    prompts much as bags of words.
+    It is sensitive to counts, colours, shapes and sizes, but hardly to positions: like larger CLIPs it treats prompts nearly
+    as bags of words.
     """
 
     folder = "clip"
