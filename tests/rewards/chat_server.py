@@ -1,32 +1,26 @@
 """A small OpenAI-compatible server with a language model of eight words, which answers as vLLM and llama.cpp do."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
 
 from PIL import Image, ImageStat
 
-from g2rpo.rewards.server import RewardServer
 from tests.support.servers import serving
 
 WORDS = ("Yes", " yes", "YES", "No", " no", "The", "I", "\u2581Yes")
-Logits = Callable[[float, str], Sequence[float]]
 
 
-def brightness(logits_of_yes: float) -> Logits:
+def brightness(logits_of_yes):
     """A model that says yes to bright pictures: its logits of `WORDS`, from a picture's mean in [0, 1] and the text."""
     return lambda mean, text: (logits_of_yes * mean, mean, -2.0, 1.0, 0.5, -1.0, -3.0, -2.5)
 
 
 @contextmanager
-def running(server: ThreadingHTTPServer | RewardServer) -> Iterator[str]:
+def running(server):
     """The address of a server while it runs."""
     with serving(server):
         host, port = server.server_address[:2]
@@ -39,17 +33,17 @@ class ChatServer(ThreadingHTTPServer):
     vLLM knows its model by name, allows 20 log-probs, and writes -inf as -9999; llama.cpp takes any name.
     """
 
-    def __init__(self, style: Literal["vllm", "llama.cpp"], logits: Logits | None = None, says: str | None = None) -> None:
+    def __init__(self, style, logits=None, says=None):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.style, self.logits, self.says = style, logits or brightness(4.0), says
-        self.requests: list[dict[str, Any]] = []
+        self.requests = []
         self.finish, self.logprobs, self.vision = "stop", True, True
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
-    def complete(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def complete(self, body):
         """Status and answer of a chat completion."""
         self.requests.append(body)
         vllm = self.style == "vllm"
@@ -60,7 +54,7 @@ class ChatServer(ThreadingHTTPServer):
         if not self.vision:
             return self.error(500, "server_error", "image input is not supported")
         row = self.first_token(body)
-        message: dict[str, Any] = {"role": "assistant", "content": row["token"] if self.says is None else self.says}
+        message = {"role": "assistant", "content": row["token"] if self.says is None else self.says}
         if self.finish == "length":
             message["content"] = None
         asked = bool(body.get("logprobs")) and self.logprobs
@@ -69,7 +63,7 @@ class ChatServer(ThreadingHTTPServer):
         rest = {"prompt_logprobs": None} if vllm else {"timings": {"predicted_n": 1}}
         return 200, {"id": "chatcmpl-1", "object": "chat.completion", "choices": [choice], "usage": {}, **rest}
 
-    def first_token(self, body: dict[str, Any]) -> dict[str, Any]:
+    def first_token(self, body):
         picture, text = body["messages"][0]["content"]
         png = base64.b64decode(picture["image_url"]["url"].partition(",")[2])
         mean = sum(ImageStat.Stat(Image.open(io.BytesIO(png))).mean) / 3 / 255
@@ -79,15 +73,15 @@ class ChatServer(ThreadingHTTPServer):
         rows.sort(key=lambda row: -row["logprob"])
         return {**rows[0], "top_logprobs": rows[: body.get("top_logprobs", 0)]}
 
-    def row(self, number: int, word: str, logprob: float) -> dict[str, Any]:
+    def row(self, number, word, logprob):
         own = {"token": word, "bytes": list(word.encode()), "logprob": max(logprob, -9999.0)}
         return own if self.style == "vllm" else {"id": number, **own}
 
-    def error(self, status: int, kind: str, message: str) -> tuple[int, dict[str, Any]]:
+    def error(self, status, kind, message):
         more = {"param": None} if self.style == "vllm" else {}
         return status, {"error": {"message": message, "type": kind, **more, "code": status}}
 
-    def models(self) -> dict[str, Any]:
+    def models(self):
         vllm = self.style == "vllm"
         row = {"id": "judge" if vllm else "/models/judge.gguf", "object": "model", "owned_by": "vllm" if vllm else "llamacpp"}
         return {"object": "list", "data": [row]}
@@ -96,14 +90,14 @@ class ChatServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: ChatServer
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.answer(200, self.server.models())
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.answer(*self.server.complete(body))
 
-    def answer(self, status: int, content: dict[str, Any]) -> None:
+    def answer(self, status, content):
         data = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -111,5 +105,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *arguments: Any) -> None:
+    def log_message(self, *arguments):
         pass

@@ -1,10 +1,7 @@
 """Random GenEval tasks, pictures and detections, and a small CLIP that knows colours: for tools/record_geneval_oracle.py, which
 runs upstream's scoring on them, and for the tests, which run ours. Needs only NumPy and Pillow."""
 
-from __future__ import annotations
-
 import zlib
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -27,7 +24,7 @@ RGB = {
 RELATIONS = ("left of", "right of", "above", "below")
 
 
-def task(random: np.random.RandomState) -> dict[str, Any]:
+def task(random):
     """Metadata of one of GenEval's six kinds, or of a mixture that GenEval's prompts do not have."""
     tag = random.choice(["single_object", "two_object", "counting", "colors", "position", "color_attr", "mixed"])
     a, b = random.choice(CLASSES, 2, replace=False).tolist()
@@ -53,7 +50,7 @@ def task(random: np.random.RandomState) -> dict[str, Any]:
     return {"tag": str(tag), "include": [first] if tag in ("single_object", "colors") else [first, second], "prompt": "x"}
 
 
-def case(seed: int) -> tuple[np.ndarray, dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray] | None]:
+def case(seed):
     """A uint8 picture [H, W, 3], metadata, boxes [n, 5] with confidence by class, and perhaps masks [n, H, W] by class.
 
     Objects are drawn in colours, often those that are asked for, so that right and wrong answers are both common.
@@ -80,12 +77,12 @@ def case(seed: int) -> tuple[np.ndarray, dict[str, Any], dict[str, np.ndarray], 
     return picture, metadata, boxes, masks if random.rand() < 0.5 else None
 
 
-def see(picture: Image.Image) -> np.ndarray:
+def see(picture):
     """What the small CLIP sees: the mean colour of a picture of 8 x 8 pixels, less grey."""
     return np.asarray(picture.resize((8, 8), Image.Resampling.BICUBIC)).reshape(-1, 3).mean(0) - 128.0
 
 
-def read(text: str) -> np.ndarray:
+def read(text):
     """A colour's direction, a little different in every text."""
     named = next(colour for name, colour in RGB.items() if name in text)
     noise = np.random.RandomState(zlib.crc32(text.encode())).standard_normal(3)

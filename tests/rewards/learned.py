@@ -2,29 +2,32 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from tests.rewards.oracle_inputs import fixed_state
+from tests.rewards.oracle_inputs import fixed_image, fixed_state
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOKENIZER = str(FIXTURES / "clip_tokenizer")
 
 
-def oracle(name: str) -> dict[str, Any]:
+def oracle(name):
     """What was recorded of an upstream package (tools/record_reward_oracles.py)."""
     return json.loads((FIXTURES / f"{name}.json").read_text())
 
 
-def state_of(shapes: dict[str, list[int]], gain: float = 1.0) -> dict[str, Tensor]:
+def state_of(shapes, gain=1.0):
     return {k: torch.from_numpy(np.array(v)) for k, v in fixed_state(shapes, gain).items()}
 
 
-def save_pickscore(folder: Path) -> str:
+def picture_of(name):
+    """A uint8 picture [1, 3, H, W] that upstream packages have scored."""
+    return torch.from_numpy(fixed_image(name)).permute(2, 0, 1)[None]
+
+
+def save_pickscore(folder):
     """The recorded PickScore as transformers saves a CLIP and its processor."""
     recorded = oracle("pickscore")
     folder.mkdir(exist_ok=True)
@@ -36,7 +39,7 @@ def save_pickscore(folder: Path) -> str:
     return str(folder)
 
 
-def openai_clip_dir(folder: Path) -> str:
+def openai_clip_dir(folder):
     """The recorded OpenAI CLIP as a folder in open_clip's format: same names, quick_gelu, one head per 64 channels."""
     recorded = oracle("aesthetic")
     sizes = recorded["clip"]
@@ -54,12 +57,12 @@ def openai_clip_dir(folder: Path) -> str:
     return str(folder)
 
 
-def save_learned(folder: Path) -> dict[str, dict[str, Any]]:
+def save_learned(folder):
     """Saves the weights of all of them below `folder`; returns each one's options, by its name in a config."""
     hps, reward = oracle("hpsv2"), oracle("image_reward")
     torch.save({"state_dict": state_of(hps["state_dict"])}, folder / "HPS_v2.1_compressed.pt")
     torch.save(state_of(reward["state_dict"]), folder / "ImageReward.pt")
-    torch.save(state_of(oracle("aesthetic")["state_dict"]), folder / "sac+logos+ava1-l14-linearMSE.pth")
+    torch.save(state_of(oracle("aesthetic")["state_dict"], gain=1.7), folder / "sac+logos+ava1-l14-linearMSE.pth")
     pick, where = save_pickscore(folder / "pickscore"), str(folder)
     return {
         "hpsv2": {"path": where, "tokenizer": TOKENIZER, "model_cfg": hps["model_cfg"]},

@@ -5,10 +5,7 @@ streams NumPy has frozen. So upstream's class (in its own environment) and ours 
 fixtures are only the names and shapes of upstream's state dict, and what upstream answered. Needs only NumPy.
 """
 
-from __future__ import annotations
-
 import zlib
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -76,7 +73,7 @@ TINY_MED = {
 TINY_BLIP_VIT = {"img_size": 224, "patch_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
 
-def fixed_weight(name: str, shape: Sequence[int], gain: float = 1.0) -> np.ndarray:
+def fixed_weight(name, shape, gain=1.0):
     """A float32 array for the parameter `name`: scales near 1, biases near 0, matrices that keep their input's size."""
     seed = zlib.crc32(f"{name} {list(shape)}".encode())
     noise = np.random.RandomState(seed).standard_normal(tuple(shape))
@@ -94,12 +91,12 @@ def fixed_weight(name: str, shape: Sequence[int], gain: float = 1.0) -> np.ndarr
     return value.astype(np.float32)
 
 
-def fixed_state(shapes: Mapping[str, Sequence[int]], gain: float = 1.0) -> dict[str, np.ndarray]:
+def fixed_state(shapes, gain=1.0):
     """Every entry of a state dict, given its names and shapes."""
     return {name: fixed_weight(name, shape, gain) for name, shape in shapes.items()}
 
 
-def fixed_image(name: str) -> np.ndarray:
+def fixed_image(name):
     """A uint8 picture [H, W, 3]: slow colour ramps, a hard-edged disk and noise."""
     height, width = SIZES[name]
     y, x = np.mgrid[0:height, 0:width]

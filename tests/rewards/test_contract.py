@@ -1,17 +1,11 @@
 """What every reward promises: shapes, types, NaN for "no score", the same score whatever stands beside it, clear errors."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from g2rpo.core.types import Reward
 from g2rpo.rewards import clip_encoder, pixels, weights
@@ -21,29 +15,28 @@ from g2rpo.rewards.clip import CLIPScore
 from g2rpo.rewards.function import FunctionReward
 from g2rpo.rewards.hpsv2 import HPSv2, pad_to_square
 from g2rpo.rewards.image_reward import ImageReward
+from g2rpo.rewards.open_clip import clip_config
 from g2rpo.rewards.pickscore import PickScore
 from g2rpo.rewards.pixels import to_uint8
-from tests.rewards.learned import TOKENIZER, openai_clip_dir, oracle, save_learned, state_of
+from tests.rewards.learned import TOKENIZER, openai_clip_dir, oracle, state_of
 from tests.rewards.oracle_inputs import PROMPTS
+
+LEARNED = {"hpsv2": HPSv2, "pickscore": PickScore, "clip_score": CLIPScore, "aesthetic": Aesthetic, "image_reward": ImageReward}
+ANALYTIC = {"jpeg": JPEGSize, "bright": Brightness, "saturation": Saturation}
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[..., Reward]]:
+def built(learned):
     """Every learned reward on its tiny weights, as functions of further arguments."""
-    options = save_learned(tmp_path_factory.mktemp("models"))
-    return {name: partial(kind, **options[name]) for name, kind in LEARNED.items()}
+    return {name: partial(kind, **learned[name]) for name, kind in LEARNED.items()}
 
 
-LEARNED = {"hpsv2": HPSv2, "pickscore": PickScore, "clip_score": CLIPScore, "aesthetic": Aesthetic, "image_reward": ImageReward}
-ANALYTIC: dict[str, Callable[..., Reward]] = {"jpeg": JPEGSize, "bright": Brightness, "saturation": Saturation}
-
-
-def pictures(count: int, height: int = 40, width: int = 52) -> Tensor:
+def pictures(count, height=40, width=52):
     return torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(count))
 
 
 @pytest.mark.parametrize("name", [*LEARNED, *ANALYTIC])
-def test_scores_are_float32_on_cpu_and_nan_only_where_a_pixel_is(built: dict[str, Callable[..., Reward]], name: str) -> None:
+def test_scores_are_float32_on_cpu_and_nan_only_where_a_pixel_is(built, name):
     reward = {**built, **ANALYTIC}[name]()
     assert isinstance(reward, Reward)
     images = pictures(5)
@@ -59,7 +52,7 @@ def test_scores_are_float32_on_cpu_and_nan_only_where_a_pixel_is(built: dict[str
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_a_score_does_not_depend_on_the_batch(built: dict[str, Callable[..., Reward]], name: str) -> None:
+def test_a_score_does_not_depend_on_the_batch(built, name):
     images, prompts = pictures(7), [PROMPTS[i] for i in (0, 1, 0, 2, 4, 4, 3)]
     together = built[name](batch_size=32)(images, prompts)
     alone = built[name](batch_size=1)
@@ -71,24 +64,23 @@ def test_a_score_does_not_depend_on_the_batch(built: dict[str, Callable[..., Rew
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_bfloat16_is_close_and_nothing_is_trainable(built: dict[str, Callable[..., Reward]], name: str) -> None:
-    full, half = built[name](), built[name](dtype="bfloat16")
-    images = pictures(5)
+def test_bfloat16_is_close_and_nothing_is_trainable(built, name):
+    images, half = pictures(5), built[name](dtype="bfloat16")
+    exact, rounded = built[name]()(images, PROMPTS), half(images, PROMPTS)
     # bfloat16 keeps 8 bits: 0.4 % per operation; these networks have a few dozen in a row
-    scale = full(images, PROMPTS).abs().max().item()
-    torch.testing.assert_close(half(images, PROMPTS), full(images, PROMPTS), atol=0.1 * max(scale, 1.0), rtol=0)
-    assert not torch.equal(half(images, PROMPTS), full(images, PROMPTS))
+    torch.testing.assert_close(rounded, exact, atol=0.1 * max(exact.abs().max().item(), 1.0), rtol=0)
+    assert not torch.equal(rounded, exact)
     modules = [value for value in vars(half).values() if isinstance(value, torch.nn.Module)]
     modules += [half.encoder.model] if hasattr(half, "encoder") else []
     assert modules
-    assert not any(p.requires_grad for m in modules for p in m.parameters())
-    assert not any(m.training for module in modules for m in module.modules())
-    with pytest.raises(ValueError, match="bfloat16, got 'float8'"):
+    assert not any(p.requires_grad for module in modules for p in module.parameters())
+    assert not any(part.training for module in modules for part in module.modules())
+    with pytest.raises(ValueError, match="float8"):
         built[name](dtype="float8")
 
 
 @pytest.mark.parametrize("name", ["hpsv2", "clip_score"])
-def test_float16_scores_are_float16_as_the_published_code_has_them(built: dict[str, Callable[..., Reward]], name: str) -> None:
+def test_float16_scores_are_float16_as_the_published_code_has_them(built, name):
     """It multiplies features under float16 autocast: operands and the product are float16, so that scores from .25 to .5 are
     multiples of 2^-12. In bfloat16 the product stays float32."""
     half, images = built[name](dtype="float16"), pictures(5)
@@ -100,43 +92,37 @@ def test_float16_scores_are_float16_as_the_published_code_has_them(built: dict[s
     assert not torch.equal(coarse, coarse.bfloat16().float())
 
 
-def test_a_prompt_is_encoded_once_and_the_memory_is_bounded(
-    built: dict[str, Callable[..., Reward]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder = built["clip_score"]().encoder  # type: ignore[attr-defined]
-    asked: list[list[str]] = []
-    real = encoder.token_ids
-    encoder.token_ids = lambda prompts: asked.append(list(prompts)) or real(prompts)
-    first = encoder.text_features(["a", "b", "a"])
-    again = encoder.text_features(["b", "a", "c"])
-    assert asked == [["a", "b"], ["c"]]
-    assert torch.equal(first[0], again[1])
+def test_a_prompt_is_encoded_once_and_the_memory_is_bounded(built, monkeypatch):
     monkeypatch.setattr(clip_encoder, "TEXT_CACHE_SIZE", 2)
-    encoder.text_features(["d", "e", "f", "a"])
-    assert asked[-1] == ["d", "e", "f"]
-    encoder.text_features(["f", "a"])
-    assert len(asked) == 3
+    encoder, encoded = built["clip_score"]().encoder, []
+    tokenize = encoder.token_ids
+    encoder.token_ids = lambda prompts: encoded.append(list(prompts)) or tokenize(prompts)
+    features = [
+        encoder.text_features(prompts) for prompts in (["a", "b", "a"], ["b", "a", "c"], ["d", "e", "f", "a"], ["f", "a"])
+    ]
+    assert encoded == [["a", "b"], ["c"], ["d", "e", "f"]]
+    assert torch.equal(features[0][0], features[1][1])
 
 
 @pytest.mark.parametrize(
-    ("images", "prompts", "says"),
+    ("images", "prompts"),
     [
-        (torch.zeros(2, 3, 8, 8), ["one"], "one prompt per image: got 2"),
-        (torch.zeros(2, 3, 8, 8), "no", "one prompt per image"),
-        (torch.zeros(3, 8, 8), ["a"], r"\[B, 3, H, W\]"),
-        (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), ["a"], "float"),
-        (torch.full((1, 3, 8, 8), -1.0), ["a"], r"\[0, 1\], got values from -1"),
-        (torch.full((1, 3, 8, 8), 255.0), ["a"], "to 255"),
+        (torch.zeros(2, 3, 8, 8), ["one"]),
+        (torch.zeros(2, 3, 8, 8), "no"),
+        (torch.zeros(3, 8, 8), ["a"]),
+        (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), ["a"]),
+        (torch.full((1, 3, 8, 8), -1.0), ["a"]),
+        (torch.full((1, 3, 8, 8), 255.0), ["a"]),
     ],
 )
-def test_a_wrong_batch_is_refused(images: Tensor, prompts: Sequence[str], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_wrong_batch_is_refused(images, prompts):
+    with pytest.raises(ValueError, match=r"one prompt per image|\[B, 3, H, W\]|float|\[0, 1\]"):
         Brightness()(images, prompts)
 
 
-def test_a_model_that_answers_infinity_gives_no_score() -> None:
+def test_a_model_that_answers_infinity_gives_no_score():
     class Infinite(pixels.PictureReward):
-        def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
+        def score_pictures(self, images, prompts):
             return torch.tensor([1.0, torch.inf])
 
     scores = Infinite()(pictures(2), ["a", "b"])
@@ -144,106 +130,93 @@ def test_a_model_that_answers_infinity_gives_no_score() -> None:
     assert torch.isnan(scores[1])
 
 
-def test_images_are_quantised_as_they_would_be_saved() -> None:
+def test_images_are_quantised_as_they_would_be_saved():
     x = torch.tensor([-0.001, 0.0, 0.4999 / 255, 0.5001 / 255, 1.0, 1.001]).view(1, 1, 1, 6).expand(1, 3, 1, 6)
     assert pixels.to_uint8(x)[0, 0, 0].tolist() == [0, 0, 0, 1, 255, 255]
 
 
-@pytest.mark.parametrize(("height", "width"), [(32, 20), (20, 32), (33, 64), (200, 7), (31, 32)])
-def test_hps_padding_always_fills_the_square(height: int, width: int) -> None:
-    padded = pad_to_square(torch.full((1, 3, height, width), 255, dtype=torch.uint8), 32)
-    assert padded.shape == (1, 3, 32, 32)
-    filled = padded[0, 0] > 0.5
-    longest = max(height, width)
-    assert filled.any(dim=1).sum() == round(height * 32 / longest)
-    assert filled.any(dim=0).sum() == round(width * 32 / longest)
+@pytest.mark.parametrize(("height", "width"), [(32, 20), (33, 64), (200, 7)])
+def test_hps_padding_always_fills_the_square(height, width):
+    filled = pad_to_square(torch.full((1, 3, height, width), 255, dtype=torch.uint8), 32)[0, 0] > 0.5
+    assert filled.shape == (32, 32)
+    for axis, side in ((1, height), (0, width)):
+        assert filled.any(dim=axis).sum() == round(side * 32 / max(height, width))
 
 
 # --- files that are not what was asked for -------------------------------------------------------------------------
 
 
-def test_a_wrong_state_dict_is_named(tmp_path: Path) -> None:
-    hps = oracle("hpsv2")
-    state = state_of(hps["state_dict"])
-    file = tmp_path / "HPS_v2.1_compressed.pt"
-    torch.save({"state_dict": state}, file)
-    with pytest.raises(ValueError, match=r"does not fit HPSv2.1.*of another shape.*width 32, 2 layers"):
-        HPSv2(str(file), tokenizer=TOKENIZER)
-    torch.save(state, file)
-    with pytest.raises(ValueError, match=r"under 'state_dict'; it holds .*positional_embedding"):
-        HPSv2(str(file), tokenizer=TOKENIZER, model_cfg=hps["model_cfg"])
-    gone = {k: v for k, v in state.items() if k != "visual.proj"} | {"head.weight": torch.zeros(1)}
-    torch.save({"state_dict": gone}, file)
-    with pytest.raises(ValueError, match=r"1 missing \(visual_projection.weight\); 1 unexpected \(head.weight\)"):
-        HPSv2(str(file), tokenizer=TOKENIZER, model_cfg=hps["model_cfg"])
-    torch.save({"state_dict": state_of(oracle("image_reward")["state_dict"])}, file)
-    with pytest.raises(ValueError, match="It seems to be an ImageReward"):
-        HPSv2(str(file), tokenizer=TOKENIZER, model_cfg=hps["model_cfg"])
-    torch.save(state, tmp_path / "ImageReward.pt")
-    with pytest.raises(ValueError, match=r"not ImageReward v1.0. It seems to be a CLIP in open_clip format"):
-        ImageReward(str(tmp_path))
-    torch.save(state_of(oracle("aesthetic")["published_state_dict"]), tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
-    with pytest.raises(ValueError, match="MLP for features of width 768"):
-        Aesthetic(str(tmp_path), clip=openai_clip_dir(tmp_path))
-
-
-def test_files_of_torch_before_1_6_are_read(tmp_path: Path) -> None:
-    state = state_of(oracle("aesthetic")["state_dict"])
-    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    torch.save(state, tmp_path / "new.pth")
-    old, new = (weights.read_state_dict(tmp_path / name) for name in ("old.pth", "new.pth"))
-    assert old.keys() == new.keys()
-    assert all(torch.equal(old[k], new[k]) for k in old)
-
-
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
+class Code:
+    def __reduce__(self):
         return (print, ("this must not run",))
 
 
-def test_nothing_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"state_dict": Evil()}, tmp_path / "HPS_v2.1_compressed.pt")
-    with pytest.raises(ValueError, match="holds more than tensors"):
-        HPSv2(str(tmp_path), tokenizer=TOKENIZER)
+def test_what_is_not_hpsv2_is_named_and_not_run(tmp_path, capsys):
+    hps = oracle("hpsv2")
+    state = state_of(hps["state_dict"])
+    renamed = {k: v for k, v in state.items() if k != "visual.proj"} | {"head.weight": torch.zeros(1)}
+    for content, options, fact in (
+        ({"state_dict": state}, {}, "another shape.*width 32, 2 layers"),
+        (state, hps, "under 'state_dict'.*positional_embedding"),
+        ({"state_dict": renamed}, hps, "visual_projection.weight.*head.weight"),
+        ({"state_dict": state_of(oracle("image_reward")["state_dict"])}, hps, "seems to be an ImageReward"),
+        ({"state_dict": Code()}, hps, "more than tensors"),
+    ):
+        torch.save(content, tmp_path / "weights.pt")
+        with pytest.raises(ValueError, match=fact):
+            HPSv2(str(tmp_path / "weights.pt"), tokenizer=TOKENIZER, **({"model_cfg": options["model_cfg"]} if options else {}))
     assert "must not run" not in capsys.readouterr().out
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no HPS_v2.1_compressed.pt; it holds nothing"):
+def test_weights_of_another_reward_are_named(tmp_path):
+    torch.save(state_of(oracle("hpsv2")["state_dict"]), tmp_path / "ImageReward.pt")
+    with pytest.raises(ValueError, match="seems to be a CLIP in open_clip format"):
+        ImageReward(str(tmp_path))
+    torch.save(state_of(oracle("aesthetic")["published_state_dict"]), tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
+    with pytest.raises(ValueError, match="width 768"):
+        Aesthetic(str(tmp_path), clip=openai_clip_dir(tmp_path))
+
+
+def test_files_of_torch_before_1_6_are_read(tmp_path):
+    state = state_of(oracle("aesthetic")["state_dict"])
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    read = weights.read_state_dict(tmp_path / "old.pth")
+    assert read.keys() == state.keys() and all(torch.equal(read[k], state[k]) for k in state)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="HPS_v2.1_compressed.pt"):
         HPSv2(str(tmp_path), tokenizer=TOKENIZER)
-    with pytest.raises(FileNotFoundError, match="neither a file, a folder, nor"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         weights.fetch(str(tmp_path / "nowhere"), "x.pt")
-    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+    with pytest.raises(FileNotFoundError, match="tokenizer"):
         clip_encoder.load_clip_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="format must be"):
-        CLIPScore(str(tmp_path), format="onnx")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="onnx"):
+        CLIPScore(str(tmp_path), format="onnx")
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("part", "key", "value"),
     [
-        ({"vision_cfg": {"timm_model_name": "vit_base"}}, "vision_cfg.timm_model_name"),
-        ({"vision_cfg": {"pool_type": "avg"}}, "vision_cfg.pool_type"),
-        ({"text_cfg": {"hf_model_name": "roberta-base"}}, "text_cfg.hf_model_name"),
-        ({"text_cfg": {"no_causal_mask": True}}, "text_cfg.no_causal_mask"),
-        ({"init_logit_bias": -10}, "init_logit_bias"),
-        ({"vision_cfg": {"layers": [3, 4, 6, 3]}}, "not ResNets"),
+        ("vision_cfg", "timm_model_name", "vit_base"),
+        ("vision_cfg", "pool_type", "avg"),
+        ("text_cfg", "hf_model_name", "roberta-base"),
+        ("text_cfg", "no_causal_mask", True),
+        (None, "init_logit_bias", -10),
+        ("vision_cfg", "layers", [3, 4, 6, 3]),
     ],
 )
-def test_other_architectures_of_open_clip_are_refused(change: dict[str, Any], says: str) -> None:
-    from g2rpo.rewards.open_clip import clip_config
-
-    base = oracle("open_clip")["model_cfg"]
-    config = {k: {**v, **change.get(k, {})} if isinstance(v, dict) else v for k, v in base.items()}
-    config |= {k: v for k, v in change.items() if k not in base}
-    with pytest.raises(ValueError, match=says):
+def test_other_architectures_of_open_clip_are_refused(part, key, value):
+    config = oracle("open_clip")["model_cfg"]
+    (config[part] if part else config)[key] = value
+    with pytest.raises(ValueError, match="ResNets" if key == "layers" else key):
         clip_config(config)
 
 
 # --- formulas and functions ----------------------------------------------------------------------------------------
 
 
-def test_analytic_rewards_are_their_formulas() -> None:
+def test_analytic_rewards_are_their_formulas():
     flat = torch.zeros(3, 3, 32, 32)
     flat[1] = 1.0
     flat[2, 0] = 0.8  # pure red
@@ -255,7 +228,7 @@ def test_analytic_rewards_are_their_formulas() -> None:
     assert JPEGSize()(noise, [""]).item() == pytest.approx(buffer.tell() / 1000)
     assert JPEGSize(negative=True)(noise, [""]).item() == -JPEGSize()(noise, [""]).item()
     assert JPEGSize()(noise, [""]) > JPEGSize()(pictures(1, 64, 64) * 0, [""])
-    with pytest.raises(ValueError, match="quality"):
+    with pytest.raises(ValueError):
         JPEGSize(quality=0)
 
 
@@ -265,19 +238,17 @@ def red(images, prompts, gain=1.0):
     return gain * images[:, 0].mean(dim=(1, 2))
 def listed(images, prompts):
     return [len(p) if p else None for p in prompts]
-def short(images, prompts):
-    return [1.0]
 class Counter:
     def __init__(self, start):
         self.count = start
     def __call__(self, images, prompts):
         self.count += 1
         return [float(self.count)] * len(prompts)
-not_a_function = 3
+number = 3
 """
 
 
-def test_any_function_is_a_reward(tmp_path: Path) -> None:
+def test_any_function_is_a_reward(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(SOURCE)
     images = pictures(2)
@@ -288,17 +259,9 @@ def test_any_function_is_a_reward(tmp_path: Path) -> None:
     assert torch.isnan(listed[1])
     counter = FunctionReward(f"{file}:Counter", options={"start": 5})
     assert [counter.scores(images, ["a", "b"]).tolist() for _ in range(2)] == [[6, 6], [7, 7]]
-    with pytest.raises(ValueError, match=r"should return 2 scores, one per image, but returned the shape \[1\]"):
-        FunctionReward(f"{file}:short").scores(images, ["a", "b"])
-    with pytest.raises(ValueError, match="should return 2 scores, one per image, but returned None"):
-        FunctionReward(lambda images, prompts: None).scores(images, ["a", "b"])
-
-
-def test_a_function_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(SOURCE)
-    with pytest.raises(ValueError, match="is a int, not a function or class"):
-        FunctionReward(f"{file}:not_a_function")
-    for bad in ("mine.py", "mine:red", f"{file}:", f"{file}:a-b", f"{file}:rde", f"{tmp_path}/other.py:red"):
+    for answer in ([1.0], None):
+        with pytest.raises(ValueError, match="should return 2 scores"):
+            FunctionReward(lambda images, prompts, answer=answer: answer).scores(images, ["a", "b"])
+    for bad in ("mine.py", "mine:red", f"{file}:", f"{file}:a-b", f"{file}:rde", f"{file}:number", f"{tmp_path}/other.py:red"):
         with pytest.raises(ValueError):
             FunctionReward(bad)

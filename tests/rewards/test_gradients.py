@@ -6,7 +6,6 @@ import torch
 from g2rpo.assembly.rewards import REWARDS
 from g2rpo.core.plugins import find
 from g2rpo.rewards.pixels import CLIP_STD, Preprocess, normalise, to_uint8
-from tests.rewards.learned import save_learned
 
 KINDS = {name: find("rewards", name, REWARDS) for name in REWARDS}
 DIFFERENTIABLE = [name for name, kind in KINDS.items() if kind.differentiable]
@@ -14,9 +13,8 @@ PROMPTS = ["a red circle", "two blue squares"]
 
 
 @pytest.fixture(scope="module")
-def rewards(tmp_path_factory):
-    options = save_learned(tmp_path_factory.mktemp("models"))
-    return {name: KINDS[name](**options.get(name, {})) for name in DIFFERENTIABLE}
+def rewards(learned):
+    return {name: KINDS[name](**learned.get(name, {})) for name in DIFFERENTIABLE}
 
 
 def pictures(side=64):

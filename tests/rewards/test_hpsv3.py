@@ -5,35 +5,28 @@ sums: 1e-5, as in test_parity. In bfloat16 (8 bits, .4 % an operation) orders ma
 the float32 scores is compared: of two samples of 25 from one distribution, one is twice the other once in a thousand times.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from g2rpo.rewards import hpsv3
 from g2rpo.rewards.hpsv3 import HPSv3, target_size
-from g2rpo.rewards.pixels import to_uint8
-from tests.rewards.learned import FIXTURES, oracle, state_of
-from tests.rewards.oracle_inputs import PROMPTS, fixed_image
+from tests.rewards.learned import FIXTURES, oracle, picture_of, state_of
+from tests.rewards.oracle_inputs import PROMPTS
 
 SCORE = 1e-5
 
 
-def save_hpsv3(folder: Path) -> dict[str, Any]:
+def save_hpsv3(folder):
     """Saves the recorded HPSv3 as it is published: weights, Qwen2-VL's folder, upstream's file with the instruction."""
     recorded = oracle("hpsv3")
     state = {k: v if k.startswith("rm_head") else v.bfloat16() for k, v in state_of(recorded["state_dict"]).items()}
     save_file(state, folder / "HPSv3.safetensors")
     base = folder / "qwen2_vl"
-    base.mkdir()
-    for file in (FIXTURES / "qwen2_tokenizer").iterdir():
-        (base / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(FIXTURES / "qwen2_tokenizer", base)
     (base / "config.json").write_text(json.dumps(recorded["config"]))
     (folder / "hpsv3" / "dataset").mkdir(parents=True)
     lines = f"import torch\nINSTRUCTION = {recorded['instruction']!r}\nprompt_with_special_token = {recorded['question']!r}\n"
@@ -42,51 +35,47 @@ def save_hpsv3(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def options(tmp_path_factory):
     return save_hpsv3(tmp_path_factory.mktemp("hpsv3"))
 
 
-def picture(name: str) -> Tensor:
-    return torch.from_numpy(fixed_image(name)).permute(2, 0, 1)[None] / 255
+def scores(reward, name):
+    return reward((picture_of(name) / 255).expand(len(PROMPTS), -1, -1, -1), PROMPTS)
 
 
-def scores(reward: HPSv3, name: str) -> Tensor:
-    return reward(picture(name).expand(len(PROMPTS), -1, -1, -1), PROMPTS)
-
-
-def worst(reward: HPSv3) -> float:
+def worst(reward):
     return max((scores(reward, c["image"]) - torch.tensor(c["float32"])).abs().max().item() for c in oracle("hpsv3")["cases"])
 
 
-def test_scores_are_upstreams(options: dict[str, Any]) -> None:
+def test_scores_are_upstreams(options):
     assert worst(HPSv3(**options, dtype="float32", batch_size=3)) < SCORE
 
 
-def test_tokens_and_patches_are_upstreams(options: dict[str, Any]) -> None:
+def test_tokens_and_patches_are_upstreams(options):
     reward, recorded = HPSv3(**options, dtype="float32"), oracle("hpsv3")
     ids, mask = reward._tokens(PROMPTS, 256)
     theirs = torch.tensor(recorded["token_ids"])
     assert torch.equal(ids.where(mask, -1), theirs.where(mask, -1))
     assert mask.sum(1).tolist() == (theirs != reward.tokenizer.pad_token_id).sum(1).tolist()
     for case in recorded["cases"]:
-        patches, grid = reward._patches(to_uint8(picture(case["image"])))
+        patches, grid = reward._patches(picture_of(case["image"]))
         assert grid.tolist() == [case["grid"]]
         torch.testing.assert_close(patches[::97, ::131].flatten(), torch.tensor(case["patches"]), atol=2e-6, rtol=0)
 
 
-def test_bfloat16_is_as_near_to_float32_as_upstreams(options: dict[str, Any]) -> None:
+def test_bfloat16_is_as_near_to_float32_as_upstreams(options):
     reward = HPSv3(**options)
     ours, theirs = [], []
     for case in oracle("hpsv3")["cases"]:
         exact = torch.tensor(case["float32"])
         ours.append(scores(reward, case["image"]) - exact)
         theirs.append(torch.tensor(case["bfloat16"]) - exact)
-    spread = torch.cat(theirs).square().mean().sqrt()
-    assert 0 < torch.cat(ours).square().mean().sqrt() < 2 * spread
+    spread, ours = (torch.cat(errors).square().mean().sqrt() for errors in (theirs, ours))
+    assert 0 < ours < 2 * spread
     assert reward.head[0].weight.dtype == torch.float32
 
 
-def test_every_planted_error_is_seen(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_planted_error_is_seen(options, monkeypatch):
     reward = HPSv3(**options, dtype="float32")
     with monkeypatch.context() as patch:  # the last token instead of the reward token
         patch.setattr(reward, "reward_token", reward.tokenizer.convert_tokens_to_ids("<|im_start|>"))
@@ -104,7 +93,7 @@ def test_every_planted_error_is_seen(options: dict[str, Any], monkeypatch: pytes
         assert worst(HPSv3(**options, dtype="float32")) > SCORE
 
 
-def rows_and_columns(position_ids: Tensor, side: int = 16) -> Tensor:
+def rows_and_columns(position_ids, side=16):
     """Qwen2-VL's own positions [3, B, L] for a picture of `side` x `side` tokens, where HPSv3 has 0, 1, 2, ..."""
     ids = torch.tensor(oracle("hpsv3")["token_ids"][0])
     start = int((ids == 261).nonzero()[0])  # <|image_pad|>
@@ -115,7 +104,7 @@ def rows_and_columns(position_ids: Tensor, side: int = 16) -> Tensor:
     return whole[:, None].expand(3, position_ids.shape[1], -1)
 
 
-def _exact_frequencies(module: torch.nn.Module) -> torch.nn.Module:
+def _exact_frequencies(module):
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if hasattr(child, "inv_freq"):
@@ -124,26 +113,26 @@ def _exact_frequencies(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def test_a_score_does_not_depend_on_the_batch_nor_on_special_tokens_in_a_prompt(options: dict[str, Any]) -> None:
+def test_a_score_does_not_depend_on_the_batch_nor_on_special_tokens_in_a_prompt(options):
     reward = HPSv3(**options, dtype="float32", batch_size=1)
     alone = scores(reward, "small")
     reward.batch_size = 5
     torch.testing.assert_close(scores(reward, "small"), alone, atol=SCORE, rtol=0)
-    odd = reward(picture("small").expand(2, -1, -1, -1), ["a <|image_pad|> <|Reward|>", "<|im_end|>"])
+    odd = reward((picture_of("small") / 255).expand(2, -1, -1, -1), ["a <|image_pad|> <|Reward|>", "<|im_end|>"])
     assert torch.isfinite(odd).all()
 
 
-def test_sizes_are_upstreams() -> None:
+def test_sizes_are_upstreams():
     for height, width, *theirs in oracle("hpsv3")["sizes"]:
         assert list(target_size(height, width, 28)) == theirs
 
 
-def test_what_is_missing_is_named(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no data_collator_qwen.py"):
+def test_what_is_missing_is_named(options, tmp_path):
+    with pytest.raises(FileNotFoundError, match="data_collator_qwen.py"):
         HPSv3(**{**options, "instruction": str(tmp_path)})
     (tmp_path / "data_collator_qwen.py").write_text("INSTRUCTION = 'How good is it?'\nprompt_with_special_token = '<|Reward|>'")
-    with pytest.raises(ValueError, match=r"one {text_prompt} and one <\|Reward\|>"):
+    with pytest.raises(ValueError, match="text_prompt"):
         HPSv3(**{**options, "instruction": str(tmp_path)})
     save_file(state_of(oracle("pickscore")["state_dict"]), tmp_path / "HPSv3.safetensors")
-    with pytest.raises(ValueError, match="is not HPSv3. It seems to be a CLIP"):
+    with pytest.raises(ValueError, match="seems to be a CLIP"):
         HPSv3(**{**options, "path": str(tmp_path)})

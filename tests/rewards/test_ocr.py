@@ -1,7 +1,5 @@
 """The reward ocr: RapidOCR's own reading, the asked text of a prompt, and Flow-GRPO's score."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 from g2rpo.app.preflight import check
 from g2rpo.app.train import load_config
@@ -23,23 +20,23 @@ from g2rpo.rewards.ocr import OCR, edit_distance, similarity
 WORDS = ("tiger", "bemo", "quilt", "Zebra")
 
 
-def picture(text: str, width: int = 96, height: int = 32) -> Image.Image:
+def picture(text, width=96, height=32):
     font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSansMono-Bold.ttf", 24)
     image = Image.new("RGB", (width, height), "white")
     ImageDraw.Draw(image).text((width / 2, height / 2), text, fill=(200, 30, 30), font=font, anchor="mm")
     return image
 
 
-def tensor(*pictures: Image.Image) -> Tensor:
+def tensor(*pictures):
     return torch.from_numpy(np.stack([np.asarray(p) for p in pictures])).permute(0, 3, 1, 2).float() / 255
 
 
 @cache
-def line() -> OCR:
+def line():
     return OCR(detect=False, width=144)
 
 
-def test_words_are_read() -> None:
+def test_words_are_read():
     images = tensor(*map(picture, WORDS))
     assert isinstance(line(), Reward)
     assert line()(images, [f"the word '{word}' in red" for word in WORDS]).tolist() == [1.0] * 4
@@ -47,7 +44,7 @@ def test_words_are_read() -> None:
     assert line()(torch.ones(1, 3, 32, 96), ["the word 'tiger'"]).tolist() == [0.0]  # nothing is read
 
 
-def test_it_reads_what_rapidocrs_own_call_reads() -> None:
+def test_it_reads_what_rapidocrs_own_call_reads():
     """RapidOCR called as its manual does, with its defaults but for the classifier of upside-down lines."""
     from rapidocr import RapidOCR
 
@@ -63,13 +60,13 @@ def test_it_reads_what_rapidocrs_own_call_reads() -> None:
     assert ours.read(Image.new("RGB", (64, 64), "white")) == ""
 
 
-def noise(seed: int) -> np.ndarray:
+def noise(seed):
     """A word under noise, which is misread."""
     rough = np.asarray(picture(WORDS[seed])) + np.random.default_rng(seed).normal(0, 90, (32, 96, 3))
     return rough.clip(0, 255).astype(np.uint8)
 
 
-def test_sessions_have_one_thread_and_threads_of_pictures_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_have_one_thread_and_threads_of_pictures_change_nothing(monkeypatch):
     options = line().engine._load_rec_model().session.session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (1, 1)
     images, prompts = tensor(*map(picture, WORDS)), [f'"{word}"' for word in ("tiger", "demo", "quill", "zebra")]
@@ -92,65 +89,58 @@ def test_sessions_have_one_thread_and_threads_of_pictures_change_nothing(monkeyp
         ("“Café” on a mug", "Café"),
         ("‘so’", "so"),
         ("a dog's bowl isn't full", None),
-        ("empty '' quotes", None),
         ("blank ' '", None),
         (Prompt("a sign", metadata={"text": "stop"}), "stop"),
         (Prompt("a 'sign'", metadata={"text": "stop"}), "stop"),
         (Prompt("a 'sign'", metadata={"tag": "x"}), "sign"),
     ],
 )
-def test_the_asked_text(prompt: str, text: str | None) -> None:
+def test_the_asked_text(prompt, text):
     assert OCR.target(prompt) == text
 
 
-def test_no_text_and_no_finite_pixel_are_no_score(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_text_and_no_finite_pixel_are_no_score(caplog):
     images = tensor(*[picture("tiger")] * 3)
     images[2, 0, 0, 0] = torch.nan
     reward = OCR(detect=False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert reward(images, ["'tiger'", "tiger", "'tiger'"]).isnan().tolist() == [False, True, True]
-    (said,) = [record.getMessage() for record in caplog.records if "quotes" in record.getMessage()]
-    assert said.startswith("no score for 1 of 3 prompts, the first: 'tiger': it lacks a text to show")
+    assert caplog.text.count("1 of 3 prompts, the first: 'tiger'") == 1
 
 
-def distance_by_definition(a: str, b: str) -> int:
+def distance_by_definition(a, b):
     if not a or not b:
         return len(a) + len(b)
-    return min(
-        distance_by_definition(a[1:], b) + 1,
-        distance_by_definition(a, b[1:]) + 1,
-        distance_by_definition(a[1:], b[1:]) + (a[0] != b[0]),
-    )
+    cut = [distance_by_definition(*cut) for cut in ((a[1:], b), (a, b[1:]), (a[1:], b[1:]))]
+    return min(cut[0] + 1, cut[1] + 1, cut[2] + (a[0] != b[0]))
 
 
-def test_edit_distance_is_levenshteins() -> None:
+def test_edit_distance_is_levenshteins():
     words = ["".join(letters) for n in range(4) for letters in itertools.product("ab", repeat=n)]
     assert all(edit_distance(a, b) == distance_by_definition(a, b) for a in words for b in words)
-    assert edit_distance("kitten", "sitting") == 3
 
 
-def test_similarity() -> None:
+def test_similarity():
     assert similarity("New  YORK", "new york") == 1
     assert similarity("tigers", "tiger") == pytest.approx(4 / 5)
     assert similarity("two tigers", "tiger", contains=True) == 1
     assert similarity("completely different", "tiger") == 0
 
 
-def test_wrong_input_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+def test_wrong_input_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="got 0"):
         OCR(width=0)
-    config = load_config("scenes", ["rewards.ocr.options.detect=false"])
-    with pytest.raises(
-        UserError, match=r"rewards.ocr: none of 2000 prompts .prompts.train=testbed:train. has a text.*quotes.*metadata"
-    ):
-        check(config)
+    with pytest.raises(UserError, match=r"rewards.ocr: none of 2000 prompts"):
+        check(load_config("scenes", ["rewards.ocr.options.detect=false"]))
     (tmp_path / "p.txt").write_text("the word 'tiger'\na red circle\n")
-    quoted = [f"prompts.train={tmp_path}/p.txt", f"evaluation.prompts={tmp_path}/p.txt"]
-    check(load_config("scenes", ["rewards.ocr=1", *quoted]))
+    config = load_config(
+        "scenes", ["rewards.ocr=1", *(f"{key}={tmp_path}/p.txt" for key in ("prompts.train", "evaluation.prompts"))]
+    )
+    check(config)
     monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.raises(UserError, match="ocr needs rapidocr: pip install rapidocr onnxruntime"):
+    with pytest.raises(UserError, match="pip install rapidocr onnxruntime"):
         OCR()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="rewards.ocr: needs rapidocr and onnxruntime: pip install rapidocr onnxruntime"):
-        check(load_config("scenes", ["rewards.ocr=1", *quoted]))
+    with pytest.raises(UserError, match="rewards.ocr: .*pip install rapidocr onnxruntime"):
+        check(config)

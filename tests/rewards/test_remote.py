@@ -1,7 +1,5 @@
 """The reward server and its client over a real loopback connection; and the client against endpoints that misbehave."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import json
@@ -10,14 +8,11 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from g2rpo.rewards.analytic import JPEGSize
 from g2rpo.rewards.pixels import to_pil, to_uint8
@@ -26,16 +21,17 @@ from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, request_json
 from g2rpo.rewards.vlm import VLMJudge
 from tests.rewards.chat_server import running
+from tests.support.ports import free_port
 
 SMALL = Limits(body_bytes=200_000, images=4, pixels=10_000, prompt_chars=100, read_s=1.0, wait_s=0.2)
-QUICK: dict[str, Any] = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
+QUICK = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
 
 
-def pictures(count: int, size: int = 24) -> Tensor:
+def pictures(count, size=24):
     return torch.rand(count, 3, size, size + 8, generator=torch.Generator().manual_seed(count))
 
 
-def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+def post(url, body, **headers):
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
     connection.request("POST", "/score", body, {"Content-Type": "application/json", **headers})
     response = connection.getresponse()
@@ -44,41 +40,50 @@ def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
     return answer
 
 
-def score_body(images: Sequence[str], prompts: Sequence[str]) -> bytes:
-    return json.dumps({"images": list(images), "prompts": list(prompts)}).encode()
+def png(size, height=None):
+    return encode_png(to_pil(to_uint8(torch.rand(1, 3, height or size, size)))[0])
+
+
+def score_body(images, prompts):
+    return json.dumps({"images": images, "prompts": prompts}).encode()
 
 
 class Prompted:
     """Scores that need the right picture beside the right prompt; the prompt "none" gets no score."""
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images, prompts):
         scores = images.mean(dim=(1, 2, 3)) + torch.tensor([float(len(p)) for p in prompts])
         return torch.where(torch.tensor([p == "none" for p in prompts]), torch.nan, scores)
 
 
-def test_a_round_trip_gives_the_local_scores() -> None:
+@pytest.fixture(scope="module")
+def url():
+    """The address of a server that all tests share."""
+    with running(RewardServer(Prompted(), port=0, limits=SMALL)) as address:
+        yield address
+
+
+def test_a_round_trip_gives_the_local_scores():
     images, prompts = pictures(7), ["a", "bb", "none", "dddd", "e", "f" * 50, "g"]
+    local = Prompted()(to_uint8(images).float() / 255, prompts)
     with running(RewardServer(Prompted(), port=0)) as url:
         assert request_json(f"{url}/health") == {"status": "ok", "reward": "Prompted"}
         for options in ({}, {"batch_size": 2}, {"batch_size": 2, "concurrency": 3}):
             remote = RemoteReward(url, **options, **QUICK)(images, prompts)
-            local = Prompted()(to_uint8(images).float() / 255, prompts)
-            assert torch.equal(torch.isnan(remote), torch.isnan(local))
-            assert torch.equal(remote.nan_to_num(-1), local.nan_to_num(-1))
+            torch.testing.assert_close(remote, local, rtol=0, atol=0, equal_nan=True)
         assert RemoteReward(url, **QUICK)(images[:0], []).shape == (0,)
     with running(RewardServer(JPEGSize(), port=0)) as url:  # not a bit is lost on the way
         assert torch.equal(RemoteReward(url, **QUICK)(images, prompts), JPEGSize()(images, prompts))
 
 
-def test_the_token_is_needed_and_is_never_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_needed_and_is_never_a_setting(monkeypatch):
     with running(RewardServer(Prompted(), port=0, token="s3cret")) as url:
-        assert post(url, score_body([], []))[0] == 401
-        assert post(url, score_body([], []), Authorization="Bearer wrong")[0] == 401
+        assert post(url, score_body([], []))[0] == post(url, score_body([], []), Authorization="Bearer wrong")[0] == 401
         with pytest.raises(Refused, match="401"):
             RemoteReward(url, **QUICK)
         with pytest.raises(Refused, match="401"):
             RemoteReward(url, check=False, **QUICK)(pictures(1), ["a"])
-        with pytest.raises(ValueError, match="names an environment variable"):
+        with pytest.raises(ValueError, match="environment variable"):
             RemoteReward(url, token_env="G2RPO_TEST_TOKEN", **QUICK)
         monkeypatch.setenv("G2RPO_TEST_TOKEN", "s3cret")
         assert torch.isfinite(RemoteReward(url, token_env="G2RPO_TEST_TOKEN", **QUICK)(pictures(1), ["a"])).all()
@@ -86,40 +91,36 @@ def test_the_token_is_needed_and_is_never_a_setting(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("token", [None, ""])
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "example.org", ""])
-def test_other_interfaces_need_a_token(host: str, token: str | None) -> None:
-    with pytest.raises(ValueError, match="give a token"):
+def test_other_interfaces_need_a_token(host, token):
+    with pytest.raises(ValueError, match="token"):
         RewardServer(Prompted(), host, 0, token=token)
 
 
-def png_header(width: int, height: int) -> str:
+def png_header(width, height):
     """A PNG of a few bytes that claims any size: what a decompression bomb looks like before it is decoded."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     data = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return base64.b64encode(b"\x89PNG\r\n\x1a\n" + data + chunk(b"IDAT", zlib.compress(b"\0" * 1000))).decode()
 
 
-PNG = encode_png(to_pil(to_uint8(pictures(1)))[0])
-WIDE = encode_png(to_pil(to_uint8(torch.rand(1, 3, 90, 90)))[0])
+PNG, WIDE = png(32, 24), png(90)
 JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("body", "status", "fact"),
     [
         (b"{not json", 400, "not JSON"),
-        (b"[" * 300, 400, "not JSON"),
-        (b"[" * 100_000, 413, "too many values"),
         (b"[" + b"{}," * 20_000 + b"{}]", 413, "too many values"),
         (b'{"images": [' + b'"",' * 20_000, 413, "too many values"),
-        (b'{"a":' + b"1:" * 5 + b"[1" + b",1" * 20_000, 413, "too many values"),
         (b'{"images": "' + b'\\"' * 20_000, 400, "not JSON"),
-        (b"[]", 400, "the body must be"),
-        (score_body([], []), 400, "the body must be"),
+        (b"[]", 400, "must be"),
+        (score_body([], []), 400, "must be"),
         (score_body([PNG], ["a", "b"]), 400, "equally many"),
-        (json.dumps({"images": [1], "prompts": ["a"]}).encode(), 400, "the body must be"),
+        (score_body([1], ["a"]), 400, "must be"),
         (score_body([PNG] * 5, ["a"] * 5), 413, "at most 4"),
         (score_body([PNG], ["a" * 101]), 413, "100 characters"),
         (score_body(["@@@"], ["a"]), 400, "not base64"),
@@ -128,121 +129,94 @@ JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
         (score_body([png_header(50_000, 50_000)], ["a"]), 413, "50000 x 50000"),
         (score_body([png_header(99, 101)], ["a"]), 400, "broken PNG"),
         (score_body([WIDE, WIDE], ["a", "b"]), 413, "90 x 90"),
-        (score_body([PNG, encode_png(to_pil(to_uint8(pictures(1, 30)))[0])], ["a", "b"]), 400, "one size"),
-        (b" " * 300_000, 413, "larger than 200000"),
+        (score_body([PNG, png(30)], ["a", "b"]), 400, "one size"),
+        (b" " * 300_000, 413, "200000"),
     ],
 )
-def test_the_server_refuses_what_it_should(body: bytes, status: int, says: str) -> None:
-    with running(RewardServer(Prompted(), port=0, limits=SMALL)) as url:
-        answered, content = post(url, body)
-        assert answered == status
-        assert says in content["error"]
-        assert post(url, score_body([PNG], ["a"]))[0] == 200
+def test_the_server_refuses_what_it_should(url, body, status, fact):
+    answered, content = post(url, body)
+    assert answered == status and fact in content["error"]
+    assert post(url, score_body([PNG], ["a"]))[0] == 200
 
 
-def test_the_server_refuses_other_paths_types_and_lengths() -> None:
-    with running(RewardServer(Prompted(), port=0, limits=SMALL)) as url:
-        assert post(url, score_body([PNG], ["a"]), **{"Content-Type": "text/plain"})[0] == 415
-        assert post(url, b"0\r\n\r\n", **{"Transfer-Encoding": "chunked"})[0] == 411
+def test_the_server_refuses_other_paths_types_and_lengths(url):
+    assert post(url, score_body([PNG], ["a"]), **{"Content-Type": "text/plain"})[0] == 415
+    assert post(url, b"0\r\n\r\n", **{"Transfer-Encoding": "chunked"})[0] == 411
+    for path, body in (("", None), ("else", {})):
         with pytest.raises(Refused, match="404"):
-            request_json(f"{url}/")
-        with pytest.raises(Refused, match="404"):
-            request_json(f"{url}/else", body={})
+            request_json(f"{url}/{path}", body=body)
 
 
-def test_the_server_cuts_a_slow_body_off() -> None:
-    with running(RewardServer(Prompted(), port=0, limits=SMALL)) as url:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
-            connection.sendall(b"POST /score HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n")
-            start = time.monotonic()
-            answer = b""
-            while b"408" not in answer and time.monotonic() - start < 4:
-                connection.sendall(b" ")
-                time.sleep(0.1)
-                connection.setblocking(False)
-                with suppress(BlockingIOError):
-                    answer += connection.recv(1000)
-                connection.setblocking(True)
-            assert b"408" in answer
+def test_the_server_cuts_a_slow_body_off(url):
+    """A byte comes every tenth of a second, so only the limit for the whole body ends it."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=0.1) as connection:
+        connection.sendall(b"POST /score HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n")
+        start, answer = time.monotonic(), b""
+        while b"408" not in answer and time.monotonic() - start < 4:
+            connection.sendall(b" ")
+            with suppress(TimeoutError):
+                answer += connection.recv(1000)
+        assert b"408" in answer
 
 
-class Broken:
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+def test_a_reward_that_fails_is_an_error_500_and_then_no_score(caplog):
+    def broken(images, prompts):
         raise RuntimeError("secret details")
 
-
-def test_a_reward_that_fails_is_an_error_500_and_then_no_score(caplog: pytest.LogCaptureFixture) -> None:
-    with running(RewardServer(Broken(), port=0)) as url:
+    with running(RewardServer(broken, port=0)) as url:
         status, content = post(url, score_body([PNG], ["a"]))
         assert status == 500
-        assert "RuntimeError" in content["error"]
-        assert "secret details" not in content["error"]
+        assert "RuntimeError" in content["error"] and "secret details" not in content["error"]
         assert torch.isnan(RemoteReward(url, **QUICK)(pictures(3), ["a"] * 3)).all()
         assert "no score after 2 attempts" in caplog.text
 
 
-class Counting:
-    """A reward that notices two calls at the same time."""
+def test_requests_are_scored_one_at_a_time_and_too_many_wait():
+    alone = threading.Lock()
 
-    def __init__(self) -> None:
-        self.inside = self.most = 0
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        self.inside += 1
-        self.most = max(self.most, self.inside)
+    def reward(images, prompts):
+        assert alone.acquire(blocking=False)
         time.sleep(0.02)
-        self.inside -= 1
+        alone.release()
         return torch.zeros(len(images))
 
-
-def test_requests_are_scored_one_at_a_time_and_too_many_wait() -> None:
-    reward = Counting()
     with running(RewardServer(reward, port=0, limits=Limits(requests=2))) as url:
-        scores = RemoteReward(url, batch_size=1, concurrency=6, **QUICK)(pictures(12), ["a"] * 12)
+        scores = RemoteReward(url, batch_size=1, concurrency=6, timeout_s=5.0, retries=0)(pictures(12), ["a"] * 12)
     assert torch.isfinite(scores).all()
-    assert reward.most == 1
 
 
-class Held:
-    """A reward that takes as long as the test says."""
+def test_all_requests_together_decode_only_so_many_pixels():
+    """Of 1000: two requests of 24 x 32 do not fit, one of 24 x 32 and one of 8 x 8 do."""
+    inside, go, answers = threading.Event(), threading.Event(), {}
 
-    def __init__(self) -> None:
-        self.inside, self.go = threading.Event(), threading.Event()
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        self.inside.set()
-        self.go.wait(10)
+    def held(images, prompts):
+        inside.set()
+        go.wait(10)
         return torch.zeros(len(images))
 
+    with running(RewardServer(held, port=0, limits=Limits(pixels=1000, wait_s=0.3))) as url:
 
-def test_all_requests_together_decode_only_so_many_pixels() -> None:
-    """Of 1000: two requests of 24 x 24 do not fit, one of 24 x 24 and one of 8 x 8 do."""
-    reward, body = Held(), score_body([PNG], ["a"])
-    small = score_body([encode_png(to_pil(to_uint8(pictures(1, 8)))[0])], ["a"])
-    with running(RewardServer(reward, port=0, limits=Limits(pixels=1000, wait_s=0.3))) as url:
-        answers: dict[str, int] = {}
-        threads = [
-            threading.Thread(target=lambda name=name, body=body: answers.update({name: post(url, body)[0]}))
-            for name, body in (("first", body), ("small", small))
-        ]
+        def ask(name, picture):
+            answers[name] = post(url, score_body([picture], ["a"]))[0]
+
+        threads = [threading.Thread(target=ask, args=each) for each in (("first", PNG), ("small", png(8)))]
         threads[0].start()
-        assert reward.inside.wait(10)
+        assert inside.wait(10)
         threads[1].start()
-        assert post(url, body)[0] == 503
-        reward.go.set()
+        ask("too many", PNG)
+        go.set()
         for thread in threads:
             thread.join()
-        assert answers == {"first": 200, "small": 200} and post(url, body)[0] == 200
+        ask("later", PNG)
+    assert answers == {"first": 200, "small": 200, "too many": 503, "later": 200}
 
 
 # --- endpoints that misbehave --------------------------------------------------------------------------------------
 
-Answer = Callable[[BaseHTTPRequestHandler, int], None]
 
-
-def reply(text: str, status: int = 200, **headers: str) -> Answer:
-    def answer(handler: BaseHTTPRequestHandler, count: int) -> None:
+def reply(text, status=200, **headers):
+    def answer(handler, count):
         handler.send_response(status)
         for name, value in headers.items():
             handler.send_header(name, value)
@@ -252,7 +226,7 @@ def reply(text: str, status: int = 200, **headers: str) -> Answer:
     return answer
 
 
-def drip(handler: BaseHTTPRequestHandler, count: int) -> None:
+def drip(handler, count):
     """Never quite ends, and never pauses long enough for a socket timeout."""
     handler.send_response(200)
     handler.end_headers()
@@ -263,28 +237,25 @@ def drip(handler: BaseHTTPRequestHandler, count: int) -> None:
 
 
 @contextmanager
-def endpoint_that(answer: Answer) -> Iterator[tuple[str, list[str]]]:
+def endpoint_that(answer):
     """A server that answers every request by `answer(handler, number of the request)`; the requests' bodies."""
-    bodies: list[str] = []
+    bodies = []
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             bodies.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
             answer(self, len(bodies))
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             answer(self, 0)
 
-        def log_message(self, format: str, *args: Any) -> None:
+        def log_message(self, *arguments):
             pass
 
-    class Quiet(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            pass  # the client hung up on purpose
-
-    with running(Quiet(("127.0.0.1", 0), Handler)) as url:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.handle_error = lambda *arguments: None  # the client hung up on purpose
+    with running(server) as url:
         yield url, bodies
 
 
@@ -293,36 +264,32 @@ def endpoint_that(answer: Answer) -> Iterator[tuple[str, list[str]]]:
     [
         reply("<html>hello</html>"),
         reply("[" * 100_000),
-        reply("{}"),
         reply('{"scores": [1.0]}'),
-        reply('{"scores": "12"}'),
         reply('{"scores": [true, "2"]}'),
         reply("oops", 500),
-        reply("busy", 503),
         reply("slow down", 429),
         reply("", 302, Location="http://127.0.0.1:9/"),
         reply('{"scores": [1, 2]}' + " " * 17 * 2**20),
     ],
 )
-def test_a_useless_answer_is_asked_for_again_and_then_is_no_score(answer: Answer) -> None:
+def test_a_useless_answer_is_asked_for_again_and_then_is_no_score(answer):
     with endpoint_that(answer) as (url, bodies):
         scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
         assert torch.isnan(scores).all()
         assert len(bodies) == 2
 
 
-def test_an_answer_after_a_failure_counts() -> None:
-    def second_time(handler: BaseHTTPRequestHandler, count: int) -> None:
+def test_an_answer_after_a_failure_counts():
+    def second_time(handler, count):
         (reply("oops", 500) if count == 1 else reply('{"scores": [0.5, null]}'))(handler, count)
 
     with endpoint_that(second_time) as (url, bodies):
         scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
-        assert scores[0] == 0.5
-        assert torch.isnan(scores[1])
+        assert scores[0] == 0.5 and torch.isnan(scores[1])
         assert len(bodies) == 2
 
 
-def test_time_is_bounded() -> None:
+def test_time_is_bounded():
     with endpoint_that(drip) as (url, _):
         start = time.monotonic()
         with pytest.raises(NoAnswer, match="in time"):
@@ -335,12 +302,9 @@ def test_time_is_bounded() -> None:
         assert time.monotonic() - start < 2
 
 
-def test_a_wrong_address_fails_at_once() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_a_wrong_address_fails_at_once():
     with pytest.raises(NoAnswer, match="refused"):
-        RemoteReward(f"http://127.0.0.1:{port}", **QUICK)
+        RemoteReward(f"http://127.0.0.1:{free_port()}", **QUICK)
     for bad in ("127.0.0.1:8000", "file:///etc/passwd", "ftp://host/x", "http://", "http://host/?q=1"):
         with pytest.raises(ValueError, match="an endpoint is an address"):
             RemoteReward(bad, **QUICK)
@@ -349,43 +313,36 @@ def test_a_wrong_address_fails_at_once() -> None:
 # --- the judge -----------------------------------------------------------------------------------------------------
 
 
-def completion(text: str) -> str:
-    return json.dumps({"choices": [{"message": {"content": text}}]})
-
-
-def test_the_judge_sends_picture_and_prompt_and_reads_the_score() -> None:
-    def by_prompt(handler: BaseHTTPRequestHandler, count: int) -> None:
+def test_the_judge_sends_picture_and_prompt_and_reads_the_score():
+    def by_prompt(handler, count):
         text = "Final Score: 5" if "{braces} in it" in bodies[-1] else "no idea"
-        reply(completion(text))(handler, count)
+        reply(json.dumps({"choices": [{"message": {"content": text}}]}))(handler, count)
 
     with endpoint_that(by_prompt) as (url, bodies):
         judge = VLMJudge(f"{url}/v1", "judge", image_size=16, concurrency=1, check=False, **QUICK)
         scores = judge(pictures(2), ["a prompt with {braces} in it", "b"])
-        assert scores[0] == 5
-        assert torch.isnan(scores[1])
-        assert len(bodies) == 2  # an answer without a score is not asked for again
-        request = json.loads(bodies[0])
-        assert (request["model"], request["temperature"]) == ("judge", 0.0)
-        picture, text = request["messages"][0]["content"]
-        assert "a prompt with {braces} in it" in text["text"]
-        head, data = picture["image_url"]["url"].split(",")
-        assert head == "data:image/png;base64"
-        assert struct.unpack(">II", base64.b64decode(data)[16:24]) == (16, 12)
+    assert scores[0] == 5 and torch.isnan(scores[1])
+    assert len(bodies) == 2  # an answer without a score is not asked for again
+    request = json.loads(bodies[0])
+    assert (request["model"], request["temperature"]) == ("judge", 0.0)
+    picture, text = request["messages"][0]["content"]
+    assert "a prompt with {braces} in it" in text["text"]
+    head, data = picture["image_url"]["url"].split(",")
+    assert head == "data:image/png;base64"
+    assert struct.unpack(">II", base64.b64decode(data)[16:24]) == (16, 12)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"choices": []}', '{"choices": [{"message": {"content": null}}]}', "x"])
-def test_the_judge_survives_garbage(text: str) -> None:
+@pytest.mark.parametrize("text", ['{"choices": []}', '{"choices": [{"message": {"content": null}}]}', "x"])
+def test_the_judge_survives_garbage(text):
     with endpoint_that(reply(text)) as (url, bodies):
-        judge = VLMJudge(url, "judge", check=False, **QUICK)
-        assert torch.isnan(judge(pictures(1), ["a"])).all()
+        assert torch.isnan(VLMJudge(url, "judge", check=False, **QUICK)(pictures(1), ["a"])).all()
         assert len(bodies) == 2
 
 
-def test_the_judge_refuses_bad_settings() -> None:
-    with pytest.raises(ValueError, match="form must be one of final, aspects"):
-        VLMJudge("http://127.0.0.1:1", "m", form="stars")
-    with pytest.raises(ValueError, match="must contain {prompt}"):
-        VLMJudge("http://127.0.0.1:1", "m", template="how good is it?")
+def test_the_judge_refuses_bad_settings():
+    for wrong, fact in ({"form": "stars"}, "final, aspects"), ({"template": "how good is it?"}, "{prompt}"):
+        with pytest.raises(ValueError, match=fact):
+            VLMJudge("http://127.0.0.1:1", "m", **wrong)
     with endpoint_that(reply("no such model", 404)) as (url, bodies):
         with pytest.raises(Refused, match="404: no such model"):
             VLMJudge(url, "m", check=False, **QUICK)(pictures(1), ["a"])
@@ -396,23 +353,19 @@ class Half(Prompted):
     right = 0.5
 
 
-def test_the_least_score_of_a_right_picture_comes_with_the_health() -> None:
+def test_the_least_score_of_a_right_picture_comes_with_the_health(url):
+    assert RemoteReward(url, **QUICK).right is None
     with running(RewardServer(Half(), port=0)) as url:
         assert request_json(f"{url}/health")["right"] == 0.5
         assert RemoteReward(url, **QUICK).right == 0.5
         assert RemoteReward(url, check=False, **QUICK).right is None
-    with running(RewardServer(Prompted(), port=0)) as url:
-        assert RemoteReward(url, **QUICK).right is None
-    with (
-        endpoint_that(reply('{"status": "ok", "right": "half"}')) as (url, _),
-        pytest.raises(NoAnswer, match="a number as `right`"),
-    ):
+    with endpoint_that(reply('{"status": "ok", "right": "half"}')) as (url, _), pytest.raises(NoAnswer, match="`right`"):
         RemoteReward(url, **QUICK)
 
 
 @pytest.mark.parametrize("name", ["video", "latent", "state"])
-def test_a_reward_that_needs_more_than_pictures_is_not_served(name: str) -> None:
+def test_a_reward_that_needs_more_than_pictures_is_not_served(name):
     reward = Prompted()
     setattr(reward, name, {"bar": 0.0} if name == "state" else True)
-    with pytest.raises(ValueError, match=f"`{name}`.*a server gets pictures and prompts"):
+    with pytest.raises(ValueError, match=f"`{name}`"):
         RewardServer(reward, port=0)

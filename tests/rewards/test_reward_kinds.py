@@ -8,6 +8,7 @@ import torch
 
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import RewardConfig
+from g2rpo.core import plugins
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import Frames
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -45,52 +46,44 @@ def weights(t):
     return t.learner.parameters[0].detach().clone()
 
 
-def test_nothing_is_decoded_where_all_rewards_take_latents():
+def record(t, monkeypatch):
+    """The rollouts of an iteration and their rewards."""
+    kept = []
+    collect = t.collector.collect
+    monkeypatch.setattr(t.collector, "collect", lambda *arguments: kept.append(collect(*arguments)) or kept[0])
+    t.iterate()
+    return kept[0].rollouts, kept[0].rewards
+
+
+def test_nothing_is_decoded_where_all_rewards_take_latents(monkeypatch):
     policy = Undecodable()
     t = trainer(None, policy=policy, rewards={"bright": energy})
-    (rollout, *_), scored = record(t)
+    (rollout, *_), scored = record(t, monkeypatch)
     assert policy.decoded == 0
     assert torch.equal(scored[0, 0, 0], energy(rollout.finals[0], []))  # [N, R, M, G]
     t.evaluate()
     assert policy.decoded == 3  # held-out pictures are kept
 
 
-def record(t):
-    """The rollouts of an iteration and their rewards."""
-    kept = []
-    collect = t.collector.collect
-
-    def keeping(*arguments):
-        kept.append(collect(*arguments))
-        return kept[0]
-
-    t.collector.collect = keeping
-    t.iterate()
-    return kept[0].rollouts, kept[0].rewards
-
-
-@pytest.mark.parametrize("batch", [1, 5, 64])
-def test_latents_and_pictures_are_scored_beside_each_other(batch):
+@pytest.mark.parametrize("batch", [5, 64])
+def test_latents_and_pictures_are_scored_beside_each_other(batch, monkeypatch):
     both = ["rewards.low=1.0", f"sampling.decode_batch_size={batch}"]
     t = trainer(None, *both, rewards={"bright": brightness, "low": energy}, judges={"dark": darkness, "far": energy})
-    rollouts, rewards = record(t)
+    rollouts, rewards = record(t, monkeypatch)
     for rollout, scores in zip(rollouts, rewards, strict=True):
         for tail, latents in enumerate(rollout.finals):
             torch.testing.assert_close(scores[0, tail], brightness(t.policy.decode(latents), []))
             torch.testing.assert_close(scores[1, tail], energy(latents, []))
     evaluation = t.score_heldout()
-    assert torch.equal(evaluation.scores["low"], evaluation.scores["far"]) and not evaluation.scores["low"].isnan().any()
+    assert torch.equal(evaluation.scores["low"], evaluation.scores["far"]) and evaluation.scores["low"].isfinite().all()
 
 
 def test_a_reward_without_what_it_scores_is_named():
-    with pytest.raises(UserError, match="reward 'low' scores latents, and there are none here"):
+    with pytest.raises(UserError, match="reward 'low' scores latents"):
         score({"low": energy}, torch.zeros(2, 3, 4, 4), ["a", "b"])
-    entry = RewardConfig(kind=f"{EXAMPLES}/texture.py:texture", frames=Frames())
-    from g2rpo.core import plugins
-
     plugins.allow(f"{EXAMPLES}/texture.py")
-    with pytest.raises(UserError, match="rewards.low.frames: this reward takes latents"):
-        build_rewards({"low": entry})
+    with pytest.raises(UserError, match="rewards.low.frames"):
+        build_rewards({"low": RewardConfig(kind=f"{EXAMPLES}/texture.py:texture", frames=Frames())})
 
 
 def test_the_example_of_latents_is_smaller_for_smoother_ones():
@@ -132,16 +125,6 @@ def test_a_run_with_a_stateful_reward_resumes_bit_for_bit(tmp_path):
     assert torch.equal(weights(resumed), weights(whole)) and states_of(resumed) == states_of(whole)
 
 
-def test_without_the_state_a_resumed_run_would_differ(tmp_path):
-    whole, parts = (trainer(tmp_path / name, "trainer.iterations=2", rewards={"bright": Bar()}) for name in ("a", "b"))
-    for t in (whole, parts):
-        list(t.train())
-    parts.rewards["bright"].state = Bar().state
-    for t in (whole, parts):
-        t.iterate()
-    assert not torch.equal(weights(parts), weights(whole))
-
-
 class Careless(Bar):
     """Changes its state as it scores, so that it differs on ranks with different pictures."""
 
@@ -167,14 +150,14 @@ def test_ranks_have_the_state_of_one_process(tmp_path):
 
 def test_ranks_whose_states_differ_save_nothing(tmp_path):
     left = finish(start(2, train_on, tmp_path, Careless), tmp_path)
-    assert all("reward 'bright': the state of ranks [1] is not rank 0's" in each["error"] for each in left)
+    assert all("reward 'bright': the state of ranks [1]" in each["error"] for each in left)
     assert not list((tmp_path / "run" / "checkpoints").glob("iteration_*"))
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start():
     reward = Bar()
     reward.state = {"net": torch.nn.Linear(1, 1)}
-    with pytest.raises(UserError, match="reward 'bright': its state may hold numbers, .* not Linear"):
+    with pytest.raises(UserError, match="reward 'bright'.* not Linear"):
         trainer(None, rewards={"bright": reward})
 
 
@@ -183,7 +166,7 @@ def test_a_reward_that_fails_to_observe_is_named():
         def observe(self, iteration, scores):
             raise ValueError("no")
 
-    with pytest.raises(RewardFailed, match="after iteration 0: reward 'bright' failed to observe its scores: ValueError: no"):
+    with pytest.raises(RewardFailed, match="after iteration 0: reward 'bright' failed to observe"):
         trainer(None, rewards={"bright": Broken()}).iterate()
 
 
