@@ -18,13 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
 from g2rpo.evaluation.work import iterations_within
-from g2rpo.lab.compare.compare import Workspace
 from g2rpo.lab.compare.jobs import Workers, locked
 from g2rpo.lab.compare.study import PILOT_SEEDS, History, Point, Study, best_rate, curve, gain, read_run
+from g2rpo.lab.compare.workflow import Workspace
 from g2rpo.monitor.curves import COLOURS, curve_with_band
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
@@ -146,7 +145,7 @@ def main() -> None:
     curves: dict[str, Any] = {}
     chosen: dict[str, float] = {}
     with locked(args.out) as lock:
-        workers = Workers(1, Console(), lock)
+        workers = Workers(1, lock, Output())
         for world in seeds:
             workspace = Workspace(study(world, max(1, seeds[world])), args.out / world)
             configs = {cell: workspace.config(workspace.study.overrides_of(cell)) for cell in workspace.study.cells}

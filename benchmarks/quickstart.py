@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from rich.console import Console
 
 from benchmarks.drawing import Word, before_and_after
 from benchmarks.second_reader import available, read_words
 from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.train import train
+from g2rpo.cli.output import Output
 from g2rpo.core.statistics import in_proportion
 from g2rpo.evaluation.controls import Control, best_control, default_controls
 from g2rpo.monitor.metrics import read_metrics
@@ -56,7 +56,7 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     if not (folder / "results.json").is_file():
         before = os.times()
         overrides = [*args.overrides, f"trainer.seed={seed}"]
-        train(args.recipe, overrides, folder, resume=(folder / "config.yaml").is_file(), console=Console())
+        train(args.recipe, overrides, folder, resume=(folder / "config.yaml").is_file(), emit=Output())
         now = os.times()
         clock.write_text(json.dumps(round(now.user + now.system - before.user - before.system)))
     rows = read_metrics(folder)
@@ -94,7 +94,7 @@ def judge(folder: Path, *, controls: bool) -> list[dict[str, Any]]:
             (steps,) = settings["steps"]
             scale = settings["policy"]["guidance_scale"]
             settings["controls"] = [c.model_dump() for c in grid(steps, scale if scale and scale > 1 else None)]
-        evaluate(settings, [], out, Console())
+        evaluate(settings, [], out, emit=Output())
     return [json.loads(line) for line in (out / "pictures.jsonl").read_text().splitlines()]
 
 

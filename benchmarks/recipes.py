@@ -15,11 +15,11 @@ from typing import Any
 
 from g2rpo.app.train import load_config
 from g2rpo.assembly.components import EMBEDDED
+from g2rpo.cli.plan import duration
 from g2rpo.config import recipes
+from g2rpo.lab.plan.answer import listed_prompts
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.command import listed_prompts
 from g2rpo.lab.plan.plan import find_target, make_plan
-from g2rpo.lab.plan.tables import duration
 
 SHOWN = ("rtx4090", "rtx5090", "a100-40", "l40s", "rtx6000ada", "a100", "h100", "h200")
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch import Tensor
 
 from g2rpo.app.ahead import policy_after_encoding
@@ -28,8 +27,8 @@ from g2rpo.core.types import Algorithm, Policy, Scorer
 from g2rpo.evaluation.heldout import Comparison, Evaluation, compare, sample_images
 from g2rpo.evaluation.heldout import evaluate as score_heldout
 from g2rpo.lab.compare.arguments import parse_budget
-from g2rpo.lab.compare.compare import compare as compare_cells
-from g2rpo.lab.report.command import report as write_report
+from g2rpo.lab.compare.workflow import compare as compare_cells
+from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.trackers import Tracker
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
@@ -200,7 +199,7 @@ def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[s
     _quiet()
     config, weights = read_config(Path(run)), RunDirectory(Path(run)).weights
     loaded = components.load_pipeline(config.policy, tuning="frozen")
-    cached = policy_after_encoding(loaded, config.prompts.cache, prompts, Console(quiet=True), print)
+    cached = policy_after_encoding(loaded, config.prompts.cache, prompts, print)
     policy = cached.policy
     sigmas = _sigmas(config, cached)
 
@@ -232,17 +231,17 @@ def study(
     """
     folder = Path(out)
     asked = (parse_budget(budget), rates, seeds, pilots, steps, jobs)
-    compare_cells(recipe, overrides, cells, *asked, out=folder, console=Console(quiet=True))
+    compare_cells(recipe, overrides, cells, *asked, out=folder)
     results: dict[str, Any] = parse_json(read_text(folder / "results.json"))
     return results
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page of `g2rpo report`; returns its path."""
-    return write_report([Path(run) for run in runs], Path(out) if out is not None else None, Console(quiet=True))
+    return write_page([Path(run) for run in runs], Path(out) if out is not None else None)
 
 
 def export(run: str | Path, format: str, *, checkpoint: int | str | None = None, out: str | Path | None = None) -> Path:
     """Writes what `g2rpo export` writes, and returns where."""
     which = None if checkpoint is None else str(checkpoint)
-    return write_export(Path(run), format, which, Path(out) if out is not None else None, Console(quiet=True))
+    return write_export(Path(run), format, which, Path(out) if out is not None else None)[0]

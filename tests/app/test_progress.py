@@ -8,8 +8,10 @@ import time
 import pytest
 from rich.console import Console
 
-from g2rpo.app.progress import Steady, counter, fitted, say_items
-from g2rpo.app.watching import _command, results_table, watch_training
+from g2rpo.app.events import Caution, Line, Progress
+from g2rpo.app.train import train_all
+from g2rpo.cli.output import Output, Steady, fitted, say_items
+from g2rpo.cli.results import command, run_table
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.report.history import Change
 from g2rpo.lab.report.verdict import verdict
@@ -52,7 +54,8 @@ def test_the_line_of_training_is_one_line_with_whole_numbers(width):
     run = trainer(None, *(f"rewards.{name}=1" for name in names), "rewards.bright=", rewards=rewards)
     iterate = run.iterate
     run.iterate = lambda: {**iterate(), "alarms": {"silent": "", "masked": ""}}
-    watch_training(run, console)
+    with Output(console) as output:
+        train_all(run, output)
     lines = [line for line in re.split(r"[\r\n]+", written(console)) if re.match(r"[1-4]/4 ", line)]
     assert lines and all(len(line.rstrip()) <= width for line in lines)
     assert all(re.match(r"\d/4 [━╸╺ ]{12} \S+ 2  ", line) for line in lines)  # two alarms
@@ -93,11 +96,26 @@ def test_without_a_terminal_there_is_a_line_after_a_while_and_whenever_one_is_to
 
 def test_a_counter_says_how_far_it_is():
     console = pipe()
-    with counter(console, "pictures") as progress:
-        task = progress.add_task("judging", total=8)
-        progress.advance(task, 2)
-        progress.tell()
-    assert re.fullmatch(r"judging 2/8 pictures  [\d.,e+]+ pictures/s  \S+ left\n", written(console))
+    with Output(console, quiet=0.05) as output:
+        output(Progress("judging", "pictures", 0, 8))
+        output(Progress("judging", "pictures", 2, 8))
+        time.sleep(0.3)
+    said = set(written(console).splitlines())
+    assert said and all(re.fullmatch(r"judging 2/8 pictures  [\d.,e+]+ pictures/s  \S+ left", line) for line in said)
+
+
+def test_a_bar_ends_with_its_work_or_with_the_output():
+    console = terminal(80)
+    with Output(console) as output:
+        output(Progress("encoding", "prompts", 1, 3))
+        output(Caution("the disk is [nearly] full"))  # no markup
+        output(Progress("judging", "pictures", 0, 2))
+        output(Progress("judging", "pictures", 2, 2))
+        output(Line(" on 2 ranks", title="[scenes]"))
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", written(console)) if line.strip()]
+    assert "the disk is [nearly] full" in lines and lines[-1] == "[scenes] on 2 ranks"
+    ends = [line for line in lines if re.match(r"encoding .* 1/3|judging .* 2/2", line)]
+    assert [line.split()[0] for line in ends][-1] == "judging" and lines.index(ends[-1]) < len(lines) - 1
 
 
 def test_training_writes_plain_lines_into_a_pipe():
@@ -111,7 +129,8 @@ def test_training_writes_plain_lines_into_a_pipe():
         return slow()
 
     run.iterate = iterate
-    watch_training(run, console, quiet=0.2)
+    with Output(console, quiet=0.2) as output:
+        train_all(run, output)
     lines = written(console).splitlines()
     assert time.monotonic() - began > 1 and "\x1b" not in console.file.getvalue()
     assert sum(line.startswith("held-out pictures after iteration") for line in lines) >= 2
@@ -126,7 +145,7 @@ def test_training_writes_plain_lines_into_a_pipe():
 @pytest.mark.parametrize("name", ["a_reward_with_a_very_long_name", "scene_preference", "hps"])
 def test_names_and_numbers_of_a_table_are_never_cut(width, name):
     console = terminal(width)
-    console.print(results_table({name: Comparison(0.1234, 0.4321, 0.05, 10**6)}, 192, [name], width))
+    console.print(run_table({name: Comparison(0.1234, 0.4321, 0.05, 10**6)}, 192, [name], width))
     text = written(console)
     assert "…" not in text and all(len(line) <= width for line in text.splitlines())
     assert name in text or len(name) > width // 4  # in one piece where there is room
@@ -146,5 +165,5 @@ def test_the_interval_is_that_of_the_report():
 
 @pytest.mark.parametrize("prompt", ["'barn' in purple", "a $ and 'b'", 'a "b"', "plain", "it's `x`!"])
 def test_suggested_commands_are_read_back_by_a_shell(prompt):
-    assert shlex.split(_command("sample", prompt)) == ["g2rpo", "sample", prompt]
-    assert _command("sample", "'barn' in purple") == """g2rpo sample "'barn' in purple\""""
+    assert shlex.split(command("sample", prompt)) == ["g2rpo", "sample", prompt]
+    assert command("sample", "'barn' in purple") == """g2rpo sample "'barn' in purple\""""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from g2rpo.app.stopping import EXIT_CODES, Stopping, stoppable
@@ -212,7 +211,7 @@ def test_the_jobs_of_a_study_end_with_it_and_import_nothing_of_the_current_folde
 
     threading.Thread(target=stop, daemon=True).start()
     with pytest.raises(Interrupted, match="the same command does what is missing") as end, locked(tmp_path / "study") as lock:
-        Workers(1, Console(quiet=True), lock).run([Job("serving", ["serve-reward", "brightness", "--port", "0"], log)])
+        Workers(1, lock).run([Job("serving", ["serve-reward", "brightness", "--port", "0"], log)])
     assert end.value.exit_code == 75
     with held(tmp_path / "study"):  # which the job would keep from being entered
         pass
@@ -289,9 +288,9 @@ def goes_on(stopping):
 
 
 COMMANDS = {
-    "report": ("g2rpo.lab.report.command.report", ["run"]),
+    "report": ("g2rpo.lab.report.page.write_page", ["run"]),
     "export": ("g2rpo.app.export.export", ["run", "--format", "merged"]),
-    "plan": ("g2rpo.lab.plan.command.plan", ["words"]),
+    "plan": ("g2rpo.lab.plan.answer.plan", ["words"]),
     "encode": ("g2rpo.app.encode.encode", ["words"]),
     "sample": ("g2rpo.app.sample.sample", ["a red circle", "--model", "testbed"]),
     "demo": ("g2rpo.lab.demo.command.demo", ["--model", "testbed"]),

@@ -277,11 +277,11 @@ def test_push_uploads_weights_and_card(tmp_path):
     for name in ("README.md", "pytorch_lora_weights.safetensors"):
         (folder / name).touch()
     hub = Hub()
-    assert push(tmp_path, "me/mine", private=True, console=Console(), api=hub) == "https://hub/me/mine"
+    assert push(tmp_path, "me/mine", private=True, api=hub) == "https://hub/me/mine"
     assert hub.told == [("me/mine", True), ["README.md", "pytorch_lora_weights.safetensors"]]
     for run, repository, message in ((tmp_path, "mine", "write owner/name"), (tmp_path / "no", "me/mine", "no weights yet")):
         with pytest.raises(UserError, match=message):
-            push(run, repository, private=False, console=Console(), api=hub)
+            push(run, repository, private=False, api=hub)
 
 
 def test_a_push_without_a_network_is_one_message_that_says_how_to_try_again(tmp_path):
@@ -289,7 +289,7 @@ def test_a_push_without_a_network_is_one_message_that_says_how_to_try_again(tmp_
     (tmp_path / "adapter" / "README.md").touch()
     nowhere = HfApi(endpoint="http://127.0.0.1:9", token="hf_x")
     with pytest.raises(UserError, match=r"me/mine: the upload failed: .*\n.*`g2rpo push .* me/mine` tries again"):
-        push(tmp_path, "me/mine", private=False, console=Console(), api=nowhere)
+        push(tmp_path, "me/mine", private=False, api=nowhere)
 
 
 @pytest.mark.parametrize(

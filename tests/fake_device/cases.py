@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.true_size import main as true_size_benchmark
 from g2rpo import api
@@ -194,7 +193,7 @@ def use(world, folder, model):
     """What a finished run is used for: pictures, evaluations, the demo. Returns a held-out picture's mean from each, and how
     many models' memory `api.evaluate` takes."""
     settings = config(folder, model)
-    run, console, prompt = folder / "run", Console(quiet=True), PROMPTS[0]
+    run, prompt = folder / "run", PROMPTS[0]
     trainer = build(world, folder, model)
     claim(run, settings)
     list(trainer.train())
@@ -205,9 +204,9 @@ def use(world, folder, model):
     options = {"run": run, "policy": None, "weights": None, "strength": 1.0, "base": False, "steps": None, "shift": None}
     places, inner = [], components.Loaded.policy
     components.Loaded.policy = lambda loaded, *given: places.append(str(loaded.text.modules[0].device)) or inner(loaded, *given)
-    sample([prompt], **options, seed=0, batch_size=2, out=folder / "sampled", console=console)
+    sample([prompt], **options, seed=0, batch_size=2, out=folder / "sampled")
     components.Loaded.policy = inner
-    evaluate(run_settings(run), [], folder / "evaluated", console)
+    evaluate(run_settings(run), [], folder / "evaluated")
     standing = torch.fakegpu.memory_allocated()
     torch.fakegpu.reset_peak_memory_stats()
     table = api.evaluate(run, trainer.rewards, [prompt])

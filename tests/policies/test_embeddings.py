@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from rich.console import Console
 
 from g2rpo.app.ahead import encode_ahead, prompts_to_come
 from g2rpo.assembly import components
@@ -210,9 +209,9 @@ def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):
     warnings = []
     encoder = CachedEncoder(Parked(), EmbeddingStore(tmp_path, {}, reserve=0), notify=warnings.append)
     monkeypatch.setattr(EmbeddingStore, "fits", lambda store, prompts, like: prompts < 4)
-    assert not encode_ahead(encoder, PROMPTS, Console(quiet=True))
+    assert not encode_ahead(encoder, PROMPTS)
     assert encoder.encoded == 1 and not encoder.encoder.times and "5 prompts need" in warnings[0]
-    assert encode_ahead(encoder, PROMPTS[:4], Console(quiet=True))
+    assert encode_ahead(encoder, PROMPTS[:4])
     assert encoder.encoded == 4 and encoder.encoder.times == 1
 
 

@@ -5,7 +5,6 @@ import signal
 import sys
 
 import pytest
-from rich.console import Console
 
 from g2rpo import api
 from g2rpo.app.push import push
@@ -24,7 +23,7 @@ def test_a_run_from_python_leaves_weights_and_a_card(tmp_path, tiny_config):
     t.finish()
     card = tmp_path / "run" / "adapter" / "README.md"
     assert api.sample(tmp_path / "run", ["a red circle"]).shape[0] == 1 and "bright" in card.read_text()
-    push(tmp_path / "run", "me/mine", private=True, console=Console(quiet=True), api=Hub())
+    push(tmp_path / "run", "me/mine", private=True, api=Hub())
     t.export()
     assert card.is_file()  # it is about these weights
     more = api.trainer(

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
-from rich.console import Console
 from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,7 +80,7 @@ def learn(world, folder, model, mode, killed=False):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         register_module_forward_pre_hook(die)  # an iteration has a pass for each of a rank's prompts' two branch points
-    _run(chosen, folder, (folder / "config.yaml").exists(), world, Console(quiet=True))
+    _run(chosen, folder, (folder / "config.yaml").exists(), world)
 
 
 def learn_sd3(world, folder, model, mode):

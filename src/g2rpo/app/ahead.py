@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, count
 
-from rich.console import Console
-from rich.filesize import decimal
-
-from g2rpo.app.progress import counter, say
+from g2rpo.app.events import Emit, Line, Progress, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.config.schema import Config
+from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.prompts.order import PromptOrder
@@ -23,9 +21,9 @@ def policy_after_encoding(
     loaded: components.Loaded,
     cache: str,
     prompts: Iterable[str],
-    console: Console,
     notify: Callable[[str], None],
     sharding: Sharded | None = None,
+    emit: Emit = silent,
 ) -> CachedPolicy[DiffusersPolicy]:
     """The policy of `loaded` with its embeddings cached as in `cache`; those of `prompts` are computed first.
 
@@ -33,11 +31,11 @@ def policy_after_encoding(
     first prompt and stay.
     """
     encoder = cache_embeddings(loaded.text, loaded.config, cache, notify)
-    encode_ahead(encoder, list(dict.fromkeys(prompts)), console)
+    encode_ahead(encoder, list(dict.fromkeys(prompts)), emit)
     return CachedPolicy(loaded.policy(sharding), encoder)
 
 
-def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], console: Console) -> bool:
+def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], emit: Emit = silent) -> bool:
     """Stores the embeddings of `prompts` and parks the text encoders; False, and nothing is parked, if they do not fit.
 
     The size of the first embedding predicts the rest, so a disk that is too small is detected before it is filled.
@@ -48,15 +46,19 @@ def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], console: Consol
     if missing:
         if not encoder.fill(missing[:1]):
             return False
-        size = decimal(encoder.store.size(missing[0]) * len(missing))
+        size = in_bytes(encoder.store.size(missing[0]) * len(missing))
         if not encoder.store.fits(len(missing) - 1, like=missing[0]):
             encoder.notify(f"embedding cache {encoder.store.folder}: {len(missing)} prompts need {size}, more than is free")
             return False
-        say(console, f"encoding {len(missing)} prompts, {size} in {encoder.store.folder}")
-        with counter(console, "prompts") as progress:
-            task = progress.add_task("encoding", total=len(missing), completed=1)
-            if not encoder.fill(missing[1:], lambda: progress.advance(task)):
-                return False
+        emit(Line(f"encoding {len(missing)} prompts, {size} in {encoder.store.folder}"))
+        done = count(1)
+
+        def advance() -> None:
+            emit(Progress("encoding", "prompts", next(done), len(missing)))
+
+        advance()
+        if not encoder.fill(missing[1:], advance):
+            return False
     encoder.park()
     return True
 
@@ -65,6 +67,6 @@ def prompts_to_come(
     config: Config, prompts: Sequence[str], heldout: Sequence[str], world: World = ALONE, iteration: int = 0
 ) -> list[str]:
     """The distinct prompts of this rank from `iteration` on: its training prompts and its held-out prompts."""
-    order, count = PromptOrder(prompts, config.trainer.seed), config.trainer.prompts_per_iteration
-    batches = [world.shard(order.batch(later, count)) for later in range(iteration, config.trainer.iterations)]
+    order, size = PromptOrder(prompts, config.trainer.seed), config.trainer.prompts_per_iteration
+    batches = [world.shard(order.batch(later, size)) for later in range(iteration, config.trainer.iterations)]
     return list(dict.fromkeys(chain(*batches, world.shard_or_all(heldout))))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from g2rpo.app.ahead import encode_ahead
-from g2rpo.app.progress import warn_on
+from g2rpo.app.events import Emit, cautions, silent
 from g2rpo.app.train import load_config
 from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
@@ -15,16 +13,17 @@ from g2rpo.assembly.prompts import build_prompts
 from g2rpo.core.errors import UserError
 
 
-def encode(recipe: str, overrides: Sequence[str], console: Console) -> None:
-    """Stores the embeddings of all prompts that `recipe` names, for training and for evaluation."""
-    config = load_config(recipe, overrides, warn_on(console))
+def encode(recipe: str, overrides: Sequence[str], emit: Emit = silent) -> tuple[int, int]:
+    """Stores the embeddings of all prompts that `recipe` names, for training and for evaluation; returns the number
+    of prompts, and of new ones."""
+    config = load_config(recipe, overrides, cautions(emit))
     if config.prompts.cache == "off":
         raise UserError("prompts.cache=off: there is no cache to fill")
     prompts = build_prompts(config.prompts.train, "prompts.train")
     heldout = build_prompts(config.evaluation.prompts, "evaluation.prompts")
     wanted = list(dict.fromkeys([*prompts, *heldout[: config.evaluation.num_prompts]]))
     text = components.load_pipeline(config.policy, tuning="frozen").text
-    encoder = cache_embeddings(text, config.policy, config.prompts.cache, warn_on(console))
-    if not encode_ahead(encoder, wanted, console):
+    encoder = cache_embeddings(text, config.policy, config.prompts.cache, cautions(emit))
+    if not encode_ahead(encoder, wanted, emit):
         raise UserError("the embeddings do not fit on the disk; free some space, or name another one with prompts.cache=FOLDER")
-    console.print(f"{len(wanted)} prompts are stored, {encoder.encoded} of them new", highlight=False)
+    return len(wanted), encoder.encoded

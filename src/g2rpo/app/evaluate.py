@@ -8,16 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 from g2rpo.app.ahead import policy_after_encoding
-from g2rpo.app.progress import add_names, counter, say, warn_on
+from g2rpo.app.events import Emit, Line, Progress, cautions, silent
 from g2rpo.app.stopping import stoppable
 from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import pipeline_identity
@@ -28,7 +24,6 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, counted, loading
 from g2rpo.core.files import FileDigests, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
-from g2rpo.core.statistics import Interval
 from g2rpo.evaluation.controls import default_controls
 from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.monitor.clips import read_clip, reduced
@@ -99,8 +94,8 @@ def with_controls(config: JudgingConfig) -> JudgingConfig:
 
 
 def evaluate(
-    given: dict[str, Any], overrides: Sequence[str], out: Path | None, console: Console, controls: bool = False
-) -> None:
+    given: dict[str, Any], overrides: Sequence[str], out: Path | None, controls: bool = False, emit: Emit = silent
+) -> Judging:
     """Runs the evaluation of the settings `given` and `overrides` in the folder `out`, or finishes one begun there; without
     `out`, in the first of evaluation, evaluation-2 ... that holds no other. `controls` adds the default ones."""
     config = resolve_as(JudgingConfig, given, overrides, "evaluation")
@@ -113,59 +108,15 @@ def evaluate(
     _check_folder(out, config)
     judging = Judging(config, prompts, out)
     kept = "stopped; finished chunks are kept, and the same command goes on after them"
-    with held(out, warn_on(console)), stoppable(kept):
+    with held(out, cautions(emit)), stoppable(kept):
         _check_folder(out, config)
         missing = judging.missing()
         if missing:
-            _judge(judging, missing, console)
-        results = judging.write_results()
-        console.print(results_table(judging, console.width))
-        if config.controls:
-            console.print(controls_table(judging, console.width))
+            _judge(judging, missing, emit)
+        judging.write_results()
         for steps in sorted(set(config.steps)):
             _save_grid(judging, steps)
-    for what, where in (("numbers", results), ("pictures", out / "pictures.jsonl"), ("grids", out / "grid_steps_*.png")):
-        say(console, f"{what:>9}  {where}")
-
-
-def results_table(judging: Judging, width: int) -> Table:
-    """The table of results for a console of `width`."""
-    sides = judging.sides
-    table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % intervals")
-    table.add_column("steps", justify="right", overflow="fold")
-    add_names(table, "reward", list(judging.config.rewards), width)
-    for column in (*sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):
-        table.add_column(column, justify="right", overflow="fold")
-    for line in judging.results():
-        cells = [str(line["steps"]), line["reward"], *(escape(f"{line[side]}") for side in sides)]
-        if len(sides) == 2:
-            cells.append(_coloured(line["change"]))
-        scored = list(line.values())[-1].count
-        table.add_row(*cells, str(len(judging.prompts) - scored) if scored < len(judging.prompts) else "")
-    return table
-
-
-def controls_table(judging: Judging, width: int) -> Table:
-    """The best control of the base by reward, beside base and tuned at the smallest number of steps."""
-    steps = min(judging.config.steps)
-    means, best = judging.controls()
-    plain = {line["reward"]: line for line in judging.results() if line["steps"] == steps}
-    out = Table(
-        title=f"{len(judging.config.controls)} free knobs of the untrained model, {steps} steps unless others are named"
-    )
-    add_names(out, "reward", list(judging.config.rewards), width)
-    for column in (*judging.sides, "best control", "", *(["tuned minus best control"] if best else [])):
-        out.add_column(column, justify="left" if not column else "right", overflow="fold")
-    for name, line in plain.items():
-        top = max((row for row in means if row["reward"] == name), key=lambda row: np.nan_to_num(row["mean"].mean, nan=-np.inf))
-        cells = [*(f"{line[side].mean:.3f}" for side in judging.sides), f"{top['mean'].mean:.3f}", top["control"]]
-        out.add_row(name, *cells, *([_coloured(best[name].lead)] if name in best else []))
-    return out
-
-
-def _coloured(change: Interval) -> str:
-    colour = "green" if change.low > 0 else "red" if change.high < 0 else "white"
-    return f"[{colour}]{escape(f'{change:+}')}[/]"
+    return judging
 
 
 def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
@@ -194,18 +145,18 @@ def _check_folder(out: Path, config: JudgingConfig) -> None:
         raise UserError(f"{out} is not empty and holds no evaluation (no {SETTINGS}); name another --out")
 
 
-def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None:
+def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     """Builds the policy and rewards and evaluates the missing chunks."""
     config, out = judging.config, judging.directory
-    console.print(f"building the policy and {counted(len(config.rewards), 'reward')} ...")
+    emit(Line(f"building the policy and {counted(len(config.rewards), 'reward')} ..."))
     prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
     loaded = components.load_pipeline(config.policy, tuning="frozen")
-    cached = policy_after_encoding(loaded, config.cache, prompts, console, warn_on(console))
+    cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
     policy = cached.policy
     rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
     done = len(judging.chunks()) - len(missing)
     if done:
-        say(console, f"{done} of {len(judging.chunks())} chunks in {out} are finished already")
+        emit(Line(f"{done} of {len(judging.chunks())} chunks in {out} are finished already"))
 
     def use_weights() -> None:
         weights = local(config.weights or "")
@@ -217,9 +168,15 @@ def _judge(judging: Judging, missing: Sequence[Chunk], console: Console) -> None
         write_whole(out / SETTINGS, config.to_yaml().encode())
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}); name another --out") from None
-    with counter(console, "pictures") as progress:
-        task = progress.add_task("judging", total=sum(chunk.stop - chunk.start for chunk in missing))
-        judging.run(missing, cached, use_weights, rewards, lambda pictures: progress.advance(task, pictures))
+    pictures, total = 0, sum(chunk.stop - chunk.start for chunk in missing)
+
+    def advance(more: int) -> None:
+        nonlocal pictures
+        pictures += more
+        emit(Progress("judging", "pictures", pictures, total))
+
+    advance(0)
+    judging.run(missing, cached, use_weights, rewards, advance)
 
 
 def _save_grid(judging: Judging, steps: int) -> None:

@@ -7,9 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
-from g2rpo.app.progress import say
 from g2rpo.core.errors import UserError, did_you_mean
 from g2rpo.core.files import whole_file
 from g2rpo.export.adapter import PREFIX
@@ -26,9 +23,9 @@ FORMATS = ("diffusers", "comfyui", "merged")
 Base = Callable[[], Path]
 
 
-def export(run: Path, format: str, checkpoint: str | None, out: Path | None, console: Console) -> Path:
-    """Writes a new folder, for ComfyUI a new file, and returns where; the base model is read only where its weights are
-    needed. UserError for a run without weights, and for models and modules that a format has no names for."""
+def export(run: Path, format: str, checkpoint: str | None, out: Path | None) -> tuple[Path, Rounding | None]:
+    """Writes a new folder, for ComfyUI a new file, and returns where, and the loss by rounding merged weights; the base
+    model is read only where its weights are needed. UserError for a run without weights, and for models and modules that a format has no names for."""
     if not format:
         raise UserError(f"say which --format: {', '.join(FORMATS)}")
     if format not in FORMATS:
@@ -43,8 +40,7 @@ def export(run: Path, format: str, checkpoint: str | None, out: Path | None, con
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out) if format == "comfyui" else whole(out) as unfinished:
             rounding = _WRITERS[format](tuned, base, unfinished, finished, config.policy.kind)
-    say(console, f"{out}{_cost(rounding)}")
-    return out
+    return out, rounding
 
 
 def _place(run: Path, format: str, checkpoint: str | None) -> Path:
@@ -88,11 +84,3 @@ def _merged(tuned: Tuned, base: Base, out: Path, finished: Path | None, kind: st
 
 
 _WRITERS = {"diffusers": _diffusers, "comfyui": _comfyui, "merged": _merged}
-
-
-def _cost(rounding: Rounding | None) -> str:
-    if rounding is None or not rounding.dtype:
-        return ""
-    return (
-        f"\nstored in {rounding.dtype}: rounding moves weights by {rounding.share:.2%} of what training did (root mean square)"
-    )

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import decimal
-
 from g2rpo.app.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.assembly import components, hub
 from g2rpo.assembly.blueprint import build_shallow, read_blueprint
@@ -26,7 +24,7 @@ from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import is_hub_id
+from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.core.types import Reward, as_rewards
 from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
@@ -246,4 +244,4 @@ def _check_room(config: Config, pipeline: Path, directory: Path) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         remedy = "free some, name another --run-dir, or lower trainer.keep_checkpoints"
-        raise UserError(f"{directory}: checkpoints and weights take {decimal(needed)}, {decimal(free)} are free; {remedy}")
+        raise UserError(f"{directory}: checkpoints and weights take {in_bytes(needed)}, {in_bytes(free)} are free; {remedy}")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from g2rpo.app.progress import say
 from g2rpo.core.errors import UserError
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.model_card import CARD
@@ -35,7 +32,7 @@ def check_push(repository: str) -> None:
         raise UserError("--push-to-hub needs a token of the Hugging Face Hub: `hf auth login` stores one, or leave it out")
 
 
-def push(run: Path, repository: str, *, private: bool, console: Console, api: Any = None) -> str:
+def push(run: Path, repository: str, *, private: bool, api: Any = None) -> str:
     """Uploads the weights folder of `run` and returns its address; `api` is an HfApi, by default one with the stored token."""
     from huggingface_hub import HfApi
 
@@ -46,9 +43,7 @@ def push(run: Path, repository: str, *, private: bool, console: Console, api: An
     api = api or HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        address = str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Weights tuned with g2rpo"))
+        return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Weights tuned with g2rpo"))
     except Exception as error:  # without a network the exceptions are those of the HTTP library
         again = f"the weights stay in {folder}; `g2rpo push {run} {repository}` tries again"
         raise UserError(f"{repository}: the upload failed: {type(error).__name__}: {error}\n{again}") from error
-    say(console, f"pushed {folder} to {address}")
-    return address

@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from g2rpo.app.progress import say
 from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps, grid_of
-from g2rpo.core.errors import UserError, counted, loading
+from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.heldout import sample_images
@@ -28,6 +27,20 @@ from g2rpo.runs.lifecycle import fresh_directory, read_config
 from g2rpo.runtime.folders import is_empty
 
 SHOWN = 8  # pictures in the grid
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """So many pictures, or clips, are in `folder`, and the first ones side by side in `grid`."""
+
+    count: int
+    in_grid: int
+    clips: bool
+    folder: Path
+
+    @property
+    def grid(self) -> Path:
+        return self.folder / ("grid.webp" if self.clips else "grid.png")
 
 
 class SampleOptions(Section):
@@ -54,8 +67,7 @@ def sample(
     batch_size: int,
     video: str = "webp",
     out: Path | None,
-    console: Console,
-) -> None:
+) -> Sampled:
     """Writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and `out/grid.png`. Clips are
     NNNN.webp, which needs no further library, or NNNN.mp4. Without `out` it is the first of samples, samples-2 ... that does
     not exist."""
@@ -79,9 +91,7 @@ def sample(
     save_grid(out / "grid.png", [Strip(shown)], prompts[:SHOWN])
     if clips:
         save_moving_grid(out / "grid.webp", [Strip(shown)], prompts[:SHOWN], "", seconds)
-    what, grid = ("clip", out / "grid.webp") if clips else ("picture", out / "grid.png")
-    beside = f"the first {len(shown)} side by side" if len(shown) < len(prompts) else "side by side"
-    say(console, f"{counted(len(prompts), what)} in {out}{f', {beside} in {grid}' if len(prompts) > 1 else ''}")
+    return Sampled(len(prompts), len(shown), clips, out)
 
 
 def _check(prompts: Sequence[str], options: SampleOptions, out: Path) -> None:

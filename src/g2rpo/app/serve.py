@@ -7,9 +7,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from rich.console import Console
-
-from g2rpo.app.progress import say
+from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.serving import check_address, refused, token_for
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.resolve import parse_options
@@ -19,7 +17,9 @@ from g2rpo.core.errors import UserError
 from g2rpo.rewards.server import RewardServer
 
 
-def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, console: Console) -> None:
+def serve_reward(
+    kind: str, options: Sequence[str], *, host: str, port: int, token_env: str | None, emit: Emit = silent
+) -> None:
     """Loads reward `kind` with key=value `options` and serves it until interrupted."""
     if importlib.util.find_spec("uvicorn") is None:
         raise UserError("serve-reward needs uvicorn: pip install uvicorn")
@@ -32,11 +32,11 @@ def serve_reward(kind: str, options: Sequence[str], *, host: str, port: int, tok
     with refused(host, port):
         server = RewardServer(reward, host, port, token=token)
     with server:
-        say(console, f"{kind} at {server.address}; use it as")
+        emit(Line(f"{kind} at {server.address}; use it as"))
         given = {"url": server.address, **({"token_env": token_env} if token_env else {})}
         overrides = shlex.join([f"rewards.{name}.kind=http", f"rewards.{name}.options={json.dumps(given)}"])
-        console.print(f"  {overrides}", highlight=False, soft_wrap=True, markup=False)
+        emit(Line(f"  {overrides}"))
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            console.print("stopped")
+            emit(Line("stopped"))

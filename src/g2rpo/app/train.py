@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 
 from g2rpo.app.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.app.contents import contents_of
 from g2rpo.app.dry_run import try_own_code
+from g2rpo.app.events import Emit, Line, Results, Trained, Training, cautions, silent
 from g2rpo.app.preflight import check
-from g2rpo.app.progress import say, warn_on
 from g2rpo.app.stopping import Stopping
-from g2rpo.app.watching import show_results, watch_training
 from g2rpo.assembly import components
 from g2rpo.assembly.prompts import caution as prompts_caution
 from g2rpo.assembly.rewards import build_rewards, configured
@@ -33,6 +30,8 @@ from g2rpo.core.errors import RolledBack, UserError, counted
 from g2rpo.core.files import digest_of
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Reward
+from g2rpo.monitor.metrics import Row
+from g2rpo.rollout.planning import count_per_prompt
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import check_contents, claim, entered, read_config, record_start
 from g2rpo.runtime.distributed import ALONE, World, joined
@@ -62,17 +61,17 @@ def build_trainer(
     notify: Callable[[str], None] = print,
     world: World = ALONE,
     given: Mapping[str, Any] | None = None,
-    console: Console | None = None,
+    emit: Emit = silent,
 ) -> Trainer:
     """A trainer with the policy, rewards and prompts of `config`, or with the objects in `given`.
 
-    Prompts are encoded before policy and rewards are on the device, with progress on `console`. `notify(message)` is called for
+    Prompts are encoded before policy and rewards are on the device, with progress by `emit`. `notify(message)` is called for
     problems with the embedding cache, batch sizes and trackers. `given` may have the keys listed in `preflight.check`.
     """
     given = given or {}
     prompts, heldout = check(config, given)
     check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
-    return _assembled(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, console)
+    return _assembled(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, emit)
 
 
 def _assembled(
@@ -81,7 +80,7 @@ def _assembled(
     notify: Callable[[str], None],
     world: World,
     given: Mapping[str, Any],
-    console: Console | None,
+    emit: Emit,
 ) -> Trainer:
     """The trainer of a config that `preflight.check` has passed; `given` has the prompts."""
     world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
@@ -103,7 +102,7 @@ def _assembled(
         loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
         begun = newest_iteration(RunDirectory(run_dir).checkpoints) if run_dir is not None else 0
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
-        policy = policy_after_encoding(loaded, config.prompts.cache, to_come, console or Console(quiet=True), notify, sharding)
+        policy = policy_after_encoding(loaded, config.prompts.cache, to_come, notify, sharding, emit)
     if (takes := getattr(policy, "input_pictures", None)) is not None:
         check_counts([*prompts, *heldout], takes)
     device = components.pick_device(config.policy.device)
@@ -133,7 +132,7 @@ def open_run(
     notify: Callable[[str], None],
     world: World = ALONE,
     given: Mapping[str, Any] | None = None,
-    console: Console | None = None,
+    emit: Emit = silent,
 ) -> Trainer:
     """A trainer for a new or resumed run in `directory`, whose lock the caller must hold."""
     given = given or {}
@@ -143,7 +142,7 @@ def open_run(
     if resume and world.is_main:
         for change in check_contents(directory, contents, accept_changes):
             notify(f"goes on with {change}")
-    trainer = _assembled(config, directory, notify, world, given, console)
+    trainer = _assembled(config, directory, notify, world, given, emit)
     if world.is_main:
         claim(directory, config)  # only now: wrong input leaves nothing behind
     if resume:
@@ -159,10 +158,10 @@ def train(
     overrides: Sequence[str],
     run_dir: Path | None,
     resume: bool,
-    console: Console,
     accept_changes: bool = False,
     stopping: Stopping | None = None,
     within: str | None = None,
+    emit: Emit = silent,
 ) -> Path | None:
     """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks other than 0.
 
@@ -181,17 +180,17 @@ def train(
         raise UserError("name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run")
     with joined(_device(config), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
         if not world.is_main:
-            console = Console(quiet=True)
+            emit = silent
         for note in notes:
-            say(console, note)
+            emit(Line(note))
         fingerprint = torch.tensor(list(bytes.fromhex(digest_of(config.model_dump(mode="json")))))
         if others := world.differing(fingerprint):
             raise UserError(
                 f"ranks {others} were started with another config than rank 0; give all the same recipe and overrides"
             )
-        chosen = stack.enter_context(entered(config, run_dir, resume, warn_on(console))) if world.is_main else ""
+        chosen = stack.enter_context(entered(config, run_dir, resume, cautions(emit))) if world.is_main else ""
         directory = Path(world.broadcast_text(str(chosen)))
-        _run(config, directory, resume, world, console, accept_changes, stopping, ends_at)
+        _run(config, directory, resume, world, accept_changes, stopping, ends_at, emit)
         return directory if world.is_main else None
 
 
@@ -209,21 +208,21 @@ def _run(
     directory: Path,
     resume: bool,
     world: World,
-    console: Console,
     accept_changes: bool = False,
     stopping: Stopping | None = None,
     ends_at: float | None = None,
+    emit: Emit = silent,
 ) -> None:
     """Trains on one rank."""
     stopping = stopping or Stopping("")
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
     rewards = counted(len(config.rewards), "reward")
-    console.print(f"[bold]{escape(name)}[/]{ranks}: building the policy, {rewards} and the prompts ...")
-    notify = warn_on(console) if world.is_main else partial(_warn_from, world.rank)
-    trainer = open_run(config, directory, resume, accept_changes, notify, world, console=console)
+    emit(Line(f"{ranks}: building the policy, {rewards} and the prompts ...", title=name))
+    notify = cautions(emit) if world.is_main else partial(_warn_from, world.rank)
+    trainer = open_run(config, directory, resume, accept_changes, notify, world, emit=emit)
     if resume:
-        console.print(f"resuming after iteration {trainer.iteration}" if trainer.iteration else "nothing to resume: it begins")
+        emit(Line(f"resuming after iteration {trainer.iteration}" if trainer.iteration else "nothing to resume: it begins"))
     if ends_at is not None:
         trainer.ends_at = ends_at - sum(row["seconds"] for row in trainer.alarms.rows)  # of earlier starts
     began = time.perf_counter()
@@ -231,19 +230,46 @@ def _run(
     stopping.message = f"stopped at once; {trainer.files.command} goes on from the last checkpoint"
     try:
         with stopping.after(partial(setattr, trainer, "stopping", True)):
-            watch_training(trainer, console)
+            train_all(trainer, emit)
     except RolledBack as error:  # the restored weights are evaluated and written like any result
         ended = error
     stopping.message = (
         f"stopped while base and tuned were compared; all iterations are done, and {trainer.files.command} finishes"
     )
-    knobs = ", and free knobs of the base" if trainer.evaluator.controls_on else ""
-    console.print(f"trained for {time.perf_counter() - began:.0f} s; comparing base and tuned{knobs} ...")
+    emit(Trained(time.perf_counter() - began, trainer.evaluator.controls_on > 0))
     table = trainer.finish()
-    if world.is_main:
-        show_results(trainer, table, directory, console)
+    emit(Results(directory, table, trainer.heldout, list(trainer.rewards), config.policy.kind is not None))
     if ended is not None:
         raise ended
+
+
+def train_all(trainer: Trainer, emit: Emit) -> None:
+    """Runs the training, and reports its evaluations of the network and its rows of metrics."""
+    config = trainer.config
+
+    def evaluations(iterations: int) -> int:
+        prompts, tails = config.trainer.prompts_per_iteration, config.sampling.tails
+        return sum(prompts * count_per_prompt(config.algorithm, trainer.plans(each), tails) for each in range(iterations))
+
+    iterations, iteration = config.trainer.iterations, trainer.iteration
+    done, total = evaluations(iteration), evaluations(iterations)
+
+    def report(more: int = 0, row: Row | None = None) -> None:
+        nonlocal done
+        done += more
+        emit(Training(iteration, iterations, done, total, row))
+
+    report()
+    if not iteration:
+        emit(Line(f"first the base model draws {len(trainer.heldout)} held-out prompts, which are scored ..."))
+    trainer.on_evaluations = lambda count: report(count * trainer.world.size)
+    for row in trainer.train():
+        if trainer.config.trainer.iterations != iterations:  # fitted to a time
+            iterations = trainer.config.trainer.iterations
+            total = evaluations(iterations)
+        if row["kind"] == "train":
+            iteration = row["iteration"]
+        report(row=row)
 
 
 def _warn_from(rank: int, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import shlex
@@ -23,7 +24,8 @@ from g2rpo import __version__
 from g2rpo.app.quiet import quiet_libraries
 from g2rpo.app.stopping import Stopping, stoppable
 from g2rpo.cli import options
-from g2rpo.core.errors import Interrupted, Stopped, UserError, out_of_memory
+from g2rpo.cli.output import Output, console, say
+from g2rpo.core.errors import Interrupted, Stopped, UserError, counted, out_of_memory
 
 app = typer.Typer(
     name="g2rpo",
@@ -32,8 +34,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 command_of = cache(typer.main.get_command)  # reading the parameters of all commands takes 18 ms
-console = Console(width=None if sys.stdout.isatty() else 10_000)  # no wrapping in files and pipes
-
 
 UNUSABLE = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EROFS)
 """What the name of a file or folder may lead to."""
@@ -107,7 +107,8 @@ def _train(
 
         if push_to_hub is not None:
             check_push(push_to_hub)
-        directory = run(recipe, overrides or [], run_dir, resume, console, accept_changes, stopping, within)
+        with Output() as emit:
+            directory = run(recipe, overrides or [], run_dir, resume, accept_changes, stopping, within, emit)
     if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
 
@@ -131,23 +132,21 @@ def plan(
 ) -> None:
     """Estimate a run's compute, memory and time before launching it."""
     if cards:
-        from g2rpo.lab.plan.command_cards import plan_cards
+        from g2rpo.cli.plan import show_cards
+        from g2rpo.lab.plan.by_card import on_cards
 
         if device is not None or probe:
             raise UserError("--cards is about every card; leave --device and --probe out")
-        plan_cards(
-            recipe,
-            overrides or [],
-            ranks=ranks,
-            ranks_per_node=ranks_per_node,
-            utilisation=utilisation,
-            as_json=as_json,
-            console=console,
-        )
+        rows = on_cards(recipe, overrides or [], ranks, utilisation, ranks_per_node)
+        if as_json:
+            say(console, json.dumps({key: row.plain() for key, row in rows.items()}, indent=1))
+        else:
+            show_cards(recipe, rows, console)
         return
-    from g2rpo.lab.plan.command import plan as tell
+    from g2rpo.cli.plan import show_plan
+    from g2rpo.lab.plan import answer
 
-    tell(
+    answered = answer.plan(
         recipe,
         overrides or [],
         device=device,
@@ -156,9 +155,11 @@ def plan(
         network=network,
         utilisation=utilisation,
         probe=probe,
-        as_json=as_json,
-        console=console,
     )
+    if as_json:
+        say(console, json.dumps(answered.plain(), indent=1))
+    else:
+        show_plan(answered, console)
 
 
 @app.command()
@@ -169,8 +170,10 @@ def push(
 ) -> None:
     """Upload a run's weights and their model card."""
     from g2rpo.app.push import push as upload
+    from g2rpo.runs.directory import RunDirectory
 
-    upload(run, repository, private=private, console=console)
+    address = upload(run, repository, private=private)
+    say(console, f"pushed {RunDirectory(run).weights} to {address}")
 
 
 @app.command(cls=options.WithSettings)
@@ -181,7 +184,9 @@ def encode(
     """Store the text embeddings of a recipe's prompts ahead of training."""
     from g2rpo.app.encode import encode as run
 
-    run(recipe, overrides or [], console)
+    with Output() as emit:
+        count, new = run(recipe, overrides or [], emit)
+    say(console, f"{count} prompts are stored, {new} of them new")
 
 
 @app.command()
@@ -225,7 +230,7 @@ def sample(
     policy = None
     if model is not None:
         policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
-    draw(
+    sampled = draw(
         asked,
         run=run,
         policy=policy,
@@ -238,8 +243,10 @@ def sample(
         batch_size=batch_size,
         video=video,
         out=out,
-        console=console,
     )
+    beside = f"the first {sampled.in_grid} side by side" if sampled.in_grid < sampled.count else "side by side"
+    grid = f", {beside} in {sampled.grid}" if sampled.count > 1 else ""
+    say(console, f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}")
 
 
 @app.command(cls=options.WithSettings)
@@ -272,6 +279,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
     from g2rpo.app import evaluate as command
+    from g2rpo.cli.results import show_evaluation
 
     if run is None and overrides and "=" not in overrides[0]:
         run, overrides = Path(overrides[0]), overrides[1:]
@@ -290,7 +298,9 @@ def evaluate(
     if prompts is not None:
         settings["num_prompts"] = None  # a run's is for its own prompts
     settings |= {key: value for key, value in named.items() if value is not None}
-    command.evaluate(settings, overrides or [], out, console, controls)
+    with Output() as emit:
+        judging = command.evaluate(settings, overrides or [], out, controls, emit)
+    show_evaluation(judging, console)
 
 
 @app.command()
@@ -305,7 +315,11 @@ def export(
     """Write a run's weights as other programs read them."""
     from g2rpo.app.export import export as write
 
-    write(run, format, checkpoint, out, console)
+    path, rounding = write(run, format, checkpoint, out)
+    say(console, str(path))
+    if rounding is not None and rounding.dtype:
+        cost = f"rounding moves weights by {rounding.share:.2%} of what training did (root mean square)"
+        say(console, f"stored in {rounding.dtype}: {cost}")
 
 
 @app.command()
@@ -314,9 +328,10 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,
 ) -> None:
     """Show what runs did: one HTML page that needs nothing else."""
-    from g2rpo.lab.report.command import report as write
+    from g2rpo.lab.report.page import write_page
 
-    write(runs, out, console)
+    path = write_page(runs, out)
+    say(console, f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 @app.command()
@@ -344,7 +359,7 @@ def demo(
             raise UserError(f"{option} is for --model; a run has its own")
     table = named_rewards(rewards) if rewards is not None else None
     cast = command.of_run(run) if run else command.of_model(str(model), size, guidance, table)
-    command.demo(run, cast, weights, host=host, port=port, token_env=token_env, console=console)
+    command.demo(run, cast, weights, host=host, port=port, token_env=token_env, emit=Output())
 
 
 @app.command(cls=options.WithSettings)
@@ -374,10 +389,11 @@ def compare(
 ) -> None:
     """Compare algorithms or variants under one budget, each at its best learning rate, over several seeds."""
     from g2rpo.app.evaluate import step_counts
+    from g2rpo.cli.results import show_study
     from g2rpo.lab.compare import arguments as words
-    from g2rpo.lab.compare import compare as command
+    from g2rpo.lab.compare.workflow import compare as run
 
-    command.compare(
+    results = run(
         recipe,
         overrides or [],
         words.parse_cells(algorithms, cell or []),
@@ -388,9 +404,10 @@ def compare(
         step_counts(steps) if steps else None,
         jobs,
         out,
-        console,
         controls,
+        Output(),
     )
+    show_study(results, console)
 
 
 @app.command()
@@ -422,7 +439,7 @@ def serve_reward(
     """Serve a reward over HTTP, for a trainer elsewhere."""
     from g2rpo.app.serve import serve_reward as serve
 
-    serve(kind, options or [], host=host, port=port, token_env=token_env, console=console)
+    serve(kind, options or [], host=host, port=port, token_env=token_env, emit=Output())
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -103,6 +103,15 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not os.path.exists(local(name))
 
 
+def in_bytes(size: float) -> str:
+    """3.1 MiB, 44.3 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"
+
+
 def local(name: str | Path) -> Path:
     """`name` as a path with ~ expanded; ~USER of an unknown user is kept."""
     return Path(os.path.expanduser(name))

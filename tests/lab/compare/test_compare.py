@@ -244,7 +244,7 @@ def test_a_budget_in_seconds_is_measured_first(capsys, tmp_path, tiny_config, mo
         measured.append(seconds_per_evaluation(config, probe))
         return 1 / (work(config, 0) + work(config, 1))
 
-    monkeypatch.setattr("g2rpo.lab.compare.compare.seconds_per_evaluation", price)
+    monkeypatch.setattr("g2rpo.lab.compare.workflow.seconds_per_evaluation", price)
     code, _, err = g2rpo(capsys, "compare", tiny_config, "--cell", "a:", "--seeds", "1", "--budget", "seconds=1", "--out", out)
     assert code == 0, err
     assert len(measured) == 1 and measured[0] > 0

@@ -6,8 +6,8 @@ import json
 import pytest
 from rich.console import Console
 
-from g2rpo.lab.plan import cards
-from g2rpo.lab.plan import command_cards as plan_cards
+from g2rpo.cli.plan import show_cards
+from g2rpo.lab.plan import by_card, cards
 from tests.support.commands import g2rpo
 
 
@@ -15,8 +15,8 @@ from tests.support.commands import g2rpo
 def test_the_recipe_for_24_gb_fits_on_24_gb_with_a_margin(monkeypatch):
     """As its comments say: 21.4 GiB of what drivers give of 24."""
     found = {key: cards.CARDS[key] for key in ("rtx4090", "rtx3090", "h100")}
-    monkeypatch.setattr(plan_cards, "CARDS", found)
-    rows = plan_cards.on_cards("flux1-dev-lora-24gb", [], 1, 0.4)
+    monkeypatch.setattr(by_card, "CARDS", found)
+    rows = by_card.on_cards("flux1-dev-lora-24gb", [], 1, 0.4)
     assert rows.keys() == found.keys() and all(row.overrides == [] for row in rows.values())
     assert rows["rtx4090"].capacity - rows["rtx4090"].needed > 2 * 2**30
     assert rows["rtx3090"].seconds > rows["rtx4090"].seconds > rows["h100"].seconds
@@ -35,7 +35,7 @@ def test_cards_without_float8_are_left_out_and_too_small_ones_say_so(capsys, tin
 def test_a_table_of_80_columns_breaks_no_override():
     longest = ["evaluation.rewards.image_reward.options.device=cpu", "rewards.hpsv2.options.device=cpu"]
     console = Console(file=io.StringIO(), width=80)
-    plan_cards._show("flux1-dev-lora", {"rtx6000ada": plan_cards.OnCard(longest, 2**34, 2**35, 1e5)}, console)
+    show_cards("flux1-dev-lora", {"rtx6000ada": by_card.OnCard(longest, 2**34, 2**35, 1e5)}, console)
     lines = console.file.getvalue().splitlines()
     assert f"changes 1: {' '.join(longest)}" in lines and any("rtx6000ada" in line for line in lines)
     assert all(len(line) <= 80 for line in lines[:-1])

@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
-from g2rpo.app.progress import say
+from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.stopping import stoppable
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
@@ -37,9 +35,9 @@ class Workers:
     process may import."""
 
     count: int
-    console: Console
     lock: int
     """The lock's file descriptor, inherited by jobs: the folder stays locked until the last of them has ended."""
+    emit: Emit = silent
     running: set[subprocess.Popen[bytes]] = field(default_factory=set)
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -52,7 +50,7 @@ class Workers:
             try:
                 for done, future in enumerate(as_completed(futures), 1):
                     future.result()
-                    say(self.console, f"{done:>4} of {len(jobs)}  {futures[future].title}")
+                    self.emit(Line(f"{done:>4} of {len(jobs)}  {futures[future].title}"))
             except Exception:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

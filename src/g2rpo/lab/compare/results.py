@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from g2rpo.app.progress import add_names, say
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import parse_json, read_text
@@ -63,6 +59,19 @@ class Cell:
         return {key: np.stack([table[key] for table in tables]) for key in tables[0]}
 
 
+@dataclass(frozen=True)
+class StudyResults:
+    """The table of a study whose results are in `out`, and the best free knobs of the base at its first number of steps."""
+
+    study: Study
+    out: Path
+    table: Sequence[Outcome]
+    knobs: Sequence[Knob]
+    trained: Sequence[str]
+    """The rewards that are trained on."""
+    prompts: int
+
+
 def write_results(
     study: Study,
     out: Path,
@@ -70,10 +79,9 @@ def write_results(
     base: Path,
     trained: Sequence[str],
     prices: Mapping[str, float],
-    console: Console,
     controls: Path | None = None,
-) -> None:
-    """Writes results.json, results.md and curves.png, and shows the tables; `base` and `controls` are evaluations of the
+) -> StudyResults:
+    """Writes results.json, results.md and curves.png; `base` and `controls` are evaluations of the
     base and of its free knobs."""
     scores = {name: cell.scores() for name, cell in cells.items()}
     untrained = _read_judged(base)
@@ -103,11 +111,7 @@ def write_results(
     write_whole(out / "results.json", json.dumps(_numbers(results), indent=1, allow_nan=False).encode())
     write_whole(out / "results.md", text.encode())
     save_curves(out / "curves.png", curves, trained)
-    for steps in study.steps:
-        console.print(_console_table(table, steps, trained, prompts, study.seeds, console.width, knobs))
-        knobs = []  # they are of the first number of steps
-    for what in ("results.json", "results.md", "curves.png"):
-        say(console, f"  {out / what}")
+    return StudyResults(study, out, table, knobs, trained, prompts)
 
 
 def markdown(
@@ -149,7 +153,7 @@ def markdown(
         parts.append(f"## {steps} steps: change against the base")
         changes = [[cell, *(f"{at[cell, name].change:+}" for name in rewards)] for cell in study.cells]
         if knobs and steps == study.steps[0]:
-            changes.append([FREE, *_knob_cells(knobs, rewards)])
+            changes.append([FREE, *knob_cells(knobs, rewards)])
         parts.append(_rows(["cell", *names], changes))
         first, *others = study.cells
         if others:
@@ -180,32 +184,9 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def _knob_cells(knobs: Sequence[Knob], rewards: Sequence[str]) -> list[str]:
+def knob_cells(knobs: Sequence[Knob], rewards: Sequence[str]) -> list[str]:
     of = {knob.reward: knob for knob in knobs}
     return [f"{of[name].change:+}, {of[name].control}" for name in rewards]
-
-
-def _console_table(
-    table: Sequence[Outcome],
-    steps: int,
-    trained: Sequence[str],
-    prompts: int,
-    seeds: int,
-    width: int,
-    knobs: Sequence[Knob] = (),
-) -> Table:
-    """The table of one step count for a console of `width`."""
-    out = Table(title=f"{steps} steps: change against the base, {seeds} seeds x {prompts} prompts, 95 % intervals")
-    rewards = list(dict.fromkeys(line.reward for line in table))
-    add_names(out, "cell", [line.cell for line in table], width)
-    for name in rewards:
-        out.add_column(f"{name}{'' if name in trained else ' (judged)'}", justify="right", overflow="fold")
-    for cell in dict.fromkeys(line.cell for line in table):
-        own = {line.reward: line.change for line in table if (line.cell, line.steps) == (cell, steps)}
-        out.add_row(cell, *(escape(f"{own[name]:+}") for name in rewards))
-    if knobs:
-        out.add_row(FREE, *map(escape, _knob_cells(knobs, rewards)))
-    return out
 
 
 def _read_controls(folder: Path) -> dict[str, dict[str, Scores]]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.app.evaluate import model_settings
+from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.serving import check_address, refused, token_for
 from g2rpo.assembly import components
 from g2rpo.assembly.prompts import build_prompts
@@ -182,8 +182,8 @@ def demo(
     host: str,
     port: int,
     token_env: str | None,
-    console: Console,
     stop: threading.Event | None = None,
+    emit: Emit = silent,
 ) -> None:
     """Serves the demo until interrupted, or until `stop` is set."""
     token = token_for(host, token_env)
@@ -203,7 +203,7 @@ def demo(
     from g2rpo.lab.demo.views import run_html
 
     def say(words: str) -> None:
-        console.print(words, highlight=False, soft_wrap=True, markup=False)
+        emit(Line(words))
 
     say(f"{cast.title}: building the policy and {len(cast.rewards) + len(cast.judges)} rewards ...")
     heldout = _heldout(cast, say)

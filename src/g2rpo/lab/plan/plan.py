@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -203,62 +203,3 @@ def _dealt(config: Config, ranks: int) -> Config:
     """`config` with one rank's share of the prompts."""
     own = World(size=ranks).share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": own})})
-
-
-@dataclass(frozen=True)
-class Instead:
-    """Overrides with which a run fits, the bytes needed with them, and the time on a card."""
-
-    overrides: list[str]
-    needed: int
-    seconds: Seconds | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The answer of `g2rpo plan`. `cards` has all known cards if `seconds` is unknown for the target."""
-
-    recipe: str
-    plan: Estimate
-    target: Target
-    seconds: Seconds | None
-    limit: Limit | None
-    """What limits several ranks, where their time is known."""
-    cards: Mapping[str, tuple[bool, Seconds]]
-    instead: Instead | None
-    notes: Sequence[str]
-
-    @property
-    def fits(self) -> bool:
-        return self.target.holds(self.plan)
-
-    def plain(self) -> dict[str, Any]:
-        """As plain data: bytes and seconds."""
-        plan, shapes, counts = self.plan, self.plan.shapes, self.plan.counts
-        return {
-            "recipe": self.recipe,
-            "device": self.target.name,
-            "ranks": plan.ranks,
-            "layout": asdict(plan.layout),
-            "parameters": plan.parameters,
-            "trained_parameters": plan.trained_parameters,
-            "image_tokens": shapes.image_tokens,
-            "text_tokens": shapes.text_tokens,
-            "network_rows_per_evaluation": shapes.rows,
-            "counts": {
-                "iterations": counts.iterations,
-                "an_iteration": {name: counts.mean(of) for name, of in COUNTED.items()},
-                "the_run": {name: counts.total(of) for name, of in COUNTED.items()},
-                "evaluations_per_prompt": counts.mean(COUNTED["evaluations"]) / counts.prompts,
-                "evaluated": counts.times_evaluated,
-                "evaluations_when_evaluated": counts.heldout_evaluations,
-                "pictures_when_evaluated": counts.heldout,
-                "checkpoints": counts.checkpoints,
-            },
-            "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},
-            "seconds": asdict(self.seconds) if self.seconds else None,
-            "limit": self.limit.plain() if self.limit else None,
-            "cards": {key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()},
-            "instead": asdict(self.instead) if self.instead else None,
-            "notes": list(self.notes),
-        }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -14,15 +15,18 @@ from g2rpo import __version__
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import name_of
 from g2rpo.config.resolve import differences, resolve
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import write_whole
 from g2rpo.lab.report.charts import compact, interval_plot, key_mark, stacked_bar
 from g2rpo.lab.report.group import first_group
-from g2rpo.lab.report.history import Change, Run, rollout_seconds
+from g2rpo.lab.report.history import Change, Run, read_runs, rollout_seconds
 from g2rpo.lab.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
 from g2rpo.lab.report.pictures import frames_of, pictures
 from g2rpo.lab.report.seeds import Repeats, repeats
 from g2rpo.lab.report.verdict import summary, verdict
 from g2rpo.lab.report.words import decimals, figures, fixed, model_name, signed, span
 from g2rpo.monitor.alarms import ADVICE
+from g2rpo.runs.directory import RunDirectory
 
 ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
 
@@ -30,6 +34,20 @@ ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><pa
 def compare_style() -> str:
     """The style sheet of pairs of pictures that lie beside each other or one over the other."""
     return files("g2rpo.lab.report").joinpath("templates/compare.css").read_text(encoding="utf-8")
+
+
+def write_page(directories: Sequence[Path], out: Path | None) -> Path:
+    """Writes the page of these runs and returns where, by default RUN/report.html for one run and ./report.html for several; an
+    older one is replaced."""
+    runs = read_runs(directories)
+    path = out or RunDirectory(runs[0].directory if len(runs) == 1 else Path()).report
+    page = render(runs).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, page)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    return path
 
 
 def render(runs: Sequence[Run]) -> str:

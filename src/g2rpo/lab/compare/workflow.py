@@ -13,17 +13,15 @@ Everything is kept in one folder, and finished parts are not repeated:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from g2rpo.app.evaluate import config_settings
+from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.preflight import check
-from g2rpo.app.progress import say
 from g2rpo.app.train import load_config
 from g2rpo.config.resolve import differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
@@ -32,7 +30,7 @@ from g2rpo.core.files import write_whole
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.arguments import own_budgets
 from g2rpo.lab.compare.jobs import Job, Workers, locked
-from g2rpo.lab.compare.results import Cell, write_results
+from g2rpo.lab.compare.results import Cell, StudyResults, write_results
 from g2rpo.lab.compare.study import PILOT_SEEDS, Study, Unit, best_rate, gain, read_run, seconds_per_evaluation
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import check_directory, first_usable
@@ -135,15 +133,15 @@ def compare(
     steps: Sequence[int] | None,
     jobs: int,
     out: Path | None,
-    console: Console,
     controls: bool = False,
-) -> None:
-    """Runs the missing parts of a study in the folder `out`, and writes its results there; without `out`, in the first of
-    study, study-2 ... that holds no other. `controls` samples free knobs of the untrained model too."""
+    emit: Emit = silent,
+) -> StudyResults:
+    """Runs the missing parts of a study in the folder `out`, and writes and returns its results; without `out`, in the first
+    of study, study-2 ... that holds no other. `controls` samples free knobs of the untrained model too."""
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
     cells, budgets = own_budgets(cells, budget[0])
-    configs = {cell: load_config(recipe, [*overrides, *own], _note(console, cell)) for cell, own in cells.items()}
+    configs = {cell: load_config(recipe, [*overrides, *own], partial(_note, emit, cell)) for cell, own in cells.items()}
     _check(configs)
     config = next(iter(configs.values()))
     study = resolve_as(
@@ -163,16 +161,16 @@ def compare(
         source="study",
     )
     out = out or first_usable("study", partial(_check_same, study))
-    say(console, f"in {out}")
+    emit(Line(f"in {out}"))
     _check_same(study, out)
     if study.unit != "seconds":
         _spend(study, configs, {})  # refuses a budget that is too small
     with locked(out) as lock:
         write_whole(out / STUDY, study.to_yaml().encode())
-        _work(Workspace(study, out), configs, Workers(jobs, console, lock), console, controls)
+        return _work(Workspace(study, out), configs, Workers(jobs, lock, emit), controls)
 
 
-def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers, console: Console, controls: bool) -> None:
+def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers, controls: bool) -> StudyResults:
     """Probes, pilots, runs, judging, results."""
     study = workspace.study
     prices: dict[str, float] = {}
@@ -229,7 +227,7 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
     }
     trained = sorted({name for config in configs.values() for name in config.rewards})
     knobs = free if (free / "results.json").is_file() else None
-    write_results(study, workspace.out, cells, base, trained, prices, console, knobs)
+    return write_results(study, workspace.out, cells, base, trained, prices, knobs)
 
 
 def _check(configs: Mapping[str, Config]) -> None:
@@ -308,5 +306,5 @@ def _some(jobs: Iterable[Job | None]) -> list[Job]:
     return [job for job in jobs if job is not None]
 
 
-def _note(console: Console, cell: str) -> Callable[[str], None]:
-    return lambda message: say(console, f"{cell}: {message}")
+def _note(emit: Emit, cell: str, message: str) -> None:
+    emit(Line(f"{cell}: {message}"))

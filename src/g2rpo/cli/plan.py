@@ -1,4 +1,4 @@
-"""A plan as tables."""
+"""Plans as tables."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from g2rpo.app.progress import say
+from g2rpo.cli.output import say, warn
 from g2rpo.core.capabilities import keeps_old
+from g2rpo.core.files import in_bytes
+from g2rpo.lab.plan.answer import Answer
+from g2rpo.lab.plan.by_card import OnCard
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.counting import Counts, Iteration
 from g2rpo.lab.plan.memory import RESERVE, SLACK
 from g2rpo.lab.plan.network import Limit
-from g2rpo.lab.plan.plan import COUNTED, Answer, Estimate, Target, find_target
+from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
 from g2rpo.lab.plan.seconds import Seconds
 from g2rpo.policies.catalogue import licence_of
 
 
-def show(answer: Answer, console: Console) -> None:
+def show_plan(answer: Answer, console: Console) -> None:
     """Prints an answer as tables."""
     plan, target, policy = answer.plan, answer.target, answer.plan.config.policy
     several = f"{plan.ranks} x {target.name}, each" if plan.ranks > 1 else target.name
@@ -50,7 +53,30 @@ def show(answer: Answer, console: Console) -> None:
         console.print(_cards_table(answer.cards))
     _verdict(answer, console)
     for note in answer.notes:
-        console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
+        warn(console, note)
+
+
+def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> None:
+    """Prints a table; overrides, which are long, stand below it by their numbers."""
+    table = Table(title=f"{escape(recipe)} on cards", title_justify="left")
+    table.caption = (
+        "memory as drivers give it, with 5 % for gaps and 1 GiB for CUDA; time by datasheet, rewards on the CPU aside"
+    )
+    table.caption_justify = "left"
+    for column in ("--device", "needed", "of", "to spare", "the run", "with"):
+        table.add_column(column, justify="left" if column in ("--device", "with") else "right", overflow="fold")
+    numbers: dict[str, int] = {}
+    for key, row in sorted(rows.items(), key=lambda item: item[1].capacity):
+        figures = in_bytes(row.needed), in_bytes(row.capacity)
+        if row.overrides is None:
+            table.add_row(key, *figures, "", "", "does not fit", style="dim")
+        else:
+            changed = " ".join(row.overrides)
+            with_ = f"changes {numbers.setdefault(changed, len(numbers) + 1)}" if changed else "as it is"
+            table.add_row(key, *figures, in_bytes(row.capacity - row.needed), duration(row.seconds), with_)
+    console.print(table)
+    for changed, number in numbers.items():
+        say(console, f"changes {number}: {changed}")
 
 
 def _work_table(plan: Estimate) -> Table:
@@ -169,7 +195,7 @@ def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
 
 
 def _verdict(answer: Answer, console: Console) -> None:
-    plan, target, instead = answer.plan, answer.target, answer.instead
+    plan, target, alternative = answer.plan, answer.target, answer.alternative
     need, there = in_bytes(plan.memory.needed), in_bytes(target.capacity)
     if not target.cuda:
         there += ", this machine's RAM; for a GPU name its card with --device, such as rtx4090 or h200"
@@ -180,23 +206,14 @@ def _verdict(answer: Answer, console: Console) -> None:
     each = "no card here would hold a rank" if plan.ranks > 1 else "no single card here would hold it"
     elsewhere = f"; it would on {', '.join(holding)}" if holding else f", and {each}"
     console.print(f"[bold red]It does not fit[/]: {need} of {there}{elsewhere if target.cuda else ''}.", highlight=False)
-    if instead is None:
+    if alternative is None:
         console.print("Nothing that this command knows makes it fit; a smaller model or picture might.")
         return
-    took = f" and takes {duration(instead.seconds.run)}" if instead.seconds else ""
-    console.print(f"With this it needs {in_bytes(instead.needed)}{took}:", highlight=False)
-    say(console, f"  {' '.join(instead.overrides)}")
-    if any(override.endswith(".options.device=cpu") for override in instead.overrides):
+    took = f" and takes {duration(alternative.seconds.run)}" if alternative.seconds else ""
+    console.print(f"With this it needs {in_bytes(alternative.needed)}{took}:", highlight=False)
+    say(console, f"  {' '.join(alternative.overrides)}")
+    if any(override.endswith(".options.device=cpu") for override in alternative.overrides):
         say(console, "The time of rewards on the CPU is not in that number: measure it with `g2rpo evaluate`.")
-
-
-def in_bytes(size: float) -> str:
-    """3.1 MiB, 44.3 GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} GiB"
 
 
 def _millions(parameters: int) -> str:

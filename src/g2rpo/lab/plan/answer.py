@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache, partial
-
-from rich.console import Console
+from typing import Any
 
 from g2rpo.app.ahead import prompts_to_come
 from g2rpo.app.train import build_trainer, load_config
@@ -19,12 +18,70 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.files import local
 from g2rpo.lab.plan.advice import what_fits
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.network import nodes_of
-from g2rpo.lab.plan.plan import SMALL, Answer, Estimate, Instead, Target, find_target, remembering
+from g2rpo.lab.plan.network import Limit, nodes_of
+from g2rpo.lab.plan.plan import COUNTED, SMALL, Estimate, Target, find_target, remembering
 from g2rpo.lab.plan.probe import by_probe
 from g2rpo.lab.plan.seconds import Seconds
-from g2rpo.lab.plan.tables import show
 from g2rpo.policies.quantized import NO_FLOAT8
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Overrides with which a run fits, the bytes needed with them, and the time on a card."""
+
+    overrides: list[str]
+    needed: int
+    seconds: Seconds | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer of `g2rpo plan`. `cards` has all known cards if `seconds` is unknown for the target."""
+
+    recipe: str
+    plan: Estimate
+    target: Target
+    seconds: Seconds | None
+    limit: Limit | None
+    """What limits several ranks, where their time is known."""
+    cards: Mapping[str, tuple[bool, Seconds]]
+    alternative: Alternative | None
+    notes: Sequence[str]
+
+    @property
+    def fits(self) -> bool:
+        return self.target.holds(self.plan)
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data: bytes and seconds."""
+        plan, shapes, counts = self.plan, self.plan.shapes, self.plan.counts
+        return {
+            "recipe": self.recipe,
+            "device": self.target.name,
+            "ranks": plan.ranks,
+            "layout": asdict(plan.layout),
+            "parameters": plan.parameters,
+            "trained_parameters": plan.trained_parameters,
+            "image_tokens": shapes.image_tokens,
+            "text_tokens": shapes.text_tokens,
+            "network_rows_per_evaluation": shapes.rows,
+            "counts": {
+                "iterations": counts.iterations,
+                "an_iteration": {name: counts.mean(of) for name, of in COUNTED.items()},
+                "the_run": {name: counts.total(of) for name, of in COUNTED.items()},
+                "evaluations_per_prompt": counts.mean(COUNTED["evaluations"]) / counts.prompts,
+                "evaluated": counts.times_evaluated,
+                "evaluations_when_evaluated": counts.heldout_evaluations,
+                "pictures_when_evaluated": counts.heldout,
+                "checkpoints": counts.checkpoints,
+            },
+            "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},
+            "seconds": asdict(self.seconds) if self.seconds else None,
+            "limit": self.limit.plain() if self.limit else None,
+            "cards": {key: {"fits": fits, "run": taken.run} for key, (fits, taken) in self.cards.items()},
+            "instead": asdict(self.alternative) if self.alternative else None,
+            "notes": list(self.notes),
+        }
 
 
 def plan(
@@ -37,10 +94,8 @@ def plan(
     network: float,
     utilisation: float,
     probe: bool | None,
-    as_json: bool,
-    console: Console,
-) -> None:
-    """Prints the plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine that sends `network` GB/s to others, what
+) -> Answer:
+    """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine that sends `network` GB/s to others, what
     limits it, and overrides that fit if it does not. With `probe` None it measures if
     that is quick: on this machine, with the model on disk and small enough for its CPU.
     """
@@ -71,21 +126,17 @@ def plan(
                 raise
             notes.append(f"No probe of this machine: {error}")
     cards = {} if seconds else _cards(result if target.cuda else plans(config, cuda=True), utilisation)
-    instead = None if target.holds(result) else _instead(recipe, overrides, config, ranks, made, target, utilisation)
-    answer = Answer(
+    alternative = None if target.holds(result) else _alternative(recipe, overrides, config, ranks, made, target, utilisation)
+    return Answer(
         recipe=recipe,
         plan=result,
         target=target,
         seconds=seconds,
         limit=result.limit(target.card, seconds) if ranks > 1 and target.card and seconds else None,
         cards=cards,
-        instead=instead,
+        alternative=alternative,
         notes=[*notes, *components.cautions(config.policy), *_cautions(result, config)],
     )
-    if as_json:
-        console.print(json.dumps(answer.plain(), indent=1), markup=False, highlight=False, soft_wrap=True)
-    else:
-        show(answer, console)
 
 
 def _check_quantized(config: Config, target: Target, device: str | None) -> None:
@@ -96,7 +147,7 @@ def _check_quantized(config: Config, target: Target, device: str | None) -> None
     components.check_quantized(config.model_copy(update={"policy": here}))
 
 
-def _instead(
+def _alternative(
     recipe: str,
     overrides: Sequence[str],
     config: Config,
@@ -104,7 +155,7 @@ def _instead(
     made: Callable[[Config], Estimate],
     target: Target,
     utilisation: float,
-) -> Instead | None:
+) -> Alternative | None:
     """Overrides of `config` that fit, and their cost."""
 
     @cache
@@ -115,7 +166,7 @@ def _instead(
     if extra is None:
         return None
     plan = changed(*extra)
-    return Instead(extra, plan.memory.needed, plan.seconds(target.card, utilisation) if target.card else None)
+    return Alternative(extra, plan.memory.needed, plan.seconds(target.card, utilisation) if target.card else None)
 
 
 def listed_prompts(config: Config, notes: list[str]) -> tuple[int, int]:

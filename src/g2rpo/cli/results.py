@@ -1,0 +1,134 @@
+"""Results as tables: of a run, an evaluation, a study."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from g2rpo.app.events import Results
+from g2rpo.cli.output import add_names, say
+from g2rpo.core import plugins
+from g2rpo.core.statistics import Interval
+from g2rpo.evaluation.heldout import Comparison
+from g2rpo.evaluation.sweep import Judging
+from g2rpo.lab.compare.results import FREE, StudyResults, knob_cells
+from g2rpo.lab.report.history import read_runs
+from g2rpo.lab.report.verdict import summary
+from g2rpo.runs.directory import RunDirectory, moving
+from g2rpo.runs.lifecycle import fresh_directory
+
+
+def show_run(results: Results, console: Console) -> None:
+    """Shows the results of a finished run, and commands to continue with."""
+    directory, run = results.directory, RunDirectory(results.directory)
+    console.print(run_table(results.table, len(results.heldout), results.trained, console.width))
+    say(console, summary(*read_runs([directory])))
+    again, code = fresh_directory(directory.parent, directory.resolve().name), plugins.repeated()
+    for what, where in (
+        ("before/after", next(path for path in (moving(run.before_after), run.before_after) if path.is_file())),
+        ("curves", run.curves),
+        ("weights", run.weights),
+        ("metrics", run.log),
+        ("report", command("report", directory)),
+        ("draw", command("sample", directory, results.heldout[0], *(code if results.plugins else []))),
+        ("repeat", command("train", run.config, "--run-dir", again, *code)),
+    ):
+        say(console, f"{what:>13}  {where}")
+
+
+def command(*arguments: str | Path) -> str:
+    """A command of g2rpo, quoted for a shell: words with single quotes in double ones, where that needs no escape."""
+
+    def quoted(word: str) -> str:
+        return f'"{word}"' if "'" in word and not set('"$`!\\') & set(word) else shlex.quote(word)
+
+    return " ".join(["g2rpo", *(quoted(str(word)) for word in arguments)])
+
+
+def run_table(table: Mapping[str, Comparison], prompts: int, trained: Sequence[str], width: int) -> Table:
+    """The table of base against tuned, for a console of `width`."""
+    out = Table(title=f"{prompts} held-out prompts, same noise; ± 95 % interval")
+    add_names(out, "reward", list(table), width)
+    for column in ("base", "tuned", "change", ""):
+        out.add_column(column, justify="right" if column else "left", overflow="fold")
+    for name, row in table.items():
+        change = row.tuned - row.base
+        colour = "green" if change > row.margin else "red" if change < -row.margin else "white"
+        use = "trained on" if name in trained else "judged only"
+        out.add_row(name, f"{row.base:.3f}", f"{row.tuned:.3f}", f"[{colour}]{change:+.3f}{row.within}[/]", use)
+    return out
+
+
+def show_evaluation(judging: Judging, console: Console) -> None:
+    """Shows a finished evaluation, and where its files are."""
+    console.print(evaluation_table(judging, console.width))
+    if judging.config.controls:
+        console.print(controls_table(judging, console.width))
+    for what, file in (("numbers", "results.json"), ("pictures", "pictures.jsonl"), ("grids", "grid_steps_*.png")):
+        say(console, f"{what:>9}  {judging.directory / file}")
+
+
+def evaluation_table(judging: Judging, width: int) -> Table:
+    """The table of results for a console of `width`."""
+    sides = judging.sides
+    table = Table(title=f"{len(judging.prompts)} prompts, means with 95 % intervals")
+    table.add_column("steps", justify="right", overflow="fold")
+    add_names(table, "reward", list(judging.config.rewards), width)
+    for column in (*sides, *(["change, same noise"] if len(sides) == 2 else []), "missing"):
+        table.add_column(column, justify="right", overflow="fold")
+    for line in judging.results():
+        cells = [str(line["steps"]), line["reward"], *(escape(f"{line[side]}") for side in sides)]
+        if len(sides) == 2:
+            cells.append(_coloured(line["change"]))
+        scored = list(line.values())[-1].count
+        table.add_row(*cells, str(len(judging.prompts) - scored) if scored < len(judging.prompts) else "")
+    return table
+
+
+def controls_table(judging: Judging, width: int) -> Table:
+    """The best control of the base by reward, beside base and tuned at the smallest number of steps."""
+    steps = min(judging.config.steps)
+    means, best = judging.controls()
+    plain = {line["reward"]: line for line in judging.results() if line["steps"] == steps}
+    out = Table(
+        title=f"{len(judging.config.controls)} free knobs of the untrained model, {steps} steps unless others are named"
+    )
+    add_names(out, "reward", list(judging.config.rewards), width)
+    for column in (*judging.sides, "best control", "", *(["tuned minus best control"] if best else [])):
+        out.add_column(column, justify="left" if not column else "right", overflow="fold")
+    for name, line in plain.items():
+        top = max((row for row in means if row["reward"] == name), key=lambda row: np.nan_to_num(row["mean"].mean, nan=-np.inf))
+        cells = [*(f"{line[side].mean:.3f}" for side in judging.sides), f"{top['mean'].mean:.3f}", top["control"]]
+        out.add_row(name, *cells, *([_coloured(best[name].lead)] if name in best else []))
+    return out
+
+
+def _coloured(change: Interval) -> str:
+    colour = "green" if change.low > 0 else "red" if change.high < 0 else "white"
+    return f"[{colour}]{escape(f'{change:+}')}[/]"
+
+
+def show_study(results: StudyResults, console: Console) -> None:
+    """Shows the tables of a study, one for each number of steps, and where its files are."""
+    study, rewards = results.study, list(dict.fromkeys(line.reward for line in results.table))
+    for steps in study.steps:
+        out = Table(
+            title=f"{steps} steps: change against the base, {study.seeds} seeds x {results.prompts} prompts, 95 % intervals"
+        )
+        add_names(out, "cell", [line.cell for line in results.table], console.width)
+        for name in rewards:
+            out.add_column(f"{name}{'' if name in results.trained else ' (judged)'}", justify="right", overflow="fold")
+        for cell in dict.fromkeys(line.cell for line in results.table):
+            changes = {line.reward: line.change for line in results.table if (line.cell, line.steps) == (cell, steps)}
+            out.add_row(cell, *(escape(f"{changes[name]:+}") for name in rewards))
+        if results.knobs and steps == study.steps[0]:
+            out.add_row(FREE, *map(escape, knob_cells(results.knobs, rewards)))
+        console.print(out)
+    for file in ("results.json", "results.md", "curves.png"):
+        say(console, f"  {results.out / file}")
