@@ -24,8 +24,9 @@ Base = Callable[[], Path]
 
 
 def export(run: Path, format: str, checkpoint: str | None, out: Path | None) -> tuple[Path, Rounding | None]:
-    """Writes a new folder, for ComfyUI a new file, and returns where, and the loss by rounding merged weights; the base
-    model is read only where its weights are needed. UserError for a run without weights, and for models and modules that a format has no names for."""
+    """Writes a new folder, for ComfyUI a new file; returns where, and what rounding has cost merged weights. The base model is
+    read only where its weights are needed. UserError for a run without weights, and for models and modules that a format has no
+    names for."""
     if not format:
         raise UserError(f"say which --format: {', '.join(FORMATS)}")
     if format not in FORMATS:
