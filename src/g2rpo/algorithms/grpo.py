@@ -66,7 +66,7 @@ class GRPO(PolicyGradient):
 
     def __post_init__(self) -> None:
         if self.sde == "cps" and self.eta >= 1:
-            raise ValueError(f"eta must be below 1 with sde=cps (at 1 a step forgets where it came from), got {self.eta}")
+            raise ValueError(f"eta must be below 1 with sde=cps (at 1 a step keeps nothing of its latent), got {self.eta}")
 
     def kernel(self, sigmas: Tensor) -> Kernel:
         if self.sde == "cps":

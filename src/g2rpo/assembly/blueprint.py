@@ -118,8 +118,8 @@ def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy
 
 
 def build_shallow(blueprint: Blueprint, config: PolicyConfig, whole: bool = False) -> tuple[DiffusersPolicy, list[int]]:
-    """The same without text encoders and with two blocks of every kind (`whole`: all), and how many blocks each of these stands
-    for."""
+    """The same without text encoders and with two blocks of every kind (`whole`: all), and how many blocks each of these
+    represents."""
     modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
     times = [] if whole else thin(modules["transformer"])
     return _built(blueprint, config, modules), times

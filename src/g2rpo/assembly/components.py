@@ -68,7 +68,7 @@ def check_sharding(config: Config, ranks: int, node: int | None = None) -> None:
         return
     if config.policy.tuning != "full":
         raise UserError(
-            f"{asked} divides what policy.tuning=full trains; adapters are small, so with lora every rank has it all"
+            f"{asked} divides what policy.tuning=full trains; adapters are small; with lora every rank holds all weights"
         )
     if ranks == 1:
         how = "start them with torchrun (plan for them with --ranks)"
@@ -94,7 +94,7 @@ def check_plans(algorithm: Algorithm, sampling: SamplingConfig) -> None:
 
 
 def check_quantized(config: Config) -> None:
-    """Refuses a `policy.quantize` that the run cannot have."""
+    """Refuses a `policy.quantize` that the run does not support."""
     policy = config.policy
     quantized.check(policy.quantize, tuning=policy.tuning, dtype=policy.dtype, device=pick_device(policy.device))
     if policy.tuning == "full" and not policy.autocast:
@@ -177,7 +177,7 @@ def check_prompts(config: PolicyConfig, prompts: Sequence[str]) -> None:
 
 
 def cautions(config: PolicyConfig) -> list[str]:
-    """What to say of a model before it is trained."""
+    """Cautions about a model, printed before it is trained."""
     folder = str(local(config.path))
     said = pipeline_check.caution(config.path, folder if os.path.isdir(folder) else config.path)
     return [said] if said is not None else []

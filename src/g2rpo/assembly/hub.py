@@ -45,7 +45,7 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
 def at_once(questions: Mapping[str, Question], seconds: float) -> dict[str, str]:
     """The answers to several questions within `seconds`; None for those without an answer.
 
-    Threads that are late are left behind: nothing stops one that looks up a name.
+    Late threads are abandoned: a name lookup cannot be interrupted.
     """
     answers: dict[str, str | None] = {}
 

@@ -81,7 +81,7 @@ def parts_in(index: Mapping[str, Any]) -> list[str]:
 
 
 def is_flow(scheduler: Mapping[str, Any]) -> bool:
-    """Whether a scheduler with this config steps along a flow's velocity."""
+    """Whether a scheduler with this config integrates a flow's velocity."""
     named = str(scheduler.get("_class_name", "")).startswith("FlowMatch")
     return named or bool(scheduler.get("use_flow_sigmas")) or scheduler.get("prediction_type") == "flow_prediction"
 

@@ -33,7 +33,7 @@ def build_prompts(source: str, key: str) -> list[str]:
 
 
 def caution(train: str, heldout: str) -> str | None:
-    """What to say of prompts of one's own that are judged on the starter set."""
+    """A caution about one's own training prompts that are evaluated on the starter set."""
     if train in LISTS or not heldout.startswith("starter:"):
         return None
     return (

@@ -1,4 +1,4 @@
-"""Why a pipeline class of the installed diffusers has no policy, told from its constructor and its call."""
+"""Why a pipeline class of the installed diffusers has no policy, by its constructor and its call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolver
 FURTHER = re.compile(
     "control(net|_image|_video)|mask(_image)?|pose_video|strength|video|conditions|cond_image|reference_images"
 )
-"""What may be given to a pipeline beside a prompt and input pictures."""
+"""Inputs of pipelines besides a prompt and input pictures."""
 OPEN = "it is not declared yet; docs/extending.md shows how to declare one in a file of your own"
 
 

@@ -14,7 +14,7 @@ from g2rpo.core.errors import UserError, did_you_mean, loading
 from g2rpo.core.types import CallableReward, Reward, Scorer, as_reward
 from g2rpo.rewards.weights import parse_dtype
 
-REWARDS = {  # the only list of built-in rewards: all else stands on their classes
+REWARDS = {  # the only list of built-in rewards: their classes declare everything else
     "hpsv2": "g2rpo.rewards.hpsv2:HPSv2",
     "hpsv3": "g2rpo.rewards.hpsv3:HPSv3",
     "clip_score": "g2rpo.rewards.clip:CLIPScore",
@@ -48,7 +48,7 @@ def build_rewards(table: Mapping[str, RewardConfig], device: str = "cpu") -> dic
 
 
 def configured(rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-    """The rewards with what `table` says of `frames`; UserError for frames of one that takes clips or latents."""
+    """The rewards with the `frames` in `table`; UserError for frames of a reward that takes clips or latents."""
     return {name: _configured(name, scorer, table.get(name)) for name, scorer in rewards.items()}
 
 

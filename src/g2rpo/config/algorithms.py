@@ -33,7 +33,7 @@ from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Algorithm
 
-ALGORITHMS: dict[str, type[Algorithm]] = {  # a new one is a file of algorithms/ and a word here
+ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ and its name here
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,

@@ -30,11 +30,11 @@ REMOVED: dict[str, Any] = {
     "sampling.tails.dtype": "policy",
     "sampling.tails.quantize": "none",
 }  # fmt: skip
-"""Dotted keys, of a reward "rewards.*.KEY", and the value with which a config means the same without them."""
+"""By dotted key ("rewards.*.KEY" for a reward), the default, with which a config means the same without the key."""
 
 
 def is_neutral(key: str, value: Any, source: str) -> bool:
-    """Whether an unknown key was an option whose value asks for nothing. UserError if it was one and asks for something."""
+    """Whether an unknown key is a removed option at its default. UserError if it is a removed option with another value."""
     if key not in REMOVED:
         return False
     if value != REMOVED[key]:

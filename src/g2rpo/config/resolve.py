@@ -31,7 +31,7 @@ CODE_KEYS = ("name", "kind", "target", "trackers")
 """Last parts of keys whose values may name code."""
 
 SHORT = {"lr": "optim.learning_rate", "steps": "sampling.num_steps", "rank": "policy.lora_rank"}
-"""Keys by words for them that are no part of a key."""
+"""Abbreviations of keys."""
 
 REWARD_TABLES = ("rewards", "evaluation.rewards")
 REMOVED = ("", "~")
@@ -224,7 +224,7 @@ def _fields(kind: Any) -> dict[str, Any] | None:
 
 
 def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = False, place: str | None = None) -> None:
-    """Refuses unknown keys, and takes out removed ones that ask for nothing; `place` is `prefix` without a reward's name."""
+    """Refuses unknown keys, and deletes removed ones at their default; `place` is `prefix` without a reward's name."""
     place = prefix if place is None else place
     if kind is Algorithm and isinstance(data, Mapping):
         kind = _class_in(data, source, mention)
@@ -293,7 +293,7 @@ def _numbers(leaf: Any) -> Iterator[float]:
 
 
 def _place(loc: Sequence[int | str], data: Any, missing: bool) -> tuple[str, Any]:
-    """The dotted key of pydantic's location, without members of unions, which `data` lacks, and what `data` has there."""
+    """The dotted key of pydantic's location, without the members of unions, and the value of `data` there."""
     parts = []
     for part in loc:
         if (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int)):

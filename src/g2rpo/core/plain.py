@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
     def construct_scalar(self, node: Any) -> Any:
         text = super().construct_scalar(node)
         if not is_text(text):
-            raise ValueError("has a character that no text may have (NUL, or half of a pair)")
+            raise ValueError("has a character that no text may have (NUL or a lone surrogate)")
         return text
 
     def construct_yaml_int(self, node: Any) -> int:

@@ -1,5 +1,5 @@
-"""Free knobs of sampling, as controls: what the untrained model does with a smaller first noise, more steps, another guidance
-scale or another solver. A gain of training counts where it exceeds the best of these."""
+"""Controls: the untrained model sampled with a smaller first noise, more steps, another guidance scale or another solver (free
+knobs of sampling). A gain of training counts if it exceeds the best of these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = (2, 5)
 GUIDANCE = (0.5, 1.5, 2.0, 3.0)
 """Multiples of the guidance scale of a model that is sampled with one."""
 RIGHT = "right pictures"
-"""Beside the names of rewards: the share of right pictures."""
+"""A name beside those of rewards: the share of right pictures."""
 TAILS = {"euler": Tails(), "dpmpp2m": Tails(solver="dpmpp2m"), "forecast": Tails(forecast=True)}
 ETA = 0.7
 """Of the stochastic solver, "sde": Flow-GRPO's noise on all steps but the last."""
@@ -115,8 +115,8 @@ class Best:
 
 
 PROMPTS, FEWEST, SHARE = 64, 16, 0.1
-"""Held-out prompts of a run's controls, at most and at least, and their largest share of the run's network evaluations; that of
-the spread within a prompt is as large."""
+"""The most and the fewest held-out prompts of a run's controls, and the largest share of the run's network evaluations for
+them; the same share applies to the spread within a prompt."""
 SPREAD_PROMPTS, SPREAD_NOISES = 8, 4
 """Held-out prompts, and first noises of each, for the spread within a prompt."""
 
@@ -127,7 +127,7 @@ def run_controls(num_steps: int, guidance: float | None) -> list[Control]:
 
 
 def prompts_within(asked: bool | Literal["auto"], heldout: int, cost: int, evaluations: int) -> int:
-    """How many of the held-out prompts a run samples controls of, at `cost` network evaluations a prompt; 0: none."""
+    """The number of held-out prompts on which a run samples controls, at `cost` network evaluations a prompt; 0: none."""
     most = min(PROMPTS, heldout)
     if asked == "auto":
         most = min(most, int(SHARE * evaluations / cost))
@@ -138,7 +138,7 @@ def prompts_within(asked: bool | Literal["auto"], heldout: int, cost: int, evalu
 def against_controls(
     controls: Mapping[str, Mapping[str, Tensor]], base: Mapping[str, Tensor], tuned: Mapping[str, Tensor]
 ) -> Row:
-    """Means of scores [N] by control and by what is scored, and of each the best control beside base and tuned, as JSON."""
+    """As JSON: the means of scores [N] by control and score name, and for each name the best control beside base and tuned."""
     means: Row = {control: {name: _mean(values) for name, values in scores.items()} for control, scores in controls.items()}
     best: Row = {}
     for name, before in base.items():
@@ -155,7 +155,7 @@ def in_words(found: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def told(found: Mapping[str, Any], trained: Sequence[str]) -> list[str]:
-    """What a run's result is told by: right pictures, or the trained rewards."""
+    """The score names that summarise a run: right pictures, or the trained rewards."""
     return [RIGHT] if RIGHT in found["best"] else list(trained)
 
 

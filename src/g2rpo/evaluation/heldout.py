@@ -99,7 +99,7 @@ def evaluate(
     """Samples and scores `prompts`, `batch_size` at a time; num_steps network evaluations per prompt. `sigmas` have the steps
     that `control` asks for.
 
-    What is `kept` of pictures or clips, in 8 bit, is in the result: by default pictures as they are, and clips reduced.
+    `kept` selects what of pictures or clips, in 8 bit, is in the result: by default whole pictures, and clips reduced.
 
     A reward sees at most `decode_batch_size` pictures at once, as in training. `on_rows` as for `sample_images`.
     """
@@ -139,8 +139,9 @@ def least_scores(rewards: Mapping[str, Reward]) -> dict[str, float]:
 
 
 def right_in_words(rewards: Mapping[str, Reward]) -> str | None:
-    """What right pictures do, such as "Spells {} texts in the asked colour", with {} for a share of so many. None unless every
-    reward that defines right pictures says it by its attribute `right_in_words`, and exactly one of these texts has {}."""
+    """A description of right pictures, such as "Spells {} texts in the asked colour", with {} for a share of so many. None
+    unless every reward that defines right pictures says it by its attribute `right_in_words`, and exactly one of these texts
+    has {}."""
     said = dict.fromkeys(_in_words(name, rewards[name]) for name in least_scores(rewards))
     main = [words for words in said if words and "{}" in words]
     if None in said or len(main) != 1:

@@ -1,4 +1,4 @@
-"""What a run costs in network evaluations, the unit of equal budgets."""
+"""The cost of a run in network evaluations, the unit of equal budgets."""
 
 from __future__ import annotations
 

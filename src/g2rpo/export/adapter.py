@@ -24,7 +24,7 @@ RANK, ALPHA = f"{PREFIX}r", f"{PREFIX}lora_alpha"
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a LoRA adds to the weights W [out, in, ...] of a transformer: up @ down.
+    """The change up @ down that a LoRA adds to the weights W [out, in, ...] of a transformer.
 
     `layers` has (down [rank, in, ...], up [out, rank, ...]) in float32 by a module's name in diffusers, with the factor
     alpha / rank multiplied into up. `metadata` is the file's header.
@@ -46,7 +46,7 @@ class Adapter:
 
 
 def _scale(config: Any) -> float:
-    """alpha / rank, 1 but for what earlier versions saved; ValueError for another header than diffusers writes."""
+    """alpha / rank, which is 1 except in files of earlier versions; ValueError for another header than diffusers writes."""
     if not isinstance(config, dict):
         raise ValueError(f"its {CONFIG} should be an object, is {config!r:.80}")
     alpha = config.get(ALPHA, 1)

@@ -32,7 +32,7 @@ def _of(specs: Iterable[PipelineSpec | None], transformer: str) -> ComfyUI | Non
 
 
 def whole_names(names: ComfyUI) -> Callable[[str], str]:
-    """What ComfyUI calls the tensors of a whole transformer; UserError if it cannot load one."""
+    """ComfyUI's names of the tensors of a whole transformer; UserError if it cannot load one."""
     if (changes := names.whole) is None:
         raise UserError(
             f"--format comfyui: {names.transformer}: no conversion of a whole model is known; --format diffusers and merged "

@@ -19,7 +19,7 @@ from g2rpo.export.weights import Tuned, files_of
 
 @dataclass
 class Rounding:
-    """Sums of squares over all changed weights: what training has changed, and what storing them in another dtype has."""
+    """Sums of squares over all changed weights: of the change by training, and of the rounding error of the stored dtype."""
 
     trained: float = 0.0
     lost: float = 0.0
@@ -27,7 +27,7 @@ class Rounding:
 
     @property
     def share(self) -> float:
-        """The root mean square of what rounding has changed, as a share of what training has."""
+        """The root mean square of the rounding error relative to the change by training."""
         return math.sqrt(self.lost / self.trained) if self.trained else 0.0
 
     def see(self, before: Tensor, exact: Tensor, stored: Tensor) -> None:

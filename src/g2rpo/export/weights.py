@@ -42,7 +42,7 @@ class Tuned:
         return before.float() + self.adapter.delta(module).view_as(before) if module in self.adapter.layers else before
 
     def missing(self, names: set[str]) -> set[str]:
-        """What was trained, and is not among a model's tensors."""
+        """Trained names that are not among a model's tensors."""
         trained = self.whole if self.adapter is None else {f"{module}.weight" for module in self.adapter.layers}
         return set(trained) - names
 
@@ -89,7 +89,7 @@ def from_checkpoint(run: Path, config: Config, which: str) -> Tuned:
 
 
 def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """The transformer of a run of `config`, without its weights, and what is trained of it by name, in its order."""
+    """The transformer of a run of `config` on the meta device, and its trained parameters by name, in order."""
     blueprint = read_blueprint(config)
     kind, _ = components.policy_options(config, blueprint.kind, device="meta")
     transformer = on_meta(blueprint.parts["transformer"])

@@ -34,7 +34,7 @@ SATURATED = math.erfc(math.sqrt(0.5))
 LEVEL = 0.05
 """The probability of a false alarm by falling rewards in a whole run without any change, for any number of evaluations."""
 ALIKE = 0.5
-"""The share of the base's spread within a prompt below which pictures of one prompt are too much alike."""
+"""The alarm `diversity`: the least spread of a prompt's pictures, as a share of the base's."""
 CROWD, CROWD_LEVEL = 0.25, 1e-4
 
 ADVICE = {
@@ -61,8 +61,7 @@ class Alarms:
     history: dict[int, Scores] = field(default_factory=dict)
 
     def see(self, row: Row, scores: Scores | None = None) -> list[str]:
-        """Adds a row to the log, with an evaluation's `scores`; sets its `alarms` if there are any, and returns the new
-        ones."""
+        """Adds a row to the log, with an evaluation's `scores`; sets its `alarms` if there are any; returns the new ones."""
         before = next((other for other in reversed(self.rows) if other["kind"] == row["kind"]), {})
         self.rows.append(row)
         if scores is None:
@@ -198,8 +197,8 @@ def diversity_alarm(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def crowd(count: int) -> float:
-    """The number of `count` pictures beyond one end of the base's range that raises an alarm: a quarter, and so many that other
-    noise would give with probability below 1e-4; infinite if `count` is too small for that.
+    """The number of `count` pictures beyond one end of the base's range that raises an alarm: a quarter, and a number that
+    other noise would give with probability below 1e-4; infinite if `count` is too small for that.
 
     b pictures of the base lie beyond its end. If base and tuned pictures were drawn from one distribution, then which of the
     outermost b + x of both are the base's would be a draw without replacement: P(at most b) is hypergeometric.

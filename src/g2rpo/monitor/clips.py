@@ -1,4 +1,4 @@
-"""Clips for people: reduced copies, and files that move."""
+"""Clips for display: reduced copies, and animated files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from g2rpo.core.types import Policy
 from g2rpo.rewards.pixels import to_pil, to_tensor, to_uint8
 
 FRAMES, SIDE = 24, 256
-"""At most so many frames, of at most so many pixels a side, of a reduced clip."""
+"""The largest number of frames, and of pixels a side, of a reduced clip."""
 FPS = 16
-"""Frames a second of clips whose policy does not say how long they are."""
+"""Frames a second of clips whose policy has no `seconds`."""
 
 
 def reduced(images: Tensor) -> Tensor:
-    """Pictures [B, 3, H, W] in 8 bit; of clips [B, T, 3, H, W] every so manieth frame, small, [B, t, 3, h, w]."""
+    """Pictures [B, 3, H, W] in 8 bit; of clips [B, T, 3, H, W] evenly spaced frames, reduced, [B, t, 3, h, w]."""
     if images.ndim == 4:
         return to_uint8(images)
     few = images[:, :: math.ceil(images.shape[1] / FRAMES)]

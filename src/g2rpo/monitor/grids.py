@@ -1,4 +1,4 @@
-"""Grids of pictures taken apart again, for the report."""
+"""Reads grids of pictures back into single pictures, for the report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid taken apart: rows of one picture per prompt, its scores by reward (None: no score), and whether it is right
+    """The contents of a grid: rows of one picture per prompt, its scores by reward (None: no score), and whether it is right
     (None: not known). Older grids have no scores and no verdicts. `inputs` has each prompt's input picture, if it has one."""
 
     prompts: list[str]

@@ -41,7 +41,7 @@ class MetricsLog:
     def write(self, row: Row) -> None:
         line = _line(row).encode()
         with writing(self.path):
-            while line:  # the last bytes of a disk's room are taken without an error
+            while line:  # a write to a nearly full disk may be partial without an error
                 line = line[self._file.write(line) :]
             os.fsync(self._file.fileno())  # on disk before any later checkpoint
 

@@ -1,4 +1,4 @@
-"""Pictures for people: grids of samples, before and after, with their scores."""
+"""Pictures for display: grids of samples, before and after, with their scores."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Strip:
 
 
 def figure(value: float) -> str:
-    """A score for people: three decimals, fewer if it is large."""
+    """A score for display: three decimals, fewer if it is large."""
     return "no score" if math.isnan(value) else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
 
 
@@ -64,7 +64,7 @@ def save_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note:
     info = PngInfo()
     info.add_itxt(NOTE, json.dumps(about, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path, pnginfo=info, compress_level=1)  # a seventh larger than by default, in half the time
+    canvas.save(path, pnginfo=info, compress_level=1)  # files are a seventh larger than by default, written in half the time
 
 
 def save_moving_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note: str, seconds: float) -> None:
@@ -75,7 +75,7 @@ def save_moving_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str]
 
 
 def _drawn(strips: Sequence[Strip], prompts: Sequence[str], note: str) -> tuple[Image.Image, dict[str, Any]]:
-    """A grid, and what is where on it."""
+    """A grid, and the positions of its parts."""
     width, height = _cell(strips[0].images)
     inputs = [_beside(read_inputs(prompt), width, height) for prompt in prompts]
     labelled = any(inputs) or any(strip.label for strip in strips)

@@ -61,7 +61,7 @@ class TensorBoard:
         for name, said in row.get("alarms", {}).items():
             self.board.add_text(f"alarms/{name}", said, row["iteration"])
         for name, path in pictures.items():
-            with Image.open(path) as picture:  # as it is stored: SummaryWriter.add_image takes pixels, and encodes them again
+            with Image.open(path) as picture:  # the stored PNG: SummaryWriter.add_image would encode pixels again
                 width, height = picture.size
             stored = Summary.Image(encoded_image_string=path.read_bytes(), height=height, width=width, colorspace=3)
             self.board.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=stored)]), row["iteration"])
@@ -125,7 +125,7 @@ class WandB(Hosted):
             allow_val_change=True,  # keys that a resumed run may change
             dir=run_dir,
             reinit="create_new",
-            settings=wandb.Settings(console="off"),  # the terminal is ours
+            settings=wandb.Settings(console="off"),  # leave the terminal to g2rpo
         )
         run.define_metric("*", step_metric="iteration")
         return run

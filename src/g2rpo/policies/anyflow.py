@@ -285,7 +285,7 @@ class DiffusersPolicy(Policy):
 
     @property
     def shift(self) -> float:
-        """The pipeline's own time shift at this size; if its grid has none, the shift that gives the same middle of two
+        """The time shift at this size: the scheduler's, or the one that gives the middle of the pipeline's grid of two
         steps."""
         if not self.spec.own_grid:
             return deployed_shift(self.pipeline.scheduler, self.image_tokens)

@@ -36,7 +36,7 @@ def check(kind: Attention, device: str) -> None:
     """UserError if this installation has no such attention for `device`."""
     if kind not in (have := available(device)):
         package = f" (it needs the package {PACKAGES[kind]})" if kind in PACKAGES else ""
-        raise UserError(f"policy.attention={kind} cannot be had for {device}{package}; there are: {', '.join(have)}")
+        raise UserError(f"policy.attention={kind} is not available for {device}{package}; available: {', '.join(have)}")
 
 
 def _installed(kind: str) -> bool:

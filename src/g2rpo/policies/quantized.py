@@ -176,11 +176,11 @@ def check(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
     if tuning == "full":
         raise UserError(f"{asked} is for weights that are not trained: set policy.tuning=lora, or take it out")
     if how == "nf4" and not _installed("bitsandbytes"):
-        raise UserError(f"{asked} needs bitsandbytes: pip install bitsandbytes, or take int8, which needs nothing")
+        raise UserError(f"{asked} needs bitsandbytes: pip install bitsandbytes, or take int8, which needs no library")
     if how != "fp8":
         return
     if dtype != "bfloat16":
-        raise UserError(f"{asked} needs policy.dtype=bfloat16, the dtype in which GPUs give products of float8")
+        raise UserError(f"{asked} needs policy.dtype=bfloat16, the output dtype of float8 products on GPUs")
     if not hasattr(F, "scaled_mm"):
         raise UserError(f"{asked} needs torch 2.10 or newer, this is {torch.__version__}; int8 takes as little memory")
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

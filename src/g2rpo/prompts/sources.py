@@ -18,11 +18,11 @@ from g2rpo.core.types import Prompt
 COLUMN = "prompt"
 EXTRA = "pip install datasets"
 STARTER = {f"starter:{name}": Path(__file__).parent / "starter" / f"{name}.txt" for name in ("train", "heldout")}
-"""Prompts that come with the package: 200 to begin with, of many kinds, and 64 others to judge on."""
+"""Prompts in the package: 200 of many kinds for training, and 64 others for evaluation."""
 
 
 LONGEST, MOST_PROMPTS = 2**15, 5_000_000
-"""Characters of a prompt, of which encoders see a few thousand at most, and rows of a table."""
+"""The largest number of characters of a prompt (encoders read at most a few thousand), and of rows of a table."""
 
 
 def read_prompts(source: str | Path) -> list[Prompt]:
@@ -131,7 +131,7 @@ def _usable(
         if len(value) > LONGEST:
             raise UserError(f"{source}, {unit} {number}: has {len(value)} characters; a prompt may have {LONGEST}")
         if not is_text(value):
-            raise UserError(f"{source}, {unit} {number}: has a character that no text may have (NUL, or half of a pair)")
+            raise UserError(f"{source}, {unit} {number}: has a character that no text may have (NUL or a lone surrogate)")
     if not records:
         raise UserError(f"prompt source {source}: is empty; it should hold a prompt a {unit}")
     return [_prompt(record, column, f"{source}, {unit} {number}", beside) for number, record in enumerate(records, 1)]
@@ -148,15 +148,15 @@ def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | N
     rest = {key: value for key, value in record.items() if key not in (column, "images", "image", "metadata")}
     metadata = {**rest, **named}
     if not is_text(json.dumps(metadata, ensure_ascii=False, default=str)):
-        raise UserError(f"{place}: its metadata has half of a pair of characters, which no text may have")
+        raise UserError(f"{place}: its metadata has a lone surrogate, which no text may have")
     paths = [_picture(image, place, beside) for image in images]
     check_files(paths, place)
     return Prompt(record[column].strip(), paths, metadata)
 
 
 def _picture(image: str, place: str, beside: Path | None) -> str:
-    """The path of an input picture. A run shows and publishes them, so a file from elsewhere must not reach any picture that
-    its user can read."""
+    """The path of an input picture. Runs show and publish them, so a prompt file from elsewhere must not name arbitrary
+    pictures of this machine."""
     if beside is None:
         raise UserError(f"{place}: names the file {image}; a dataset has none, take a .jsonl file beside its pictures")
     path = os.path.normpath(beside / local(image))

@@ -130,7 +130,7 @@ def parse_request(
     if max(map(len, prompts)) > limits.prompt_chars:
         raise BadRequest(413, f"a prompt has more than {limits.prompt_chars} characters")
     if not all(map(is_text, prompts)):
-        raise BadRequest(400, "a prompt has a character that no text may have (NUL, or half of a pair)")
+        raise BadRequest(400, "a prompt has a character that no text may have (NUL or a lone surrogate)")
     decoded: list[Tensor] = []
     left = 0
     for width, height in map(_size, images):

@@ -1,4 +1,4 @@
-"""What a run directory holds: the one place with its file names."""
+"""The file names of a run directory."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class RunDirectory:
     baseline = _Inside(
         "baseline.safetensors"
     )  # the base model's evaluation; so a comparison needs no second copy of the weights
-    control_scores = _Inside("scores/controls.safetensors")  # of the base model's free knobs, by control and reward
-    first_group = _Inside("samples/first_group.png")  # a group of the first iteration
+    control_scores = _Inside("scores/controls.safetensors")  # scores of the base model's controls, by control and reward
+    first_group = _Inside("samples/first_group.png")  # one group of the first iteration
     before_after = _Inside("samples/before_after.png")
     curves = _Inside("curves.png")
     results = _Inside("results.json")  # base against tuned; written when a run finishes
@@ -66,7 +66,7 @@ class RunDirectory:
 
 
 def moving(grid: Path) -> Path:
-    """Where the clips of a grid of pictures are kept, moving."""
+    """The animated file beside a grid of clips."""
     return grid.with_suffix(".webp")
 
 
@@ -75,7 +75,7 @@ def _named(iteration: int) -> str:
 
 
 def check_weights(path: Path) -> None:
-    """UserError for what cannot be tuned weights."""
+    """UserError for a path that cannot be tuned weights."""
     if not path.is_dir() and not (path.is_file() and path.suffix == ".safetensors"):
         what = "an adapter/ or a transformer/ that training wrote, or a .safetensors file of one"
         raise UserError(f"weights {path}: is no folder and no .safetensors file; name {what}")

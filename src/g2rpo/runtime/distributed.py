@@ -38,7 +38,7 @@ class World:
     """The process group of these ranks; None: all of the launch."""
 
     def among(self, group: Any) -> World:
-        """The ranks of a process group that this rank is in, as a world of their own."""
+        """The ranks of a process group that contains this rank, as a `World`."""
         return World(dist.get_rank(group), dist.get_world_size(group), self.store, group)
 
     @property
@@ -140,7 +140,7 @@ class World:
     def _reason(self) -> str:
         try:
             return self.store.get(_REASON).decode() if self.store.check([_REASON]) else ""
-        except RuntimeError:  # the store belongs to rank 0 and ends with it
+        except RuntimeError:  # rank 0 hosts the store, which ends with it
             return ""
 
 

@@ -76,7 +76,7 @@ def is_empty(folder: Path) -> bool:
 
 def remove_unfinished(folder: Path) -> None:
     """Removes unfinished files of a killed process from `folder` and its folders; the caller must hold its lock."""
-    for left in sorted(folder.rglob(f"{UNFINISHED}*"), reverse=True):  # what lies in another one first
+    for left in sorted(folder.rglob(f"{UNFINISHED}*"), reverse=True):  # innermost first
         remove(left)
 
 
@@ -135,7 +135,7 @@ def _make_and_lock(folder: Path, notify: Callable[[str], None]) -> tuple[int, li
                 os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": platform.node()}).encode(), 0)
                 return descriptor, made
             os.close(descriptor)  # the lock file was removed before it was locked
-    raise InUse(f"{folder} is made and removed by another process again and again; name another folder")
+    raise InUse(f"{folder} is repeatedly created and removed by another process; name another folder")
 
 
 def _lock(folder: Path, notify: Callable[[str], None]) -> int:

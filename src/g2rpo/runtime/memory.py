@@ -46,7 +46,7 @@ class OutOfMemory(UserError):
 
 @contextmanager
 def bounded_by(kind: Kind) -> Iterator[None]:
-    """Turns errors inside that say that a device has no memory left into `OutOfMemory` with the batch size `kind`."""
+    """Turns out-of-memory errors of a device into `OutOfMemory` with the batch size `kind`."""
     try:
         yield
     except RuntimeError as error:
@@ -59,8 +59,8 @@ def bounded_by(kind: Kind) -> Iterator[None]:
 class BatchSizes:
     """Rows of a network call in rollouts, pictures of one decoding, branch points of one training pass.
 
-    `auto` names sizes that `find` has yet to measure. `halved` counts how often memory ran out; `notify` gets a message for
-    each. `in_step` names sizes that are never halved, because the ranks' calls have to match.
+    `auto` names sizes that `find` has not measured yet. `halved` counts how often memory ran out; `notify` gets a message for
+    each. `in_step` names sizes that are never halved, because they must be equal on all ranks.
     """
 
     rollout: int
@@ -73,7 +73,7 @@ class BatchSizes:
 
     def fit(self, attempt: Callable[[], T]) -> T:
         """The result of `attempt`, which is repeated with half the batch size when memory runs out. It must not have side
-        effects on its repetition. Raises UserError if one row is too many, or if the size is one that ranks keep `in_step`.
+        effects on its repetition. Raises UserError if one row does not fit, or if the size is `in_step`.
         """
         while True:
             try:

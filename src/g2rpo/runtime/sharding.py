@@ -2,7 +2,7 @@
 
 A group is all ranks, or in hybrid sharding (section 3.2.2 there) those of a node; every group has all shards. With sharding, a
 network call gathers each layer just before it runs, and a backward pass leaves each rank the summed gradient
-of its shard; gradients, moments and averages are always sharded. Gathers are collective: if one rank makes a call less, the
+of its shard; gradients, moments and averages are always sharded. Gathers are collective: if one rank makes a call fewer, the
 others hang. So before every call the ranks exchange through gloo (which detects lost peers) whether they have a call, and a
 rank that has finished sampling joins the others' gathers until all have finished.
 """
@@ -38,15 +38,15 @@ class Replicated:
         self.world = world
 
     def sampling(self) -> AbstractContextManager[None]:
-        """While entered, ranks may call the network without gradients, each any number of times."""
+        """While entered, each rank may call the network any number of times without gradients."""
         return nullcontext()
 
     def training(self) -> AbstractContextManager[None]:
-        """While entered, ranks make training passes, all of them equally many."""
+        """While entered, all ranks make the same number of training passes."""
         return nullcontext()
 
     def begin_pass(self, last: bool) -> None:
-        """Precedes each training pass; `last` of those that accumulate one gradient."""
+        """Called before each training pass; `last` marks the last one of an accumulated gradient."""
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         """Sums gradients over the ranks."""
@@ -129,7 +129,7 @@ class Sharded(Replicated):
                     yield
                 return
             yield
-            while self._meet(DONE):  # some rank has another call: take part in its gathers
+            while self._meet(DONE):  # another rank has a call left: take part in its gathers
                 for part in self._parts:
                     part.unshard()
                     part.reshard()
@@ -218,10 +218,10 @@ class Sharded(Replicated):
             self._meet(self._doing)
 
     def _meet(self, doing: int) -> bool:
-        """Exchanges the ranks' next calls; returns whether any is about to sample. Raises `Stopped` on all ranks if they
-        disagree, where a gather would hang.
+        """Exchanges the ranks' next calls; returns whether any rank samples next. If the calls differ, which would hang a
+        gather, raises `Stopped` on all ranks.
 
-        Ranks of one group meet; those of other groups are needed only in the pass that sums gradients over all.
+        Within a group; all groups take part only in the pass that sums gradients over all ranks.
         """
         everybody = doing == TRAINING and self._last_pass
         told = set((self.world if everybody else self._mates).gather(torch.tensor([doing])).tolist())

@@ -18,9 +18,9 @@ _HOLDS: dict[Relation, Callable[[Found, Found], bool]] = {
 def check(scene: Scene, objects: list[Found]) -> dict[str, float]:
     """Answers by question; all are 1 exactly when the picture shows the scene and nothing else.
 
-    For each group: is there such an object (.5 for the right colour or shape alone), is the count right and, if a size is
-    named, the share of objects that have it. For the scene: the share of pairs that satisfy the relation, and the share of
-    all objects that belong to it.
+    For each group: is there such an object (.5 for the right colour or shape alone), the ratio of actual and asked count and,
+    if a size is named, the share of objects that have it. For the scene: the share of pairs that satisfy the relation, and
+    the share of all objects that belong to it.
     """
     members = [[o for o in objects if (o.colour, o.shape) == kind(group)] for group in scene.groups]
     others = [o for o in objects if not any(o in found for found in members)]

@@ -39,7 +39,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is sampled for every prompt."""
+    """The samples to draw for every prompt."""
 
     plans: Sequence[Plan]
     group_size: int
@@ -72,8 +72,8 @@ class Collector:
     def collect(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
         """The rollouts of all prompts, one per row of `cond`.
 
-        Where rewards are waited for, another thread decodes and scores some prompts' pictures while the next are rolled out;
-        the last ones are scored here, after that thread has ended, so that no reward is called by two threads at once.
+        If rewards wait for answers, another thread decodes and scores some prompts' pictures while the next are rolled out.
+        The last ones are scored here, after that thread has ended, so that no reward is called by two threads at once.
         """
         plans = plans_of(algorithm, self.config.num_steps, iteration, self.seed)
         noise = partial(self.noise, iteration)
@@ -92,7 +92,7 @@ class Collector:
     def _collect(self, drawn: Drawn, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
         size = self.prompts_at_once(drawn, len(prompts))
         parts = [range(len(prompts))[start : start + size] for start in range(0, len(prompts), size)]
-        # ranks that make every call of the network together go on until all have sampled, and score meanwhile
+        # with sharded weights a rank takes part in the others' calls until all have sampled, and scores meanwhile
         together = "rollout" in self.shards.in_step
         rolled: list[list[Rollout]] = []
         scoring: list[Future[Tensor]] = []
@@ -124,7 +124,8 @@ class Collector:
 
     @property
     def scores_aside(self) -> bool:
-        """Whether another thread scores during rollouts: with `sampling.prompts_at_once`, or where a reward is waited for."""
+        """Whether another thread scores during rollouts: with `sampling.prompts_at_once`, or if a reward waits for an
+        answer."""
         chosen = self.config.prompts_at_once is not None
         return chosen or any(waited_for(reward, self.policy.device) for reward in self.rewards.values())
 
@@ -164,7 +165,7 @@ class Collector:
 
 
 def waited_for(reward: Reward, device: torch.device) -> bool:
-    """Whether scores come from elsewhere (`waits`), or are computed on another device than the accelerator `device`."""
+    """Whether scores come from another process (`waits`) or another device than the accelerator `device`."""
     own = reward.device
     if reward.waits or device.type == "cpu":
         return reward.waits

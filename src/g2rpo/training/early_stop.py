@@ -1,4 +1,4 @@
-"""What ends a run before its last iteration: alarms, rewards without scores, gradients that are not finite."""
+"""Ends a run before its last iteration: alarms, rewards without scores, gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SKIPPED = 10
 
 @dataclass(kw_only=True)
 class EarlyStop:
-    """Tells of new `alarms`, and ends the run as their actions say, or after `UNSCORED` iterations or `SKIPPED` updates."""
+    """Reports new `alarms`, and ends the run by their actions, or after `UNSCORED` iterations or `SKIPPED` updates."""
 
     config: Config
     rewards: Sequence[str]
@@ -40,7 +40,7 @@ class EarlyStop:
         return any(self.config.action_of(name) == "rollback" for name in ADVICE)
 
     def see(self, row: Row, scores: Scores | None = None) -> None:
-        """Sets the alarms of a row, with an evaluation's `scores`; tells of the new ones and keeps their actions for
+        """Sets the alarms of a row, with an evaluation's `scores`; reports the new ones and stores their actions for
         `end_if_asked`."""
         for name in self.alarms.see(row, scores):
             self.asked |= {self.config.action_of(name)} & {"stop", "rollback"}

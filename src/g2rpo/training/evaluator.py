@@ -58,14 +58,14 @@ from g2rpo.training.learner import Learner
 from g2rpo.training.run_files import RunFiles
 
 OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
-"""What became of a picture by its verdicts before and after training."""
+"""Outcomes of a picture by its verdicts before and after training."""
 UNKNOWN = "have no verdict"
 SHOWN = 8
 """Pictures of a grid."""
 
 
 def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes: bool) -> dict[str, Any]:
-    """The controls of an evaluator, and on how many `heldout` prompts they and the spread within a prompt are sampled."""
+    """The controls of an evaluator, and the numbers of `heldout` prompts for them and for the spread within a prompt."""
     asked = config.evaluation.controls
     if asked is False:
         return {}
@@ -113,9 +113,9 @@ class Evaluator:
     grid: Callable[[int], Tensor]
     controls: Sequence[Control] = ()
     controls_on: int = 0
-    """On how many of the held-out prompts `controls` are sampled."""
+    """The number of held-out prompts for `controls`."""
     spread_on: int = 0
-    """For how many of them the spread within a prompt is."""
+    """The number of held-out prompts for the spread within a prompt."""
     against: Row | None = None
     """The controls against the tuned model, once they are compared."""
     baseline: Evaluation | None = None
@@ -144,7 +144,7 @@ class Evaluator:
         rewards: Mapping[str, Reward] | None = None,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
-        """The same for some `prompts`, sampled otherwise."""
+        """An evaluation of some `prompts` with other sampler settings."""
         world = self.shards.world
         own = world.shard_or_all(prompts)
 
@@ -192,7 +192,7 @@ class Evaluator:
                 save_file(scores, path)
 
     def has_controls(self) -> bool:
-        """Whether they are stored, as rank 0 sees it."""
+        """Whether the scores of controls are stored, by rank 0's view of the disk."""
         stored = self.files.writes and self.files.run.control_scores.is_file()
         return self.shards.world.total(stored)[0] > 0
 

@@ -51,7 +51,7 @@ def save_first_group(
 
 
 def how(plan: Plan) -> str:
-    """How the members of a group come about, in a sentence or two."""
+    """A description of how the members of a group are sampled."""
     last = plan.merge - 1
     steps = f"step {plan.branch}" if last <= plan.branch else f"steps {plan.branch} to {last}"
     begin = (

@@ -1,4 +1,4 @@
-"""What the header of a saved adapter says about it: read by people, and by programs that list models."""
+"""The header of a saved adapter, for people and for programs that list models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def header_of(config: Config, iteration: int) -> dict[str, str]:
 
 
 def base_name(path: str) -> str:
-    """A base model's name: its hub id, or the name of its folder; where that lies is nobody's business."""
+    """A base model's name: its hub id, or the name of its folder without its path, which is private."""
     return path if is_hub_id(path) else Path(path).name
 
 

@@ -51,7 +51,7 @@ class Learner:
     def steps(self) -> int:
         """Optimizer steps taken so far."""
         counts = [state["step"] for state in self.optimizer.state.values()]
-        return int(torch.stack(counts).max()) if counts else 0  # read once: a fused AdamW counts on the device
+        return int(torch.stack(counts).max()) if counts else 0  # read once: a fused AdamW keeps the count on the device
 
     @property
     def ema_decay(self) -> float:
@@ -96,7 +96,7 @@ class Learner:
 
     @contextmanager
     def as_old(self) -> Iterator[None]:
-        """While entered, the old weights stand in the place of the trained ones, and these in theirs."""
+        """While entered, old and trained weights are swapped."""
         self._exchange()
         try:
             yield
@@ -112,7 +112,7 @@ class Learner:
 
     @torch.no_grad()
     def update_old(self, decay: float) -> None:
-        """Old weights keep `decay` of themselves and take the rest from the trained ones; does nothing where none are kept."""
+        """old <- decay old + (1 - decay) trained; a no-op without old weights."""
         for old, parameter in zip(self.old, self.parameters if self.old else (), strict=True):
             old.copy_(decay * old + (1 - decay) * parameter)
 

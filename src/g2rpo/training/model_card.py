@@ -1,4 +1,4 @@
-"""The model card of tuned weights: what they were trained on, the result, and how to use them."""
+"""The model card of tuned weights: training data and settings, the result, and how to use them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def copy_card(weights: Path, to: Path) -> None:
 
 
 def _pictures(run: RunDirectory) -> tuple[Path, ...]:
-    """What a card shows; the last only of a run whose pictures move."""
+    """The pictures of a card; the last only for clips."""
     return run.before_after, run.curves, moving(run.before_after)
 
 

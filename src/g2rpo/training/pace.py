@@ -26,8 +26,8 @@ def seconds_in(text: str) -> float:
 
 
 def fitted(config: Config, train: Sequence[float], look: float, left: float, first: bool) -> Config:
-    """`config` with as many iterations as fit into the `left` seconds, where those that are done took `train` and an evaluation
-    `look` seconds; at least those that are done. The `first` time evaluations are spread over them."""
+    """`config` with as many iterations as fit into the `left` seconds, given that an iteration took `train` and an
+    evaluation `look` seconds; at least those that are done. The `first` fit also spreads evaluations over them."""
     done, per = len(train), statistics.median(train[1:][-10:] or train)
 
     def every(iterations: int) -> int:
@@ -44,7 +44,7 @@ def fitted(config: Config, train: Sequence[float], look: float, left: float, fir
 
 
 def with_length(config: Config, iterations: int, every: int) -> Config:
-    """`config` with so many iterations, and an evaluation `every` so many."""
+    """`config` with this number of iterations, and an evaluation `every` so many iterations."""
     trainer = config.trainer.model_copy(update={"iterations": iterations})
     evaluation = config.evaluation.model_copy(update={"every": every})
     return config.model_copy(update={"trainer": trainer, "evaluation": evaluation})

@@ -24,7 +24,7 @@ from g2rpo.training.run_files import RunFiles
 class Persistence:
     """Saves and restores `learner`, the algorithm's `memory` and the state of `rewards`; keeps `keep` checkpoints.
 
-    `header(iteration)` is what the header of an exported safetensors file says.
+    `header(iteration)` is the header of an exported safetensors file.
     """
 
     policy: Policy
@@ -70,7 +70,7 @@ class Persistence:
         if self.shards.world.differing(torch.tensor([found[0] if found else 0])):
             folder = self.files.run.path
             raise UserError(f"ranks see different checkpoints in {folder}: it must be a folder that all of them share")
-        if found and self.files.writes:  # a process that was killed before it could leaves one more
+        if found and self.files.writes:  # a process that was killed before rotation leaves one more
             with self.files.holding():
                 rotate(self.files.run.checkpoints, found[0], self.keep)
         return (found[0] if found else None), complaints
@@ -99,7 +99,7 @@ class Persistence:
         folder = self.files.run.path / name
         save: Callable[[Path], Path] = self.policy.save
         with self.learner.averaged(), self.files.holding():
-            if not self.files.writes:  # but their shards are gathered
+            if not self.files.writes:  # the other ranks' shards are gathered
                 return save(folder) if self.shards.divided else folder
             with writing(folder):
                 remove_unfinished(self.files.run.path)

@@ -58,7 +58,7 @@ def restore(rewards: Mapping[str, Reward], stored: Mapping[str, Any]) -> None:
 
 
 def _digest(value: Any) -> Tensor:
-    """32 numbers that tell states apart."""
+    """A digest of the states, as 32 numbers."""
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:

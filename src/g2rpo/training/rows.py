@@ -1,4 +1,4 @@
-"""A training row of the log: what its groups say, and what the iteration has cost."""
+"""A training row of the log: statistics of its groups, and the cost of the iteration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the phases of an iteration take."""
+"""Durations of the phases of an iteration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stopwatch:
-    """Seconds by phase on `clock`, read off between laps."""
+    """Seconds by phase on `clock`."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.perf_counter

@@ -270,7 +270,7 @@ class Trainer:
         return row
 
     def _save_first_group(self, prompts: Sequence[str], collected: Collected, advantages: Tensor) -> None:
-        """Keeps a group as pictures, unless nothing compares its members or rewards score latents."""
+        """Saves one group as pictures, unless its members are not compared or rewards score latents."""
         if (
             self.files.writes
             and not differentiates_rewards(self.algorithm)
@@ -304,7 +304,7 @@ class Trainer:
         return self.learner.as_old() if old else nullcontext()
 
     def _choose(self, prompts: list[str], cond: Cond, watch: Stopwatch) -> tuple[list[str], Cond, list[Collected]]:
-        """The prompts that the algorithm's state takes, their rows of `cond`, and what the choice has sampled."""
+        """The prompts chosen by the algorithm's state, their rows of `cond`, and the samples made for the choice."""
         each = candidates_of(self.algorithm)
         if each == 1:
             return prompts, cond, []
@@ -335,7 +335,7 @@ class Trainer:
         return row
 
     def _sample_controls(self) -> None:
-        """Samples free knobs of the base model, which the policy now is, unless that is done or too dear."""
+        """Samples the controls while the policy is the base model, unless they are stored or cost too much."""
         if self.evaluator.controls_on and not self.evaluator.has_controls():
             self.evaluator.sample_controls(self.iteration, lambda rows: self._leave_if_asked())
 
