@@ -126,6 +126,16 @@ def run(arguments: list[str]) -> None:
 
 
 @page
+def test_a_page_is_short_and_begins_with_its_readers(page):
+    """At most 1,200 words besides code and tables. Tables of results need no sentence of this kind."""
+    if page.parent.name == "results":
+        return
+    text = prose(page.read_text(encoding="utf-8"))
+    assert len([word for line in text.splitlines() if not line.startswith("|") for word in line.split()]) <= 1200
+    assert page.name == "README.md" or re.match(r"# .*\n\nFor (those|readers|daily use|a first look)", text)
+
+
+@page
 def test_settings_in_yaml_are_a_config(page):
     """What a page shows of a config, in the place of the testbed recipe's own."""
     for block in blocks(page.read_text(encoding="utf-8")):
