@@ -33,7 +33,7 @@ class AWM(ForwardProcess):
     """AWM; defaults for SD3.5 Medium on OCR (14 steps without guidance, 72 prompts an update; GenEval: `kl_weight`
     0.001; PickScore: `kl_weight` 1e-4, 24 prompts).
 
-    `times` of the grid's sigmas are learnt from, one from each of as many even parts of its first nine tenths without pure
+    `times` of the grid's sigmas are trained on, one from each of as many even parts of its first nine tenths without pure
     noise. `power` p makes the error sigma (mean |.|^2)^p / p (published: 0.25; 1 is the plain squared error). `old_weight`
     penalises the distance to the old weights, which follow the policy closely. The weights move once a rollout, as in the
     published configs, so the ratio is 1 and their clip never acts: there is none here.

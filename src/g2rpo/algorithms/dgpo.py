@@ -8,8 +8,8 @@ The paper's algorithm, and where each line is implemented:
     minimise  sigmoid(s) A e,  without gradient where e has moved far enough from e_old               member_loss
     old weights <- d old + (1 - d) trained                                                            old_decay
 
-The good half of a group is preferred to its bad half, as a whole: DPO's gradient with a group on either side. The weight
-sigmoid(s) is small for groups in which the policy has that preference already.
+DPO's gradient with groups instead of pairs: members with positive advantages are preferred to those with negative ones. The
+weight sigmoid(s) is small for groups in which the policy has that preference already.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DGPO(ForwardProcess):
     """DGPO; defaults for SD3.5 Medium on OCR (10 steps, 8 prompts an update; GenEval: `first_steps` 5, `batch_std` false,
     `old_after` 500; PickScore: `strength` 10, `clip_range` 0.05, `kl_weight` 0.001, `group_size` 24).
 
-    `times` of the grid's first `first_steps` steps, drawn for each group, are learnt from. `strength` is beta of the weight.
-    `clip_range` bounds exp(e_old - e) on the side to which an advantage pushes it. The old weights sample once more than
+    `times` of the grid's first `first_steps` steps, drawn for each group, are trained on. `strength` is beta of the weight.
+    `clip_range` bounds exp(e_old - e) in the direction of the advantage. The old weights sample once more than
     `old_after` updates are made. A group's weight is that before the first update of a rollout.
     """
 

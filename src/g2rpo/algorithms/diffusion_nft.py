@@ -7,8 +7,8 @@ The paper's algorithm, and where each line is implemented:
     minimise  r |x0(v+) - x0|^2 + (1 - r) |x0(v-) - x0|^2,  x0(v) = x - sigma v                       member_loss
     old weights <- d old + (1 - d) trained                                                            old_decay
 
-A picture that is better than its group pulls the velocity to itself; one that is worse pushes it away, as far on the other side
-of the old velocity.
+A picture that is better than its group attracts v+, one that is worse attracts v-, the mirror image of v+ on the other side of
+the old velocity.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.core.data import Plan, per_row
 
 SMALLEST_WEIGHT = 1e-5
-"""Of the published code: an image's mean error, by which its squared error is divided, is at least this."""
+"""From the published code: the lower bound of an image's mean error, by which its squared error is divided."""
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class DiffusionNFT(ForwardProcess):
     """DiffusionNFT; defaults for SD3.5 Medium (10 steps of DPM-Solver++(2M) without guidance, 48 prompts an update).
 
-    `share` of the grid's sigmas, rounded down, is learnt from for each member. `mixing` is b: how far beyond the old velocity
+    `share` of the grid's sigmas, rounded down, is trained on for each member. `mixing` is b: how far beyond the old velocity
     the positive one reaches (published: 1; for OCR and several rewards 0.1). `update_every` is "rollout" or a number of
     members, after each of which the weights move. The published schedules of the old weights: `old_most=0.5` (GenEval and the
     like), or `old_flat=75 old_rise=0.0075 old_most=0.999` (OCR).
@@ -55,7 +55,7 @@ class DiffusionNFT(ForwardProcess):
         return super().plans(num_steps, iteration, seed)
 
     def draw_steps(self, num_steps: int, generator: torch.Generator) -> Tensor:
-        """Different ones for each member, from all of the grid's."""
+        """Distinct ones for each member, from all of the grid's steps."""
         ranked = torch.rand(num_steps, self.group_size, generator=generator).argsort(0)
         return ranked[: int(num_steps * self.share)]
 
@@ -68,7 +68,7 @@ class DiffusionNFT(ForwardProcess):
         return clip * (r * positive + (1 - r) * negative) / b
 
     def _error(self, noised: Noised, velocity: Tensor) -> Tensor:
-        """Squared error [B] of the image that a velocity predicts, over its mean error, which evens out the times."""
+        """Squared error [B] of the image predicted by a velocity, divided by its mean error, so that all times weigh alike."""
         error = noised.x - per_row(noised.sigma, noised.x) * velocity - noised.image
         size = error.detach().double().abs().flatten(1).mean(1).clamp(min=SMALLEST_WEIGHT)
         return (mean_square(error) / size).to(error.dtype)

@@ -19,8 +19,8 @@ from g2rpo.core.types import Algorithm, Batch, Draw, Example, Loss, Network, Nor
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The quantities of B stochastic steps in a training pass: every field is [B], one entry per member and step; float32 but
-    the last."""
+    """The quantities of B stochastic steps in a training pass: every field is [B], one entry per member and step; float32
+    except the last."""
 
     log_prob: Tensor  # of the sampled step, under the current weights; carries the gradient
     old_log_prob: Tensor  # under the weights that sampled it
@@ -123,12 +123,11 @@ class PolicyGradient(Algorithm):
     def drift_limit(self, sigmas: Tensor, steps: Sequence[int], entries: int, rounding: float) -> float:
         """The largest acceptable difference of a log-prob between rollout and training pass.
 
-        Later updates of a rollout take its record for the old log-prob, and half the clip range is all that may be lost to a
-        difference that nothing was learnt from. Where a rollout has one update, ratios do not see the drift, and what rounding
-        explains is in order as well: a velocity (of size sqrt 2) off by a share of `rounding` moves a step's mean by
-        e of its standard deviations; the noise that was drawn is independent of it, so the log-prob moves by
-        N(0, e^2 / entries) - e^2 / 2, which for a thousand members stays within 4 e / sqrt(entries) + e^2 / 2. The largest
-        step counts, in the units of the kernel's log-prob.
+        Later updates of a rollout compare with its stored log-prob: drift beyond half the clip range would clip ratios although
+        nothing was learnt. With one update per rollout no ratio contains the drift, so rounding is accepted too: a velocity (of
+        size sqrt 2) with a relative error of `rounding` moves a step's mean by e standard deviations. The drawn noise is
+        independent of it, so the log-prob moves by N(0, e^2 / entries) - e^2 / 2, which for a thousand members stays within
+        4 e / sqrt(entries) + e^2 / 2. The limit is that of the largest step, in the units of the kernel's log-prob.
         """
         one, nothing = torch.ones(1, 1), torch.zeros(1)
         kernel = self.kernel(sigmas)

@@ -1,13 +1,13 @@
 """ReFL: reward feedback learning, ImageReward, arXiv 2304.05977.
 
-The paper's box, and where each line lives:
+The paper's algorithm, and where each line is implemented:
 
-    draw one of the last steps, and walk there by the ODE, without gradient        plans
+    draw one of the last steps, and solve the ODE up to it, without gradient       plans
     predict the image from there in one jump, x0 = x - sigma v, with gradient      loss
     minimise  scale * relu(ceiling - r(decode(x0))) by the reward's own gradient   loss, Network.reward
 
-The rewards have to be differentiable (`types.Reward`). Nothing is compared within a group, and no step is stochastic: the
-pictures of the rollout are scored for the log, and to leave out those without a score.
+The rewards have to be differentiable (`types.Reward`). No step is stochastic and members are not compared: the pictures
+of the rollout are scored for the log, and to leave out those without a score.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReFL(Algorithm):
     own, for Stable Diffusion 1.4 (40 steps): `last_steps` 10, `ceiling` 2, `scale` 1e-3.
 
     The step with gradient is one of the `last_steps`, drawn for each iteration. `ceiling` is the weighted sum of scores
-    beyond which nothing is learnt. `group_size` pictures of each prompt are learnt from.
+    above which the loss is 0. `group_size` pictures of each prompt are trained on.
     """
 
     name: Literal["refl"] = "refl"
@@ -78,7 +78,7 @@ class ReFL(Algorithm):
 
 
 class Still(Normal):
-    """A step of the ODE: nothing is drawn, and log-probs, which nothing needs, are 0."""
+    """A step of the ODE: no noise; log-probs are unused and 0."""
 
     def log_prob(self, x: Tensor) -> Tensor:
         return torch.zeros(len(x), device=x.device)

@@ -1,7 +1,7 @@
 """TempFlow-GRPO: When Timing Matters for GRPO in Flow Models, arXiv 2508.04324.
 
-Like G2RPO it branches off the ODE by one stochastic step at a time, here at every step but the last, with granularity 1. New is
-the weight of a step: proportional to its noise, the range of exploration.
+Like G2RPO it branches off the ODE by one stochastic step at a time, here at every step but the last, with granularity 1. It
+adds a weight for each step, proportional to its noise.
 """
 
 from __future__ import annotations

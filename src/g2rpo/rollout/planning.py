@@ -31,7 +31,7 @@ def anchor_walk(num_steps: int) -> Plan:
 
 
 def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails = EXACT) -> int:
-    """`count_evaluations`, and the walks of the candidates among which a prompt is chosen, where there are several."""
+    """`count_evaluations`, plus the ODE pictures of the candidates among which a prompt is chosen, if any."""
     walk = [anchor_walk(plans[0].tails[0][-1])]
     choice = count_evaluations(walk, each, tails) if (each := candidates_of(algorithm)) > 1 else 0
     return choice + count_evaluations(plans, algorithm.group_size, tails)
@@ -56,7 +56,7 @@ def dry_rollout(plan: Plan, group_size: int, latent: Sequence[int] = (1,), promp
 
 
 def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -> tuple[int, int]:
-    """Latents that training passes show to the network for one prompt: (with gradient, without).
+    """Latents that training passes evaluate for one prompt: (with gradient, without).
 
     Counted by the algorithm's own loss on examples of zeros; one latent where a group branches from a shared one.
     """

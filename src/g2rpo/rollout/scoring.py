@@ -1,4 +1,4 @@
-"""From finished latents to rewards."""
+"""From final latents to rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from g2rpo.core.types import Frames, Policy, Reward, Rollout, Scorer, as_rewards
 from g2rpo.runtime.memory import bounded_by
 
 AT_ONCE = 16
-"""Frames of one call of a reward, at most."""
+"""The largest number of frames in one call of a reward."""
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def score_in_batches(
     batch_size: int,
     latents: Tensor | None = None,
 ) -> Tensor:
-    """`score` of at most `batch_size` pictures at a time, which is the size to lower where memory runs out."""
+    """`score` of at most `batch_size` pictures at a time; an out-of-memory error names this size."""
 
     def part(values: Tensor | None, start: int) -> Tensor | None:
         return None if values is None else values[start : start + batch_size]
