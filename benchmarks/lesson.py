@@ -2,8 +2,8 @@
 
     python -m benchmarks.lesson runs/quickstart        # writes docs/images/lesson.gif
 
-The pictures, scores and advantages are those of the demo's "How it learns" (`g2rpo.lab.demo.studio.learn`) with the run's seed,
-on the held-out word with which the demo opens: the first one that the base model draws wrong and the tuned model right.
+The pictures, scores and advantages are those of the demo's "How it learns" (`g2rpo.lab.demo.session.trace_group`) with the
+run's seed, on the held-out word with which the demo opens: the first one that the base draws wrong and the tuned model right.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from PIL import Image, ImageDraw
 
 from benchmarks.drawing import TINT, font
 from g2rpo.assembly.prompts import build_prompts
-from g2rpo.lab.demo.command import of_run, open_studio
 from g2rpo.lab.demo.opening import opening_of
-from g2rpo.lab.demo.studio import Lesson, learn
+from g2rpo.lab.demo.serve import open_session
+from g2rpo.lab.demo.session import GroupTrace, trace_group
+from g2rpo.lab.demo.settings import of_run
 from g2rpo.lab.report.history import Run, read_runs
 from g2rpo.monitor.pictures import INK, PAPER, RIGHT, SOFT, WRONG, to_pil
 from g2rpo.runs.directory import RunDirectory
@@ -58,19 +59,20 @@ def main() -> None:
     )
 
 
-def lessons(run: Run) -> tuple[Lesson, Lesson]:
+def lessons(run: Run) -> tuple[GroupTrace, GroupTrace]:
     """One group of the base model and, from the same noise, of the tuned one."""
-    cast = of_run(run.directory)
-    heldout = build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
-    studio = open_studio(cast, RunDirectory(run.directory).weights, print, heldout)
-    number = opening_of(run, {**studio.rewards, **studio.judges}, list(studio.rewards)).number
-    before, after = (learn(studio, str(heldout[number]), seed=studio.seed, plan=0, tuned=tuned) for tuned in (False, True))
+    settings = of_run(run.directory)
+    heldout = build_prompts(settings.prompts, "evaluation.prompts")[: settings.num_prompts]
+    session = open_session(settings, RunDirectory(run.directory).weights, print, heldout)
+    number = opening_of(run, {**session.rewards, **session.judges}, list(session.rewards)).number
+    prompt, seed = str(heldout[number]), settings.seed
+    before, after = (trace_group(session, prompt, seed=seed, plan=0, tuned=tuned) for tuned in (False, True))
     if before.advantages.max() == before.advantages.min():
         raise SystemExit(f"{before.prompt}: all members score alike, so this group teaches nothing")
     return before, after
 
 
-def story(before: Lesson, after: Lesson, run: Run) -> Iterator[Scene]:
+def story(before: GroupTrace, after: GroupTrace, run: Run) -> Iterator[Scene]:
     """The scenes, in order."""
     asked = f"Asked for: {before.prompt}"
     steps = [to_pil(picture) for picture in anchor_of(before)]
@@ -92,10 +94,10 @@ def story(before: Lesson, after: Lesson, run: Run) -> Iterator[Scene]:
     yield Scene(5, later, 4.4, to_pil(anchor_of(after)[-1]), shown, scored, below=change)
 
 
-def anchor_of(lesson: Lesson) -> Any:
-    if lesson.predictions is None:
+def anchor_of(group: GroupTrace) -> Any:
+    if group.predictions is None:
         raise SystemExit("this algorithm has no anchor to show")
-    return lesson.predictions
+    return group.predictions
 
 
 def pictures(images: Any) -> list[Image.Image]:

@@ -31,10 +31,9 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import RewardConfig
-from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond
-from g2rpo.evaluation.heldout import sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
 
@@ -136,9 +135,7 @@ def embedded(ways: list[str], prompts: int, steps: int = 10) -> dict[str, dict[s
         policy = resolve(settings("scenes")).policy.model_copy(
             update={"device": "cpu", "tuning": "lora", "dtype": "bfloat16", **options}
         )
-        pictures = sample_images(
-            build_policy(policy, tuning="frozen"), names, sigma_grid(steps, 3.0), seed=0, batch_size=16, decode_batch_size=16
-        )
+        pictures = Sampler(policy=build_policy(policy, tuning="frozen"), shift=3.0, num_steps=steps).pictures(names)
         exact = pictures if exact is None else exact
         scores = {reward: float(score(pictures, names).mean()) for reward, score in rewards.items()}
         found[name] = {"picture": float((pictures - exact).abs().mean()), **scores}

@@ -19,13 +19,13 @@ from g2rpo.app.quiet import quiet_bars, quiet_libraries
 from g2rpo.app.train import build_trainer, load_config, open_run
 from g2rpo.assembly import components
 from g2rpo.config.given import OBJECT, mention
-from g2rpo.config.schema import Config, RewardConfig, grid_of
+from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import check_inputs
 from g2rpo.core.plain import parse_json, read_text
 from g2rpo.core.types import Algorithm, Policy, Scorer
-from g2rpo.evaluation.heldout import Comparison, Evaluation, compare, sample_images
-from g2rpo.evaluation.heldout import evaluate as score_heldout
+from g2rpo.evaluation.heldout import Comparison, compare
+from g2rpo.evaluation.sampler import Sampler, sampler_of
 from g2rpo.lab.compare.arguments import parse_budget
 from g2rpo.lab.compare.workflow import compare as compare_cells
 from g2rpo.lab.report.page import write_page
@@ -155,24 +155,19 @@ def _mentioned(rewards: Mapping[str, Scorer], table: Mapping[str, RewardConfig])
     return {name: RewardConfig(kind=mention(reward), **known.get(name, {})) for name, reward in rewards.items()}
 
 
-def painter(run: str | Path, *, base: bool = False) -> tuple[Policy, Tensor]:
-    """The policy of a finished run, with its tuned weights unless `base`, and the sigma grid of its evaluations."""
+def sampler(run: str | Path, *, base: bool = False, seed: int = 0) -> Sampler:
+    """A finished run's model, with its tuned weights unless `base`, as its evaluations sample it: `policy`, `sigmas`,
+    `pictures(prompts)`."""
     _quiet()
     config = read_config(Path(run))
-    policy = _tuned(components.load_pipeline(config.policy, tuning="frozen"), Path(run), base)
-    return policy, _sigmas(config, policy)
+    policy = components.build_policy(config.policy, tuning="frozen")
+    return sampler_of(config, _tuned(policy, config, run, base), seed=seed)
 
 
-def _tuned(loaded: components.Loaded, run: Path, base: bool) -> DiffusersPolicy:
-    policy = loaded.policy()
+def _tuned(policy: DiffusersPolicy, config: Config, run: str | Path, base: bool = False) -> DiffusersPolicy:
     if not base:
-        policy.load(RunDirectory(run).weights, 1.0)
+        components.load_weights(policy, RunDirectory(Path(run)).weights, config.policy.path)
     return policy
-
-
-def _sigmas(config: Config, policy: Policy) -> Tensor:
-    """The sigma grid of a run's evaluations."""
-    return grid_of(config.sampling.shift, policy, config.evaluation.num_steps or config.sampling.num_steps)
 
 
 def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed: int = 0) -> Tensor:
@@ -185,10 +180,9 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
     _quiet()
     config = read_config(Path(run))
     loaded = components.load_pipeline(config.policy, tuning="frozen")
-    encoded = EncodedPrompts(loaded.text, prompts)
-    policy = _tuned(loaded, Path(run), base)
-    sigmas = _sigmas(config, policy)
-    return sample_images(CachedPolicy(policy, encoded), prompts, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
+    encoded = EncodedPrompts(loaded.text, prompts)  # before the transformer is on the device
+    policy = CachedPolicy(_tuned(loaded.policy(), config, run, base), encoded)
+    return sampler_of(config, policy, seed=seed, decode_batch_size=8).pictures(prompts)
 
 
 def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[str], *, seed: int = 0) -> dict[str, Comparison]:
@@ -197,18 +191,13 @@ def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[s
     _check_tables(rewards=rewards)
     check_inputs(prompts)
     _quiet()
-    config, weights = read_config(Path(run)), RunDirectory(Path(run)).weights
+    config = read_config(Path(run))
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.prompts.cache, prompts, print)
-    policy = cached.policy
-    sigmas = _sigmas(config, cached)
-
-    def evaluated() -> Evaluation:
-        return score_heldout(cached, prompts, rewards, sigmas, seed=seed, batch_size=16, decode_batch_size=8)
-
-    base = evaluated()
-    policy.load(weights, 1.0)  # base and tuned one after the other: only one model is on the device
-    return compare(base, evaluated())
+    sampled = sampler_of(config, cached, seed=seed, decode_batch_size=8)
+    base = sampled.evaluate(prompts, rewards)
+    _tuned(cached.policy, config, run)  # base and tuned one after the other: only one model is on the device
+    return compare(base, sampled.evaluate(prompts, rewards))
 
 
 def study(

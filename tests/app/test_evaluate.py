@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from g2rpo.core import statistics
 from g2rpo.core.errors import UserError
-from g2rpo.core.flow import sigma_grid
 from g2rpo.core.statistics import interval
-from g2rpo.evaluation.heldout import sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.evaluation.sweep import Judging, JudgingConfig
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests.support.commands import g2rpo, small_files
@@ -64,7 +63,7 @@ def test_results_are_the_means_and_intervals_of_the_scores(tmp_path, monkeypatch
         scores = []
         for mean in (0.0, 0.5):
             policy = GaussianPolicy(mean=mean)
-            images = sample_images(policy, PROMPTS, sigma_grid(steps, 3.0), seed=5, batch_size=7, decode_batch_size=7)
+            images = Sampler(policy=policy, shift=3.0, num_steps=steps, seed=5).pictures(PROMPTS)
             scores.append(brightness(images, PROMPTS).double().numpy())
         line = next(line for line in report["results"] if (line["steps"], line["reward"]) == (steps, "bright"))
         for name, values in (("base", scores[0]), ("tuned", scores[1]), ("change", scores[1] - scores[0])):

@@ -293,7 +293,7 @@ COMMANDS = {
     "plan": ("g2rpo.lab.plan.answer.plan", ["words"]),
     "encode": ("g2rpo.app.encode.encode", ["words"]),
     "sample": ("g2rpo.app.sample.sample", ["a red circle", "--model", "testbed"]),
-    "demo": ("g2rpo.lab.demo.command.demo", ["--model", "testbed"]),
+    "demo": ("g2rpo.lab.demo.serve.demo", ["--model", "testbed"]),
     "serve-reward": ("g2rpo.app.serve.serve_reward", ["brightness"]),
 }
 

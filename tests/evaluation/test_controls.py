@@ -5,24 +5,20 @@ import math
 import pytest
 import torch
 
-from g2rpo.core.flow import sigma_grid
 from g2rpo.evaluation.controls import Control, best_control, default_controls
-from g2rpo.evaluation.heldout import evaluate, sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests.support.runs import brightness
 
 PROMPTS = ["0.3", "-0.2", "0.1"]
-OPTIONS = {"seed": 5, "batch_size": 2, "decode_batch_size": 2}
+OPTIONS = {"shift": 3.0, "seed": 5, "batch_size": 2, "decode_batch_size": 2}
 
 
 def latents(steps=10, prompts=PROMPTS, policy=None, **knobs):
     kept = []
-    evaluate(
-        policy or GaussianPolicy(mean=0.5),
+    Sampler(policy=policy or GaussianPolicy(mean=0.5), num_steps=steps, **OPTIONS).evaluate(
         prompts,
         {"bright": brightness},
-        sigma_grid(steps, 3.0),
-        **OPTIONS,
         kept=lambda images: kept.append(torch.logit(images.double())) or images,
         control=Control(**knobs),
     )
@@ -59,7 +55,7 @@ def test_the_stochastic_solver_keeps_the_marginal():
 
 def test_a_plain_control_is_the_evaluation_itself():
     policy = GaussianPolicy(mean=0.5)
-    plain = sample_images(policy, PROMPTS, sigma_grid(10, 3.0), **OPTIONS)
+    plain = Sampler(policy=policy, num_steps=10, **OPTIONS).pictures(PROMPTS)
     torch.testing.assert_close(latents().sigmoid().float(), plain, atol=1e-6, rtol=0)
 
 
@@ -95,5 +91,6 @@ def test_the_best_control_is_that_of_the_highest_mean():
 
 def test_scores_are_of_the_pictures_that_the_control_draws():
     policy = GaussianPolicy(mean=0.5)
-    found = evaluate(policy, ["0"], {"bright": brightness}, sigma_grid(4, 3.0), **OPTIONS, control=Control(noise=0))
+    sampler = Sampler(policy=policy, num_steps=4, **OPTIONS)
+    found = sampler.evaluate(["0"], {"bright": brightness}, control=Control(noise=0))
     assert float(found.scores["bright"]) == pytest.approx(1 / (1 + math.exp(-0.5)), abs=1e-5)

@@ -14,8 +14,9 @@ from g2rpo.app.train import build_trainer
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.config.resolve import resolve
-from g2rpo.lab.demo.command import of_run, open_studio
-from g2rpo.lab.demo.studio import draw, learn
+from g2rpo.lab.demo.serve import open_session
+from g2rpo.lab.demo.session import draw, trace_group
+from g2rpo.lab.demo.settings import of_run
 from g2rpo.lab.plan import trace
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import claim
@@ -213,15 +214,15 @@ def use(world, folder, model):
     pipeline = trainer.policy.policy.pipeline
     peak = (torch.fakegpu.max_memory_allocated() - standing) / (size_of(pipeline.transformer) + size_of(pipeline.vae))
 
-    studio = open_studio(of_run(run), RunDirectory(run).weights, print)
-    drawing = draw(studio, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
-    lesson = learn(studio, prompt, seed=0, plan=0, tuned=True)
-    assert lesson.finals.shape[:2] == (2, 3)
+    session = open_session(of_run(run), RunDirectory(run).weights, print)
+    drawing = draw(session, prompt, seed=0, steps=settings.sampling.num_steps, guidance=3.5)
+    group = trace_group(session, prompt, seed=0, plan=0, tuned=True)
+    assert group.finals.shape[:2] == (2, 3)
     return {
         "trainer": float(own.mean()),
         "api": table["brightness"].tuned,
         "models": peak,
-        "encoders": [*places, str(studio.policy.text.modules[0].device)],
+        "encoders": [*places, str(session.policy.text.modules[0].device)],
         "demo": float(drawing.tuned.scores["brightness"][0]),
         "sample": float(api.sample(run, [prompt]).mean()),
     }

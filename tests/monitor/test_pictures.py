@@ -9,18 +9,17 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.flow import sigma_grid
 from g2rpo.core.types import Reward, as_reward
 from g2rpo.evaluation.heldout import (
     Evaluation,
     compare_right,
-    evaluate,
     least_scores,
     load_evaluation,
     right_in_words,
     save_evaluation,
     verdicts,
 )
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.pictures import NOTE, RIGHT, WRONG, Strip, figure, save_grid
@@ -188,8 +187,7 @@ def test_rewards_say_in_words_what_is_right(tmp_path):
 
 def test_evaluations_keep_their_verdicts(tmp_path):
     rewards = {"bright": Least(0.4), "other": brightness}
-    sizes = {"batch_size": 4, "decode_batch_size": 4}
-    judged = evaluate(GaussianPolicy(), ["0", "0.9", "-0.9"], rewards, sigma_grid(4, 1.0), seed=1, **sizes)
+    judged = Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4, seed=1).evaluate(["0", "0.9", "-0.9"], rewards)
     assert judged.right.tolist() == [float(score >= 0.4) for score in judged.scores["bright"]]
     assert 0 < judged.right.sum() < 3
     save_evaluation(tmp_path / "e.safetensors", judged)

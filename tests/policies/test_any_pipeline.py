@@ -15,11 +15,10 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from PIL import Image
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.config.schema import grid_of
 from g2rpo.core.data import Precision, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.heldout import sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
@@ -106,12 +105,13 @@ def load(kind, guided="on", **options):
 
 
 def pictures(policy, prompts):
-    return sample_images(policy, prompts, deployed_grid(policy), seed=5, batch_size=3, decode_batch_size=2)
+    return sampler(policy).pictures(prompts)
 
 
-def deployed_grid(policy):
-    """The scheduler's; SD3's is another one than its shift makes."""
-    return grid_of("scheduler" if policy.spec is SPECS["StableDiffusion3Pipeline"] else "model", policy, STEPS)
+def sampler(policy):
+    """On the scheduler's grid; SD3's is another one than its shift makes."""
+    shift = "scheduler" if policy.spec is SPECS["StableDiffusion3Pipeline"] else "model"
+    return Sampler(policy=policy, shift=shift, num_steps=STEPS, seed=5, batch_size=3, decode_batch_size=2)
 
 
 def theirs(pipeline, kind, prompts, guided="on"):
@@ -154,7 +154,7 @@ def test_pictures_equal_the_pipelines_own_at_the_same_seed(kind, guided, prompts
     expected = theirs(pipeline, kind, prompts, guided)
     policy = load(kind, guided)
     torch.testing.assert_close(pictures(policy, prompts), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(deployed_grid(policy), pipeline.scheduler.sigmas, atol=1e-7, rtol=0)
+    torch.testing.assert_close(sampler(policy).sigmas, pipeline.scheduler.sigmas, atol=1e-7, rtol=0)
     assert difference(*expected) > 0.05  # the prompts, and the noise, are seen
 
 

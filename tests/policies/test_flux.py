@@ -10,7 +10,7 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Precision
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.heldout import sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
 from g2rpo.policies.pipelines import deployed_shift
@@ -27,7 +27,7 @@ def load(directory, **options):
 
 
 def pictures(policy, steps=6, seed=5, batch_size=3, shift=3.0):
-    return sample_images(policy, PROMPTS, sigma_grid(steps, shift), seed=seed, batch_size=batch_size, decode_batch_size=2)
+    return Sampler(policy=policy, shift=shift, num_steps=steps, seed=seed, batch_size=batch_size).pictures(PROMPTS)
 
 
 def theirs(pipeline, steps=6, seed=5, scale=None):

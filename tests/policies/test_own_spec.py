@@ -15,7 +15,7 @@ from g2rpo.config.schema import PolicyConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.heldout import sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runs.lifecycle import read_config
@@ -67,7 +67,7 @@ def plain(pipeline):
 
 
 def own(policy):
-    return sample_images(policy, PROMPTS, policy.grid(4), seed=5, batch_size=2, decode_batch_size=2)
+    return Sampler(policy=policy, shift="model", num_steps=4, seed=5).pictures(PROMPTS)
 
 
 def test_pictures_are_the_pipelines_own(ovis):

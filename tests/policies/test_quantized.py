@@ -11,9 +11,8 @@ from torch import nn
 from g2rpo.app.train import load_config
 from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.core.errors import UserError
-from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.heldout import sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.plan.flops import operations
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.quantized import KINDS, QuantizedLinear, check, weights_of
@@ -173,8 +172,7 @@ def test_adapters_of_a_quantised_base_are_plain_ones(flux_directory, tmp_path, k
     whole.load(tmp_path)
     pipeline.load_lora_weights(tmp_path, weight_name="pytorch_lora_weights.safetensors")
     assert not any(isinstance(module, QuantizedLinear) for module in pipeline.transformer.modules())
-    sigmas = sigma_grid(4, 3.0)
-    drawn = [sample_images(p, PROMPTS, sigmas, seed=5, batch_size=3, decode_batch_size=3) for p in (whole, again)]
+    drawn = [Sampler(policy=p, shift=3.0, num_steps=4, seed=5).pictures(PROMPTS) for p in (whole, again)]
     assert float((drawn[0] - drawn[1]).abs().mean()) < 0.1
 
 

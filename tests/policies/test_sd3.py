@@ -10,7 +10,7 @@ from g2rpo.config.schema import grid_of
 from g2rpo.core.data import Precision
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.heldout import sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.training.updater import Trained
@@ -25,9 +25,8 @@ def load(directory, **options):
     return DiffusersPolicy.from_pretrained(directory, **{**SIZE, "tuning": "frozen", **options})
 
 
-def pictures(policy, sigmas=None, batch_size=3):
-    sigmas = sigma_grid(STEPS, 3.0) if sigmas is None else sigmas
-    return sample_images(policy, PROMPTS, sigmas, seed=5, batch_size=batch_size, decode_batch_size=2)
+def pictures(policy, shift=3.0, batch_size=3):
+    return Sampler(policy=policy, shift=shift, num_steps=STEPS, seed=5, batch_size=batch_size).pictures(PROMPTS)
 
 
 def theirs(pipeline, guidance_scale=4.5, negative_prompt=None, deployed_grid=False):
@@ -86,7 +85,7 @@ def test_the_deployed_grid_is_another_one_and_the_policy_can_walk_it(sd3_directo
     assert policy.shift == 3.0
     walked = grid_of("scheduler", policy, len(sigmas) - 1)
     torch.testing.assert_close(walked, sigmas, atol=6e-8, rtol=0)  # one rounding of float32
-    torch.testing.assert_close(pictures(policy, walked), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(pictures(policy, "scheduler"), expected, atol=1e-5, rtol=0)
     assert difference(pictures(policy), expected) > 1e-3
 
 

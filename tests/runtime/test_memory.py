@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from g2rpo.core.errors import UserError, out_of_memory
-from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.evaluation.heldout import evaluate, sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, bounded_by, largest_batch
 from tests.support.runs import trainer
@@ -162,7 +161,7 @@ def test_a_reward_that_runs_out_of_memory_in_an_evaluation_sees_fewer_pictures_t
     assert sizes == [3, 3, 2, 1, 1, 1] and t.sizes.decode == 1 and t.sizes.halved == 3
     assert torch.equal(evaluation.scores["bright"], trainer(None).score_heldout().scores["bright"])
     with pytest.raises(UserError, match="--batch-size of g2rpo sample and g2rpo evaluate"):  # where nothing halves
-        evaluate(GaussianPolicy(), ["0"] * 2, {"bright": hungry}, sigma_grid(4), seed=0, batch_size=2, decode_batch_size=2)
+        Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4).evaluate(["0"] * 2, {"bright": hungry})
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 7}, {"decode_batch_size": 5}])
@@ -258,7 +257,7 @@ def test_where_nothing_halves_the_user_hears_what_to_lower():
     """As in `g2rpo sample` and `g2rpo evaluate`."""
     policy = Small(rollout=1)
     with pytest.raises(UserError, match="--batch-size of g2rpo sample"):
-        sample_images(policy, ["0", "0"], sigma_grid(4), seed=0, batch_size=2, decode_batch_size=2)
+        Sampler(policy=policy, shift=1.0, num_steps=4).pictures(["0", "0"])
 
 
 NO_ROOM = (

@@ -64,7 +64,9 @@ def test_the_shift_can_be_the_models_own():
     """The Gaussian policy is deployed without a shift; the config's default is 3."""
     assert torch.equal(trainer(None, "sampling.shift=model").sigmas, sigma_grid(6, 1.0))
     walked = trainer(None, "sampling.shift=scheduler", "evaluation.num_steps=9")
-    assert torch.equal(walked.sigmas, scheduler_grid(6, 1.0)) and torch.equal(walked.evaluated_on, scheduler_grid(9, 1.0))
+    assert torch.equal(walked.sigmas, scheduler_grid(6, 1.0)) and torch.equal(
+        walked.evaluator.sampler.sigmas, scheduler_grid(9, 1.0)
+    )
     assert torch.equal(trainer(None).sigmas, sigma_grid(6, 3.0))
 
 

@@ -21,7 +21,7 @@ from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.resolve import differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import UserError, counted, loading
+from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
@@ -152,16 +152,13 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
     loaded = components.load_pipeline(config.policy, tuning="frozen")
     cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
-    policy = cached.policy
+    use_weights = partial(
+        components.load_weights, cached.policy, local(config.weights or ""), config.policy.path, config.strength
+    )
     rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
     done = len(judging.chunks()) - len(missing)
     if done:
         emit(Line(f"{done} of {len(judging.chunks())} chunks in {out} are finished already"))
-
-    def use_weights() -> None:
-        weights = local(config.weights or "")
-        with loading(f"{weights}: the weights do not fit {config.policy.path}"):
-            policy.load(weights, config.strength)
 
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps, grid_of
-from g2rpo.core.errors import UserError, loading
+from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps
+from g2rpo.core.errors import UserError
 from g2rpo.core.files import whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
-from g2rpo.evaluation.heldout import sample_images
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
@@ -78,15 +78,27 @@ def sample(
     _check(prompts, options, out)
     if run is not None and config is not None:
         policy, weights = config.policy, weights or (None if base else RunDirectory(run).weights)
-        own = {"steps": options.steps or config.sampling.num_steps, "shift": options.shift or config.sampling.shift}
-        options = options.model_copy(update=own)
+        steps_and_shift = {"steps": options.steps or config.sampling.num_steps, "shift": options.shift or config.sampling.shift}
+        options = options.model_copy(update=steps_and_shift)
     if policy is None:
         raise UserError("name a run, or a pipeline with --model")
     if weights is not None and not base:
         check_weights(weights)
-    painter = _painter(policy, None if base else weights, options.strength, prompts)
+    loaded = components.load_pipeline(policy, tuning="frozen")
+    encoded = EncodedPrompts(loaded.text, prompts)  # before the transformer is on the device
+    model = loaded.policy()
+    if weights is not None and not base:
+        components.load_weights(model, weights, policy.path, options.strength)
+    sampler = Sampler(
+        policy=CachedPolicy(model, encoded),
+        shift=options.shift or "model",
+        num_steps=options.steps or 28,
+        seed=seed,
+        batch_size=options.batch_size,
+        decode_batch_size=options.batch_size,
+    )
     out.mkdir(parents=True, exist_ok=True)
-    shown, seconds = _write_all(painter, prompts, options, seed, out)
+    shown, seconds = _write_all(sampler, prompts, options.video, out)
     clips = shown.ndim == 5
     save_grid(out / "grid.png", [Strip(shown)], prompts[:SHOWN])
     if clips:
@@ -105,33 +117,18 @@ def _check(prompts: Sequence[str], options: SampleOptions, out: Path) -> None:
         raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
 
 
-def _painter(policy: PolicyConfig, weights: Path | None, strength: float, prompts: Sequence[str]) -> CachedPolicy:
-    """The model with `weights`, None for the base model. Prompts are encoded before the transformer is on the device."""
-    loaded = components.load_pipeline(policy, tuning="frozen")
-    encoded = EncodedPrompts(loaded.text, prompts)
-    painter = loaded.policy()
-    if weights is not None:
-        with loading(f"{weights}: the weights do not fit {policy.path}"):
-            painter.load(weights, strength)
-    return CachedPolicy(painter, encoded)
-
-
-def _write_all(
-    painter: CachedPolicy, prompts: Sequence[str], options: SampleOptions, seed: int, out: Path
-) -> tuple[Tensor, float]:
+def _write_all(sampler: Sampler, prompts: Sequence[str], video: str, out: Path) -> tuple[Tensor, float]:
     """Writes every picture or clip, and the list of them; returns the first ones and the seconds of a clip."""
-    sigmas = grid_of(options.shift or "model", painter, options.steps or 28)
     shown: list[Tensor] = []
     with (out / "prompts.jsonl").open("w", encoding="utf-8") as listing:
-        for start in range(0, len(prompts), options.batch_size):  # written as they come: clips are large
-            part = prompts[start : start + options.batch_size]
-            rows = len(part)
-            images = sample_images(painter, part, sigmas, seed=seed, batch_size=rows, decode_batch_size=rows, first=start)
-            seconds = seconds_of(painter, images.shape[1])
+        for start in range(0, len(prompts), sampler.batch_size):  # written as they come: clips are large
+            part = prompts[start : start + sampler.batch_size]
+            images = sampler.pictures(part, first=start)
+            seconds = seconds_of(sampler.policy, images.shape[1])
             shown += reduced(images[: max(0, SHOWN - start)])
             for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
-                name = _save(out / f"{number:04d}", image, seconds, options.video).name
-                line = {"file": name, "prompt": prompt, **_inputs(prompt), "seed": seed, "index": number}
+                name = _save(out / f"{number:04d}", image, seconds, video).name
+                line = {"file": name, "prompt": prompt, **_inputs(prompt), "seed": sampler.seed, "index": number}
                 listing.write(json.dumps(line, ensure_ascii=False) + "\n")
     return torch.stack(shown), seconds
 

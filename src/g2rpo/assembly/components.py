@@ -152,6 +152,12 @@ def build_policy(config: PolicyConfig, *, sharding: Sharded | None = None, **opt
     return load_pipeline(config, **options).policy(sharding)
 
 
+def load_weights(policy: DiffusersPolicy, weights: Path, path: str, strength: float = 1.0) -> None:
+    """Loads tuned weights into the policy of the pipeline at `path`."""
+    with loading(f"{weights}: the weights do not fit {path}"):
+        policy.load(weights, strength)
+
+
 def policy_options(
     config: PolicyConfig, kind: str, *, device: str, seed: int = 0, tuning: str | None = None, keep_base: bool = False
 ) -> tuple[type[DiffusersPolicy], dict[str, Any]]:

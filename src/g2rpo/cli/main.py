@@ -350,7 +350,8 @@ def demo(
 ) -> None:
     """Show base and tuned pictures and a group of the algorithm in the browser."""
     from g2rpo.app.evaluate import named_rewards
-    from g2rpo.lab.demo import command as command
+    from g2rpo.lab.demo.serve import demo as serve
+    from g2rpo.lab.demo.settings import of_model, of_run
 
     if (run is None) == (model is None):
         raise UserError("name a run, or a pipeline with --model")
@@ -358,8 +359,8 @@ def demo(
         if run is not None and value is not None:
             raise UserError(f"{option} is for --model; a run has its own")
     table = named_rewards(rewards) if rewards is not None else None
-    cast = command.of_run(run) if run else command.of_model(str(model), size, guidance, table)
-    command.demo(run, cast, weights, host=host, port=port, token_env=token_env, emit=Output())
+    settings = of_run(run) if run else of_model(str(model), size, guidance, table)
+    serve(run, settings, weights, host=host, port=port, token_env=token_env, emit=Output())
 
 
 @app.command(cls=options.WithSettings)

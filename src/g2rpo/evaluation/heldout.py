@@ -1,9 +1,9 @@
-"""Held-out evaluation of a policy: pictures of fixed prompts from fixed noise, scored by every reward."""
+"""What an evaluation found, and base against tuned."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import half_width
-from g2rpo.core.types import Policy, Reward, Scorer, as_rewards
-from g2rpo.evaluation.controls import PLAIN, Control
-from g2rpo.monitor.clips import reduced
-from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.scoring import decode, score_in_batches
+from g2rpo.core.types import Reward
 from g2rpo.runtime.distributed import World
 
 
@@ -39,80 +34,6 @@ class Evaluation:
     def means(self) -> dict[str, float]:
         """Mean score by reward, missing scores left out; NaN where none is valid."""
         return {name: float(values[~values.isnan()].mean()) for name, values in self.scores.items()}
-
-
-def sample_images(
-    policy: Policy,
-    prompts: Sequence[str],
-    sigmas: Tensor,
-    *,
-    seed: int,
-    batch_size: int,
-    decode_batch_size: int,
-    first: int = 0,
-    on_rows: Callable[[int], None] = lambda rows: None,
-) -> Tensor:
-    """One picture per prompt by the plain ODE. Picture i starts from noise (seed, i), whatever the batch size or rank.
-
-    `first` is the index of the first prompt if `prompts` are part of a longer list. `on_rows(rows)` is called after every call
-    of the network; an exception from it ends the sampling.
-    """
-    images = []
-    for start in range(0, len(prompts), batch_size):
-        latents = _sample(policy, prompts[start : start + batch_size], sigmas, seed, first + start, on_rows)
-        with torch.no_grad():
-            images.append(decode(policy, latents, decode_batch_size))
-    return torch.cat(images)
-
-
-@torch.no_grad()
-def _sample(
-    policy: Policy,
-    prompts: Sequence[str],
-    sigmas: Tensor,
-    seed: int,
-    first: int,
-    on_rows: Callable[[int], None],
-    control: Control = PLAIN,
-) -> Tensor:
-    """Final latents of one batch of prompts, the first of which has the index `first`."""
-    engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas, batch_size=len(prompts), on_rows=on_rows)
-    noise = policy.noise([generator_for(seed, "picture", first + i) for i in range(len(prompts))])
-    with control.guiding(policy):
-        return control.sample(engine, noise, seed, first)
-
-
-def evaluate(
-    policy: Policy,
-    prompts: Sequence[str],
-    rewards: Mapping[str, Scorer],
-    sigmas: Tensor,
-    *,
-    seed: int,
-    batch_size: int,
-    decode_batch_size: int,
-    first: int = 0,
-    on_rows: Callable[[int], None] = lambda rows: None,
-    kept: Callable[[Tensor], Tensor] = reduced,
-    control: Control = PLAIN,
-) -> Evaluation:
-    """Samples and scores `prompts`, `batch_size` at a time; num_steps network evaluations per prompt. `sigmas` have the steps
-    that `control` asks for.
-
-    `kept` selects what of pictures or clips, in 8 bit, is in the result: by default whole pictures, and clips reduced.
-
-    A reward sees at most `decode_batch_size` pictures at once, as in training. `on_rows` as for `sample_images`.
-    """
-    pictures, scores = [], []
-    for start in range(0, len(prompts), batch_size):
-        part = prompts[start : start + batch_size]
-        latents = _sample(policy, part, sigmas, seed, first + start, on_rows, control)
-        with torch.no_grad():
-            images = decode(policy, latents, decode_batch_size)
-        scores.append(score_in_batches(rewards, images, part, decode_batch_size, latents))
-        pictures.append(kept(images))
-    by_reward = dict(zip(rewards, torch.cat(scores, 1), strict=True))
-    return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(as_rewards(rewards), by_reward))
 
 
 def verdicts(rewards: Mapping[str, Reward], scores: Mapping[str, Tensor]) -> Tensor | None:

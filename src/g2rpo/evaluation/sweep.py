@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps, grid_of
+from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.input_pictures import images_of
@@ -24,7 +24,8 @@ from g2rpo.core.plain import parse_json, read_text
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.core.types import Policy, Reward
 from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control, finite, numbers
-from g2rpo.evaluation.heldout import Evaluation, evaluate
+from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import save_clip, seconds_of, stills
 from g2rpo.monitor.pictures import to_pil
 from g2rpo.rewards.pixels import to_uint8
@@ -134,23 +135,16 @@ class Judging:
 
         `advance(count)` is called after finished pictures. `UserError` for a disk error; finished chunks are kept.
         """
-        tuned = False
+        c, size, tuned = self.config, self.config.batch_size, False
         for chunk in chunks:
             if chunk.side == "tuned" and not tuned:
                 use_weights()
                 tuned = True
-            evaluation = evaluate(
-                policy,
-                self.prompts[chunk.start : chunk.stop],
-                rewards,
-                grid_of(self.config.shift, policy, chunk.steps),
-                seed=self.config.seed,
-                batch_size=self.config.batch_size,
-                decode_batch_size=self.config.batch_size,
-                first=chunk.start,
-                kept=to_uint8,
-                control=chunk.control,
+            prompts = self.prompts[chunk.start : chunk.stop]
+            sampler = Sampler(
+                policy=policy, shift=c.shift, num_steps=chunk.steps, seed=c.seed, batch_size=size, decode_batch_size=size
             )
+            evaluation = sampler.evaluate(prompts, rewards, first=chunk.start, control=chunk.control, kept=to_uint8)
             self._store(chunk, evaluation, policy)
             advance(chunk.stop - chunk.start)
 

@@ -34,7 +34,6 @@ from g2rpo.evaluation.heldout import (
     Evaluation,
     compare,
     compare_right,
-    evaluate,
     evaluation_of_all,
     least_scores,
     load_evaluation,
@@ -43,6 +42,7 @@ from g2rpo.evaluation.heldout import (
     save_evaluation,
     save_scores,
 )
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.evaluation.work import work_of_run
 from g2rpo.monitor.alarms import judged_gain
 from g2rpo.monitor.clips import reduced, seconds_of
@@ -97,20 +97,17 @@ def evaluation_due(config: EvaluationConfig, iteration: int, iterations: int, ro
 class Evaluator:
     """Evaluates the (averaged) weights on `heldout` prompts by `rewards`, which are trained on, and `judges`, which are not.
 
-    Pictures are sampled on the grid `sigmas` from fixed noise of `seed`; `SHOWN` of them are kept as a grid.
+    `SHOWN` of the pictures are kept as a grid.
     """
 
-    policy: Policy
+    sampler: Sampler
     learner: Learner
     rewards: Mapping[str, Reward]
     judges: Mapping[str, Reward]
     heldout: Sequence[str]
-    sigmas: Tensor
-    seed: int
     sizes: BatchSizes
     shards: Replicated
     files: RunFiles
-    grid: Callable[[int], Tensor]
     controls: Sequence[Control] = ()
     controls_on: int = 0
     """The number of held-out prompts for `controls`."""
@@ -125,6 +122,10 @@ class Evaluator:
     @property
     def judged_by(self) -> Mapping[str, Reward]:
         return {**self.rewards, **self.judges}
+
+    def sampler_now(self, **changes: Any) -> Sampler:
+        """The sampler with the batch sizes of this moment, which shrink when memory runs out, and other `changes`."""
+        return replace(self.sampler, batch_size=self.sizes.rollout, decode_batch_size=self.sizes.decode, **changes)
 
     def own(self) -> Sequence[str]:
         """The held-out prompts that this rank evaluates: all of them if there are fewer prompts than ranks."""
@@ -149,19 +150,10 @@ class Evaluator:
         own = world.shard_or_all(prompts)
 
         def evaluated() -> Evaluation:
-            return evaluate(
-                self.policy,
-                own,
-                self.judged_by if rewards is None else rewards,
-                self.grid(control.steps) if control.steps else self.sigmas,
-                seed=self.seed if seed is None else seed,
-                batch_size=self.sizes.rollout,
-                decode_batch_size=self.sizes.decode,
-                first=world.first(len(prompts)) if len(own) < len(prompts) else 0,
-                on_rows=on_rows,
-                kept=kept,
-                control=control,
-            )
+            sampler = self.sampler_now(seed=self.sampler.seed if seed is None else seed, on_rows=on_rows)
+            judged_by = self.judged_by if rewards is None else rewards
+            first = world.first(len(prompts)) if len(own) < len(prompts) else 0
+            return sampler.evaluate(own, judged_by, first=first, control=control, kept=kept)
 
         with self.learner.averaged(), self.files.naming(iteration), self.shards.sampling():
             evaluation = self.sizes.fit(evaluated)
@@ -173,7 +165,7 @@ class Evaluator:
             return None
         asked = [prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)]
         images = self._evaluated(
-            asked, iteration, on_rows, seed=seed_for(self.seed, "spread"), rewards={"none": as_reward(_unscored)}
+            asked, iteration, on_rows, seed=seed_for(self.sampler.seed, "spread"), rewards={"none": as_reward(_unscored)}
         ).images
         world = self.shards.world
         found = spread_of(images.unflatten(0, (-1, SPREAD_NOISES))) if world.is_main else None
@@ -300,7 +292,7 @@ class Evaluator:
             note += f" Of all {len(self.heldout)}, {shares}."
         if strips[0].images.ndim == 5:
             with self.files.written(moving(grid)) as path:
-                save_moving_grid(path, strips, prompts, note, seconds_of(self.policy, strips[0].images.shape[1]))
+                save_moving_grid(path, strips, prompts, note, seconds_of(self.sampler.policy, strips[0].images.shape[1]))
         with self.files.written(grid) as path:
             save_grid(path, strips, prompts, note)
 

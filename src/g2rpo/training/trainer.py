@@ -20,7 +20,8 @@ from g2rpo.core.errors import Preempted
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout, as_rewards
-from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors, sample_images
+from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors
+from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.trackers import TensorBoard, Tracker
@@ -86,7 +87,6 @@ class Trainer:
         check_differentiable(self.algorithm, self.rewards)
         self.memory = state_of(self.algorithm)
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
-        self.evaluated_on = grid_of(c.sampling.shift, self.policy, c.evaluation.num_steps or c.sampling.num_steps)
         entries = self.policy.noise([generator_for("alarms")]).numel()
         self.alarms = alarms_of(c, self.algorithm, self.sigmas, entries)
         self.early_stop = EarlyStop(config=c, rewards=list(self.rewards), alarms=self.alarms, files=self.files)
@@ -135,19 +135,17 @@ class Trainer:
         )
 
     def _evaluator(self) -> Evaluator:
+        sampler = sampler_of(self.config, self.policy)
         return Evaluator(
-            policy=self.policy,
+            sampler=sampler,
             learner=self.learner,
             rewards=self.rewards,
             judges=self.judges,
             heldout=self.heldout,
-            sigmas=self.evaluated_on,
-            seed=self.config.trainer.seed,
             sizes=self.sizes,
             shards=self.shards,
             files=self.files,
-            grid=partial(grid_of, self.config.sampling.shift, self.policy),
-            **free_knobs(self.config, self.policy, len(self.evaluated_on) - 1, len(self.heldout), self.run_dir is not None),
+            **free_knobs(self.config, self.policy, sampler.num_steps, len(self.heldout), self.run_dir is not None),
         )
 
     @property
@@ -202,7 +200,7 @@ class Trainer:
         if self.ends_at is None or self.iteration < MEASURED:
             return
         looks = [row for row in self.alarms.rows if row["kind"] == "eval"]
-        steps, e = len(self.evaluated_on) - 1, self.evaluator
+        steps, e = self.evaluator.sampler.num_steps, self.evaluator
         knobs = sum(control.steps or steps for control in e.controls) * e.controls_on / (steps * len(self.heldout))
         look = looks[-1]["seconds"] / (1 if self._keeps_base or looks[-1]["iteration"] else 1 + knobs)
         finishing = look * (
@@ -348,9 +346,8 @@ class Trainer:
 
     def sample(self, prompts: Sequence[str], seed: int = 0) -> Tensor:
         """Pictures [B, 3, H, W] in [0, 1], or clips, of the (averaged) weights; picture i starts from noise (seed, i)."""
-        rows, decoded = self.sizes.rollout, self.sizes.decode
         with self.learner.averaged():
-            return sample_images(self.policy, prompts, self.evaluated_on, seed=seed, batch_size=rows, decode_batch_size=decoded)
+            return self.evaluator.sampler_now(seed=seed).pictures(prompts)
 
     def finish(self) -> dict[str, Comparison]:
         """Compares base and tuned on held-out prompts; writes weights, table, before/after grid, curves and a model card."""

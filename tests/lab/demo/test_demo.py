@@ -28,12 +28,14 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan, Reward, no_kernel
-from g2rpo.evaluation.heldout import load_tensors, sample_images
-from g2rpo.lab.demo.command import EXPLAIN, facts, of_model, of_run, open_studio
+from g2rpo.evaluation.heldout import load_tensors
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.demo.gate import MAX_BODY, Gate
 from g2rpo.lab.demo.opening import Opening, opening, opening_of
-from g2rpo.lab.demo.studio import MAX_PROMPT, MAX_SEED, draw, learn, plan_labels
-from g2rpo.lab.demo.views import digits, drawing_html, lesson_html, run_html
+from g2rpo.lab.demo.serve import EXPLAIN, open_session
+from g2rpo.lab.demo.session import MAX_PROMPT, MAX_SEED, draw, plan_labels, trace_group
+from g2rpo.lab.demo.settings import facts, of_model, of_run
+from g2rpo.lab.demo.views import digits, drawing_html, group_html, run_html
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
 from g2rpo.rollout.engine import Engine
@@ -76,8 +78,8 @@ def run(request, tmp_path_factory, flux_directory, prompts):
 
 
 @pytest.fixture(scope="module")
-def studio(run):
-    return open_studio(of_run(run), run / ("adapter" if run.name == "lora" else "transformer"), print)
+def session(run):
+    return open_session(of_run(run), run / ("adapter" if run.name == "lora" else "transformer"), print)
 
 
 def pictures(policy_config, weights, *, seed=3, steps=4, guidance=3.5, strength=1.0):
@@ -85,53 +87,55 @@ def pictures(policy_config, weights, *, seed=3, steps=4, guidance=3.5, strength=
     policy = components.build_policy(policy_config.model_copy(update={"guidance_scale": guidance}), tuning="frozen")
     if weights is not None:
         policy.load(weights, strength)
-    return sample_images(policy, [PROMPT], sigma_grid(steps, 3.0), seed=seed, batch_size=1, decode_batch_size=1)
+    return Sampler(policy=policy, shift=3.0, num_steps=steps, seed=seed).pictures([PROMPT])
 
 
-def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, studio):
+def test_a_drawing_is_what_sample_draws_with_and_without_the_weights(run, session):
     weights = run / ("adapter" if run.name == "lora" else "transformer")
     for settings in ({}, {"guidance": 1.0}, {"steps": 2, "seed": 4}, *([{"strength": 0.5}] if run.name == "lora" else [])):
-        drawing = draw(studio, f"  {PROMPT}\n", **{"seed": 3, "steps": 4, "guidance": 3.5, **settings})
+        drawing = draw(session, f"  {PROMPT}\n", **{"seed": 3, "steps": 4, "guidance": 3.5, **settings})
         base = {name: value for name, value in settings.items() if name != "strength"}
         expected = pictures(of_run(run).policy, None, **base), pictures(of_run(run).policy, weights, **settings)
         for evaluation, images in zip((drawing.base, drawing.tuned), expected, strict=True):
             # weights loaded twice lie elsewhere in memory, and some processors then add up in another order
             torch.testing.assert_close(evaluation.images / 255, images, atol=0.5 / 255 + 1e-5, rtol=0)
-            for name, reward in {**studio.rewards, **studio.judges}.items():
+            for name, reward in {**session.rewards, **session.judges}.items():
                 assert torch.equal(evaluation.scores[name], reward(evaluation.images / 255, [PROMPT]))
         assert (drawing.base.images / 255 - drawing.tuned.images / 255).abs().max() > 0.01
         assert drawing.trained == ("brightness",) and drawing.prompt == PROMPT
-        assert studio.policy.guidance_scale == 3.5  # as before
-    assert studio.tuned == {"lora": "adapter", "full": "all weights"}[run.name]
+        assert session.policy.guidance_scale == 3.5  # as before
+    assert session.tuned == {"lora": "adapter", "full": "all weights"}[run.name]
 
 
 def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
     """From the noise of its number: the scores are those of the run's log."""
-    cast = of_run(run)
-    heldout = build_prompts(cast.prompts, "evaluation.prompts")[: cast.num_prompts]
-    studio = open_studio(cast, run / ("adapter" if run.name == "lora" else "transformer"), print, heldout)
+    settings = of_run(run)
+    heldout = build_prompts(settings.prompts, "evaluation.prompts")[: settings.num_prompts]
+    session = open_session(settings, run / ("adapter" if run.name == "lora" else "transformer"), print, heldout)
     log = read_runs([run])[0]
-    asked = {"seed": studio.seed, "steps": studio.steps, "guidance": studio.policy.guidance_scale}
+    asked = {"seed": session.sampler.seed, "steps": session.sampler.num_steps, "guidance": session.policy.guidance_scale}
     for number, prompt in enumerate(heldout):
-        drawing = draw(studio, prompt, **asked)
+        drawing = draw(session, prompt, **asked)
         for evaluation, iteration in ((drawing.base, 0), (drawing.tuned, log.changes()[0].iteration)):
             stored = load_tensors(RunDirectory(run).scores(iteration))
             for name, value in evaluation.scores.items():  # other batches, so not to the last bit
                 torch.testing.assert_close(value, stored[name][number : number + 1], atol=1e-4, rtol=0, equal_nan=True)
-        assert drawing.settings.startswith(f"held-out prompt {number + 1} · seed {studio.seed} · {studio.steps} steps")
-    assert "held-out" not in draw(studio, "three green stars", **asked).settings
-    assert draw(studio, heldout[1], **asked).base.images.ne(draw(studio, "three green stars", **asked).base.images).any()
+        assert drawing.settings.startswith(
+            f"held-out prompt {number + 1} · seed {session.sampler.seed} · {session.sampler.num_steps} steps"
+        )
+    assert "held-out" not in draw(session, "three green stars", **asked).settings
+    assert draw(session, heldout[1], **asked).base.images.ne(draw(session, "three green stars", **asked).base.images).any()
 
 
-def test_an_adapter_without_strength_is_the_base_model(run, studio):
-    if studio.tuned == "adapter":
-        drawing = draw(studio, PROMPT, seed=3, steps=4, guidance=3.5, strength=0)
+def test_an_adapter_without_strength_is_the_base_model(run, session):
+    if session.tuned == "adapter":
+        drawing = draw(session, PROMPT, seed=3, steps=4, guidance=3.5, strength=0)
         assert torch.equal(drawing.base.images, drawing.tuned.images)
 
 
 def test_a_model_alone_has_no_tuned_side(flux_directory):
-    studio = open_studio(of_model(str(flux_directory), 32, 3.5, {"brightness": {}}), None, print)
-    drawing = draw(studio, PROMPT, seed=0, steps=2, guidance=3.5)
+    session = open_session(of_model(str(flux_directory), 32, 3.5, {"brightness": {}}), None, print)
+    drawing = draw(session, PROMPT, seed=0, steps=2, guidance=3.5)
     assert drawing.tuned is None and list(drawing.base.scores) == ["brightness"]
     html = drawing_html(drawing)
     assert html.count("<img") == 1 and "After training" not in html and "▲" not in html
@@ -155,86 +159,86 @@ def test_a_model_alone_has_no_tuned_side(flux_directory):
         ({"strength": 2.1}, "strength should be from 0 to 2, got 2.1"),
     ],
 )
-def test_settings_out_of_range_are_named(studio, change, message):
+def test_settings_out_of_range_are_named(session, change, message):
     with pytest.raises(UserError, match=message):
-        draw(studio, **{"prompt": PROMPT, "seed": 0, "steps": 2, "guidance": 3.5, **change})
+        draw(session, **{"prompt": PROMPT, "seed": 0, "steps": 2, "guidance": 3.5, **change})
 
 
-def test_a_plan_that_is_none_is_named(studio):
-    for plan in (-1, len(studio.plans), None):
+def test_a_plan_that_is_none_is_named(session):
+    for plan in (-1, len(session.plans), None):
         with pytest.raises(UserError, match="no such branch"):
-            learn(studio, PROMPT, seed=0, plan=plan, tuned=False)
+            trace_group(session, PROMPT, seed=0, plan=plan, tuned=False)
 
 
-def test_a_lesson_is_the_first_iteration_of_the_run(run, studio):
+def test_a_group_is_the_first_iteration_of_the_run(run, session):
     """The trainer's own noise, latents, scores and advantages; in batches of other shapes, so not to the last bit."""
     trainer = build_trainer(load_config(str(run / "config.yaml"), []), None)
     asked = trainer.order.batch(0, trainer.config.trainer.prompts_per_iteration)
     sampled = trainer.collector.collect(trainer.algorithm, 0, trainer.policy.encode(asked), asked, Stopwatch())
     rollouts, rewards = sampled.rollouts, sampled.rewards
     advantages = trainer.algorithm.advantages(rewards, trainer.weights)
-    assert studio.plans == [rollout.plan for rollout in rollouts] and plan_labels(studio.plans) == ["step 0", "step 1"]
+    assert session.plans == [rollout.plan for rollout in rollouts] and plan_labels(session.plans) == ["step 0", "step 1"]
     for plan, rollout in enumerate(rollouts):
         heard: list[tuple[int, ...]] = []
         more = {"seed": trainer.config.trainer.seed, "plan": plan}
-        lesson = learn(studio, asked[0], **more, tuned=False, on_progress=lambda *both, to=heard: to.append(both))
+        group = trace_group(session, asked[0], **more, tuned=False, on_progress=lambda *both, to=heard: to.append(both))
         finals = trainer.policy.decode(rollout.finals.flatten(0, 1)).unflatten(0, rollout.finals.shape[:2])
         noised = trainer.policy.decode(rollout.transitions[-1].x_next)
-        assert (lesson.finals - finals).abs().max() < 1e-4 and (lesson.noised - noised).abs().max() < 1e-4
-        assert torch.allclose(lesson.rewards, rewards[plan], atol=1e-4, equal_nan=True)
-        assert torch.allclose(lesson.advantages, advantages[plan], atol=1e-3)
+        assert (group.finals - finals).abs().max() < 1e-4 and (group.noised - noised).abs().max() < 1e-4
+        assert torch.allclose(group.rewards, rewards[plan], atol=1e-4, equal_nan=True)
+        assert torch.allclose(group.advantages, advantages[plan], atol=1e-3)
         assert heard[-1][0] == heard[-1][1]  # what was announced is what was needed
-    tuned = learn(studio, asked[0], **more, tuned=True)
-    assert (tuned.finals - lesson.finals).abs().max() > 0.01
+    tuned = trace_group(session, asked[0], **more, tuned=True)
+    assert (tuned.finals - group.finals).abs().max() > 0.01
 
 
-def test_a_lesson_is_rolled_out_in_the_dtypes_of_training(run, tmp_path):
+def test_a_group_is_rolled_out_in_the_dtypes_of_training(run, tmp_path):
     """The run's own; a group in others is not the one that the run learnt from."""
     text = (run / "config.yaml").read_text()
     for kind in ("anchor", "sample", "step"):
         text = text.replace(f"{kind}_dtype: float32", f"{kind}_dtype: bfloat16")
     (tmp_path / "config.yaml").write_text(text)
-    studio = open_studio(of_run(tmp_path), None, print)
+    session = open_session(of_run(tmp_path), None, print)
     narrow = Precision(torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    assert studio.engine(PROMPT).precision == narrow
-    assert learn(studio, PROMPT, seed=0, plan=1, tuned=False).finals.isfinite().all()
+    assert session.engine(PROMPT).precision == narrow
+    assert trace_group(session, PROMPT, seed=0, plan=1, tuned=False).finals.isfinite().all()
 
 
-def test_a_lesson_may_look_at_other_granularities(studio):
-    own = learn(studio, PROMPT, seed=0, plan=1, tuned=False)
-    assert studio.offered == [1, 2, 3] and own.granularities == (1, 2)
-    other = learn(studio, PROMPT, seed=0, plan=1, tuned=False, granularities=[3, 1])
+def test_a_group_may_look_at_other_granularities(session):
+    own = trace_group(session, PROMPT, seed=0, plan=1, tuned=False)
+    assert session.offered == [1, 2, 3] and own.granularities == (1, 2)
+    other = trace_group(session, PROMPT, seed=0, plan=1, tuned=False, granularities=[3, 1])
     assert other.granularities == (1, 3) and len(other.finals) == 2
     assert torch.equal(other.noised, own.noised) and (other.finals[0] - own.finals[0]).abs().max() < 1e-5  # g = 1 is itself
-    algorithm = replace(studio.algorithm, granularities=(1, 3))
+    algorithm = replace(session.algorithm, granularities=(1, 3))
     assert other.plan == algorithm.plans(4)[1]
-    assert torch.equal(other.advantages, algorithm.advantages(other.rewards[None], studio.weights)[0])
+    assert torch.equal(other.advantages, algorithm.advantages(other.rewards[None], session.weights)[0])
     for wrong in ([], [4], [1, 5]):
         with pytest.raises(UserError, match="choose granularities of 1, 2, 3"):
-            learn(studio, PROMPT, seed=0, plan=1, tuned=False, granularities=wrong)
+            trace_group(session, PROMPT, seed=0, plan=1, tuned=False, granularities=wrong)
 
 
-def test_predictions_end_where_the_plain_walk_ends(studio):
-    lesson = learn(studio, PROMPT, seed=5, plan=1, tuned=False)
-    policy, sigmas = studio.policy, sigma_grid(4, 3.0)
-    with studio.model(False, 3.5), torch.no_grad():
+def test_predictions_end_where_the_plain_walk_ends(session):
+    group = trace_group(session, PROMPT, seed=5, plan=1, tuned=False)
+    policy, sigmas = session.policy, sigma_grid(4, 3.0)
+    with session.model(False, 3.5), torch.no_grad():
         cond = policy.encode([PROMPT])
         x = policy.noise([generator_for(5, "rollout", 0, 0, "initial")])
         final = policy.decode(Engine(policy=policy, cond=cond, sigmas=sigmas).sample(x))
         first = policy.decode(x - policy.velocity(x, sigmas[:1], cond))
-    assert lesson.predictions.shape == (4, 3, 32, 32)
-    assert (lesson.predictions[-1:] - final).abs().max() < 1e-5
-    assert (lesson.predictions[:1] - first).abs().max() < 1e-5
+    assert group.predictions.shape == (4, 3, 32, 32)
+    assert (group.predictions[-1:] - final).abs().max() < 1e-5
+    assert (group.predictions[:1] - first).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("name", "message"), [("diffusion_nft", "no stochastic step"), ("refl", "no group to compare")])
-def test_an_algorithm_without_stochastic_steps_has_no_lessons(flux_directory, prompts, name, message):
+def test_an_algorithm_without_stochastic_steps_has_no_group(flux_directory, prompts, name, message):
     small = ["algorithm.group_size=3", "sampling.num_steps=6", *fits(name)]
     config = tiny(flux_directory, prompts, f"algorithm.name={name}", *small)
-    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
-    studio = open_studio(replace(cast, algorithm=config.algorithm, sampling=config.sampling), None, print)
+    settings = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    session = open_session(replace(settings, algorithm=config.algorithm, sampling=config.sampling), None, print)
     with pytest.raises(UserError, match=message):
-        learn(studio, PROMPT, seed=0, plan=0, tuned=False)
+        trace_group(session, PROMPT, seed=0, plan=0, tuned=False)
 
 
 STOCHASTIC = [
@@ -245,36 +249,36 @@ STOCHASTIC = [
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-def test_every_algorithm_with_stochastic_steps_has_lessons(flux_directory, prompts, name):
+def test_every_algorithm_with_stochastic_steps_has_a_group(flux_directory, prompts, name):
     config = tiny(flux_directory, prompts, f"algorithm.name={name}", "algorithm.group_size=3", "sampling.num_steps=8")
     assert config.algorithm.name == name
-    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
-    cast = replace(cast, title=name, algorithm=config.algorithm, sampling=config.sampling)
-    studio = open_studio(cast, None, print)
-    lesson = learn(studio, PROMPT, seed=0, plan=len(studio.plans) - 1, tuned=False)
-    assert (lesson.predictions is None) == (not lesson.plan.shared_noise)
-    assert lesson.noised.shape == (3, 3, 32, 32) and lesson.finals.shape[1:] == (3, 3, 32, 32)
-    assert lesson.advantages.shape == (3,) and lesson.advantages.abs().sum() > 0
-    steps = range(lesson.plan.branch, lesson.plan.merge)
-    assert lesson.noised_at == max(step for step in steps if lesson.plan.trains(step))
-    html = lesson_html(lesson)
-    assert html.count("<li") == 3 + (8 if lesson.plan.shared_noise else 0)
-    assert ("No anchor" in html) == (not lesson.plan.shared_noise)
+    settings = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    settings = replace(settings, title=name, algorithm=config.algorithm, sampling=config.sampling)
+    session = open_session(settings, None, print)
+    group = trace_group(session, PROMPT, seed=0, plan=len(session.plans) - 1, tuned=False)
+    assert (group.predictions is None) == (not group.plan.shared_noise)
+    assert group.noised.shape == (3, 3, 32, 32) and group.finals.shape[1:] == (3, 3, 32, 32)
+    assert group.advantages.shape == (3,) and group.advantages.abs().sum() > 0
+    steps = range(group.plan.branch, group.plan.merge)
+    assert group.noised_at == max(step for step in steps if group.plan.trains(step))
+    html = group_html(group)
+    assert html.count("<li") == 3 + (8 if group.plan.shared_noise else 0)
+    assert ("No anchor" in html) == (not group.plan.shared_noise)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_plans_by_chance_are_those_of_the_seed(flux_directory, prompts, seed):
     config = tiny(flux_directory, prompts, "algorithm.name=dancegrpo", "algorithm.group_size=3", "sampling.num_steps=8")
-    cast = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
-    studio = open_studio(replace(cast, algorithm=config.algorithm, sampling=config.sampling, seed=seed), None, print)
-    assert studio.plans == config.algorithm.plans(8, 0, seed) != config.algorithm.plans(8, 0, seed + 1)
-    lesson = learn(studio, PROMPT, seed=0, plan=0, tuned=False)
-    assert lesson.plan == studio.plans[0] and f"just after step {lesson.noised_at};" in lesson_html(lesson)
+    settings = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
+    session = open_session(replace(settings, algorithm=config.algorithm, sampling=config.sampling, seed=seed), None, print)
+    assert session.plans == config.algorithm.plans(8, 0, seed) != config.algorithm.plans(8, 0, seed + 1)
+    group = trace_group(session, PROMPT, seed=0, plan=0, tuned=False)
+    assert group.plan == session.plans[0] and f"just after step {group.noised_at};" in group_html(group)
 
 
 @pytest.fixture(scope="module")
 def testbed():
-    return open_studio(of_model("testbed", None, 3.5, None), None, print)
+    return open_session(of_model("testbed", None, 3.5, None), None, print)
 
 
 def test_the_testbed_alone_is_scored_by_its_own_rewards(testbed):
@@ -296,20 +300,20 @@ def test_a_prompt_without_a_score_says_so_and_why(testbed):
     html = drawing_html(drawing)
     assert html.count('<b class="g2-soft">no score</b>') == 4 and "expected a colour" in html
     assert "a &lt;i&gt;dog" in html and "<i>dog" not in html  # what people type stays text
-    lesson = learn(testbed, "a <i>dog</i>", seed=1, plan=0, tuned=False)
-    assert lesson.rewards.isnan().all() and (lesson.advantages == 0).all()
-    html = lesson_html(lesson)
+    group = trace_group(testbed, "a <i>dog</i>", seed=1, plan=0, tuned=False)
+    assert group.rewards.isnan().all() and (group.advantages == 0).all()
+    html = group_html(group)
     assert "<b>No score</b> by scene_accuracy" in html and "all advantages are 0" in html and "<i>dog" not in html
     assert "best" not in re.findall(r"<header>.*?</header>", html)[0]
 
 
-def lesson_of(testbed, rewards):
-    """A lesson with other scores: [1, 1, 12] or [1, 2, 12]."""
-    lesson = learn(testbed, "two blue squares", seed=1, plan=0, tuned=False)
-    finals = lesson.finals.expand(rewards.shape[1], -1, -1, -1, -1)
+def group_of(testbed, rewards):
+    """A group with other scores: [1, 1, 12] or [1, 2, 12]."""
+    group = trace_group(testbed, "two blue squares", seed=1, plan=0, tuned=False)
+    finals = group.finals.expand(rewards.shape[1], -1, -1, -1, -1)
     tails = tuple((1, *range(g + 1, 11)) for g in range(1, rewards.shape[1] + 1))
     return dataclasses.replace(
-        lesson,
+        group,
         plan=Plan(0, 1, tails),
         granularities=tuple(range(1, rewards.shape[1] + 1)),
         finals=finals,
@@ -320,7 +324,7 @@ def lesson_of(testbed, rewards):
 
 def test_members_are_ranked_and_the_ends_are_marked(testbed):
     rewards = torch.arange(12.0).roll(3).expand(1, 2, 12).clone()  # member 4 has 0, member 3 has 11
-    html = lesson_html(lesson_of(testbed, rewards))
+    html = group_html(group_of(testbed, rewards))
     cards = re.findall(r'<li class="(?:g2-(\w+))?">\n<header><span>member (\d+)', html)
     assert [int(number) for _, number in cards] == [3, 2, 1, 12, 11, 10, 9, 8, 7, 6, 5, 4]
     assert [mark for mark, _ in cards] == ["best", *[""] * 10, "worst"]
@@ -333,14 +337,14 @@ def test_members_are_ranked_and_the_ends_are_marked(testbed):
 
 
 def test_ties_share_their_mark_and_a_silent_group_has_none(testbed):
-    html = lesson_html(lesson_of(testbed, torch.tensor([[[1.0] * 5 + [0.0] * 7]])))
+    html = group_html(group_of(testbed, torch.tensor([[[1.0] * 5 + [0.0] * 7]])))
     assert html.count("▲ best") == 5 and html.count("▼ worst") == 7
-    html = lesson_html(lesson_of(testbed, torch.ones(1, 1, 12)))
+    html = group_html(group_of(testbed, torch.ones(1, 1, 12)))
     assert "best</b>" not in html and "A silent group" in html and html.count("<b>0</b>") == 12
 
 
-def test_changes_are_signed_and_as_exact_as_their_scores(studio):
-    drawing = draw(studio, PROMPT, seed=3, steps=2, guidance=3.5)
+def test_changes_are_signed_and_as_exact_as_their_scores(session):
+    drawing = draw(session, PROMPT, seed=3, steps=2, guidance=3.5)
 
     def scored(evaluation, one, other):
         scores = {"brightness": torch.tensor([one]), "scene_accuracy": torch.tensor([other])}
@@ -403,7 +407,7 @@ def test_a_run_without_weights_is_named(capsys, run, tmp_path):
 
 def test_weights_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(UserError, match="the weights do not fit testbed"):
-        open_studio(of_model("testbed", None, 3.5, None), tmp_path, print)
+        open_session(of_model("testbed", None, 3.5, None), tmp_path, print)
 
 
 @pytest.mark.parametrize(("model", "message"), [("testbed", "pip install gradio"), ("/no/such", "is no directory")])
@@ -568,8 +572,8 @@ def test_without_right_and_wrong_it_opens_where_every_trained_score_rose():
     assert opening(base, tuned, {"judge": Reward()}, []) == Opening()
 
 
-def test_a_run_without_scores_opens_on_its_first_prompt(run, studio, tmp_path):
-    rewards = {**studio.rewards, **studio.judges}
+def test_a_run_without_scores_opens_on_its_first_prompt(run, session, tmp_path):
+    rewards = {**session.rewards, **session.judges}
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     assert opening_of(read_runs([copy])[0], rewards, ["brightness"]) == opening_of(read_runs([run])[0], rewards, ["brightness"])
@@ -585,7 +589,7 @@ def test_what_the_page_is_about_is_said_for_outsiders(run):
     assert facts(of_model("testbed", None, 3.5, None), None) == "The tiny FLUX that comes with g2rpo, as it is."
 
 
-def test_a_drawing_is_marked_where_a_reward_can_tell(testbed, studio):
+def test_a_drawing_is_marked_where_a_reward_can_tell(testbed, session):
     drawing = draw(testbed, "two blue squares", seed=1, steps=10, guidance=3.5)
     right = float(drawing.base.scores["scene_correct"]) == 1
     assert ("✓ right" if right else "✗ wrong") in drawing_html(drawing) and "why not" in drawing_html(drawing, "why not")

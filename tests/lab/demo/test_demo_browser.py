@@ -267,26 +267,26 @@ def test_how_it_learns_shows_anchor_members_and_advantages(page):
     page.get_by_role("tab", name="How it learns").click()
     page.wait_for_selector("#branch", timeout=MINUTE)
     write(page, "two red circles left of a blue star")
-    assert page.locator("#lesson .g2-members > li").count() == 3  # of the prompt that the page opens with
+    assert page.locator("#group .g2-members > li").count() == 3  # of the prompt that the page opens with
     page.click("#branch")
-    page.locator("#lesson").get_by_text("two red circles left of a blue star").wait_for(timeout=MINUTE)
-    assert page.locator("#lesson .g2-walk img").count() == 4  # steps
-    assert page.locator("#lesson .g2-here").inner_text().split()[:2] == ["step", "1"]
-    assert page.locator("#lesson .g2-members > li").count() == 3
-    assert page.locator("#lesson .g2-members img").count() == 3 * (1 + 2)  # the noise, and the run's two granularities
-    advantages = page.locator("#lesson dd b").all_inner_texts()
+    page.locator("#group").get_by_text("two red circles left of a blue star").wait_for(timeout=MINUTE)
+    assert page.locator("#group .g2-walk img").count() == 4  # steps
+    assert page.locator("#group .g2-here").inner_text().split()[:2] == ["step", "1"]
+    assert page.locator("#group .g2-members > li").count() == 3
+    assert page.locator("#group .g2-members img").count() == 3 * (1 + 2)  # the noise, and the run's two granularities
+    advantages = page.locator("#group dd b").all_inner_texts()
     assert len(advantages) == 3
     values = [float(text.replace("−", "-")) for text in advantages]
     assert values == sorted(values, reverse=True) and sum(values) == pytest.approx(0, abs=0.02)
     assert fits(page)
     page.get_by_label("3", exact=True).check()
     page.click("#branch")
-    page.wait_for_function("() => document.querySelectorAll('#lesson .g2-members img').length == 3 * (1 + 3)", timeout=MINUTE)
+    page.wait_for_function("() => document.querySelectorAll('#group .g2-members img').length == 3 * (1 + 3)", timeout=MINUTE)
     assert fits(page)
     page.get_by_label("after training").check()
-    before = page.locator("#lesson .g2-walk img").last.get_attribute("src")
+    before = page.locator("#group .g2-walk img").last.get_attribute("src")
     page.click("#branch")
-    page.wait_for_function("before => [...document.querySelectorAll('#lesson .g2-walk img')].at(-1)?.src != before", arg=before)
+    page.wait_for_function("before => [...document.querySelectorAll('#group .g2-walk img')].at(-1)?.src != before", arg=before)
 
 
 def test_the_run_is_shown(page, run):

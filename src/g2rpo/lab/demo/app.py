@@ -23,14 +23,7 @@ from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.web import bounded
 from g2rpo.lab.demo import views
 from g2rpo.lab.demo.gate import MAX_UPLOAD, STRANGERS, Gate, Scope
-from g2rpo.lab.demo.studio import (
-    MAX_PROMPT,
-    MAX_STRENGTH,
-    Studio,
-    draw,
-    learn,
-    plan_labels,
-)
+from g2rpo.lab.demo.session import MAX_PROMPT, MAX_STRENGTH, Session, draw, plan_labels, trace_group
 
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
@@ -51,38 +44,38 @@ SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", 
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The content of the page: a studio and its texts."""
+class Content:
+    """The content of the page: a session and its texts."""
 
-    studio: Studio
+    session: Session
     title: str
     facts: str
     examples: Sequence[str] = ()
     """Prompts to try; the first is in the prompt's field."""
     opening: str = ""
     """HTML of the drawing shown when the page opens."""
-    lesson: str = ""
+    group: str = ""
     """HTML of the group shown below "How it learns" when the page opens."""
     report: Callable[[], str] | None = None
     """Renders the run's report, if there is a run."""
 
 
-def build(stage: Stage) -> gr.Blocks:
+def build(content: Content) -> gr.Blocks:
     """The page, not yet served."""
-    studio = stage.studio
-    prompt = stage.examples[0] if stage.examples else ""
-    with gr.Blocks(title=f"{stage.title} · g2rpo demo", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        gr.HTML(f'<div class="g2"><h1>{escape(stage.title)}</h1><p class="g2-facts">{escape(stage.facts)}</p></div>')
+    session = content.session
+    prompt = content.examples[0] if content.examples else ""
+    with gr.Blocks(title=f"{content.title} · g2rpo demo", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
+        gr.HTML(f'<div class="g2"><h1>{escape(content.title)}</h1><p class="g2-facts">{escape(content.facts)}</p></div>')
         with gr.Tabs(elem_id="views"):
-            tabs = [gr.Tab("Draw"), gr.Tab("How it learns"), *([gr.Tab("The run")] if stage.report else [])]
+            tabs = [gr.Tab("Draw"), gr.Tab("How it learns"), *([gr.Tab("The run")] if content.report else [])]
         with _view(tabs[0], "draw"):
-            _draw_view(stage, studio, prompt)
+            _draw_view(content, session, prompt)
         with _view(tabs[1], "learn"):
-            _learn_view(stage, studio, prompt)
-        if stage.report is not None:
+            _learn_view(content, session, prompt)
+        if content.report is not None:
             with _view(tabs[2], "run"):
                 shown = gr.HTML(_empty("Reading the run …"))
-            tabs[2].select(_told(stage.report), None, shown, **ONE_AT_A_TIME)
+            tabs[2].select(_told(content.report), None, shown, **ONE_AT_A_TIME)
     page.queue(max_size=WAITING, api_open=False)
     return page
 
@@ -98,54 +91,54 @@ def _view(tab: gr.Tab, name: str) -> gr.Column:
     return gr.Column(elem_id=f"view-{name}")
 
 
-def _draw_view(stage: Stage, studio: Studio, prompt: str) -> None:
+def _draw_view(content: Content, session: Session, prompt: str) -> None:
     with gr.Row():
         with gr.Column(scale=4, min_width=300):
             asked = _prompt(prompt)
-            picture = _picture(studio)
+            picture = _picture(session)
             go = gr.Button("Draw", variant="primary", elem_id="draw")
-            _examples(stage, asked)
+            _examples(content, asked)
             toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
             toggle.click(None, js=TO_SETTINGS, api_visibility="private")
             with gr.Column(elem_id="settings"):
-                seed = _seed(studio.seed)
-                steps = gr.Slider(1, studio.most_steps, studio.steps, step=1, label="Steps")
-                guidance = gr.Slider(0, studio.most_guidance, studio.policy.guidance_scale, step=0.1, label="Guidance")
+                seed = _seed(session.sampler.seed)
+                steps = gr.Slider(1, session.most_steps, session.sampler.num_steps, step=1, label="Steps")
+                guidance = gr.Slider(0, session.most_guidance, session.policy.guidance_scale, step=0.1, label="Guidance")
                 strength = gr.Slider(
-                    0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=studio.tuned == "adapter"
+                    0, MAX_STRENGTH, 1.0, step=0.05, label="Strength of the adapter", visible=session.tuned == "adapter"
                 )
         with gr.Column(scale=7, min_width=300):
             empty = _empty("Base and tuned, from the same noise, appear here.")
-            out = gr.HTML(stage.opening or empty, elem_id="drawing")
+            out = gr.HTML(content.opening or empty, elem_id="drawing")
 
     def answer(prompt: str, picture: str | None, seed: Any, steps: Any, guidance: Any, strength: Any) -> str:
         settings = {"seed": seed, "steps": steps, "guidance": guidance, "strength": strength}
-        return views.drawing_html(draw(studio, prompt, images=[picture] if picture else [], **settings))
+        return views.drawing_html(draw(session, prompt, images=[picture] if picture else [], **settings))
 
     gr.on([go.click, asked.submit], None, js=CLEAR, api_visibility="private")
     asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, seed, steps, guidance, strength], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "drawing")
 
 
-def _learn_view(stage: Stage, studio: Studio, prompt: str) -> None:
-    labels = plan_labels(studio.plans)
+def _learn_view(content: Content, session: Session, prompt: str) -> None:
+    labels = plan_labels(session.plans)
     sides = ["base model", "after training"]
     with gr.Row(equal_height=False):
         with gr.Column(scale=4, min_width=300):
             asked = _prompt(prompt)
-            picture = _picture(studio)
-            _examples(stage, asked)
+            picture = _picture(session)
+            _examples(content, asked)
         with gr.Column(scale=6, min_width=300):
             with gr.Row():
                 plan = gr.Dropdown(list(zip(labels, range(len(labels)), strict=True)), value=0, label="Noise enters at")
-                seed = _seed(studio.seed)
-                side = gr.Radio(sides, value=sides[0], label="Weights", visible=studio.tuned != "nothing")
+                seed = _seed(session.sampler.seed)
+                side = gr.Radio(sides, value=sides[0], label="Weights", visible=session.tuned != "nothing")
                 grains = gr.CheckboxGroup(
-                    studio.offered, value=list(studio.granularities), label="Granularities", visible=bool(studio.offered)
+                    session.offered, value=list(session.granularities), label="Granularities", visible=bool(session.offered)
                 )
             go = gr.Button("Branch", variant="primary", elem_id="branch")
     empty = _empty("One group of the algorithm appears here: the anchor, its branches, their advantages.")
-    out = gr.HTML(stage.lesson or empty, elem_id="lesson")
+    out = gr.HTML(content.group or empty, elem_id="group")
 
     def answer(
         prompt: str,
@@ -159,22 +152,22 @@ def _learn_view(stage: Stage, studio: Studio, prompt: str) -> None:
         def told(done: int, total: int) -> None:
             progress((done, total), unit="evaluations")
 
-        tuned, chosen = side == sides[1], grains if studio.offered else None
-        lesson = learn(studio, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=told)
-        return views.lesson_html(lesson)
+        tuned, chosen = side == sides[1], grains if session.offered else None
+        group = trace_group(session, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=told)
+        return views.group_html(group)
 
     gr.on([go.click, asked.submit], None, js=CLEAR, api_visibility="private")
     asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, plan, seed, side, grains], out, **QUESTION)
-    asks.success(None, js=TO_OUTPUT % "lesson")
+    asks.success(None, js=TO_OUTPUT % "group")
 
 
 def _prompt(value: str) -> gr.Textbox:
     return gr.Textbox(value, label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT)
 
 
-def _picture(studio: Studio) -> gr.Image:
+def _picture(session: Session) -> gr.Image:
     """The input picture, for models that edit; without one a held-out prompt has its own."""
-    takes = studio.input_pictures[1] > 0
+    takes = session.input_pictures[1] > 0
     return gr.Image(
         type="filepath",
         sources=["upload"],
@@ -186,12 +179,12 @@ def _picture(studio: Studio) -> gr.Image:
 
 
 def _seed(value: int) -> gr.Number:
-    return gr.Number(value, label="Seed")  # without bounds, because `studio.checked` has the better message
+    return gr.Number(value, label="Seed")  # without bounds, because `session.checked` has the better message
 
 
-def _examples(stage: Stage, asked: gr.Textbox) -> None:
-    if stage.examples:
-        gr.Examples([[example] for example in stage.examples], asked, label="Held-out prompts", api_visibility="private")
+def _examples(content: Content, asked: gr.Textbox) -> None:
+    if content.examples:
+        gr.Examples([[example] for example in content.examples], asked, label="Held-out prompts", api_visibility="private")
 
 
 def _empty(words: str) -> str:

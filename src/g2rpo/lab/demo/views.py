@@ -12,7 +12,7 @@ from torch import Tensor
 
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.evaluation.heldout import Evaluation
-from g2rpo.lab.demo.studio import Drawing, Lesson, plan_labels
+from g2rpo.lab.demo.session import Drawing, GroupTrace, plan_labels
 from g2rpo.lab.report.embedded import clip_uri, data_uri
 from g2rpo.lab.report.history import Run
 from g2rpo.lab.report.page import compare_style, render
@@ -86,65 +86,63 @@ def _scores(drawing: Drawing, side: str) -> list[dict[str, Any]]:
     return rows
 
 
-def lesson_html(lesson: Lesson) -> str:
+def group_html(group: GroupTrace) -> str:
     """The anchor, the members with their scores and advantages from best to worst, and the group's own numbers."""
-    sigmas = lesson.sigmas.tolist()
-    order = lesson.advantages.argsort(descending=True, stable=True).tolist()
-    best, worst = float(lesson.advantages.max()), float(lesson.advantages.min())
+    sigmas = group.sigmas.tolist()
+    order = group.advantages.argsort(descending=True, stable=True).tolist()
+    best, worst = float(group.advantages.max()), float(group.advantages.min())
     largest, silent = max(best, -worst, 1e-9), best == worst
     members = [
         {
             "number": member + 1,
-            "mark": "" if silent else {best: "best", worst: "worst"}.get(float(lesson.advantages[member]), ""),
-            "noised": _uri(lesson.noised[member], SMALL, lesson.seconds),
+            "mark": "" if silent else {best: "best", worst: "worst"}.get(float(group.advantages[member]), ""),
+            "noised": _uri(group.noised[member], SMALL, group.seconds),
             "finals": [
-                (g, _uri(finals[member], SMALL, lesson.seconds))
-                for g, finals in zip(lesson.granularities, lesson.finals, strict=True)
+                (g, _uri(finals[member], SMALL, group.seconds))
+                for g, finals in zip(group.granularities, group.finals, strict=True)
             ],
-            "scores": [
-                (name, [_score(value) for value in lesson.rewards[r, :, member]]) for r, name in enumerate(lesson.names)
-            ],
-            "advantage": signed(float(lesson.advantages[member]), 2) if lesson.advantages[member] else "0",
-            "width": round(50 * float(lesson.advantages[member].abs()) / largest, 1),
-            "way": "up" if lesson.advantages[member] > 0 else "down" if lesson.advantages[member] < 0 else "same",
+            "scores": [(name, [_score(value) for value in group.rewards[r, :, member]]) for r, name in enumerate(group.names)],
+            "advantage": signed(float(group.advantages[member]), 2) if group.advantages[member] else "0",
+            "width": round(50 * float(group.advantages[member].abs()) / largest, 1),
+            "way": "up" if group.advantages[member] > 0 else "down" if group.advantages[member] < 0 else "same",
         }
         for member in order
     ]
-    return environment.get_template("lesson.html").render(
-        prompt=lesson.prompt,
-        inputs=[data_uri(picture, SMALL) for picture in read_inputs(lesson.prompt)],
-        where=plan_labels([lesson.plan])[0],
-        noised_at=lesson.noised_at,
+    return environment.get_template("group.html").render(
+        prompt=group.prompt,
+        inputs=[data_uri(picture, SMALL) for picture in read_inputs(group.prompt)],
+        where=plan_labels([group.plan])[0],
+        noised_at=group.noised_at,
         walk=[
             {
                 "step": step,
                 "sigma": f"{sigmas[step]:.2f}",
-                "uri": _uri(picture, SMALL, lesson.seconds),
-                "noise": lesson.plan.branch <= step < lesson.plan.merge,
+                "uri": _uri(picture, SMALL, group.seconds),
+                "noise": group.plan.branch <= step < group.plan.merge,
             }
-            for step, picture in enumerate(lesson.predictions)
+            for step, picture in enumerate(group.predictions)
         ]
-        if lesson.predictions is not None
+        if group.predictions is not None
         else [],
         steps=len(sigmas) - 1,
         members=members,
-        tails=[(g, len(steps) - 1) for g, steps in zip(lesson.granularities, lesson.plan.tails, strict=True)],
-        table=_spreads(lesson),
+        tails=[(g, len(steps) - 1) for g, steps in zip(group.granularities, group.plan.tails, strict=True)],
+        table=_spreads(group),
         silent=silent,
-        unscored=[name for r, name in enumerate(lesson.names) if lesson.rewards[r].isnan().all()],
-        names=lesson.names,
-        why=lesson.why,
-        settings=lesson.settings,
+        unscored=[name for r, name in enumerate(group.names) if group.rewards[r].isnan().all()],
+        names=group.names,
+        why=group.why,
+        settings=group.settings,
     )
 
 
-def _spreads(lesson: Lesson) -> list[tuple[str, ...]]:
+def _spreads(group: GroupTrace) -> list[tuple[str, ...]]:
     """(reward, weight, granularity, mean, standard deviation over the group)."""
-    means, spreads = lesson.rewards.nanmean(-1), group_std(lesson.rewards)
+    means, spreads = group.rewards.nanmean(-1), group_std(group.rewards)
     return [
-        (name, f"{float(lesson.weights[r]):g}", str(g), _score(means[r, m]), _score(spreads[r, m]))
-        for r, name in enumerate(lesson.names)
-        for m, g in enumerate(lesson.granularities)
+        (name, f"{float(group.weights[r]):g}", str(g), _score(means[r, m]), _score(spreads[r, m]))
+        for r, name in enumerate(group.names)
+        for m, g in enumerate(group.granularities)
     ]
 
 

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from g2rpo.config.schema import SamplingConfig, grid_of
+from g2rpo.config.schema import SamplingConfig
 from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.contracts import advantages_of, plans_of
 from g2rpo.core.data import FLOAT32, Precision
@@ -21,7 +21,8 @@ from g2rpo.core.flow import ode_step
 from g2rpo.core.input_pictures import check_counts
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Plan, Prompt, Reward
-from g2rpo.evaluation.heldout import Evaluation, evaluate
+from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine, Noise
@@ -42,16 +43,16 @@ Tuned = Literal["nothing", "adapter", "all weights"]
 
 
 @dataclass(kw_only=True)
-class Studio:
+class Session:
     """A model with its rewards and its algorithm; not thread-safe.
 
-    `tuned` describes the loaded tuned weights; the policy's `base()` must then be the untrained model. `rewards` are those of
-    the advantages, with `weights` [R]; `judges` only score. `explain` returns why a prompt is none of the model's world, or "".
-    `plans` are those of the first iteration with `seed`. `heldout` are the prompts of the run's evaluations, which took `steps`
-    steps (None: those of `sampling`).
+    `sampler` is that of the run's evaluations, of the prompts `heldout`; `sampling` is the training's. `tuned` describes the
+    loaded tuned weights; the policy's `base()` must then be the untrained model. `rewards` are those of the advantages, with
+    `weights` [R]; `judges` only score. `explain` returns why a prompt is none of the model's world, or "". `plans` are those of
+    the first iteration with the sampler's seed.
     """
 
-    policy: DiffusersPolicy
+    sampler: Sampler
     algorithm: Algorithm
     sampling: SamplingConfig
     sizes: BatchSizes
@@ -61,21 +62,23 @@ class Studio:
     precision: Precision = FLOAT32
     tuned: Tuned = "nothing"
     explain: Callable[[str], str] = lambda prompt: ""
-    seed: int = 42
     heldout: Sequence[str] = ()
-    steps: int | None = None
 
     def __post_init__(self) -> None:
-        self.steps = self.steps or self.sampling.num_steps
         self.numbers = {str(prompt): number for number, prompt in reversed(list(enumerate(self.heldout)))}
         self.input_pictures: tuple[int, int] = getattr(self.policy, "input_pictures", (0, 0))
-        self.plans = plans_of(self.algorithm, self.sampling.num_steps, 0, self.seed)
-        self.most_steps = max(MAX_STEPS, self.sampling.num_steps, self.steps)
+        self.plans = plans_of(self.algorithm, self.sampling.num_steps, 0, self.sampler.seed)
+        self.most_steps = max(MAX_STEPS, self.sampling.num_steps, self.sampler.num_steps)
         self.most_guidance = max(MAX_GUIDANCE, self.policy.guidance_scale)
 
-    def grid(self, num_steps: int) -> Tensor:
-        """The sigma grid of `num_steps` steps."""
-        return grid_of(self.sampling.shift, self.policy, num_steps)
+    @property
+    def policy(self) -> DiffusersPolicy:
+        return cast(DiffusersPolicy, self.sampler.policy)
+
+    @property
+    def sigmas(self) -> Tensor:
+        """The sigma grid of training."""
+        return replace(self.sampler, num_steps=self.sampling.num_steps).sigmas
 
     def prompt(self, text: str, images: Sequence[str]) -> tuple[str, int | None]:
         """The prompt with these words and input pictures, and its number if it is a held-out one; without pictures, those of
@@ -110,7 +113,7 @@ class Studio:
         return Engine(
             policy=self.policy,
             cond=self.policy.encode([prompt]),
-            sigmas=self.grid(self.sampling.num_steps),
+            sigmas=self.sigmas,
             batch_size=self.sizes.rollout,
             tails=self.sampling.tails,
             precision=self.precision,
@@ -153,7 +156,7 @@ class Drawing:
 
 
 def draw(
-    studio: Studio,
+    session: Session,
     prompt: str,
     *,
     seed: int,
@@ -168,34 +171,32 @@ def draw(
     """
     prompt, seed = checked(prompt, seed)
     for name, value, low, high in (
-        ("steps", steps, 1, studio.most_steps),
-        ("guidance", guidance, 0, studio.most_guidance),
+        ("steps", steps, 1, session.most_steps),
+        ("guidance", guidance, 0, session.most_guidance),
         ("strength", strength, 0, MAX_STRENGTH),
     ):
         if value is None or not low <= value <= high or (name == "steps" and value != int(value)):
             got = "nothing" if value is None else f"{value:g}"
             raise UserError(f"{name} should be {'a whole number ' if name == 'steps' else ''}from {low} to {high:g}, got {got}")
-    steps, rewards = int(steps), {**studio.rewards, **studio.judges}
-    sigmas = studio.grid(steps)
+    steps, rewards = int(steps), {**session.rewards, **session.judges}
+    with_inputs, number = session.prompt(prompt, images)
+    sampler = replace(session.sampler, num_steps=steps, seed=seed)
 
-    asked, number = studio.prompt(prompt, images)
-    first = number or 0
+    def evaluated(tuned: bool) -> Evaluation:
+        with session.model(tuned, guidance, strength):
+            return sampler.evaluate([with_inputs], rewards, first=number or 0)
 
-    def judged(tuned: bool) -> Evaluation:
-        with studio.model(tuned, guidance, strength):
-            return evaluate(studio.policy, [asked], rewards, sigmas, seed=seed, batch_size=1, decode_batch_size=1, first=first)
-
-    base, tuned = judged(False), judged(True) if studio.tuned != "nothing" else None
+    base, tuned = evaluated(False), evaluated(True) if session.tuned != "nothing" else None
     settings = [
         *([f"held-out prompt {number + 1}"] if number is not None else []),
         f"seed {seed}",
         counted(steps, "step"),
         f"guidance {guidance:g}",
-        *([f"strength {strength:g}"] if studio.tuned == "adapter" else []),
+        *([f"strength {strength:g}"] if session.tuned == "adapter" else []),
     ]
-    seconds = seconds_of(studio.policy, base.images.shape[1])
+    seconds = seconds_of(session.policy, base.images.shape[1])
     meanings = {name: said for name, reward in rewards.items() if (said := meaning_of(reward))}
-    return Drawing(base, tuned, tuple(studio.rewards), studio.explain(prompt), meanings, " · ".join(settings), seconds)
+    return Drawing(base, tuned, tuple(session.rewards), session.explain(prompt), meanings, " · ".join(settings), seconds)
 
 
 def meaning_of(reward: Reward) -> str:
@@ -205,7 +206,7 @@ def meaning_of(reward: Reward) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
+class GroupTrace:
     """One group of one prompt: as an iteration of training does it for every prompt and plan."""
 
     prompt: str
@@ -232,8 +233,8 @@ class Lesson:
     """Of a clip."""
 
 
-def learn(
-    studio: Studio,
+def trace_group(
+    session: Session,
     prompt: str,
     *,
     seed: int,
@@ -242,7 +243,7 @@ def learn(
     granularities: Collection[int] | None = None,
     images: Sequence[str] = (),
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Lesson:
+) -> GroupTrace:
     """Samples, scores and compares one group for `prompt` by plan number `plan` of the algorithm.
 
     With a run's own seed and granularities (None: the algorithm's) this is what its first iteration did for its first
@@ -250,51 +251,51 @@ def learn(
     network evaluations. `UserError` for wrong input.
     """
     prompt, seed = checked(prompt, seed)
-    asked, _ = studio.prompt(prompt, images)
-    algorithm, chosen = _group_to_show(studio, plan, granularities)
-    s = studio.sampling
-    sigmas = studio.grid(s.num_steps)
+    with_inputs, _ = session.prompt(prompt, images)
+    algorithm, chosen = _group_to_show(session, plan, granularities)
+    s = session.sampling
+    sigmas = session.sigmas
     total = count_evaluations([chosen], algorithm.group_size, s.tails) + s.num_steps * chosen.shared_noise
 
     def noise(row: int, *purpose: int | str) -> torch.Generator:
         return generator_for(seed, "rollout", 0, row, *purpose)  # the trainer's key
 
-    def sampled() -> Lesson:
-        engine = studio.engine(asked)
+    def sampled() -> GroupTrace:
+        engine = session.engine(with_inputs)
         engine.on_rows = lambda rows: on_progress(engine.evaluations, total)
         (rollout,) = engine.rollout([chosen], algorithm.group_size, algorithm.kernel(sigmas), noise)
-        predictions = _predictions(studio, engine, noise) if chosen.shared_noise else None
+        predictions = _predictions(session, engine, noise) if chosen.shared_noise else None
         shape = rollout.finals.shape[:2]
-        finals, scores = _decoded(studio, rollout.finals.flatten(0, 1), studio.rewards, asked)
+        finals, scores = _decoded(session, rollout.finals.flatten(0, 1), session.rewards, with_inputs)
         rewards = scores.unflatten(1, shape)
-        return Lesson(
-            prompt=asked,
+        return GroupTrace(
+            prompt=with_inputs,
             plan=chosen,
             sigmas=sigmas,
             predictions=predictions,
-            noised=_decoded(studio, rollout.transitions[-1].x_next)[0],
+            noised=_decoded(session, rollout.transitions[-1].x_next)[0],
             noised_at=rollout.transitions[-1].step,
             finals=finals.unflatten(0, shape),
-            names=tuple(studio.rewards),
-            weights=studio.weights,
+            names=tuple(session.rewards),
+            weights=session.weights,
             rewards=rewards,
-            advantages=advantages_of(algorithm, rewards[None], studio.weights)[0],
+            advantages=advantages_of(algorithm, rewards[None], session.weights)[0],
             granularities=chosen.tail_names,
-            why=studio.explain(prompt),
+            why=session.explain(prompt),
             settings=f"seed {seed} · {s.num_steps} steps · {'after training' if tuned else 'base model'}",
-            seconds=seconds_of(studio.policy, finals.shape[1]),
+            seconds=seconds_of(session.policy, finals.shape[1]),
         )
 
-    with studio.model(tuned, studio.policy.guidance_scale):
-        return studio.sizes.fit(sampled)
+    with session.model(tuned, session.policy.guidance_scale):
+        return session.sizes.fit(sampled)
 
 
-def _group_to_show(studio: Studio, plan: int, granularities: Collection[int] | None) -> tuple[Algorithm, Plan]:
+def _group_to_show(session: Session, plan: int, granularities: Collection[int] | None) -> tuple[Algorithm, Plan]:
     """The algorithm with these granularities, and its plan of this number; `UserError` if there is no group to compare."""
-    if plan not in range(len(studio.plans)):
+    if plan not in range(len(session.plans)):
         raise UserError(f"there is no such branch: {plan}")
-    algorithm = studio.with_granularities(granularities)
-    chosen = plans_of(algorithm, studio.sampling.num_steps, 0, studio.seed)[plan]
+    algorithm = session.with_granularities(granularities)
+    chosen = plans_of(algorithm, session.sampling.num_steps, 0, session.sampler.seed)[plan]
     if differentiates_rewards(algorithm):
         raise UserError("the algorithm learns from the gradient of its rewards: it has no group to compare")
     if chosen.branch == chosen.merge:
@@ -302,21 +303,21 @@ def _group_to_show(studio: Studio, plan: int, granularities: Collection[int] | N
     return algorithm, chosen
 
 
-def _predictions(studio: Studio, engine: Engine, noise: Noise) -> Tensor:
+def _predictions(session: Session, engine: Engine, noise: Noise) -> Tensor:
     """[T, 3, H, W], the image as the anchor predicts it at every step."""
     sigmas = engine.sigmas
     anchors = engine.anchors(range(engine.num_steps), noise)
     predicted = [ode_step(x, v, sigmas[step], sigmas.new_zeros(())) for step, (x, v) in anchors.items()]
-    return _decoded(studio, torch.cat(predicted))[0]
+    return _decoded(session, torch.cat(predicted))[0]
 
 
 def _decoded(
-    studio: Studio, latents: Tensor, rewards: Mapping[str, Reward] | None = None, prompt: str = ""
+    session: Session, latents: Tensor, rewards: Mapping[str, Reward] | None = None, prompt: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Pictures or reduced clips of latents [N, ...], and their scores [R, N], a batch at a time: clips are large."""
     shown, scores = [], []
-    for part in latents.split(studio.sizes.decode):
-        images = decode(studio.policy, part, studio.sizes.decode)
+    for part in latents.split(session.sizes.decode):
+        images = decode(session.policy, part, session.sizes.decode)
         shown.append(reduced(images) if images.ndim == 5 else images)
         scores.append(score(rewards, images, [prompt] * len(images), part) if rewards else torch.zeros(0, len(images)))
     return torch.cat(shown), torch.cat(scores, 1)

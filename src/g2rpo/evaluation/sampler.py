@@ -1,0 +1,88 @@
+"""Pictures of fixed prompts from fixed noise, and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.config.schema import Config, Shift, grid_of
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Policy, Scorer, as_rewards
+from g2rpo.evaluation.controls import PLAIN, Control
+from g2rpo.evaluation.heldout import Evaluation, verdicts
+from g2rpo.monitor.clips import reduced
+from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.scoring import decode, score_in_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """A policy with its weights, and how it is sampled by the plain ODE. Picture i starts from noise (`seed`, i), whatever the
+    batch size or rank. Memory is bounded by `batch_size` latents of a network call and `decode_batch_size` pictures, which
+    rewards see at once, as in training."""
+
+    policy: Policy
+    shift: Shift
+    num_steps: int
+    seed: int = 0
+    batch_size: int = 16
+    decode_batch_size: int = 16
+    on_rows: Callable[[int], None] = lambda rows: None
+    """Called with the rows of every call of the network; an exception from it ends the sampling."""
+
+    @property
+    def sigmas(self) -> Tensor:
+        """The sigma grid."""
+        return grid_of(self.shift, self.policy, self.num_steps)
+
+    def pictures(self, prompts: Sequence[str], first: int = 0) -> Tensor:
+        """One picture [3, H, W] in [0, 1], or clip, per prompt; `first` is the index of the first one if they are part of a
+        longer list."""
+        images = []
+        for start in range(0, len(prompts), self.batch_size):
+            latents = self._latents(prompts[start : start + self.batch_size], first + start)
+            with torch.no_grad():
+                images.append(decode(self.policy, latents, self.decode_batch_size))
+        return torch.cat(images)
+
+    def evaluate(
+        self,
+        prompts: Sequence[str],
+        rewards: Mapping[str, Scorer],
+        *,
+        first: int = 0,
+        control: Control = PLAIN,
+        kept: Callable[[Tensor], Tensor] = reduced,
+    ) -> Evaluation:
+        """Samples and scores `prompts`, under a `control` with its steps. What is `kept` of pictures or clips, in 8 bit, is in
+        the result: by default pictures as they are, and clips reduced."""
+        pictures, scores = [], []
+        for start in range(0, len(prompts), self.batch_size):
+            part = prompts[start : start + self.batch_size]
+            latents = self._latents(part, first + start, control)
+            with torch.no_grad():
+                images = decode(self.policy, latents, self.decode_batch_size)
+            scores.append(score_in_batches(rewards, images, part, self.decode_batch_size, latents))
+            pictures.append(kept(images))
+        by_reward = dict(zip(rewards, torch.cat(scores, 1), strict=True))
+        return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(as_rewards(rewards), by_reward))
+
+    @torch.no_grad()
+    def _latents(self, prompts: Sequence[str], first: int, control: Control = PLAIN) -> Tensor:
+        """Final latents of one batch of prompts, the first of which has the index `first`."""
+        policy, count = self.policy, len(prompts)
+        sigmas = grid_of(self.shift, policy, control.steps or self.num_steps)
+        engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas, batch_size=count, on_rows=self.on_rows)
+        noise = policy.noise([generator_for(self.seed, "picture", first + i) for i in range(count)])
+        with control.guiding(policy):
+            return control.sample(engine, noise, self.seed, first)
+
+
+def sampler_of(config: Config, policy: Policy, **options: Any) -> Sampler:
+    """The sampler of the evaluations of a run of `config`."""
+    steps = config.evaluation.num_steps or config.sampling.num_steps
+    return Sampler(policy=policy, shift=config.sampling.shift, num_steps=steps, **{"seed": config.trainer.seed, **options})
