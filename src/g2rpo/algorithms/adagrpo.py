@@ -95,6 +95,7 @@ class Level:
         for name, new in zip(("mean", "variance"), _moments(rewards.double().flatten(0, 1)), strict=True):
             known = torch.tensor(self.state.get(name, new), dtype=torch.float64)
             moved = self.algorithm.forget * known + (1 - self.algorithm.forget) * torch.tensor(new, dtype=torch.float64)
+            # a reward without scores keeps its averages
             self.state[name] = torch.where(moved.isnan(), known, moved).nan_to_num().tolist()
         mean, std = torch.tensor(self.at(iteration).level, dtype=torch.float64).T
         away = weights.abs() * (rewards.double() - mean).abs() / std

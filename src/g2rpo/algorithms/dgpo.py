@@ -84,5 +84,6 @@ class DGPO(ForwardProcess):
         assert noised.old is not None and noised.group_sum is not None
         error = mean_square(noised.velocity - target)
         ratio = (mean_square(noised.old - target) - error.detach()).exp()
+        # the error has moved far enough in the direction of the advantage: no gradient beyond
         far = torch.where(advantages > 0, ratio > 1 + self.clip_range, ratio < 1 - self.clip_range)
         return noised.group_sum.sigmoid() * advantages * torch.where(far, error.detach(), error)

@@ -70,7 +70,7 @@ class Engine:
             for (group, _), v in zip(walking, self._velocities(walking), strict=True):
                 group.x = ode_step(group.x, v, self.sigmas[step], self.sigmas[step + 1])
         for group in apart:
-            group.x = group.x.to(self.precision.anchor).float()
+            group.x = group.x.to(self.precision.anchor).float()  # rounds; later arithmetic stays float32
 
         for ahead in range(max(plan.merge - plan.branch for plan in plans)):
             stepping = [(g, g.plan.branch + ahead) for g in groups if g.plan.branch + ahead < g.plan.merge]
@@ -82,6 +82,7 @@ class Engine:
                 landing = kernel(group.x, group.v, self.sigmas[step], self.sigmas[step + 1])
                 generator = noise(group.prompt, "branch", group.plan.branch, step)
                 draw = torch.randn(group_size, *group.x.shape[1:], generator=generator)
+                # rounded before its log-prob is taken, so that the log-prob is that of the stored latent
                 x_next = landing.sample(draw.to(group.x.device, self.precision.step)).to(self.precision.sample).float()
                 if group.plan.trains(step):
                     group.transitions.append(Transition(step, group.x, x_next, landing.mean, landing.log_prob(x_next)))

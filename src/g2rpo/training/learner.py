@@ -105,7 +105,7 @@ class Learner:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for old, parameter in zip(self.old, self.parameters, strict=True):
+        for old, parameter in zip(self.old, self.parameters, strict=True):  # one by one: no third copy of all weights
             trained = parameter.clone()
             parameter.copy_(old)
             old.copy_(trained)

@@ -166,6 +166,7 @@ class Updater:
             with bounded_by("micro"):
                 loss = self.loss(part, cond, first)
                 counts = torch.cat([item.mask for item in part]).to(loss.values.device)
+                # not a product with the mask: 0 * inf is NaN
                 mean = torch.where(counts, loss.values, 0).sum() / max(1, counted)
                 mean.backward()
             stats.loss += float(mean.detach())
@@ -229,7 +230,7 @@ def passes(batch: Sequence[Example], size: int) -> Iterator[list[Example]]:
     """`batch` in passes of at most `size` latents; members with latents of their own may be split over passes."""
     part: list[Example] = []
     for item in batch:
-        width = size if item.rows > 1 else len(item.advantages)
+        width = size if item.rows > 1 else len(item.advantages)  # members of a shared latent stay together: one evaluation
         for start in range(0, len(item.advantages), width):
             piece = item.members(start, start + width)
             if part and sum(other.rows for other in part) + piece.rows > size:
