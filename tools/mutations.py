@@ -119,7 +119,7 @@ MUTATIONS = [
         "tests/training/test_faults.py::test_infinite_scores_are_no_scores",
     ),
     Mutation("rollout/scoring.py", "clips[:, :: frames.every]", "clips", "tests/rollout/test_frames.py"),
-    Mutation("cost/rewards.py", "* parse_dtype(dtype).itemsize", "* 4", "tests/rewards/test_declarations.py"),
+    Mutation("lab/plan/rewards.py", "* parse_dtype(dtype).itemsize", "* 4", "tests/rewards/test_declarations.py"),
     Mutation("core/seeding.py", "repr(key)", "repr(key[:2])", "tests/core/test_seeding.py"),
     Mutation(
         "prompts/order.py", "self._shuffle(place // len(self.prompts))", "self._shuffle(0)", "tests/prompts/test_prompts.py"
