@@ -1,9 +1,9 @@
-"""G2RPO from end to end, with nothing hidden, on a policy whose every number is known: seconds, no downloads.
+"""G2RPO from end to end in one script, on a policy with a closed form: seconds, no downloads.
 
     python examples/gaussian.py [PICTURE.png]
 
 The "model" is flow matching between noise and a Gaussian, with the exact velocity; what is trained is the Gaussian's mean.
-The reward wants pictures of one grey. So the best possible mean is known, and the picture shows how training gets there.
+The reward is highest for one grey, so the optimal mean is known; the picture shows how training approaches it.
 """
 
 import sys
