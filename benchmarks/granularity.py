@@ -21,26 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
-from scipy.stats import rankdata
 
 from benchmarks.credit import REWARDS, instrument_parser, load_pyplot, save, save_figure
 from g2rpo.app.train import build_trainer, load_config
 from g2rpo.core.flow import tail
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.statistics import interval
+from g2rpo.core.statistics import interval, spearman
 from g2rpo.core.types import Plan
 from g2rpo.monitor.curves import COLOURS
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import score_rollouts
-
-
-def spearman(a: ArrayLike, b: ArrayLike) -> float:
-    """Spearman's rank correlation of a and b [G], ties at their mean rank; NaN if either is constant or holds a NaN."""
-    x, y = np.asarray(a, float), np.asarray(b, float)
-    if np.isnan(x).any() or np.isnan(y).any() or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return math.nan
-    return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])
 
 
 def tails_of(step: int, num_steps: int) -> dict[str, tuple[int, ...]]:
@@ -70,11 +60,11 @@ def main() -> None:
             return generator_for(args.seed, "granularity", number, *purpose)
 
         rollouts = engine.rollout(plans, size, trainer.algorithm.kernel(trainer.sigmas), noise)
-        scored = score_rollouts(trainer.policy, rollouts, trainer.rewards, prompts, 8).double().numpy()
+        scored = score_rollouts(trainer.policy, rollouts, trainer.rewards, prompts, 8).double()
         for (step, own), rewards in zip(tails.items(), scored, strict=True):
             for reward, values in zip(trainer.rewards, rewards, strict=True):
                 for name, other in list(zip(own, values, strict=True))[1:]:
-                    agreements.setdefault((step, reward, name), []).append(spearman(values[0], other))
+                    agreements.setdefault((step, reward, name), []).append(float(spearman(values[0], other)))
         if number % 4 == 3:
             print(f"{number + 1} prompts, {time.perf_counter() - began:.0f} s", flush=True)
     rows = [

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,14 +14,6 @@ from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import times
 from g2rpo.core.flow import Normal, dance_sde, flow_sde, ode_step, scheduler_grid, sde_step, sigma_grid, tail
 from g2rpo.policies.gaussian import GaussianPolicy
-
-
-def test_sigma_grid_is_the_published_schedule():
-    """T = 16, shift = 3: sigma_i = 3u / (1 + 2u), u = 1 - i/16 (values of the published recipe, six decimals)."""
-    expected = [1.0, 0.978261, 0.954545, 0.928571, 0.9, 0.868421, 0.833333, 0.794118, 0.75, 0.7, 0.642857, 0.576923, 0.5,
-                0.409091, 0.3, 0.166667, 0.0]  # fmt: skip
-    torch.testing.assert_close(sigma_grid(16, 3.0), torch.tensor(expected), atol=5e-7, rtol=0)
-    assert sigma_grid(16, 3.0)[0] == 1 and sigma_grid(16, 3.0)[-1] == 0
 
 
 @pytest.mark.parametrize("shift", [1.0, 1.15, 1.5, 2.0, 2.5, 3.0, 3.5, 5.0, 6.0, 7.0, 12.0, 17.0])
@@ -52,19 +45,24 @@ def test_a_narrow_product_is_rounded_as_torch_rounds_it(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_of_a_narrow_velocity_are_the_published_expressions(device):
-    """Term by term as torch evaluates them: the SDE step's mean and sample, the ODE step, and the image x - sigma v."""
-    x, v, e = torch.randn(3, 1, 5, 16, generator=torch.Generator().manual_seed(6)).to(device)
-    v, e, sigmas = v.bfloat16(), e.bfloat16(), sigma_grid(16, 3.0).to(device)
+@pytest.mark.parametrize(
+    ("dtype", "narrow", "error"), [(torch.float64, torch.float64, 1e-14), (torch.float32, torch.bfloat16, 0)]
+)
+def test_steps_are_the_published_expressions(device, dtype, narrow, error):
+    """Flow-GRPO's SDE step, mean and sample, the ODE step, and the image x - sigma v; with a velocity in bfloat16 term by term
+    as torch evaluates them."""
+    same = partial(torch.testing.assert_close, atol=error, rtol=0)
+    x, v, e = torch.randn(3, 1, 5, 16, generator=torch.Generator().manual_seed(6), dtype=dtype).to(device)
+    v, e, sigmas = v.to(narrow), e.to(narrow), sigma_grid(16, 3.0).to(device, dtype)
     for i in range(8):
         sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
         s = torch.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma))) * 0.7
         mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
         kernel = sde_step(x, v, sigma, sigmas[i + 1], flow_sde(sigmas, 0.7)(sigma))
-        assert torch.equal(kernel.mean, mean)
-        assert torch.equal(kernel.sample(e), mean + s * torch.sqrt(-dt) * e)
-        assert torch.equal(ode_step(x, v, sigma, sigmas[i + 1]), x + v * dt)
-        assert torch.equal(ode_step(x, v, sigma, torch.zeros_like(sigma)), x - sigma * v)
+        same(kernel.mean, mean)
+        same(kernel.sample(e), mean + s * torch.sqrt(-dt) * e)
+        same(ode_step(x, v, sigma, sigmas[i + 1]), x + v * dt)
+        same(ode_step(x, v, sigma, torch.zeros_like(sigma)), x - sigma * v)
 
 
 @pytest.mark.parametrize("shift", [1.0, 1.111, 3.0, 7.0])
@@ -96,28 +94,6 @@ def test_sigma_grid_and_ode_are_diffusers_euler_scheduler(steps, shift):
         theirs = scheduler.step(torch.sin(theirs + i), t, theirs).prev_sample
         ours = ode_step(ours, v, sigmas[i], sigmas[i + 1])
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-
-
-def test_sde_step_is_the_published_flow_grpo_step():
-    """mu = x (1 + s^2 dt / (2 sigma)) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, std = s sqrt(-dt), in float64."""
-    generator = torch.Generator().manual_seed(1)
-    x, v = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
-    sigmas, eta = sigma_grid(16, 3.0).double(), 0.7
-    for i in range(8):
-        sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
-        s = eta * math.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma)))
-        kernel = sde_step(x, v, sigma, sigmas[i + 1], flow_sde(sigmas, eta)(sigma))
-        mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
-        torch.testing.assert_close(kernel.mean, mean, atol=1e-14, rtol=0)
-        assert float(kernel.std) == pytest.approx(s * math.sqrt(-dt), rel=1e-14)
-
-
-@pytest.mark.parametrize(("step", "std"), [(0, 0.7), (1, 0.7231), (4, 0.3732), (7, 0.2888)])
-def test_injected_noise_of_the_published_recipe(step, std):
-    sigmas = sigma_grid(16, 3.0)
-    x = torch.zeros(1, 1)
-    kernel = sde_step(x, x, sigmas[step], sigmas[step + 1], flow_sde(sigmas, 0.7)(sigmas[step]))
-    assert float(kernel.std) == pytest.approx(std, abs=5e-5)
 
 
 def test_sde_step_is_the_published_dance_grpo_step():
@@ -168,9 +144,7 @@ def test_sde_reaches_the_marginals_of_the_ode(algorithm):
     """
     coarse = marginal_error(algorithm.kernel, 25, 240_000)
     fine = marginal_error(algorithm.kernel, 400, 240_000)
-    assert max(fine) < 4 * 1.2e-3 + max(coarse) / 16
-    assert max(fine) < max(coarse) / 4 + 4 * 1.2e-3
-    assert max(fine) < 0.01
+    assert max(fine) < 4 * 1.2e-3 + max(coarse) / 16 and max(fine) < 0.01
 
 
 @pytest.mark.parametrize("num_steps", [16, 1024])
@@ -237,10 +211,6 @@ def test_closed_tails_never_jump_further_than_their_granularity():
             steps = tail(start, 16, granularity, "closed")
             jumps = [b - a for a, b in itertools.pairwise(steps)]
             assert steps[0] == start and steps[-1] == 16 and jumps[0] == 1 and max(jumps) <= granularity
-
-
-def test_the_fine_tail_is_the_plain_sampler_under_both_ends():
-    assert tail(3, 16, 1, "reference") == tail(3, 16, 1, "closed") == tuple(range(3, 17))
 
 
 @pytest.mark.parametrize(

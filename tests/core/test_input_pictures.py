@@ -27,7 +27,7 @@ from g2rpo.rewards.analytic import Similarity
 from g2rpo.rollout.scoring import score
 from g2rpo.runs.lifecycle import claim, record_start
 from tests.support.commands import g2rpo
-from tests.support.runs import PLAIN, Editing, Loaded, brightness, config, picture, trainer
+from tests.support.runs import PLAIN, Editing, Loaded, brightness, config, finished, picture, trainer
 
 
 def write_prompts(path, *records):
@@ -191,9 +191,7 @@ def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):
     prompts = [Prompt(name, [picture(tmp_path / f"{name}.png", colour, (30, 60))]) for name, colour in colours.items()]
     claim(tmp_path / "run", config())
     record_start(tmp_path / "run", 0, torch.device("cpu"))
-    t = trainer(tmp_path / "run", policy=Editing(), prompts=prompts, rewards={"bright": Similarity()})
-    list(t.train())
-    t.finish()
+    finished(trainer(tmp_path / "run", policy=Editing(), prompts=prompts, rewards={"bright": Similarity()}))
     grid = read_grid(tmp_path / "run" / "samples" / "before_after.png")
     assert [each.size for each in grid.inputs] == [(64, 128)] * 3 and len(grid.rows) == 2
     assert [each.getpixel((30, 60)) for each in grid.inputs] == [(255, 0, 0), (128, 128, 128), (0, 0, 255)]

@@ -16,11 +16,6 @@ def test_group_normalize_is_the_z_score_with_unbiased_std():
     torch.testing.assert_close(group_normalize(r), (r - 7 / 3) / std)
 
 
-def test_advantages_are_bounded_by_the_group_size():
-    one_hot = torch.tensor([1.0] + [0.0] * 11)
-    assert float(group_normalize(one_hot)[0]) == pytest.approx(11 / math.sqrt(12), rel=1e-6)
-
-
 def test_affine_changes_of_a_reward_change_nothing():
     r = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
     # eps / std is 1e-8, float32 rounding of 7 r - 3 is 1e-6 of a std
@@ -29,13 +24,9 @@ def test_affine_changes_of_a_reward_change_nothing():
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.3, 1e6 + 0.1, -3.3])
 def test_ties_have_exactly_no_advantage(value):
-    assert torch.equal(group_normalize(torch.full((2, 12), value)), torch.zeros(2, 12))
-
-
-def test_ties_that_float64_cannot_average_have_none_either():
-    """The mean of three times 0.1 is a bit more than 0.1."""
-    assert torch.full((3,), 0.1, dtype=torch.float64).sum() / 3 != 0.1
-    assert torch.equal(group_normalize(torch.full((3,), 0.1, dtype=torch.float64)), torch.zeros(3, dtype=torch.float64))
+    """Also in float64, where the mean of three times 0.1 is a bit more than 0.1."""
+    for ties in (torch.full((2, 12), value), torch.full((3,), value, dtype=torch.float64)):
+        assert torch.equal(group_normalize(ties), torch.zeros_like(ties))
 
 
 def test_a_missing_score_is_masked_out_of_its_group():

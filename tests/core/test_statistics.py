@@ -1,12 +1,15 @@
-"""Intervals against scipy's and by their coverage; samples in proportion."""
+"""Intervals against scipy's and by their coverage; samples in proportion; ranks and their correlation by hand."""
 
 import math
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import ttest_1samp
 
-from g2rpo.core.statistics import in_proportion, interval
+from g2rpo.core.statistics import group_std, in_proportion, interval, ranks, spearman
+
+NAN = math.nan
 
 
 def sample(count, seed=0, scale=2.0):
@@ -66,3 +69,37 @@ def test_a_sample_is_in_proportion():
     outcomes = [fails, stays, stays, gains, stays, loses, stays, gains, stays, fails, stays, gains]
     assert in_proportion(outcomes, 5) == [0, 1, 2, 3, 4]
     assert in_proportion(outcomes, 12) == in_proportion(outcomes, 20) == list(range(12))
+
+
+def test_ranks_by_hand():
+    assert ranks(torch.tensor([3.0, 1.0, 2.0])).tolist() == [3, 1, 2]
+    assert ranks(torch.tensor([5.0, 1.0, 5.0, 5.0])).tolist() == [3, 1, 3, 3]  # (2 + 3 + 4) / 3
+    one, nothing, two = ranks(torch.tensor([-1.0, NAN, 4.0])).tolist()
+    assert (one, two) == (1, 2) and math.isnan(nothing)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 10.0, 100.0], 1.0),
+        ([1.0, 2.0, 3.0], [5.0, 4.0, -3.0], -1.0),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 1.0, 4.0, 3.0, 5.0], 0.8),  # 1 - 6 * (4 * 1) / (5 * 24)
+        ([1.0, 2.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], 4.5 / math.sqrt(4.5 * 5)),  # ranks 1 2.5 2.5 4 against 1 2 3 4
+        ([1.0, NAN, 3.0, 2.0], [9.0, 6.0, 5.0, 7.0], -1.0),  # the member without a score is out of both rankings
+        ([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], NAN),
+        ([1.0, NAN, NAN], [1.0, 2.0, 3.0], NAN),
+        ([NAN, NAN], [NAN, NAN], NAN),
+    ],
+)
+def test_spearman_by_hand(a, b, expected):
+    """Ranks are halves and sums of few of them: float64 is exact up to the root and the quotient."""
+    a, b = torch.tensor(a), torch.tensor(b)
+    for value in (spearman(a, b), spearman(b, a), spearman(a.exp(), b)):  # symmetric, and blind to what keeps the order
+        assert float(value) == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+def test_group_std_leaves_missing_scores_out():
+    std = group_std(torch.tensor([[1.0, NAN, 3.0, NAN], [2.0, 2.0, 2.0, 2.0], [1.0, NAN, NAN, NAN]]))
+    assert std[:2].tolist() == [pytest.approx(math.sqrt(2)), 0.0] and std[2].isnan()
+    values = torch.rand(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(group_std(values), values.std(-1))

@@ -70,7 +70,6 @@ def check(answer):
     few(
         [
             ["policy.dtype=bfloat16", "policy.tuning=full", "sampling.batch_size=auto", "sampling.decode_batch_size=auto"],
-            ["sampling.prompts_at_once=1", "policy.vae_tiling=true"],
             ["policy.dtype=bfloat16", "policy.quantize=int8", CHECKPOINTED, "sampling.tails.forecast=true"],
             ["policy.dtype=bfloat16", "policy.quantize=nf4"],
         ],
@@ -163,8 +162,10 @@ def test_memory_that_runs_out_halves_batches(run, flux_directory):
 
 
 def test_a_checkpoint_of_the_device_is_gone_on_with_on_a_cpu(run, flux_directory, tmp_path):
-    (answer,) = run(cases.train, flux_directory)
-    settings = cases.config(tmp_path, flux_directory, "policy.device=cpu", "trainer.iterations=3")
+    ways = ["sampling.prompts_at_once=1", "policy.vae_tiling=true"]
+    (answer,) = run(cases.train, flux_directory, *ways)
+    check(answer)
+    settings = cases.config(tmp_path, flux_directory, *ways, "policy.device=cpu", "trainer.iterations=3")
     trainer = build_trainer(settings, tmp_path / "run")
     assert trainer.resume() == [] and trainer.iteration == 2
     trainer.iterate()

@@ -37,8 +37,10 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.commands import g2rpo
-from tests.support.runs import brightness, config, trainer
+from tests.support.runs import brightness, config, cut, log, resumed, trainer, untimed
 from tests.support.variants import few
+
+BFLOAT16 = 2 * torch.finfo(torch.bfloat16).eps
 
 
 def random(*shape, seed=0):
@@ -53,13 +55,11 @@ def random(*shape, seed=0):
     [("silent", "silent_groups", SILENT), ("masked", "masked_groups", MASKED), ("saturated", "advantage_clipped", SATURATED)],
 )
 def test_shares_are_averaged_over_a_window(name, key, limit):
-    def rows(share, count=WINDOW):
+    def alarms(share, count=WINDOW):
         quiet = {"kind": "train", "silent_groups": 0.0, "masked_groups": 0.0, "advantage_clipped": 0.0}
-        return [quiet | {key: share * (0.5 if i % 2 else 1.5)} for i in range(count)]
+        return set(training_alarms([quiet | {key: share * (0.5 if i % 2 else 1.5)} for i in range(count)], 1.0))
 
-    assert set(training_alarms(rows(limit * 1.01), 1.0)) == {name}
-    assert training_alarms(rows(limit * 0.99), 1.0) == {}
-    assert training_alarms(rows(limit * 1.01, WINDOW - 1), 1.0) == {}
+    assert (alarms(limit * 1.01), alarms(limit * 0.99), alarms(limit * 1.01, WINDOW - 1)) == ({name}, set(), set())
 
 
 @pytest.mark.parametrize(("name", "limit"), [("silent", SILENT), ("masked", MASKED)])
@@ -69,43 +69,33 @@ def test_limits_that_were_chosen_are_those_of_the_page(name, limit):
 
 
 def test_saturated_means_a_clip_within_one_standard_deviation():
-    values = random(200_000).abs()
-    assert float((values > 1).float().mean()) == pytest.approx(SATURATED, abs=4 * math.sqrt(0.25 / 200_000))
+    assert pytest.approx(torch.special.ndtr(torch.tensor([-1.0, 1.0])).diff().item()) == 1 - SATURATED
 
 
 def test_a_drift_that_is_not_a_number_is_one_and_an_older_log_has_none():
-    assert "drift" in training_alarms([{"log_prob_drift": math.nan}], 1.0)
-    assert "drift" in training_alarms([{"log_prob_drift": None}], 1.0)  # as read back from disk
+    for value in (1.1, math.nan, None):  # None as read back from disk
+        assert "drift" in training_alarms([{"log_prob_drift": value}], 1.0)
     assert training_alarms([{"log_prob_drift": 0.9}], 1.0) == {} == training_alarms([{}], 1.0)
 
 
 # The drift's limit
 
 
-def two_eps(dtype):
-    return 2 * torch.finfo(dtype).eps
-
-
-def limit_of(*overrides, entries=48, dtype=torch.float32):
-    c = config(*overrides)
-    sigmas = sigma_grid(c.sampling.num_steps, 3.0)
-    return c.algorithm.drift_limit(sigmas, range(5), entries, two_eps(dtype))
+def limit_of(*overrides, entries=48, rounding=BFLOAT16):
+    return config(*overrides).algorithm.drift_limit(sigma_grid(6, 3.0), range(5), entries, rounding)
 
 
 def test_half_the_clip_range_is_what_a_later_update_can_bear():
-    for dtype in (torch.float32, torch.bfloat16):
-        assert limit_of("algorithm.update_every=branch", dtype=dtype) == pytest.approx(0.5e-4)
-        assert limit_of("algorithm.update_every=branch", "algorithm.clip_range=0.01", dtype=dtype) == pytest.approx(0.5e-2)
+    for rounding in (2**-22, BFLOAT16):
+        assert limit_of("algorithm.update_every=branch", rounding=rounding) == pytest.approx(0.5e-4)
     flow = ("algorithm.name=flow_grpo", "algorithm.group_size=6", "algorithm.clip_range=0.01")
-    assert limit_of(*flow, "algorithm.update_every=3", dtype=torch.bfloat16) == pytest.approx(0.5e-2)
-    assert limit_of(*flow, "algorithm.update_every=6", "algorithm.clip_range=1e-9", dtype=torch.bfloat16) > 1e-4  # one update
+    assert limit_of(*flow, "algorithm.update_every=3") == pytest.approx(0.5e-2)
+    assert limit_of(*flow, "algorithm.update_every=6", "algorithm.clip_range=1e-9") > 1e-4  # one update
     # GRPO-Guard clips std times the log-ratio; the largest std of the grid counts
-    c = config("algorithm.name=grpo_guard", "algorithm.update_every=3", "algorithm.group_size=6")
-    sigmas = sigma_grid(6, 3.0)
-    kernel = c.algorithm.kernel(sigmas)
-    stds = [float(kernel(torch.ones(1, 1), torch.ones(1, 1), a, b).std) for a, b in pairwise(sigmas[:-1])]
-    expected = c.algorithm.clip_range / 2 / max(stds)
-    assert c.algorithm.drift_limit(sigmas, range(5), 48, two_eps(torch.float32)) == pytest.approx(expected, rel=1e-5)
+    guard = ("algorithm.name=grpo_guard", "algorithm.update_every=3", "algorithm.group_size=6")
+    algorithm, sigmas, one = config(*guard).algorithm, sigma_grid(6, 3.0), torch.ones(1, 1)
+    stds = [float(algorithm.kernel(sigmas)(one, one, a, b).std) for a, b in pairwise(sigmas[:-1])]
+    assert limit_of(*guard, rounding=2**-22) == pytest.approx(algorithm.clip_range / 2 / max(stds), rel=1e-5)
 
 
 @pytest.mark.parametrize("sde", ["flow", "dance", "cps"])
@@ -114,17 +104,17 @@ def test_the_limit_of_rounding_is_that_of_velocities_with_an_error(sde, entries)
     """300 members whose velocity is off by two eps of sqrt 2: the largest drift of all steps is within the limit, and not
     below a third of it (the maximum of 300 normals is 2 to 4 standard deviations)."""
     options = (f"algorithm.sde={sde}", "algorithm.update_every=rollout", "algorithm.group_size=6", "algorithm.eta=0.7")
-    c = config("algorithm.name=flow_grpo", *options, "algorithm.clip_range=1e-9")
+    options = ("algorithm.name=flow_grpo", *options, "algorithm.clip_range=1e-9")
     sigmas = sigma_grid(6, 3.0)
-    kernel = c.algorithm.kernel(sigmas)
+    kernel = config(*options).algorithm.kernel(sigmas)
     x, v = random(300, entries, seed=1), math.sqrt(2) * random(300, entries, seed=2)
-    error = 2 * torch.finfo(torch.bfloat16).eps * math.sqrt(2) * random(300, entries, seed=3).sign()
+    error = BFLOAT16 * math.sqrt(2) * random(300, entries, seed=3).sign()
     worst = 0.0
     for step in range(5):
         sampled, trained = (kernel(x, velocity, sigmas[step], sigmas[step + 1]) for velocity in (v, v + error))
         x_next = sampled.sample(random(300, entries, seed=4 + step))
         worst = max(worst, float((trained.log_prob(x_next) - sampled.log_prob(x_next)).abs().max()))
-    limit = c.algorithm.drift_limit(sigmas, range(5), entries, two_eps(torch.bfloat16))
+    limit = limit_of(*options, entries=entries)
     assert limit / 3 < worst <= limit
 
 
@@ -155,33 +145,12 @@ def test_a_training_pass_that_sees_another_model_raises_an_alarm(update_every, d
     """A fifth of the velocity is beyond rounding in bfloat16 too. With later updates, bfloat16 itself takes half the clip
     range of 1e-4 on a latent of 48 entries, and the alarm says so."""
     options = (f"algorithm.update_every={update_every}", f"sampling.anchor_dtype={dtype}", f"sampling.sample_dtype={dtype}")
-    rows = {
-        share: trainer(None, *options, policy=Apart(share, dtype=getattr(torch, dtype)), notify=lambda message: None).iterate()
-        for share in (0.0, 0.2)
-    }
-    assert "drift" in rows[0.2]["alarms"]
-    assert ("drift" in rows[0.0].get("alarms", {})) == (dtype == "bfloat16" and update_every == "branch")
 
+    def raised(share):
+        policy = Apart(share, dtype=getattr(torch, dtype))
+        return "drift" in trainer(None, *options, policy=policy, notify=lambda message: None).iterate().get("alarms", {})
 
-def test_masked_groups_are_those_without_two_scores():
-    """Six pictures at a time are the members of one tail; of those of the first prompt only one has a score, or two."""
-
-    def some_answer(count):
-        def reward(images, prompts):
-            assert len(images) == 6 and len(set(prompts)) == 1
-            scores = brightness(images, prompts)
-            first = prompts[0] == t.prompts_of(0)[0]
-            return torch.where(torch.arange(6) < (count if first else 6), scores, torch.nan)
-
-        return reward
-
-    for count, masked in ((0, 0.5), (1, 0.5), (2, 0.0)):
-        t = trainer(None, "sampling.decode_batch_size=6", rewards={"bright": some_answer(count)})
-        row = t.iterate()
-        assert row["masked_groups"] == masked == row["silent_groups"], count
-    both = {"bright": some_answer(1), "other": brightness}
-    t = trainer(None, "sampling.decode_batch_size=6", "rewards.other.kind=brightness", rewards=both)
-    assert t.iterate()["masked_groups"] == 0.0  # one reward that answers is enough to learn from
+    assert raised(0.2) and raised(0.0) == (dtype == "bfloat16" and update_every == "branch")
 
 
 # Falling rewards
@@ -207,14 +176,11 @@ def test_the_pilot_that_was_gamed_is_noticed():
     steps = (steps - steps.mean(1, keepdim=True)) / steps.std(1, keepdim=True) * math.sqrt(128)  # standard errors of 1
     base = {"partial": torch.zeros(128), "strict": torch.zeros(128)}
     tuned = {"partial": 0.032 + 0.019 * steps[0], "strict": -0.133 + 0.045 * steps[1]}
-    assert set(fallen_rewards(history(base, tuned), ["partial"])) == {"hacking"}
-    assert (
-        "strict -0.133 ± 0.088 since iteration 0 while partial rose"
-        in fallen_rewards(history(base, tuned), ["partial"])["hacking"]
-    )
+    raised = fallen_rewards(history(base, tuned), ["partial"])
+    assert set(raised) == {"hacking"} and "strict -0.133 ± 0.088 since iteration 0 while partial rose" in raised["hacking"]
     assert set(fallen_rewards(history(base, base | {"strict": tuned["strict"]}), ["partial"])) == {"decline"}
-    assert fallen_rewards(history(base, base | {"partial": tuned["partial"]}), ["partial"]) == {}
-    assert fallen_rewards(history(base), ["partial"]) == {}
+    for evaluations in (history(base), history(base, base | {"partial": tuned["partial"]})):
+        assert fallen_rewards(evaluations, ["partial"]) == {}
 
 
 def test_a_fall_from_the_peak_counts_though_the_base_was_worse():
@@ -240,17 +206,14 @@ def test_runs_that_change_nothing_rarely_raise_a_false_alarm():
     assert false / 100 < LEVEL + 3 * math.sqrt(LEVEL * (1 - LEVEL) / 100) and plain > 15
 
 
-def test_judged_gain_is_in_the_bases_own_units():
+def test_judged_gain_is_in_the_bases_own_units(recwarn):
     base = {"a": torch.tensor([0.0, 2.0, math.nan]), "b": torch.tensor([10.0, 30.0, 20.0]), "flat": torch.ones(3)}
     tuned = {"a": torch.tensor([0.5, 2.5, 9.0]), "b": torch.tensor([5.0, 25.0, 15.0]), "flat": torch.full((3,), 1.25)}
     assert judged_gain(base, tuned, ["a"]) == pytest.approx(0.5)  # +.5, the base's std is 1
     assert judged_gain(base, tuned, ["a", "b"]) == pytest.approx((0.5 - 5 / math.sqrt(200 / 3)) / 2)
     assert judged_gain(base, tuned, ["flat"]) == pytest.approx(0.25)
-
-
-def test_a_reward_without_any_score_has_no_gain_and_warns_of_nothing(recwarn):
-    nothing = torch.full((4,), torch.nan)
-    assert math.isnan(judged_gain({"a": nothing}, {"a": nothing}, ["a"])) and not list(recwarn)
+    unscored = {"a": torch.full((4,), torch.nan)}
+    assert math.isnan(judged_gain(unscored, unscored, ["a"])) and not list(recwarn)
 
 
 def test_an_evaluation_in_which_a_reward_gives_no_score_raises_masked_at_once():
@@ -264,22 +227,6 @@ def test_an_evaluation_in_which_a_reward_gives_no_score_raises_masked_at_once():
 # Pictures
 
 
-def test_image_statistics_by_hand():
-    rows, columns = torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij")
-    chess = ((rows + columns) % 2).float().expand(3, 8, 8)
-    ramp = (columns * 17.0 / 255).expand(3, 8, 8)
-    red = torch.zeros(3, 8, 8)
-    red[0] = 1
-    grey = torch.full((3, 8, 8), 0.5)
-    s = image_statistics(torch.stack([chess, ramp, red, grey]))
-    assert s["brightness"].tolist() == pytest.approx([0.5, 3.5 / 15, 0.299, 128 / 255])
-    assert s["contrast"].tolist() == pytest.approx([0.5, math.sqrt(5.25) / 15, 0, 0], abs=1e-12)
-    assert s["saturation"].tolist() == pytest.approx([0, 0, 1, 0])
-    assert s["clipped"].tolist() == pytest.approx([1, 1 / 8, 1, 0])
-    assert s["detail"].tolist() == pytest.approx([1, 0, 0, 0], abs=1e-12)
-    assert image_statistics(torch.ones(1, 3, 2, 2))["detail"].tolist() == [0]  # no inner pixel
-
-
 def scenes(seed, count=100):
     """Smooth pictures of varied colours: low frequencies, some contrast, mostly within (0, 1)."""
     coarse = random(count, 3, 4, 4, seed=seed)
@@ -287,26 +234,17 @@ def scenes(seed, count=100):
     return (0.5 + 0.15 * smooth).clamp(0, 1)
 
 
-def alarm_of(pictures, base):
-    row = statistics_row(image_statistics(base), image_statistics(pictures))
-    return picture_alarms(row, len(pictures)).get("pictures", "")
-
-
-def test_what_is_stored_has_the_same_statistics():
-    """The base's pictures come back from disk in 8 bit: a resumed run must log the same bits."""
-    pictures = scenes(0, 10)
-    stored = (pictures * 255).round().to(torch.uint8).float() / 255
-    for own, back in zip(image_statistics(pictures).values(), image_statistics(stored).values(), strict=True):
-        assert torch.equal(own, back)
-
-
 def test_pictures_that_leave_the_bases_range():
     base = scenes(0)
+    reference = image_statistics(base)
+
+    def alarm_of(pictures):
+        return picture_alarms(statistics_row(reference, image_statistics(pictures)), 100).get("pictures", "")
+
     mean = base.mean(1, keepdim=True)
     half = torch.arange(100)[:, None, None, None] % 5 < 2
-    assert alarm_of(base, base) == ""
-    for seed in range(1, 10):
-        assert alarm_of(scenes(seed), base) == "", seed  # other noise
+    for same in (base, *(scenes(seed) for seed in range(1, 6))):  # other noise
+        assert alarm_of(same) == ""
     for said, pictures in {
         "contrast": torch.full_like(base, 0.5),
         "detail": (base + 0.1 * random(*base.shape, seed=9)).clamp(0, 1),
@@ -314,8 +252,8 @@ def test_pictures_that_leave_the_bases_range():
         "clipped": (0.5 + 3 * (base - 0.5)).clamp(0, 1),
         "brightness": (base + 0.25).clamp(0, 1),
     }.items():
-        assert f"{said} " in alarm_of(pictures, base), said
-        assert f"{said} " in alarm_of(torch.where(half, pictures, base), base), f"{said}, two fifths of the pictures"
+        assert f"{said} " in alarm_of(pictures), said
+        assert f"{said} " in alarm_of(torch.where(half, pictures, base)), f"{said}, two fifths of the pictures"
 
 
 def test_a_crowd_of_pictures_raises_the_alarm_and_one_less_does_not():
@@ -344,30 +282,22 @@ def test_a_crowd_is_more_than_other_noise_brings():
 
 def peaked(images, prompts):
     """Brightness up to .02 more than the base has, and then it falls three times as fast as that rises."""
-    more = brightness(images, prompts) - torch.tensor([brightness_of(prompt) for prompt in prompts])
+    more = brightness(images, prompts) - torch.tensor([0.5 + 0.2 * float(prompt) for prompt in prompts])
     return torch.minimum(more, 0.02 - 3 * (more - 0.02))
 
 
-def brightness_of(prompt):
-    return 0.5 + 0.2 * float(prompt)
-
-
-def alarmed(run_dir, *overrides, heard=None, world=None):
+def alarmed(run_dir, *overrides, heard=None, make=trainer, **more):
+    """A run of ten iterations that games its reward; what it says is added to `heard`."""
     if run_dir is not None:
         run_dir.mkdir(exist_ok=True)
     prompts = [str(0.01 * i) for i in range(16)]
-    return trainer(
-        run_dir,
+    options = (
         "trainer.iterations=10",
         "trainer.checkpoint_every=5",
         "alarms.pictures=off",  # sixteen grey pictures of nearly one brightness leave its range at once
-        *overrides,
-        prompts=prompts,
-        heldout=prompts,
-        judges={"dark": peaked},
-        notify=(heard if heard is not None else []).append,
-        **({"world": world} if world is not None else {}),
     )
+    said = {"notify": (heard if heard is not None else []).append}
+    return make(run_dir, *options, *overrides, prompts=prompts, heldout=prompts, judges={"dark": peaked}, **said, **more)
 
 
 def rows_of(t):
@@ -375,43 +305,32 @@ def rows_of(t):
     rows = []
     try:
         for row in t.train():
-            rows += [{key: value for key, value in row.items() if not key.startswith("seconds")}]
+            rows += untimed([row])
     except Stopped as stop:
         return rows, stop
     return rows, None
 
 
-def logged(path):
-    return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in read_metrics(path)]
-
-
 @pytest.fixture(scope="module")
 def warned(tmp_path_factory):
-    """A run that games its reward and is only told: (directory, rows, what it was told, weights)."""
+    """The run if it is only told: (directory, rows, what it was told, weights, iteration of the first alarm)."""
     folder, heard = tmp_path_factory.mktemp("warned"), []
     t = alarmed(folder, heard=heard)
     rows, stop = rows_of(t)
     assert stop is None
-    return folder, rows, heard, t.policy.mean.detach().clone()
-
-
-def first_alarm(rows):
-    return next(row["iteration"] for row in rows if "alarms" in row)
+    first = next(row["iteration"] for row in rows if "alarms" in row)
+    return folder, rows, heard, t.policy.mean.detach().clone(), first
 
 
 def test_an_alarm_is_logged_in_every_row_and_told_once(warned):
-    folder, rows, heard, _ = warned
+    folder, rows, heard, _, at = warned
     gains = {row["iteration"]: row["judged_gain"] for row in rows if row["kind"] == "eval"}
-    evaluations = [row for row in rows if row["kind"] == "eval"]
-    best = max(gains, key=gains.get)
-    assert 0 < best < first_alarm(rows) < 10, gains  # it rises, and then falls
-    assert [row["iteration"] for row in evaluations if "hacking" in row.get("alarms", {})] == list(
-        range(first_alarm(rows), 11, 2)
-    )
-    assert all("alarms" not in row for row in rows if row["kind"] == "train")
+    assert 0 < max(gains, key=gains.get) < at < 10, gains  # it rises, and then falls
+    alarms = {(row["kind"], row["iteration"]): set(row["alarms"]) for row in rows if "alarms" in row}
+    assert alarms == {("eval", iteration): {"hacking"} for iteration in range(at, 11, 2)}
     (told,) = [message for message in heard if "hacking" in message]
-    assert f"alarm after iteration {first_alarm(rows)}: hacking: dark -" in told and ADVICE["hacking"] in told
-    assert logged(folder) == json.loads(json.dumps(rows))
+    assert f"alarm after iteration {at}: hacking: dark -" in told and ADVICE["hacking"] in told
+    assert log(folder) == json.loads(json.dumps(rows))
     assert any(b"alarms/hacking" in path.read_bytes() for path in (folder / "tensorboard").iterdir())
 
 
@@ -423,31 +342,22 @@ def test_an_alarm_can_be_turned_off():
 
 def test_a_resumed_run_raises_the_same_alarms(tmp_path, warned):
     """Cut between the checkpoint of 5 and the end: the rows after it are made again, and are the same, alarms included."""
-    _, rows, *_ = warned
-    cut = alarmed(tmp_path)
-    for row in cut.train():
-        if row["iteration"] == 9:
-            break
+    _, rows, _, _, at = warned
+    cut(alarmed(tmp_path), "train", 9)
     heard = []
-    again = alarmed(tmp_path, heard=heard)
-    again.resume()
-    rows_of(again)
-    assert again.iteration == 10 and logged(tmp_path) == json.loads(json.dumps(rows))
-    assert len(heard) == (first_alarm(rows) > 5)
+    rows_of(alarmed(tmp_path, heard=heard, make=resumed))
+    assert log(tmp_path) == json.loads(json.dumps(rows)) and len(heard) == (at > 5)
 
 
 def test_stop_saves_and_ends_and_a_resume_goes_on(tmp_path, warned):
-    _, rows, _, weights = warned
+    _, rows, _, weights, at = warned
     stopped_rows, stop = rows_of(alarmed(tmp_path, "alarms.action=stop"))
-    at = first_alarm(rows)
     assert isinstance(stop, Stopped) and stop.exit_code == 1 and f"after iteration {at}" in str(stop)
-    assert stopped_rows == rows[: len(stopped_rows)] and stopped_rows[-1]["iteration"] == at
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"iteration_{at:06d}"
-    again = alarmed(tmp_path, "alarms.action=stop")
-    again.resume()
+    again = alarmed(tmp_path, "alarms.action=stop", make=resumed)
     more, stop = rows_of(again)
     assert stop is None and torch.equal(again.policy.mean, weights)
-    assert stopped_rows + more == rows and logged(tmp_path) == json.loads(json.dumps(rows))
+    assert stopped_rows + more == rows and log(tmp_path) == json.loads(json.dumps(rows))
 
 
 @pytest.mark.parametrize("ema", few([0.0, 0.5], bool))
@@ -456,44 +366,37 @@ def test_rollback_takes_the_best_evaluations_weights_and_a_resume_goes_on(tmp_pa
     options = (f"optim.ema_decay={ema}", "optim.learning_rate=0.06")
     told = alarmed(tmp_path / "told", *options)
     rows, _ = rows_of(told)
-    at = first_alarm(rows)
+    at = next(row["iteration"] for row in rows if "alarms" in row)
     before = {row["iteration"]: row["judged_gain"] for row in rows if row["kind"] == "eval" and row["iteration"] < at}
     best = max(before, key=before.get)
     assert 0 < best < at
     reference = alarmed(tmp_path / "reference", *options)
-    for row in reference.train():
-        if row["kind"] == "eval" and row["iteration"] == best:
-            break
+    cut(reference, "eval", best)
     reference.export()
     t = alarmed(tmp_path / "back", *options, "alarms.hacking=rollback")
     _, stop = rows_of(t)
     assert isinstance(stop, RolledBack) and f"after iteration {at}; the weights are those of iteration {best}" in str(stop)
     t.finish()
     t.export()
-    where = "adapter/gaussian.safetensors"
-    exported, wanted = (load_file(tmp_path / name / where)["mean"] for name in ("back", "reference"))
-    assert torch.equal(exported, wanted)
+    exported, wanted = (load_file(tmp_path / name / "adapter/gaussian.safetensors") for name in ("back", "reference"))
+    assert torch.equal(exported["mean"], wanted["mean"])
     results = json.loads((tmp_path / "back" / "results.json").read_text())
-    assert results["iteration"] == best and results["rolled_back_from"] == at
-    again = alarmed(tmp_path / "back", *options, "alarms.hacking=rollback")
-    again.resume()
+    assert (results["iteration"], results["rolled_back_from"]) == (best, at)
+    again = alarmed(tmp_path / "back", *options, "alarms.hacking=rollback", make=resumed)
     assert again.iteration == at
     _, stop = rows_of(again)
     assert stop is None and torch.equal(again.policy.mean, told.policy.mean)
-    assert logged(tmp_path / "back") == logged(tmp_path / "told")
+    assert log(tmp_path / "back") == log(tmp_path / "told")
 
 
 def test_a_run_that_begins_to_go_back_late_may_have_nothing_to_go_back_to(tmp_path, warned):
-    cut = alarmed(tmp_path)
-    for row in cut.train():
-        if row["iteration"] == 6:
-            break
-    late = alarmed(tmp_path, "alarms.hacking=rollback")
-    late.resume()
-    assert late.iteration == 5 < first_alarm(warned[1])
+    *_, at = warned
+    cut(alarmed(tmp_path), "eval", 6)
+    late = alarmed(tmp_path, "alarms.hacking=rollback", make=resumed)
+    assert late.iteration == 5 < at
     _, stop = rows_of(late)
     assert not isinstance(stop, RolledBack) and "has no weights to go back to" in str(stop)
-    assert checkpoints(tmp_path / "checkpoints")[-1].name == f"iteration_{first_alarm(warned[1]):06d}"
+    assert checkpoints(tmp_path / "checkpoints")[-1].name == f"iteration_{at:06d}"
 
 
 def test_an_evaluation_with_an_alarm_is_never_the_best():
@@ -517,7 +420,7 @@ def train_alarmed(world, folder):
 def test_all_ranks_raise_the_same_alarms_and_go_back_together(tmp_path, warned):
     (first, second) = ranks.run(2, train_alarmed, tmp_path / "two")
     assert first == second and "best evaluation" in first[1]
-    assert [iteration for iteration, alarms in first[0] if alarms] == [first_alarm(warned[1])]
+    assert [iteration for iteration, alarms in first[0] if alarms] == [warned[-1]]
 
 
 # The user's side
@@ -527,9 +430,8 @@ def test_every_alarm_has_an_action_and_advice():
     assert set(get_args(Alarm)) == {"action", *ADVICE}
     c = config("alarms.action=stop", "alarms.pictures=off", "alarms.drift=rollback")  # YAML reads off as false
     assert [c.action_of(name) for name in ("hacking", "pictures", "drift")] == ["stop", "off", "rollback"]
-    for override, message in (("alarms.hackin=warn", "Did you mean 'hacking'"), ("alarms.action=halt", "alarms.action")):
-        with pytest.raises(UserError, match=message):
-            config(override)
+    with pytest.raises(UserError, match=r"alarms\.action"):
+        config("alarms.action=halt")
 
 
 FALLING = """
@@ -544,21 +446,17 @@ def falling(images, prompts):
 
 def test_the_command_goes_back_writes_the_weights_and_exits_with_1(capsys, tmp_path, tiny_config):
     """A judge that likes pictures less each time that it is asked: base, after iteration 1 and, resumed, after 2."""
-    run = tmp_path / "run"
-    (tmp_path / "judge.py").write_text(FALLING)
-    judge = ("kind=function", f"options.target={tmp_path / 'judge.py'}:falling")
-    options = [
-        *(f"evaluation.rewards.falling.{option}" for option in judge),
-        "alarms.decline=rollback",
-        "alarms.hacking=rollback",
-    ]
-    code, out, err = g2rpo(capsys, "train", tiny_config, *options, "--run-dir", run)
+    run, judge = tmp_path / "run", tmp_path / "judge.py"
+    judge.write_text(FALLING)
+    options = [f"evaluation.rewards.falling.{option}" for option in ("kind=function", f"options.target={judge}:falling")]
+    go_back = ("alarms.decline=rollback", "alarms.hacking=rollback")
+    code, out, err = g2rpo(capsys, "train", tiny_config, *options, *go_back, "--run-dir", run)
     assert code == 1 and "Traceback" not in err
-    assert "alarm after iteration 1: " in out and "falling -" in out and "alarm: " in out
+    assert "alarm after iteration 1: " in out and "falling -" in out
     assert "stopped by an alarm after iteration 1; the weights are those of iteration 0" in err
     adapter = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
     assert not any(value.any() for name, value in adapter.items() if "lora_B" in name)  # the base model's
-    code, _, err = g2rpo(capsys, "train", tiny_config, *options[:2], "alarms.action=stop", "--run-dir", run, "--resume")
+    code, _, err = g2rpo(capsys, "train", tiny_config, *options, "alarms.action=stop", "--run-dir", run, "--resume")
     assert code == 0, err  # not new, so it ends nothing; and what alarms do may change
     assert [row["iteration"] for row in read_metrics(run)] == [0, 1, 1, 2, 2]
     results = json.loads((run / "results.json").read_text())

@@ -22,9 +22,8 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.runs.lifecycle import claim, record_start
 from tests.app.test_evaluate import judging
-from tests.support import ranks
 from tests.support.commands import g2rpo
-from tests.support.runs import Clips, Loaded, brightness, config, trainer
+from tests.support.runs import Clips, Loaded, brightness, config, cut, finished, resumed, trainer
 
 LOSSY = 4  # grey levels that a flat frame may be off after WebP's quality 80
 
@@ -44,19 +43,6 @@ def test_a_reduced_clip_has_few_small_frames():
     small, pictures = torch.rand(2, 5, 3, 4, 6), torch.rand(2, 3, 300, 4)
     assert torch.equal(reduced(small), to_uint8(small)) and torch.equal(reduced(pictures), to_uint8(pictures))
     assert torch.equal(stills(small), small[:, 2]) and torch.equal(stills(pictures), pictures)
-
-
-def test_statistics_of_clips_are_means_over_frames_and_motion():
-    noise = torch.rand(3, 3, 8, 8)
-    moving, still = flat(0.0, 0.2, 0.6, 0.4, side=8), noise[:1].expand(4, -1, -1, -1)
-    found = image_statistics(torch.stack([moving, still, torch.cat([noise, noise[:1]])]))
-    assert found["motion"].tolist()[:2] == pytest.approx([0.8 / 3, 0]) and found["motion"][2] > 0.1
-    assert found["brightness"][0] == pytest.approx(0.3)
-    alone = image_statistics(noise)
-    for name, values in alone.items():
-        expected = [float(values[0]), float(torch.cat([values, values[:1]]).mean())]
-        assert found[name].tolist()[1:] == pytest.approx(expected), name
-    assert "motion" not in alone and image_statistics(noise[None, :1])["motion"].tolist() == [0]
 
 
 def test_a_saved_clip_moves_and_lasts_as_long_as_it_should(tmp_path):
@@ -104,9 +90,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "clips"
     claim(folder, config())
     record_start(folder, 0, torch.device("cpu"))
-    t = trainer(folder, policy=Clips())
-    list(t.train())
-    t.finish()
+    finished(trainer(folder, policy=Clips()))
     return folder
 
 
@@ -130,16 +114,10 @@ def test_the_card_of_a_run_of_clips_moves(run):
 
 
 def test_a_resumed_run_has_its_clips(tmp_path):
-    t = trainer(tmp_path, policy=Clips())
-    for row in t.train():
-        if row["iteration"] == 2 and row["kind"] == "eval":
-            break
-    t.save()
-    again = trainer(tmp_path, policy=Clips())
-    again.resume()
-    assert again.evaluator.base().images.shape == (3, 3, 3, 4, 4)
-    list(again.train())
-    again.finish()
+    cut(trainer(tmp_path, policy=Clips()), "train", 3)
+    again = resumed(tmp_path, policy=Clips())
+    assert again.iteration == 2 and again.evaluator.base().images.shape == (3, 3, 3, 4, 4)
+    finished(again)
     assert len(read_grid(tmp_path / "samples" / "before_after.png").moving.rows) == 2
 
 
@@ -148,21 +126,6 @@ def test_the_report_shows_them_moving_and_stills_to_who_asked_for_no_motion(run)
     shown = page.count('<picture><source media="(prefers-reduced-motion: reduce), print" srcset="data:image/webp;base64,')
     assert shown == 3 * 3 and page.count('loading="lazy"') == shown  # prompts, evaluations
     assert "Motion" in page
-
-
-def evaluated(world, folder):
-    t = trainer(folder, "evaluation.num_prompts=3", policy=Clips(), world=world)
-    list(t.train())
-    t.finish()
-
-
-def test_ranks_gather_clips(tmp_path):
-    """Three held-out prompts on two ranks: the leader has all, in their order, as one process has them."""
-    for size in (1, 2):
-        ranks.run(size, evaluated, tmp_path / str(size))
-    one, two = (load_file(tmp_path / str(size) / "baseline.safetensors")["images"] for size in (1, 2))
-    assert two.shape == (3, 3, 3, 4, 4) and torch.equal(one, two)
-    assert [(tmp_path / str(size) / "samples" / "iteration_000000.webp").exists() for size in (1, 2)] == [True, True]
 
 
 def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
@@ -175,9 +138,8 @@ def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
     judge()
     rows = list(judged.rows())
     assert [row["clip"] for row in rows] == [row["picture"].replace(".png", ".webp") for row in rows] and len(rows) == 7
-    assert (
-        read_webp(tmp_path / rows[0]["clip"])[1][0] % 50 == 0 and read_clip(tmp_path / rows[0]["clip"])[1] == 1.5
-    )  # 30 frames
+    first = tmp_path / rows[0]["clip"]
+    assert read_webp(first)[1][0] % 50 == 0 and read_clip(first)[1] == 1.5  # 30 frames
     _save_grid(judged, 2)
     moving = read_grid(tmp_path / "grid_steps_002.png").moving
     assert 9 < len(moving.durations) <= FRAMES and sum(moving.durations) == pytest.approx(1500, abs=FRAMES)
@@ -210,8 +172,9 @@ def test_sample_writes_mp4_if_asked(tmp_path, capsys, monkeypatch):
     pytest.importorskip("imageio_ffmpeg")
     code, _, _ = sampled(capsys, monkeypatch, tmp_path, "--video", "mp4", policy=Clips(frames=6, size=32))
     assert code == 0
-    about = imageio.immeta(tmp_path / "out" / "0000.mp4", plugin="FFMPEG")
-    assert about["fps"] == pytest.approx(4) and len(list(imageio.imiter(tmp_path / "out" / "0000.mp4", plugin="FFMPEG"))) == 6
+    clip = tmp_path / "out" / "0000.mp4"
+    fps, frames = imageio.immeta(clip, plugin="FFMPEG")["fps"], list(imageio.imiter(clip, plugin="FFMPEG"))
+    assert fps == pytest.approx(4) and len(frames) == 6
 
 
 @pytest.mark.parametrize(

@@ -5,52 +5,10 @@ import math
 import pytest
 import torch
 
-from g2rpo.core.statistics import group_std, ranks, spearman
-from g2rpo.monitor.diagnostics import diagnose
+from g2rpo.monitor.diagnostics import diagnose, reward_metrics
 from tests.support.runs import trainer
 
 NAN = math.nan
-
-
-def test_ranks_by_hand():
-    assert ranks(torch.tensor([3.0, 1.0, 2.0])).tolist() == [3, 1, 2]
-    assert ranks(torch.tensor([5.0, 1.0, 5.0, 5.0])).tolist() == [3, 1, 3, 3]  # (2 + 3 + 4) / 3
-    one, nothing, two = ranks(torch.tensor([-1.0, NAN, 4.0])).tolist()
-    assert (one, two) == (1, 2) and math.isnan(nothing)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        ([1.0, 2.0, 3.0], [1.0, 10.0, 100.0], 1.0),
-        ([1.0, 2.0, 3.0], [5.0, 4.0, -3.0], -1.0),
-        ([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 1.0, 4.0, 3.0, 5.0], 0.8),  # 1 - 6 * (4 * 1) / (5 * 24)
-        ([1.0, 2.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], 4.5 / math.sqrt(4.5 * 5)),  # ranks 1 2.5 2.5 4 against 1 2 3 4
-        ([1.0, NAN, 3.0, 2.0], [9.0, 6.0, 5.0, 7.0], -1.0),  # the member without a score is out of both rankings
-        ([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], NAN),
-        ([1.0, NAN, NAN], [1.0, 2.0, 3.0], NAN),
-        ([NAN, NAN], [NAN, NAN], NAN),
-    ],
-)
-def test_spearman_by_hand(a, b, expected):
-    """Ranks are halves and sums of few of them: float64 is exact up to the root and the quotient."""
-    a, b = torch.tensor(a), torch.tensor(b)
-    for value in (spearman(a, b), spearman(b, a), spearman(a.exp(), b)):  # symmetric, and blind to what keeps the order
-        assert float(value) == pytest.approx(expected, abs=1e-12, nan_ok=True)
-
-
-def test_spearman_is_taken_row_by_row():
-    a = torch.rand(2, 3, 7, generator=torch.Generator().manual_seed(0))
-    b = torch.rand(2, 3, 7, generator=torch.Generator().manual_seed(1))
-    rows = torch.stack([torch.stack([spearman(a[i, j], b[i, j]) for j in range(3)]) for i in range(2)])
-    assert torch.equal(spearman(a, b), rows)
-
-
-def test_group_std_leaves_missing_scores_out():
-    std = group_std(torch.tensor([[1.0, NAN, 3.0, NAN], [2.0, 2.0, 2.0, 2.0], [1.0, NAN, NAN, NAN]]))
-    assert std[:2].tolist() == [pytest.approx(math.sqrt(2)), 0.0] and std[2].isnan()
-    values = torch.rand(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(group_std(values), values.std(-1))
 
 
 def test_diagnose_by_hand():
@@ -94,7 +52,29 @@ def test_a_run_logs_them():
         *(f"granularity/{m}/spread/bright" for m in (1, 2)),
         "granularity/2/agreement",
     }
-    assert row["step/2/spread/bright"] > 0 and row["granularity/2/agreement"] > 0.9  # the Gaussian's tails hardly differ
+    assert row["granularity/2/agreement"] > 0.9  # the Gaussian's tails hardly differ
     mean = sum(row[f"step/{k}/spread/bright"] for k in (0, 1, 2)) / 3
-    assert mean == pytest.approx(row["spread/bright"])
+    assert mean == pytest.approx(row["spread/bright"]) and mean > 0
     assert not any("agreement" in key for key in trainer(None, "algorithm.granularities=[1]").iterate())
+
+
+def test_reward_metrics_by_hand():
+    """Groups with no score, with one, with two, and with one of the first reward and all of the second: one reward with two
+    scores is enough to learn from. The last advantage is at the clip."""
+    some = [1.0, 2.0, 3.0]
+    first = [[NAN, NAN, NAN], [1.0, NAN, NAN], [1.0, 3.0, NAN], [5.0, NAN, NAN]]
+    rewards = torch.tensor([first, [[NAN] * 3, [NAN] * 3, [NAN] * 3, some]]).transpose(0, 1)[:, :, None]
+    advantages = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [-1.0, 1.0, 0.0], [-1.0, 0.0, -2.0]])
+    assert reward_metrics(["a", "b"], rewards, advantages, clip=2.0) == pytest.approx(
+        {
+            "reward/a": 10 / 4,
+            "reward/b": 2.0,
+            "spread/a": math.sqrt(2),
+            "spread/b": 1.0,
+            "missing_scores": 17 / 24,
+            "masked_groups": 0.5,
+            "silent_groups": 0.5,
+            "advantage_size": 5 / 12,
+            "advantage_clipped": 1 / 12,
+        }
+    )

@@ -16,7 +16,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.trackers import BACKLOG, Feed, scalars
 from tests.support.commands import g2rpo
-from tests.support.runs import PLAIN, trainer
+from tests.support.runs import PLAIN, cut, resumed, trainer
 
 STAND_IN = '''
 """The few functions of wandb (or trackio) that are used; what they are told is appended to calls.jsonl."""
@@ -86,13 +86,8 @@ def library(tmp_path_factory, monkeypatch):
 def cut_short(run_dir: Path, *overrides: str, **more) -> None:
     """A run of four iterations that is killed in the third, after the checkpoint of the second, and resumed."""
     run_dir.mkdir()
-    killed = trainer(run_dir, *overrides, **more)
-    for row in killed.train():
-        if row["kind"] == "train" and row["iteration"] == 3:
-            break
-    resumed = trainer(run_dir, *overrides, **more)
-    resumed.resume()
-    list(resumed.train())
+    cut(trainer(run_dir, *overrides, **more), "train", 3)
+    list(resumed(run_dir, *overrides, **more).train())
 
 
 def test_tensorboard_shows_every_number_and_picture_once_though_the_run_was_cut_short(tmp_path):

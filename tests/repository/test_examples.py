@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -19,3 +20,14 @@ def test_the_gaussian_reaches_the_grey_that_is_wanted(tmp_path, monkeypatch, cap
     reached, wanted = map(float, re.search(r"-> (.+); the grey that is wanted lies at (.+)", said).groups())
     assert reached == pytest.approx(wanted, abs=0.1)  # it began 2.1 away
     assert picture.stat().st_size > 10_000
+
+
+def test_the_policy_of_pixels_learns_what_the_text_says():
+    """Also that its ratio is 1 before the first update: what is trained is what has sampled."""
+    world = runpy.run_path(str(EXAMPLES / "pixels.py"))
+    said = re.search(r"rises from ([\d.]+) to ([\d.]+)", (EXAMPLES / "pixels.py").read_text(encoding="utf-8"))
+    assert world["trainer"].iteration == 20 and world["row"]["ratio_deviation"] == 0
+    assert world["row"]["reward/saturation"] == pytest.approx(float(said[2]), abs=0.02)
+    with torch.no_grad(), world["trainer"].policy.base():
+        base = world["trainer"].score_heldout().means()["saturation"]
+    assert base == pytest.approx(float(said[1]), abs=0.1)

@@ -65,17 +65,12 @@ def test_ranks_learn_what_one_process_learns(tmp_path, variant):
 
 def train_flux(world, folder, model):
     options = ("sampling.batch_size=1", "sampling.decode_batch_size=1", "trainer.micro_batch_size=1")
-    small = (
-        "algorithm.group_size=3",
-        "algorithm.branch_steps=[0,1]",
-        "sampling.num_steps=4",
-        "optim.eps=1",
-        "optim.learning_rate=0.5",
-    )
+    options += ("algorithm.group_size=3", "algorithm.branch_steps=[0,1]", "sampling.num_steps=4")
+    options += ("optim.eps=1", "optim.learning_rate=0.5")
     policy = DiffusersPolicy.from_pretrained(model, height=32, width=32, max_sequence_length=12, lora_rank=2)
     prompts = ["a red circle", "two blue squares", "a blue circle", "a green star"]
-    t = trainer(None, *COMMON, *options, *small, policy=policy, prompts=prompts, world=world)
-    for _ in range(3):
+    t = trainer(None, *COMMON, *options, policy=policy, prompts=prompts, world=world)
+    for _ in range(2):
         t.iterate()
     own = {f"{i:03d}": p.detach() for i, p in enumerate(t.learner.parameters)}
     save_file(own, folder / f"weights_{world.rank}.safetensors")

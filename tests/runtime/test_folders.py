@@ -198,22 +198,12 @@ def test_a_full_disk_is_a_message(tmp_path):
 def test_commands_leave_a_folder_alone_that_another_process_holds(capsys, tmp_path, tiny_config):
     (tmp_path / "run").mkdir()
     claim(tmp_path / "run", config())
-    evaluation = [
-        "evaluate",
-        "--model",
-        "testbed",
-        "--rewards",
-        "scene_accuracy",
-        "--prompts",
-        "testbed:heldout",
-        "--steps",
-        "2",
-    ]
+    judged = ["--model=testbed", "--rewards=scene_accuracy", "--prompts=testbed:heldout", "--steps=2"]
     with Holder(tmp_path / "run") as other, Holder(tmp_path / "new") as second:
         for arguments, holder in (
             (["train", tmp_path / "run" / "config.yaml", "--run-dir", tmp_path / "run", "--resume"], other),
             (["train", tiny_config, "--run-dir", tmp_path / "new"], second),
-            ([*evaluation, "--out", tmp_path / "new"], second),
+            (["evaluate", *judged, "--out", tmp_path / "new"], second),
             (["compare", tiny_config, "--cell", "a:", "--out", tmp_path / "new"], second),
         ):
             code, _, err = g2rpo(capsys, *arguments)

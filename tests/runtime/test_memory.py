@@ -11,7 +11,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.memory import CPU_ROWS, SAFETY_MARGIN, BatchSizes, batch_sizes, bounded_by, largest_batch
-from tests.support.runs import trainer
+from tests.support.runs import brightness, trainer
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,12 +58,7 @@ CASES = {
     "rollout": (Small(rollout=10), ("sampling.batch_size=32",), ("sampling.batch_size=8",), 2),
     "decode": (Small(decode=5), (), ("sampling.decode_batch_size=4",), 4),
     "training pass": (Small(train=3), (), ("trainer.micro_batch_size=2",), 5),
-    "in the middle of an update": (
-        Small(grad_calls=(2,)),
-        ("trainer.micro_batch_size=2",),
-        ("trainer.micro_batch_size=1",),
-        1,
-    ),
+    "in the middle of an update": (Small(grad_calls=(2,)), ("trainer.micro_batch_size=2",), ("trainer.micro_batch_size=1",), 1),
     "after the first of several updates": (
         Small(grad_calls=(2,)),
         ("trainer.micro_batch_size=2", "algorithm.update_every=branch"),
@@ -118,50 +113,45 @@ def test_progress_counts_nothing_twice():
     assert sum(seen) == row["evaluations"] and min(seen) < 0
 
 
-@pytest.mark.parametrize(
-    ("limits", "setting"),
-    [
-        ({"rollout": 0}, "sampling.batch_size=1"),
-        ({"decode": 0}, "sampling.decode_batch_size=1"),
-        ({"train": 0}, "trainer.micro_batch_size=1"),
-    ],
-)
-def test_a_single_row_that_does_not_fit_is_the_users_problem(limits, setting):
-    t = trainer(None, policy=Small(**limits))
+SETTINGS = {"rollout": "sampling.batch_size", "decode": "sampling.decode_batch_size", "train": "trainer.micro_batch_size"}
+
+
+@pytest.mark.parametrize("call", SETTINGS)
+def test_a_single_row_that_does_not_fit_is_the_users_problem(call):
+    t = trainer(None, policy=Small(**{call: 0}))
     before = t.learner.parameters[0].detach().clone()
-    with pytest.raises(UserError, match=f"out of memory with {setting}, the smallest"):
+    with pytest.raises(UserError, match=f"out of memory with {SETTINGS[call]}=1, the smallest"):
         t.iterate()
     assert torch.equal(t.learner.parameters[0], before) and t.iteration == 0 and not t.learner.optimizer.state
 
 
-def test_a_reward_that_runs_out_of_memory_sees_fewer_pictures():
+def hungry(limit):
+    """Brightness that runs out of memory above so many pictures, and how many it was given at a time."""
     sizes = []
 
-    def hungry(images, prompts):
+    def reward(images, prompts):
         sizes.append(len(images))
-        if len(images) > 20:
+        if len(images) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return images.flatten(1).mean(1)
+        return brightness(images, prompts)
 
-    trainer(None, rewards={"bright": hungry}).iterate()
+    return reward, sizes
+
+
+def test_a_reward_that_runs_out_of_memory_sees_fewer_pictures():
+    reward, sizes = hungry(20)
+    trainer(None, rewards={"bright": reward}).iterate()
     assert sizes[:3] == [64, 32, 16] and max(sizes[2:]) == 16
 
 
 def test_a_reward_that_runs_out_of_memory_in_an_evaluation_sees_fewer_pictures_too():
-    sizes = []
-
-    def hungry(images, prompts):
-        sizes.append(len(images))
-        if len(images) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return images.flatten(1).mean(1)
-
-    t = trainer(None, "sampling.decode_batch_size=8", rewards={"bright": hungry})
+    reward, sizes = hungry(1)
+    t = trainer(None, "sampling.decode_batch_size=8", rewards={"bright": reward})
     evaluation = t.score_heldout()
     assert sizes == [3, 3, 2, 1, 1, 1] and t.sizes.decode == 1 and t.sizes.halved == 3
     assert torch.equal(evaluation.scores["bright"], trainer(None).score_heldout().scores["bright"])
     with pytest.raises(UserError, match="--batch-size of g2rpo sample and g2rpo evaluate"):  # where nothing halves
-        Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4).evaluate(["0"] * 2, {"bright": hungry})
+        Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4).evaluate(["0"] * 2, {"bright": reward})
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 7}, {"decode_batch_size": 5}])
@@ -243,14 +233,6 @@ def test_auto_on_a_cpu_is_what_the_documentation_says():
 def test_a_batch_size_is_a_number_or_auto(value):
     with pytest.raises(UserError, match=r"sampling\.batch_size"):
         trainer(None, f"sampling.batch_size={value}")
-
-
-def test_other_errors_are_nobodys_batch_size():
-    def attempt():
-        raise RuntimeError("shape mismatch")
-
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        BatchSizes(rollout=4, decode=4, micro=4).fit(attempt)
 
 
 def test_where_nothing_halves_the_user_hears_what_to_lower():

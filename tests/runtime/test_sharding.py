@@ -20,13 +20,12 @@ from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Sharded
 from g2rpo.training.checkpoint import checkpoints
 from tests.support import ranks
-from tests.support.runs import PLAIN, config, trainer
+from tests.support.runs import PLAIN, config, log, trainer
 from tests.support.tiny_pipelines import save_tiny
 from tests.support.variants import few
 
@@ -83,23 +82,16 @@ def learn(world, folder, model, mode, killed=False):
     _run(chosen, folder, (folder / "config.yaml").exists(), world)
 
 
-def learn_sd3(world, folder, model, mode):
-    t = build(world, folder, model, mode, *SD3, keep_base=True, gradient_checkpointing=True)
+def learn_checkpointed(world, folder, model, mode, overrides, options):
+    """Two iterations with gradients that are checkpointed, and an evaluation."""
+    t = build(world, folder, model, mode, *overrides, gradient_checkpointing=True, **options)
     rows = [t.iterate(), t.iterate(), t.score_heldout().means()]
     t.export()
     return rows
 
 
-def learn_ragged(world, folder, model, mode):
-    """A pipeline by its own code, with gradients that are checkpointed; prompts have different lengths."""
-    t = build(world, folder, model, mode, guidance_scale=4.0, max_sequence_length=64, gradient_checkpointing=True)
-    rows = [t.iterate(), t.iterate()]
-    t.export()
-    return rows
-
-
 def learn_nft(world, folder, model, mode):
-    """Two iterations with old weights, which sample, and the untrained model; a checkpoint, and another trainer's from it."""
+    """An iteration with old weights, which sample, and the untrained model; a checkpoint, and another trainer's from it."""
     small = [option for option in SMALL if not option.startswith(("algorithm.branch_steps", "algorithm.granularities"))]
     options = (*small, "algorithm.name=diffusion_nft", "algorithm.old_rise=0.3", "algorithm.kl_weight=0.1")
 
@@ -109,22 +101,15 @@ def learn_nft(world, folder, model, mode):
         return trainer(folder, *options, policy=policy, prompts=PROMPTS, world=world, sharding=sharding)
 
     t = made()
-    rows = [t.iterate(), t.iterate()]
+    rows = [t.iterate()]
     t.save()
-    t.export()
     again = made()
     again.resume()
-    assert again.iteration == 2
-    rows.append(again.iterate())
-    return rows
+    return [*rows, again.iterate()]
 
 
 def exported(folder):
     return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-
-
-def log(folder):
-    return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in read_metrics(folder)]
 
 
 def agree(weights, others):
@@ -166,28 +151,22 @@ def test_pieces_learn_what_whole_weights_learn(runs, flux_directory, size, mode)
     assert (ours / "transformer" / "config.json").read_text() == (alone / "transformer" / "config.json").read_text()
 
 
-def test_sd3_in_pieces_with_a_kl_term_an_average_and_checkpointed_gradients(tmp_path, sd3_directory):
-    rows = [
-        ranks.run(size, learn_sd3, tmp_path / mode, str(sd3_directory), mode)[0] for size, mode in ((1, "none"), (2, "full"))
-    ]
-    agree(exported(tmp_path / "full"), exported(tmp_path / "none"))
-    for row, other in zip(*rows, strict=True):
-        agree_in(row, other)
-    assert rows[1][1]["kl"] > 0
-
-
-@pytest.mark.slow  # FLUX and SD3.5 are learnt in pieces above
-@pytest.mark.parametrize("name", ["ZImagePipeline", "CogView4Pipeline"])
-def test_pipelines_by_their_own_code_learn_the_same_in_pieces(tmp_path, name):
-    """CogView4's prompts of different lengths are separate calls: ranks make as many, whatever their prompts."""
-    model = save_tiny(name, tmp_path / "model")
-    rows = [
-        ranks.run(size, learn_ragged, tmp_path / mode, str(model), mode, timeout_s=180)[0]
+@pytest.mark.parametrize("name", few(["SD3", "ZImagePipeline", "CogView4Pipeline"], "SD3".__eq__))
+def test_other_pipelines_learn_the_same_in_pieces(tmp_path, sd3_directory, name):
+    """SD3.5 with a KL term and an average. CogView4's prompts of different lengths are separate calls: ranks make as many,
+    whatever their prompts."""
+    if name == "SD3":
+        model, settings = sd3_directory, (SD3, {"keep_base": True})
+    else:
+        model, settings = save_tiny(name, tmp_path / "model"), ((), {"guidance_scale": 4.0, "max_sequence_length": 64})
+    alone, pieces = (
+        ranks.run(size, learn_checkpointed, tmp_path / mode, str(model), mode, *settings, timeout_s=180)[0]
         for size, mode in ((1, "none"), (2, "full"))
-    ]
+    )
     agree(exported(tmp_path / "full"), exported(tmp_path / "none"))
-    for row, other in zip(*rows, strict=True):
+    for row, other in zip(pieces, alone, strict=True):
         agree_in(row, other)
+    assert name != "SD3" or pieces[1]["kl"] > 0
 
 
 @pytest.mark.parametrize("mode", few(["full", "training"], "full".__eq__))
@@ -197,7 +176,7 @@ def test_old_weights_in_pieces_are_those_of_whole_ones(tmp_path, flux_directory,
         folder = tmp_path / way
         folder.mkdir()
         logs[way] = ranks.run(size, learn_nft, folder, flux_directory, way)[0]
-        (checkpoint,) = [path for path in checkpoints(folder / "checkpoints") if path.name.endswith("2")]
+        (checkpoint,) = checkpoints(folder / "checkpoints")
         kept[way] = {name: load_file(checkpoint / f"{name}.safetensors") for name in ("weights", "old")}
     agree(kept[mode]["weights"], kept["none"]["weights"])
     agree(kept[mode]["old"], kept["none"]["old"])
@@ -247,23 +226,25 @@ def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory, groups):
 
 
 @pytest.mark.parametrize(("size", "mode"), few([(2, "full"), (4, "full:2")], (2, "full").__eq__))
-def test_a_killed_run_resumes_bit_for_bit_and_on_one_rank_within_rounding(tmp_path, runs, flux_directory, size, mode):
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, runs, flux_directory, size, mode):
     model, cut = str(flux_directory), tmp_path / "cut"
     cut.mkdir()
     left = ranks.finish(ranks.start(size, learn, cut, model, mode, True), cut)
     assert left[0]["error"].startswith("RankLost: rank 0 stops: another rank died, or did not answer") and left[1] == {}
     assert [path.name for path in checkpoints(cut / "checkpoints")] == ["iteration_000001"]
     (cut / "0.json").unlink()
-    shutil.copytree(cut, tmp_path / "alone")
     ranks.run(size, learn, cut, model, mode)
     straight = exported(runs(size, mode))
     assert all(torch.equal(value, straight[name]) for name, value in exported(cut).items())
     assert log(cut) == log(runs(size, mode))
-    ranks.run(1, learn, tmp_path / "alone", model, "none")
-    agree(exported(tmp_path / "alone"), exported(runs(1, "none")))
 
 
-LAYOUTS = [((1, "none"), (2, "training")), ((4, "full:2"), (2, "full")), ((2, "full"), (4, "full:2"))]
+LAYOUTS = [
+    ((2, "full"), (1, "none")),
+    ((1, "none"), (2, "training")),
+    ((4, "full:2"), (2, "full")),
+    ((2, "full"), (4, "full:2")),
+]
 
 
 @pytest.mark.parametrize(("before", "after"), few(LAYOUTS, LAYOUTS[0].__eq__))
@@ -321,8 +302,6 @@ def facts(world, folder, model):
     t.cond = t.policy.encode(PROMPTS[:1])
     alone = build(ALONE, None, model, "none")
     alone.cond = t.cond
-    numbers = [sum(p.to_local().numel() for p in t.learner.parameters), sum(p.numel() for p in alone.learner.parameters)]
-    found["share"] = numbers[0] / numbers[1]
     with torch.no_grad():
         with t.shards.sampling():
             own = [call(t, seed) for seed in range(1 + 2 * world.rank)]
@@ -392,10 +371,6 @@ def test_each_layer_is_gathered_once_a_call_or_once_a_rollout(found):
             assert scatters == LAYERS * passes
 
 
-def test_each_rank_has_its_share(found):
-    assert [rank["share"] for rank in found] == pytest.approx([0.5, 0.5], abs=0.02)
-
-
 def test_ranks_may_sample_as_often_as_they_like(found):
     """One, and three times. A gathered weight may lie elsewhere in memory, and a processor add up in another order: sums of
     some hundred products agree within 1e-5, where velocities of other latents are far apart."""
@@ -459,22 +434,22 @@ def test_memory_that_runs_out_on_one_rank_halves_its_batch_where_samples_meet_no
 def test_memory_that_runs_out_where_calls_are_shared_ends_the_run_and_says_what_to_set(tmp_path, flux_directory):
     launched = ranks.start(2, short_of_memory, tmp_path, str(flux_directory), "full")
     first, second = ranks.finish(launched, tmp_path)
-    words = "out of memory with sampling.batch_size=8: ranks that gather weights together cannot halve it alone"
-    assert second["error"].startswith(f"UserError: {words}; `g2rpo resume RUN sampling.")
-    assert first["error"].startswith(f"RankLost: rank 0 stops: rank 1 stopped with UserError: {words}")
+    words = "UserError: out of memory with sampling.batch_size=8: "
+    assert second["error"].startswith(words) and "g2rpo resume RUN sampling." in second["error"]
+    assert first["error"].startswith(f"RankLost: rank 0 stops: rank 1 stopped with {words}")
 
 
 @pytest.mark.parametrize(
     ("overrides", "size", "message"),
     [
-        ((), 1, "=full divides weights over several processes: start them with torchrun"),
-        (("policy.tuning=lora",), 2, "divides what policy.tuning=full trains"),
-        (("policy.compile=true",), 2, "policy.compile is not for weights that come and go"),
-        (("sampling.batch_size=auto",), 2, "sampling.batch_size=auto is each rank's own"),
-        (("trainer.shard_group=4",), 6, "trainer.shard_group=4: 6 ranks are no multiple of 4; take a divisor of 6"),
-        (("trainer.shard_group=node",), 2, "trainer.shard_group=node needs LOCAL_WORLD_SIZE, which torchrun sets"),
-        (("trainer.shard_group=1",), 2, "one rank would hold all weights, as with trainer.sharding=none"),
-        (("trainer.sharding=none", "trainer.shard_group=2"), 2, "divides what trainer.sharding shards, which is none"),
+        ((), 1, "trainer.sharding=full .* torchrun"),
+        (("policy.tuning=lora",), 2, "policy.tuning=full"),
+        (("policy.compile=true",), 2, "policy.compile"),
+        (("sampling.batch_size=auto",), 2, "sampling.batch_size=auto"),
+        (("trainer.shard_group=4",), 6, "trainer.shard_group=4: .* divisor of 6"),
+        (("trainer.shard_group=node",), 2, "trainer.shard_group=node .*LOCAL_WORLD_SIZE"),
+        (("trainer.shard_group=1",), 2, "one rank would hold all weights"),
+        (("trainer.sharding=none", "trainer.shard_group=2"), 2, "trainer.sharding .* none"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(overrides, size, message):

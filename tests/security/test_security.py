@@ -38,7 +38,7 @@ from g2rpo.training.checkpoint import _digest, checkpoints, save_checkpoint
 from g2rpo.training.model_card import _block
 from tests.support.commands import g2rpo as command
 from tests.support.fuzzing import mutated
-from tests.support.runs import trainer
+from tests.support.runs import resumed, trainer
 from tests.support.servers import serving
 from tests.support.tiny import save_flux
 from tests.support.variants import few
@@ -71,6 +71,16 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of that run."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def newest(run):
+    return checkpoints(run / "checkpoints")[-1]
+
+
 def forged(path, **files):
     """Replaces files of a checkpoint, and its manifest so that every digest is right."""
     for name, write in files.items():
@@ -80,10 +90,9 @@ def forged(path, **files):
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(trained, tmp_path):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    forged(checkpoints(tmp_path / "checkpoints")[-1], state=lambda file: torch.save(Payload(tmp_path / "mark"), file))
-    again = trainer(tmp_path)
+def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(run, tmp_path):
+    forged(newest(run), state=lambda file: torch.save(Payload(tmp_path / "mark"), file))
+    again = trainer(run)
     (complaint,) = again.resume()
     assert "iteration_000004: is no checkpoint (UnpicklingError" in complaint
     assert again.iteration == 2 and not (tmp_path / "mark").exists()
@@ -97,10 +106,9 @@ def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(trained, tm
         ('{"iteration": 7, "files": {}}', "another checkpoint's"),
     ],
 )
-def test_a_manifest_that_is_none_is_named(trained, tmp_path, content, message):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    (checkpoints(tmp_path / "checkpoints")[-1] / "manifest.json").write_text(content)
-    again = trainer(tmp_path)
+def test_a_manifest_that_is_none_is_named(run, content, message):
+    (newest(run) / "manifest.json").write_text(content)
+    again = trainer(run)
     assert message in again.resume()[0] and again.iteration == 2
 
 
@@ -122,13 +130,12 @@ def rewritten(change):
 
 
 @pytest.mark.parametrize("betas", few(["x", [2.0, -1.0], None, [[]]], lambda betas: betas == "x"))
-def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(trained, tmp_path, betas):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    shutil.copytree(tmp_path, tmp_path / "forged")
+def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(run, tmp_path, betas):
+    other = shutil.copytree(run, tmp_path / "forged")
     change = rewritten(lambda state: state["optimizer"]["param_groups"][0].update(betas=betas, weight_decay=betas))
-    forged(checkpoints(tmp_path / "forged" / "checkpoints")[-1], state=change)
+    forged(newest(other), state=change)
     means = []
-    for folder in (tmp_path, tmp_path / "forged"):
+    for folder in (run, other):
         again = trainer(folder, "trainer.iterations=6")
         assert again.resume() == []
         list(again.train())
@@ -150,10 +157,9 @@ def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(tra
     ],
     ids=["lost", "word", "shape", "step", "place", "list", "average", "empty"],
 )
-def test_moments_that_are_none_are_named_and_the_checkpoint_before_is_used(trained, tmp_path, change):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    forged(checkpoints(tmp_path / "checkpoints")[-1], state=rewritten(change))
-    again = trainer(tmp_path)
+def test_moments_that_are_none_are_named_and_the_checkpoint_before_is_used(run, change):
+    forged(newest(run), state=rewritten(change))
+    again = trainer(run)
     (complaint,) = again.resume()
     assert "iteration_000004: does not fit this model" in complaint and again.iteration == 2
     list(again.train())
@@ -391,11 +397,16 @@ class Zero:
         return torch.zeros(len(images))
 
 
+def client(server):
+    return socket.create_connection(server.server_address, timeout=10)
+
+
+SCORE = "POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+ALLOWED = f"{SCORE}Authorization: Bearer {SECRET}\r\n"
+
+
 def test_a_client_that_drips_its_headers_is_cut_off():
-    with (
-        serving(RewardServer(Zero(), port=0, limits=Limits(headers_s=0.5))) as server,
-        socket.create_connection(server.server_address, timeout=10) as slow,
-    ):
+    with serving(RewardServer(Zero(), port=0, limits=Limits(headers_s=0.5))) as server, client(server) as slow:
         slow.sendall(b"GET /health HTTP/1.1\r\n")
         with contextlib.suppress(OSError):
             while True:  # for ever, if the server let it
@@ -409,7 +420,7 @@ def test_connections_that_say_nothing_keep_nobody_out(said):
     with serving(RewardServer(Zero(), port=0, token=SECRET)) as server, contextlib.ExitStack() as idle:
         before = threading.active_count()
         for _ in range(100):
-            idle.enter_context(socket.create_connection(server.server_address, timeout=10)).sendall(said)
+            idle.enter_context(client(server)).sendall(said)
         began = time.monotonic()
         assert request_json(f"{server.address}/health", token=SECRET, timeout_s=5)["status"] == "ok"
         assert time.monotonic() - began < 5 and len(server.strangers) <= server.limits.connections
@@ -421,18 +432,21 @@ def test_connections_that_say_nothing_keep_nobody_out(said):
 
 def test_who_may_ask_is_not_closed_for_others_and_there_are_only_so_many():
     """One client in the middle of its body, strangers around it, and a second client that finds no place."""
-    with serving(RewardServer(Zero(), port=0, token=SECRET, limits=Limits(connections=2, clients=1))) as server:
-        head = f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(server.server_address, timeout=10) as first, contextlib.ExitStack() as idle:
-            first.sendall(f"{head}Content-Length: 2\r\n\r\n[".encode())
-            while not server.clients:
-                time.sleep(0.01)
-            for _ in range(5):
-                idle.enter_context(socket.create_connection(server.server_address, timeout=10))
-            with pytest.raises(NoAnswer, match="answered 503: .*busy"):
-                request_json(f"{server.address}/score", token=SECRET, timeout_s=5, body={})
-            first.sendall(b"]")
-            assert b"400" in first.recv(100)
+    limits = Limits(connections=2, clients=1)
+    with (
+        serving(RewardServer(Zero(), port=0, token=SECRET, limits=limits)) as server,
+        client(server) as first,
+        contextlib.ExitStack() as idle,
+    ):
+        first.sendall(f"{ALLOWED}Content-Length: 2\r\n\r\n[".encode())
+        while not server.clients:
+            time.sleep(0.01)
+        for _ in range(5):
+            idle.enter_context(client(server))
+        with pytest.raises(NoAnswer, match="answered 503: .*busy"):
+            request_json(f"{server.address}/score", token=SECRET, timeout_s=5, body={})
+        first.sendall(b"]")
+        assert b"400" in first.recv(100)
 
 
 @pytest.mark.parametrize("sent", [b"", b"{"], ids=["nothing", "its beginning"])
@@ -440,10 +454,8 @@ def test_clients_whose_bodies_do_not_come_keep_nobody_out(sent):
     """Twelve with a token, where four may ask at a time and one is read."""
     limits = Limits(connections=4, clients=4, requests=1, gap_s=0.3)
     with serving(RewardServer(Zero(), port=0, token=SECRET, limits=limits)) as server, contextlib.ExitStack() as idle:
-        head = f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
         for _ in range(4 if sent else 12):
-            stalled = idle.enter_context(socket.create_connection(server.server_address, timeout=10))
-            stalled.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode() + sent)
+            idle.enter_context(client(server)).sendall(f"{ALLOWED}Content-Length: 1000\r\n\r\n".encode() + sent)
         began, answer = time.monotonic(), ""
         while "400" not in answer and time.monotonic() - began < 5:  # a trainer asks again too
             try:
@@ -455,13 +467,9 @@ def test_clients_whose_bodies_do_not_come_keep_nobody_out(sent):
 
 @pytest.mark.parametrize(("length", "status"), [("9" * 5000, 400), ("²", 400), ("-1", 400), ("", 400), ("9" * 18, 413)])
 def test_a_content_length_is_a_number_that_can_be_read(length, status):
-    with (
-        serving(RewardServer(Zero(), port=0)) as server,
-        socket.create_connection(server.server_address, timeout=10) as client,
-    ):
-        head = f"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
-        client.sendall(head.encode("latin-1"))
-        assert int(client.recv(100).split()[1]) == status
+    with serving(RewardServer(Zero(), port=0)) as server, client(server) as asking:
+        asking.sendall(f"{SCORE}Content-Length: {length}\r\n\r\n".encode("latin-1"))
+        assert int(asking.recv(100).split()[1]) == status
 
 
 def test_a_blank_token_is_none():
@@ -528,32 +536,29 @@ def test_a_log_cut_within_a_letter_is_gone_on_with(tmp_path):
     assert log.read_bytes().startswith(whole) and len(read_metrics(tmp_path)) == len(whole.splitlines()) + 2
 
 
-def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(trained, tmp_path):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    claim(tmp_path, trainer(None).config)
-    record_start(tmp_path, 0, torch.device("cpu"))
-    with (tmp_path / "starts.jsonl").open("ab") as file:
+def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(run):
+    claim(run, trainer(None).config)
+    record_start(run, 0, torch.device("cpu"))
+    with (run / "starts.jsonl").open("ab") as file:
         file.write(b'{"time": "2026-')
-    assert len(read_runs([tmp_path])[0].starts) == 1
-    record_start(tmp_path, 3, torch.device("cpu"))
-    assert [start["iteration"] for start in read_runs([tmp_path])[0].starts] == [0, 3]
-    (tmp_path / "starts.jsonl").write_text("{}\n{\n{}\n")
+    assert len(read_runs([run])[0].starts) == 1
+    record_start(run, 3, torch.device("cpu"))
+    assert [start["iteration"] for start in read_runs([run])[0].starts] == [0, 3]
+    (run / "starts.jsonl").write_text("{}\n{\n{}\n")
     with pytest.raises(UserError, match=r"starts\.jsonl: line 2: is damaged"):
-        read_runs([tmp_path])
+        read_runs([run])
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "other"])
-def test_a_damaged_base_evaluation_is_named(trained, tmp_path, damage):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    base = tmp_path / "baseline.safetensors"
+def test_a_damaged_base_evaluation_is_named(run, damage):
+    base = run / "baseline.safetensors"
     if damage == "cut":
         base.write_bytes(base.read_bytes()[:50])
     elif damage == "gone":
         base.unlink()
     else:
-        shutil.copy(checkpoints(tmp_path / "checkpoints")[-1] / "weights.safetensors", base)
-    again = trainer(tmp_path)
-    again.resume()
+        shutil.copy(newest(run) / "weights.safetensors", base)
+    again = resumed(run)
     with pytest.raises(UserError, match=r"baseline\.safetensors: (cannot be read|does not hold 3 pictures)"):
         again.finish()
 

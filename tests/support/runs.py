@@ -10,6 +10,7 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.core.types import Cond
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.sharding import Replicated
@@ -99,3 +100,33 @@ def trainer(
         shards=sharding or Replicated(world),
         **{"heldout": prompts[:3], "judges": {"dark": darkness}, **more},
     )
+
+
+def resumed(*arguments, **options) -> Trainer:
+    """`trainer(...)`, from its run directory's newest usable checkpoint."""
+    t = trainer(*arguments, **options)
+    t.resume()
+    return t
+
+
+def cut(t: Trainer, kind: str, iteration: int) -> None:
+    """Trains until the row of `kind` after `iteration` has come, and no further, as if the process were killed then."""
+    for row in t.train():
+        if (row["kind"], row["iteration"]) == (kind, iteration):
+            return
+
+
+def finished(t: Trainer) -> Trainer:
+    list(t.train())
+    t.finish()
+    return t
+
+
+def untimed(rows) -> list[dict]:
+    """Rows of a log without what differs from one run to the next."""
+    return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
+
+
+def log(run_dir: Path) -> list[dict]:
+    """A run's log, `untimed`."""
+    return untimed(read_metrics(run_dir))

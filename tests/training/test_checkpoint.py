@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from tests.security.test_security import forged
-from tests.support.runs import trainer
+from tests.support.runs import resumed, trainer
 
 
 def save(root, iteration, keep=2):
@@ -28,6 +28,14 @@ def test_rotation_keeps_the_newest(tmp_path):
     assert names(tmp_path) == [3, 4, 5]
 
 
+def test_a_damaged_older_checkpoint_does_not_count(tmp_path):
+    for iteration in (1, 2, 3):
+        save(tmp_path, iteration, keep=9)
+    damage(tmp_path / "iteration_000003")
+    save(tmp_path, 4)
+    assert names(tmp_path) == [2, 4]
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_damaged_newer_checkpoint_neither_counts_nor_outlives_the_intact_one(tmp_path, keep):
     """As after a resume that fell back from 5 to 3 and was stopped after 4."""
@@ -44,29 +52,19 @@ def test_a_damaged_newer_checkpoint_neither_counts_nor_outlives_the_intact_one(t
 
 def test_a_checkpoint_too_many_goes_when_the_run_is_resumed(tmp_path):
     """As of a process that was killed between a checkpoint and the removal of the oldest."""
-    save_too_many = trainer(tmp_path, "trainer.keep_checkpoints=9", "trainer.checkpoint_every=1")
-    list(save_too_many.train())
+    list(trainer(tmp_path, "trainer.keep_checkpoints=9", "trainer.checkpoint_every=1").train())
     assert names(tmp_path / "checkpoints") == [1, 2, 3, 4]
-    trainer(tmp_path, "trainer.keep_checkpoints=2").resume()
+    resumed(tmp_path, "trainer.keep_checkpoints=2")
     assert names(tmp_path / "checkpoints") == [3, 4]
-
-
-def test_a_damaged_older_checkpoint_does_not_count_either(tmp_path):
-    for iteration in (1, 2, 3):
-        save(tmp_path, iteration, keep=9)
-    damage(tmp_path / "iteration_000003")
-    save(tmp_path, 4)
-    assert names(tmp_path) == [2, 4]
 
 
 def test_a_run_that_is_stopped_after_falling_back_can_go_on(tmp_path):
     overrides = ["trainer.keep_checkpoints=1", "trainer.checkpoint_every=1"]
     list(trainer(tmp_path, *overrides).train())
-    newest = tmp_path / "checkpoints" / "iteration_000004"
     save(tmp_path / "checkpoints", 9, keep=9)  # of another model: intact, and no use
-    damage(newest)
+    damage(tmp_path / "checkpoints" / "iteration_000004")
     with pytest.raises(UserError, match="No usable checkpoint"):
-        trainer(tmp_path, *overrides).resume()
+        resumed(tmp_path, *overrides)
     t = trainer(tmp_path, *overrides)
     t.iterate()
     t.save()

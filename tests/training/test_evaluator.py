@@ -1,27 +1,30 @@
-"""What a run samples beside its held-out pictures: free knobs of the base model, and how much pictures of one prompt differ."""
+"""What a run's evaluations leave: verdicts, grids, free knobs of the base model, and how much pictures of a prompt differ."""
 
 import json
+import math
 
 import pytest
 import torch
 
+from g2rpo.core.types import Reward
 from g2rpo.evaluation.controls import FEWEST, PROMPTS, prompts_within
-from g2rpo.monitor.image_statistics import spread
+from g2rpo.monitor.grids import read_grid
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
-from tests.support.runs import brightness, trainer
+from g2rpo.training.evaluator import chosen
+from tests.support.runs import brightness, finished, trainer
 
 
-def finished(run_dir, *overrides, **options):
-    t = trainer(run_dir, "trainer.iterations=2", *overrides, **options)
-    rows = list(t.train())
-    t.finish()
+def results_of(run_dir, *overrides, **options):
+    finished(trainer(run_dir, "trainer.iterations=2", *overrides, **options))
+    rows = [row for row in read_metrics(run_dir) if row["kind"] == "eval"]
     return json.loads((run_dir / "results.json").read_text()), rows
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
     """Before training or after it. Without first noise, the base's pictures are sigmoid(prompt) all over."""
-    results, _ = finished(tmp_path, "evaluation.controls=true", f"policy.tuning={tuning}")
+    results, _ = results_of(tmp_path, "evaluation.controls=true", f"policy.tuning={tuning}")
     controls = results["controls"]
     expected = torch.tensor([0.0, 0.1, 0.2]).sigmoid()
     assert controls["prompts"] == 3
@@ -35,25 +38,12 @@ def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
 
 
 def test_free_knobs_are_sampled_where_they_are_cheap(tmp_path):
-    results, rows = finished(tmp_path)
+    results, rows = results_of(tmp_path)
     assert "controls" not in results and not any("diversity" in row for row in rows)
     assert prompts_within("auto", 192, cost=100, evaluations=34_000) == 34
     assert prompts_within("auto", 192, cost=100, evaluations=10**7) == PROMPTS
     assert prompts_within("auto", 192, cost=100, evaluations=1000 * FEWEST - 1) == 0
     assert (prompts_within(True, 20, 100, 0), prompts_within(False, 20, 100, 10**7)) == (20, 0)
-
-
-def test_spread_by_hand():
-    """Two prompts: equal pictures, and pictures whose pixels all differ by .5, .5 and 0; a chessboard averages to grey."""
-    pictures = torch.zeros(2, 3, 3, 4, 4)
-    pictures[1, 2] = 0.5
-    assert spread(pictures) == pytest.approx((0 + (0 + 0.5 + 0.5) / 3) / 2)
-    assert spread((pictures * 255).to(torch.uint8)) == pytest.approx(1 / 6, abs=1 / 255)
-    fine = torch.zeros(1, 2, 3, 64, 64)
-    fine[0, 0, :, ::2, ::2] = fine[0, 0, :, 1::2, 1::2] = 1
-    fine[0, 1] = 0.5
-    assert spread(fine) == pytest.approx(0)
-    assert spread(torch.stack([fine, fine], 2)) == pytest.approx(0)  # a clip
 
 
 class Collapsing(GaussianPolicy):
@@ -71,8 +61,55 @@ def test_a_policy_whose_pictures_become_alike_raises_an_alarm(tmp_path, share, r
     policy = Collapsing()
     policy.share = share
     off = "alarms.pictures=off"
-    results, rows = finished(tmp_path, "evaluation.controls=true", off, policy=policy, rewards={"bright": brightness})
-    last = [row for row in rows if row["kind"] == "eval"][-1]
-    assert ("diversity" in last.get("alarms", {})) == raised
-    assert results["diversity"]["tuned"] / results["diversity"]["base"] == pytest.approx(share, rel=0.1)
-    assert (results["diversity"]["prompts"], results["diversity"]["noises"]) == (3, 4)
+    results, rows = results_of(tmp_path, "evaluation.controls=true", off, policy=policy, rewards={"bright": brightness})
+    found = results["diversity"]
+    assert ("diversity" in rows[-1].get("alarms", {})) == raised
+    assert found["tuned"] / found["base"] == pytest.approx(share, rel=0.1) and (found["prompts"], found["noises"]) == (3, 4)
+
+
+class Half(Reward):
+    """A picture is right if it is at least half bright."""
+
+    right = 0.5
+
+    def __call__(self, images, prompts):
+        return brightness(images, prompts)
+
+
+def test_a_run_says_how_many_pictures_are_right(tmp_path):
+    run = finished(trainer(tmp_path, rewards={"bright": Half()}))
+    said = json.loads((tmp_path / "results.json").read_text())["right"]
+    rows = [row for row in read_metrics(tmp_path) if row["kind"] == "eval"]
+    sides = base, tuned = run.evaluator.baseline, run.score_heldout()
+    shares = [float((side.scores["bright"] >= 0.5).float().mean()) for side in sides]
+    assert [said["base"], said["tuned"]] == [rows[0]["right"], rows[-1]["right"]] == shares
+    assert said["error"] == rows[-1]["right_stderr"] and rows[0]["right_stderr"] == 0
+    assert said["least"] == {"bright": 0.5} and "in_words" not in said
+    places, how = chosen([base.right, tuned.right], 8, 3)
+    grid = read_grid(tmp_path / "samples" / "before_after.png")
+    for cells, right, side in zip(grid.scores, grid.right, sides, strict=True):
+        assert [cell["bright"] for cell in cells] == side.scores["bright"][places].tolist()
+        assert right == [bool(value) for value in side.right[places]]
+    percent = "the base draws {:.0f} % right and the tuned model {:.0f} %".format(*(100 * share for share in shares))
+    assert grid.note == f"{how}.\nBoth rows from the same noise. Right: bright at least 0.5. Of all 3, {percent}."
+    during = read_grid(tmp_path / "samples" / "iteration_000002.png")
+    assert during.note == "The first 3 of 3 held-out prompts, in their order.\nAfter iteration 2. Right: bright at least 0.5."
+
+
+def test_pictures_before_and_after_are_in_the_proportions_of_all():
+    """Ten prompts: 4 became right, 1 wrong, 2 stayed right, 2 wrong, 1 has no verdict. Of 4 that is 1.6, .4, .8, .8 and .4:
+    1 by rounding down, and the three largest remainders are those of both that stayed and of what became right."""
+    before = torch.tensor([1.0, 1, 0, 0, 0, 1, 0, 0, 0, math.nan])
+    after = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 1, 1, 1])
+    places, how = chosen([before, after], 4, 10)
+    assert places == [0, 2, 3, 6]
+    assert how == (
+        "4 of 10 held-out prompts, in the proportions of all: 2 of 4 that became right, 0 of 1 that became wrong, "
+        "1 of 2 that stayed right, 1 of 2 that stayed wrong, 0 of 1 that have no verdict"
+    )
+    assert chosen([before[:5], before[:5]], 2, 5)[1].endswith(
+        "none that became right, none that became wrong, 1 of 2 that stayed right, 1 of 3 that stayed wrong"
+    )
+    for right in ([before], [before, None], [None, None]):
+        assert chosen(right, 4, 10) == ([0, 1, 2, 3], "The first 4 of 10 held-out prompts, in their order")
+    assert chosen([None], 8, 3)[0] == [0, 1, 2]

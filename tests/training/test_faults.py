@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 
 import g2rpo.training.checkpoint
 from g2rpo.core.errors import RewardFailed, Stopped
-from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training import early_stop
 from g2rpo.training.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.commands import small_files
-from tests.support.runs import brightness, trainer
+from tests.support.runs import brightness, log, resumed, trainer
 
 LONG = ("trainer.iterations=10", "trainer.checkpoint_every=1", "trainer.prompts_per_iteration=4", "evaluation.every=3")
 
@@ -43,10 +42,6 @@ def go_on(world, folder, fault=lambda t: None, policy=None):
 
 def final(folder):
     return load_file(folder / "final.safetensors")["mean"]
-
-
-def log(folder):
-    return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in read_metrics(folder)]
 
 
 def same(folder, other):
@@ -137,9 +132,7 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_leaves_the_one_before(
     with small_files(100), pytest.raises(Stopped, match=r"iteration_000002: cannot be written \(.*File too large"):
         t.save()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iteration_000001"]
-    again = trainer(tmp_path, *LONG)
-    again.resume()
-    assert again.iteration == 1
+    assert resumed(tmp_path, *LONG).iteration == 1
 
 
 # --- ranks
@@ -161,46 +154,29 @@ def breaks_in_iteration_3(world, folder, how):
 @pytest.mark.parametrize("how", ["kill", "raise", "hang"])
 def test_when_a_rank_breaks_the_others_stop_and_say_why(tmp_path, untouched, how):
     """And the run goes on from its last checkpoint, bit for bit as if nothing had been."""
-    began = time.monotonic()
-    launched = ranks.start(2, breaks_in_iteration_3, tmp_path, how, timeout_s=5.0 if how == "hang" else 60.0)
+    launched = ranks.start(2, breaks_in_iteration_3, tmp_path, how, timeout_s=3.0 if how == "hang" else 60.0)
     launched[0].join(40)
-    took = time.monotonic() - began
-    assert not launched[0].is_alive() and took < 40
+    assert not launched[0].is_alive()
     launched[1].kill()
     left = ranks.finish(launched, tmp_path)
-    assert left[0]["error"].startswith("RankLost: rank 0 stops: ")
+    reason = "another rank died, or did not answer within"
     if how == "raise":
-        reason = (
-            "rank 1 stopped with RewardFailed: after iteration 2: reward 'bright' failed on .* pictures: OSError: no space left"
-        )
-    else:
-        reason = "another rank died, or did not answer within"
-    assert re.search(reason, left[0]["error"])
-    assert took > 5 or how != "hang"
+        reason = "rank 1 stopped with RewardFailed: after iteration 2: reward 'bright' failed on .* OSError: no space left"
+    assert re.search(f"^RankLost: rank 0 stops: {reason}", left[0]["error"])
     (tmp_path / "0.json").unlink()
     ranks.run(2, go_on, tmp_path)
     assert same(tmp_path, untouched[2])
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
-def test_a_run_resumes_on_any_number_of_ranks(tmp_path, untouched, before, after):
-    """The same number: bit for bit. Another: float32 sums in another order (see test_distributed). No row of the log is lost or
-    doubled."""
-    launched = ranks.start(before, breaks_in_iteration_3, tmp_path, "raise" if before == 2 else "never")
-    ranks.finish(launched, tmp_path)
-    if before == 1:  # has come to its end: take the later half away
-        for late in checkpoints(tmp_path / "checkpoints"):
-            assert late.name in ("iteration_000009", "iteration_000010")
-        shutil.rmtree(tmp_path / "checkpoints" / "iteration_000010")
-    for left in tmp_path.glob("*.json"):
-        left.unlink()
-    ranks.run(after, go_on, tmp_path)
-    if before == after:
-        assert same(tmp_path, untouched[after])
-    torch.testing.assert_close(final(tmp_path), final(untouched[1]), atol=1e-5, rtol=0)
-    assert [(row["kind"], row["iteration"]) for row in log(tmp_path)] == [
-        (row["kind"], row["iteration"]) for row in log(untouched[1])
-    ]
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path, untouched, before, after):
+    """Float32 sums in another order (see test_distributed). No row of the log is lost or doubled."""
+    run = shutil.copytree(untouched[before], tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "iteration_000010")
+    ranks.run(after, go_on, run)
+    torch.testing.assert_close(final(run), final(untouched[1]), atol=1e-5, rtol=0)
+    rows, straight = ([(row["kind"], row["iteration"]) for row in log(folder)] for folder in (run, untouched[1]))
+    assert rows == straight
 
 
 def short_of_memory_on_rank_1(world, folder):
@@ -254,21 +230,17 @@ def raises(images):
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        (
-            raises,
-            r"after iteration 2: reward 'bright' failed on .* pictures: KeyError: 'no such word' "
-            r"\(in raises, .*test_faults\.py:\d+: raise KeyError\(\"no such word\"\)\)\n"
-            r"The whole traceback is in .*rank0\.txt; .* continues from the last checkpoint",
-        ),
-        (lambda images: torch.zeros(len(images), 2), "after iteration 2: reward 'bright' .*should return .* scores"),
-        (lambda images: "good", "after iteration 2: reward 'bright' failed"),
+        (raises, r"KeyError: 'no such word' \(in raises, .*test_faults\.py:\d+: raise KeyError(.*\n)+.*rank0\.txt"),
+        (lambda images: torch.zeros(len(images), 2), "should return .* scores"),
+        (lambda images: None, "should return .* scores"),
+        (lambda images: "good", "failed on"),
     ],
 )
 def test_a_reward_that_breaks_is_named_with_the_iteration_and_the_checkpoint_is_good(tmp_path, failure, message):
     """One call for the base model's evaluation and one for each iteration: the fourth is the third iteration's."""
     one_call = ("sampling.decode_batch_size=1000", "evaluation.every=100")
     t = trainer(tmp_path, *LONG, *one_call, rewards={"bright": failing_from(4, failure)})
-    with pytest.raises(RewardFailed, match=message) as failed:
+    with pytest.raises(RewardFailed, match=f"after iteration 2: reward 'bright' .*{message}") as failed:
         list(t.train())
     assert (failed.value.__cause__ is None) or "Traceback" in (tmp_path / "traceback_rank0.txt").read_text()
     again = trainer(tmp_path, *LONG, *one_call)
@@ -284,14 +256,15 @@ def test_groups_whose_members_all_score_alike_teach_nothing():
     assert torch.equal(t.policy.mean, before)
 
 
-def test_infinite_scores_are_no_scores():
-    def infinite(images, prompts):
+@pytest.mark.parametrize("missing", [(torch.nan, torch.nan), (torch.inf, -torch.inf)])
+def test_scores_that_are_no_numbers_teach_nothing_and_are_counted(missing):
+    def sometimes(images, prompts):
         scores = brightness(images, prompts)
-        scores[::4], scores[1::4] = float("inf"), float("-inf")
+        scores[::4], scores[1::4] = missing
         return scores
 
-    row = trainer(None, rewards={"bright": infinite}).iterate()
-    assert row["missing_scores"] == 0.5 and row["skipped_updates"] == 0
+    row = trainer(None, rewards={"bright": sometimes}).iterate()
+    assert row["missing_scores"] == 0.5 and row["skipped_updates"] == 0 and row["loss"] == row["loss"]
 
 
 def test_a_reward_without_any_score_ends_the_run_after_a_while(tmp_path, monkeypatch):
@@ -324,6 +297,5 @@ def test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights(t
     t.policy.broken, good = True, t.policy.mean.detach().clone()
     with pytest.raises(Stopped, match="iteration 6: the gradient was not finite in 2 updates in a row"):
         list(rows)
-    again = trainer(tmp_path, *LONG, "trainer.checkpoint_every=100")
-    again.resume()
+    again = resumed(tmp_path, *LONG, "trainer.checkpoint_every=100")
     assert again.iteration == 6 and torch.equal(again.policy.mean, good)

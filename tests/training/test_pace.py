@@ -26,11 +26,11 @@ def test_later_fits_keep_the_evaluations_where_they_are_and_what_is_done():
 
 
 def test_a_run_ends_by_itself_and_its_config_says_with_how_many_iterations(tmp_path):
-    t = trainer(tmp_path / "run", "trainer.iterations=100000", "evaluation.every=100000")
+    t = trainer(tmp_path / "run", "trainer.iterations=1000", "evaluation.every=1000")
     claim(tmp_path / "run", t.config)
-    t.ends_at = time.monotonic() + 4
+    t.ends_at = time.monotonic() + 2
     list(t.train())
-    assert 3 <= t.iteration == t.config.trainer.iterations < 100000
+    assert 3 <= t.iteration == t.config.trainer.iterations < 1000
     assert read_config(tmp_path / "run").trainer.iterations == t.iteration and t.final is not None
     assert t.finish()["bright"].count == len(t.heldout)
 
