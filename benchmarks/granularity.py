@@ -13,7 +13,6 @@ Writes benchmarks/results/NAME.json and NAME.png.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
