@@ -334,12 +334,6 @@ def test_an_alarm_is_logged_in_every_row_and_told_once(warned):
     assert any(b"alarms/hacking" in path.read_bytes() for path in (folder / "tensorboard").iterdir())
 
 
-def test_an_alarm_can_be_turned_off():
-    heard = []
-    rows, stop = rows_of(alarmed(None, "alarms.hacking=off", "alarms.action=stop", heard=heard))
-    assert stop is None and not heard and all("alarms" not in row for row in rows)
-
-
 def test_a_resumed_run_raises_the_same_alarms(tmp_path, warned):
     """Cut between the checkpoint of 5 and the end: the rows after it are made again, and are the same, alarms included."""
     _, rows, _, _, at = warned

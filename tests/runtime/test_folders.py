@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import open_regular, whole_file, write_whole
 from g2rpo.runs.lifecycle import claim, entered
-from g2rpo.runtime.folders import LOCK, InUse, held, is_empty, remove_unfinished, whole, writing
+from g2rpo.runtime.folders import LOCK, InUse, held, is_empty, whole, writing
 from tests.support.commands import g2rpo, small_files
 from tests.support.ranks import CONTEXT
 from tests.support.runs import config, trainer
@@ -128,19 +128,12 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["it", "two"] and (tmp_path / "it" / "two").read_text() == ""
 
 
-def test_what_was_left_unfinished_is_removed(tmp_path):
-    (tmp_path / ".unfinished_a").mkdir()
-    (tmp_path / ".unfinished_b").touch()
-    (tmp_path / "c").touch()
-    remove_unfinished(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
 def test_what_was_left_unfinished_in_a_run_is_removed_when_it_is_opened(tmp_path):
     claim(tmp_path, config())
     for left in (tmp_path / "samples" / ".unfinished_1", tmp_path / "checkpoints" / ".unfinished_2"):
         left.mkdir(parents=True)
         (left / ".tmpAb12Cd").touch()  # as safetensors leaves it
+    (tmp_path / "samples" / ".unfinished_3").touch()
     claim(tmp_path, config())
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "config.yaml", "samples"]
 

@@ -13,10 +13,6 @@ def by_hand(pipeline, x, sigma, prompts, scale, size):
     return globals()[type(pipeline).__name__](pipeline, x, sigma, prompts, scale, size)
 
 
-def tokens(n):
-    return {"max_sequence_length": n}
-
-
 def grid(pipeline, size):
     return size["height"] // pipeline.image_processor.config.vae_scale_factor, size["width"] // (
         pipeline.image_processor.config.vae_scale_factor
@@ -24,7 +20,7 @@ def grid(pipeline, size):
 
 
 def FluxPipeline(p, x, s, prompts, scale, size):
-    e, pooled, ids = p.encode_prompt(prompts, None, **tokens(size["max_sequence_length"]))
+    e, pooled, ids = p.encode_prompt(prompts, None, max_sequence_length=size["max_sequence_length"])
     image_ids = p._prepare_latent_image_ids(len(x), *grid(p, size), "cpu", torch.float32)
     return p.transformer(
         hidden_states=x,
@@ -39,22 +35,29 @@ def FluxPipeline(p, x, s, prompts, scale, size):
 
 
 def StableDiffusion3Pipeline(p, x, s, prompts, scale, size):
-    n = tokens(size["max_sequence_length"])
-    e, _, pooled, _ = p.encode_prompt(prompts, None, None, do_classifier_free_guidance=False, **n)
-    ne, _, npooled, _ = p.encode_prompt([""] * len(x), None, None, do_classifier_free_guidance=False, **n)
-
-    def network(e, pooled):
+    def network(prompts):
+        e, _, pooled, _ = p.encode_prompt(
+            prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=size["max_sequence_length"]
+        )
         return p.transformer(x, encoder_hidden_states=e, pooled_projections=pooled, timestep=1000 * s, return_dict=False)[0]
 
-    return guided(network(e, pooled), lambda: network(ne, npooled), scale)
+    return guided(network, prompts, scale)
 
 
-def guided(v, negative, scale, off=1.0):
-    """v_negative + scale (v - v_negative)."""
-    if scale <= off:
+def guided(network, prompts, scale, normed=False):
+    """v_negative + scale (v - v_negative) above a scale of 1; if `normed`, with the norm of v along the last axis."""
+    v = network(prompts)
+    if scale <= 1:
         return v
-    without = negative()
-    return without + scale * (v - without)
+    negative = network([""] * len(prompts))
+    combined = negative + scale * (v - negative)
+    return combined * (v.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)) if normed else combined
+
+
+def guided_beyond(network, prompts, scale):
+    """v + scale (v - v_negative) above a scale of 0."""
+    v = network(prompts)
+    return v + scale * (v - network([""] * len(prompts))) if scale > 0 else v
 
 
 def Flux2KleinPipeline(p, x, s, prompts, scale, size):
@@ -62,7 +65,7 @@ def Flux2KleinPipeline(p, x, s, prompts, scale, size):
     image_ids = torch.cartesian_prod(torch.arange(1), torch.arange(h), torch.arange(w), torch.arange(1))
 
     def network(prompts):
-        e, ids = p.encode_prompt(prompts, **tokens(size["max_sequence_length"]))
+        e, ids = p.encode_prompt(prompts, max_sequence_length=size["max_sequence_length"])
         return p.transformer(
             hidden_states=x,
             timestep=s,
@@ -73,14 +76,14 @@ def Flux2KleinPipeline(p, x, s, prompts, scale, size):
             return_dict=False,
         )[0]
 
-    return guided(network(prompts), lambda: network([""] * len(x)), scale)
+    return guided(network, prompts, scale)
 
 
 def QwenImagePipeline(p, x, s, prompts, scale, size):
     h, w = grid(p, size)
 
     def network(prompts):
-        e, mask = p.encode_prompt(prompts, **tokens(size["max_sequence_length"]))
+        e, mask = p.encode_prompt(prompts, max_sequence_length=size["max_sequence_length"])
         return p.transformer(
             hidden_states=x,
             timestep=s,
@@ -90,24 +93,22 @@ def QwenImagePipeline(p, x, s, prompts, scale, size):
             return_dict=False,
         )[0]
 
-    v = network(prompts)
-    if scale <= 1:
-        return v
-    return renormalised(v, guided(v, lambda: network([""] * len(x)), scale))
+    return guided(network, prompts, scale, normed=True)
 
 
 def ZImagePipeline(p, x, s, prompts, scale, size):
     def network(prompts):
-        e, _ = p.encode_prompt(list(prompts), do_classifier_free_guidance=False, **tokens(size["max_sequence_length"]))
+        e, _ = p.encode_prompt(
+            list(prompts), do_classifier_free_guidance=False, max_sequence_length=size["max_sequence_length"]
+        )
         return -torch.stack(p.transformer(list(x[:, :, None]), 1 - s, e, return_dict=False)[0])[:, :, 0]
 
-    v = network(prompts)
-    return v + scale * (v - network([""] * len(x))) if scale > 0 else v
+    return guided_beyond(network, prompts, scale)
 
 
 def FluxKontextPipeline(p, x, s, prompts, scale, size):
     def one(x, s, prompt):
-        e, pooled, ids = p.encode_prompt([prompt], None, **tokens(size["max_sequence_length"]))
+        e, pooled, ids = p.encode_prompt([prompt], None, max_sequence_length=size["max_sequence_length"])
         picture = Image.open(prompt.images[0])
         _, w, h = min(
             (abs(picture.width / picture.height - w / h), w, h) for w, h in pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
@@ -148,8 +149,8 @@ def QwenImageEditPipeline(p, x, s, prompts, scale, size, sees=None):
         side = p.image_processor.config.vae_scale_factor
         shapes = [(1, *grid(p, size)), *((1, h // side, w // side) for w, h in sizes)]
 
-        def network(text):
-            e, mask = p.encode_prompt([text], asked, **tokens(size["max_sequence_length"]))
+        def network(texts):
+            e, mask = p.encode_prompt(texts, asked, max_sequence_length=size["max_sequence_length"])
             return p.transformer(
                 hidden_states=torch.cat([x, *packed], 1),
                 timestep=s,
@@ -159,8 +160,7 @@ def QwenImageEditPipeline(p, x, s, prompts, scale, size, sees=None):
                 return_dict=False,
             )[0][:, : x.shape[1]]
 
-        v = network(str(prompt))
-        return v if scale <= 1 else renormalised(v, guided(v, lambda: network(""), scale))
+        return guided(network, [str(prompt)], scale, normed=True)
 
     return torch.cat([one(x[i : i + 1], s[i : i + 1], prompt) for i, prompt in enumerate(prompts)])
 
@@ -175,10 +175,10 @@ def QwenImageEditPlusPipeline(p, x, s, prompts, scale, size):
 
 def WanPipeline(p, x, s, prompts, scale, size):
     def network(prompts):
-        e, _ = p.encode_prompt(prompts, do_classifier_free_guidance=False, **tokens(size["max_sequence_length"]))
+        e, _ = p.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=size["max_sequence_length"])
         return p.transformer(hidden_states=x, timestep=1000 * s, encoder_hidden_states=e, return_dict=False)[0]
 
-    return guided(network(prompts), lambda: network([""] * len(x)), scale)
+    return guided(network, prompts, scale)
 
 
 def LTXPipeline(p, x, s, prompts, scale, size):
@@ -186,7 +186,9 @@ def LTXPipeline(p, x, s, prompts, scale, size):
     frames = (size["num_frames"] - 1) // p.vae_temporal_compression_ratio + 1
 
     def network(prompts):
-        e, mask, _, _ = p.encode_prompt(prompts, do_classifier_free_guidance=False, **tokens(size["max_sequence_length"]))
+        e, mask, _, _ = p.encode_prompt(
+            prompts, do_classifier_free_guidance=False, max_sequence_length=size["max_sequence_length"]
+        )
         return p.transformer(
             hidden_states=x,
             timestep=1000 * s,
@@ -199,20 +201,18 @@ def LTXPipeline(p, x, s, prompts, scale, size):
             return_dict=False,
         )[0]
 
-    return guided(network(prompts), lambda: network([""] * len(x)), scale)
+    return guided(network, prompts, scale)
 
 
 def Lumina2Pipeline(p, x, s, prompts, scale, size):
-    def network(prompts, system):
-        n = tokens(size["max_sequence_length"])
-        texts = [system + " <Prompt Start> " + str(prompt) for prompt in prompts] if system else prompts
-        e, mask = p._get_gemma_prompt_embeds(texts, **n)
+    def network(prompts):  # what is avoided is not introduced by the system prompt
+        texts = [f"{p.system_prompt} <Prompt Start> {prompt}" if prompt else "" for prompt in prompts]
+        e, mask = p._get_gemma_prompt_embeds(texts, max_sequence_length=size["max_sequence_length"])
         return -p.transformer(
             hidden_states=x, timestep=1 - s, encoder_hidden_states=e, encoder_attention_mask=mask, return_dict=False
         )[0]
 
-    v = network(prompts, p.system_prompt)
-    return v if scale <= 1 else renormalised(v, guided(v, lambda: network([""] * len(x), ""), scale))
+    return guided(network, prompts, scale, normed=True)
 
 
 def ChromaPipeline(p, x, s, prompts, scale, size):
@@ -220,8 +220,9 @@ def ChromaPipeline(p, x, s, prompts, scale, size):
     image_ids = p._prepare_latent_image_ids(len(x), h, w, "cpu", torch.float32)
 
     def network(prompts):
-        n = tokens(size["max_sequence_length"])
-        e, ids, mask, *_ = p.encode_prompt(prompts, do_classifier_free_guidance=False, **n)
+        e, ids, mask, *_ = p.encode_prompt(
+            prompts, do_classifier_free_guidance=False, max_sequence_length=size["max_sequence_length"]
+        )
         return p.transformer(
             hidden_states=x,
             timestep=s,
@@ -232,7 +233,7 @@ def ChromaPipeline(p, x, s, prompts, scale, size):
             return_dict=False,
         )[0]
 
-    return guided(network(prompts), lambda: network([""] * len(x)), scale)
+    return guided(network, prompts, scale)
 
 
 def CogView4Pipeline(p, x, s, prompts, scale, size):
@@ -244,7 +245,9 @@ def CogView4Pipeline(p, x, s, prompts, scale, size):
 
     def network(prompts):
         def one(i):
-            e, _ = p.encode_prompt([str(prompts[i])], do_classifier_free_guidance=False, **tokens(size["max_sequence_length"]))
+            e, _ = p.encode_prompt(
+                [str(prompts[i])], do_classifier_free_guidance=False, max_sequence_length=size["max_sequence_length"]
+            )
             return p.transformer(
                 hidden_states=x[i : i + 1],
                 encoder_hidden_states=e,
@@ -257,26 +260,26 @@ def CogView4Pipeline(p, x, s, prompts, scale, size):
 
         return torch.cat([one(i) for i in range(len(x))])
 
-    return guided(network(prompts), lambda: network([""] * len(x)), scale)
+    return guided(network, prompts, scale)
 
 
 def SanaPipeline(p, x, s, prompts, scale, size):
     instruction = inspect.signature(type(p).__call__).parameters["complex_human_instruction"].default
 
-    def network(prompts, instruction):
-        n = size["max_sequence_length"]
+    def network(prompts):
+        n, instructed = size["max_sequence_length"], instruction if any(prompts) else None
         e, mask = p._get_gemma_prompt_embeds(
             [str(prompt) for prompt in prompts],
             "cpu",
             torch.float32,
             max_sequence_length=n,
-            complex_human_instruction=instruction,
+            complex_human_instruction=instructed,
         )
         kept = [0, *range(-n + 1, 0)]
-        e, mask = (e[:, kept], mask[:, kept]) if instruction else (e, mask)
+        e, mask = (e[:, kept], mask[:, kept]) if instructed else (e, mask)
         return p.transformer(x, encoder_hidden_states=e, encoder_attention_mask=mask, timestep=1000 * s, return_dict=False)[0]
 
-    return guided(network(prompts, instruction), lambda: network([""] * len(x), None), scale)
+    return guided(network, prompts, scale)
 
 
 def Krea2Pipeline(p, x, s, prompts, scale, size):
@@ -293,10 +296,4 @@ def Krea2Pipeline(p, x, s, prompts, scale, size):
             return_dict=False,
         )[0]
 
-    v = network(prompts)
-    return v + scale * (v - network([""] * len(x))) if scale > 0 else v
-
-
-def renormalised(v, combined):
-    """`combined` with the norm of v along the last axis."""
-    return combined * (v.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+    return guided_beyond(network, prompts, scale)
