@@ -116,7 +116,7 @@ MUTATIONS = [
         "core/types.py",
         "values.where(values.isfinite(), torch.nan)",
         "values",
-        "tests/training/test_faults.py::test_infinite_scores_are_no_scores",
+        "tests/training/test_faults.py::test_scores_that_are_no_numbers_teach_nothing_and_are_counted",
     ),
     Mutation("rollout/scoring.py", "clips[:, :: frames.every]", "clips", "tests/rollout/test_frames.py"),
     Mutation("lab/plan/rewards.py", "* parse_dtype(dtype).itemsize", "* 4", "tests/rewards/test_declarations.py"),
