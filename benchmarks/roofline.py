@@ -1,8 +1,8 @@
 """What a network call of a recipe takes on a card by its roofline: products, attention, and reading and writing between them.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.roofline --out benchmarks/results/roofline.json    # ten minutes of one core
+    OMP_NUM_THREADS=1 python -m benchmarks.roofline --out benchmarks/results/roofline.json    # two minutes of one core
 
-A derivation, not a measurement: the call of the whole model is traced on tensors without data (`g2rpo.lab.plan.roofline`).
+A derivation, not a measurement: a call is traced on tensors without data (`g2rpo.lab.plan.roofline`).
 Assumed are the shares of a card's rates that kernels reach (`roofline.USUAL`), and that a compiler makes one kernel of all that
 lies between two products. "at peak" has every kernel at the datasheet's rates.
 """
@@ -19,8 +19,9 @@ from typing import Any
 from g2rpo.app.train import load_config
 from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.lab.plan.cards import find_card
-from g2rpo.lab.plan.counting import plans_in
-from g2rpo.lab.plan.roofline import ATTENTION, PEAK, PRODUCTS, USUAL, Reached, Roofline, rollout_call, training_call
+from g2rpo.lab.plan.counting import count, settled
+from g2rpo.lab.plan.roofline import ATTENTION, PEAK, PRODUCTS, USUAL, Reached, Roofline
+from g2rpo.lab.plan.trace import trace_calls
 
 WAYS: dict[str, list[str]] = {
     "autocast": [],
@@ -32,11 +33,11 @@ WAYS: dict[str, list[str]] = {
 
 def calls(recipe: str, overrides: Sequence[str], training: bool) -> Iterator[tuple[str, Roofline]]:
     """The calls of a recipe, by name: a rollout's at its batch size, and the training pass at its own."""
-    config = load_config(recipe, overrides)
-    blueprint = read_blueprint(config.policy)
-    yield "rollout", rollout_call(blueprint, config, int(config.sampling.batch_size))
+    config = settled(load_config(recipe, overrides), cuda=True)
+    traced = trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True)
+    yield "rollout", traced.velocity.roofline
     if training:
-        yield "training", training_call(blueprint, config, config.trainer.micro_batch_size, set(plans_in(config, 0)))
+        yield "training", traced.training.roofline
 
 
 def rows(recipe: str, device: str, training: bool, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -59,7 +60,7 @@ def figures(roofline: Roofline, card: Any) -> dict[str, Any]:
     seconds = products + attention + moving
     return {
         "flops": roofline.flops,
-        "kernels": len(roofline.kernels),
+        "kernels": roofline.launches,
         "products": products,
         "attention": attention,
         "between": moving,

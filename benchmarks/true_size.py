@@ -35,7 +35,6 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
-from g2rpo.lab.plan.flops import operations
 from g2rpo.lab.plan.plan import COUNTED, make_plan
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -103,7 +102,7 @@ def planned(args: argparse.Namespace, shape: Blueprint, config: Config) -> dict[
     return {
         "bytes": max(plan.memory.moments[moment] for moment in ("rollout", "decoding", "update")),
         "evaluations": plan.counts.mean(EVALUATED),
-        "flops": operations(shape, config).forward,
+        "flops": plan.traced.single.roofline.flops,
     }
 
 

@@ -13,7 +13,8 @@ from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.plan.flops import operations
+from g2rpo.lab.plan.counting import count, settled
+from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.quantized import KINDS, QuantizedLinear, check, weights_of
 from tests.support.commands import g2rpo
@@ -228,8 +229,12 @@ def test_a_plan_counts_the_operations_of_quantised_layers(tiny_config, kind):
     plain, quantized = (
         load_config(str(tiny_config), ["policy.dtype=bfloat16", f"policy.quantize={how}"]) for how in ("none", kind)
     )
-    count = [operations(read_blueprint(config.policy), config) for config in (plain, quantized)]
-    assert count[0] == count[1] and count[0].linear > 0
+    calls = [
+        trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True)
+        for config in (settled(plain, True), settled(quantized, True))
+    ]
+    flops = [(traced.single.roofline.flops, traced.velocity.roofline.flops) for traced in calls]
+    assert flops[0] == flops[1] > (0, 0)
 
 
 def test_float8_is_tried_before_a_run_begins(monkeypatch):

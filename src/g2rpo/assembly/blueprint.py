@@ -117,11 +117,10 @@ def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy
     return _built(blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()})
 
 
-def build_shallow(blueprint: Blueprint, config: PolicyConfig, whole: bool = False) -> tuple[DiffusersPolicy, list[int]]:
-    """The same without text encoders and with two blocks of every kind (`whole`: all), and how many blocks each of these
-    represents."""
+def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[DiffusersPolicy, list[int]]:
+    """The same without text encoders and with two blocks of every kind, and how many blocks each of these represents."""
     modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
-    times = [] if whole else thin(modules["transformer"])
+    times = thin(modules["transformer"])
     return _built(blueprint, config, modules), times
 
 

@@ -121,9 +121,6 @@ def plan(
     ranks: Annotated[int, typer.Option(min=1, help="Processes, a device each, that share the prompts.")] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of these, on one machine; default up to 8.")] = None,
     network: Annotated[float, typer.Option(min=0.01, help="GB/s that a machine sends to others; 12.5 is 100 Gbit/s.")] = 12.5,
-    utilisation: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="The share of a card's datasheet TFLOP/s that is assumed to be used.")
-    ] = 0.4,
     probe: Annotated[
         bool | None, typer.Option("--probe/--no-probe", help="Time a few calls on this machine; default where that is quick.")
     ] = None,
@@ -137,7 +134,7 @@ def plan(
 
         if device is not None or probe:
             raise UserError("--cards is about every card; leave --device and --probe out")
-        rows = on_cards(recipe, overrides or [], ranks, utilisation, ranks_per_node)
+        rows = on_cards(recipe, overrides or [], ranks, ranks_per_node)
         if as_json:
             say(console, json.dumps({key: row.plain() for key, row in rows.items()}, indent=1))
         else:
@@ -153,7 +150,6 @@ def plan(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         network=network,
-        utilisation=utilisation,
         probe=probe,
     )
     if as_json:

@@ -10,8 +10,7 @@ from g2rpo.assembly.blueprint import build_on_meta, read_blueprint, shapes_of
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.counting import count
-from g2rpo.lab.plan.flops import operations
-from g2rpo.lab.plan.trace import working_sets
+from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.policies.catalogue import SPECS
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
@@ -55,18 +54,19 @@ def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
     assert shapes == policy.shapes(12) and shapes.rows == (2 if policy.guided else 1)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         policy.velocity(*trace.inputs(policy, shapes, 1))
-    assert operations(blueprint, c).forward == counted.get_total_flops()
+    traced = trace_calls(blueprint, c, count(c, 1), like_cuda=False)
+    assert traced.single.roofline.flops == counted.get_total_flops()
 
 
 @pytest.mark.parametrize("kind", few(["ZImagePipeline", "WanPipeline", "QwenImageEditPipeline"], "WanPipeline".__eq__))
 def test_memory_is_traced_with_gradients_and_decoding(kind, tmp_path):
     c = planned(kind, tmp_path)
-    sets = working_sets(read_blueprint(c.policy), c, count(c, 1), like_cuda=True)
-    assert sets.training > 0 and sets.velocity > 0 and sets.decode > 0
+    sets = trace_calls(read_blueprint(c.policy), c, count(c, 1), like_cuda=True)
+    assert sets.training.peak > 0 and sets.velocity.peak > 0 and sets.decode.peak > 0
 
 
 @pytest.mark.parametrize("kind", WITH_VALUES_READ)
 def test_a_model_that_cannot_be_planned_is_one_message(kind, tmp_path):
     c = planned(kind, tmp_path)
     with pytest.raises(UserError, match="reads values of tensors"):
-        operations(read_blueprint(c.policy), c)
+        trace_calls(read_blueprint(c.policy), c, count(c, 1), like_cuda=True)

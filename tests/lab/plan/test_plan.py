@@ -90,10 +90,10 @@ def test_every_schedule_of_every_algorithm_can_be_planned(capsys, tiny_config, w
 
 def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
     model = [f"policy.path={sd3_directory}", "policy.guidance_scale=4.5"]
-    code, out, err = g2rpo(capsys, "plan", tiny_config, *model, "--device", "a100", "--utilisation", "0.25")
+    code, out, err = g2rpo(capsys, "plan", tiny_config, *model, "--device", "a100")
     assert code == 0, err
     text = " ".join(out.split())
-    assert "guidance takes two" in text and "25% are assumed" in text and "It fits" in text
+    assert "guidance takes two" in text and "by roofline" in text and "It fits" in text
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,6 @@ def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
         (["scenes-fast", "algorithm.name=mixgrpo_flash"], "algorithm mixgrpo_flash does not fit sampling.tails: forecast"),
         (["sd35-medium-lora", "policy.path=black-forest-labs/FLUX.1-dev"], "is a FluxPipeline, but this recipe is for a"),
         (["scenes", "policy.path=/no/such/model"], "is no directory"),
-        (["scenes", "--utilisation", "2"], ""),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, arguments, message):

@@ -92,7 +92,6 @@ def plan(
     ranks: int,
     ranks_per_node: int | None,
     network: float,
-    utilisation: float,
     probe: bool | None,
 ) -> Answer:
     """The plan of `recipe` on `ranks` devices, `ranks_per_node` in a machine that sends `network` GB/s to others, what
@@ -117,7 +116,7 @@ def plan(
     result = made(config)
     alone = ranks == 1 and target.own and target.holds(result)
     quick = alone and _on_disk(config) and (target.cuda or result.parameters < SMALL)
-    seconds = result.seconds(target.card, utilisation) if target.card else None
+    seconds = result.seconds(target.card) if target.card else None
     if probe or (probe is None and quick):
         try:
             seconds = _measured(result, device)
@@ -125,8 +124,8 @@ def plan(
             if probe:
                 raise
             notes.append(f"No probe of this machine: {error}")
-    cards = {} if seconds else _cards(result if target.cuda else plans(config, cuda=True), utilisation)
-    alternative = None if target.holds(result) else _alternative(recipe, overrides, config, ranks, made, target, utilisation)
+    cards = {} if seconds else _cards(result if target.cuda else plans(config, cuda=True))
+    alternative = None if target.holds(result) else _alternative(recipe, overrides, config, ranks, made, target)
     return Answer(
         recipe=recipe,
         plan=result,
@@ -154,7 +153,6 @@ def _alternative(
     ranks: int,
     made: Callable[[Config], Estimate],
     target: Target,
-    utilisation: float,
 ) -> Alternative | None:
     """Overrides of `config` that fit, and their cost."""
 
@@ -166,7 +164,7 @@ def _alternative(
     if extra is None:
         return None
     plan = changed(*extra)
-    return Alternative(extra, plan.memory.needed, plan.seconds(target.card, utilisation) if target.card else None)
+    return Alternative(extra, plan.memory.needed, plan.seconds(target.card) if target.card else None)
 
 
 def listed_prompts(config: Config, notes: list[str]) -> tuple[int, int]:
@@ -202,10 +200,10 @@ def _measured(result: Estimate, device: str | None) -> Seconds:
     return by_probe(trainer, result.counts, result.distinct_prompts, cached=config.prompts.cache != "off")
 
 
-def _cards(result: Estimate, utilisation: float) -> dict[str, tuple[bool, Seconds]]:
+def _cards(result: Estimate) -> dict[str, tuple[bool, Seconds]]:
     """Whether a CUDA plan fits on each known card, and its time there."""
     return {
-        key: (result.memory.needed <= find_target(key).capacity, result.seconds(card, utilisation))
+        key: (result.memory.needed <= find_target(key).capacity, result.seconds(card))
         for key, card in CARDS.items()
         if card.float8 or result.config.policy.quantize != "fp8"
     }

@@ -31,9 +31,7 @@ class OnCard:
         return {**asdict(self), "fits": self.overrides is not None}
 
 
-def on_cards(
-    recipe: str, overrides: Sequence[str], ranks: int, utilisation: float, ranks_per_node: int | None = None
-) -> dict[str, OnCard]:
+def on_cards(recipe: str, overrides: Sequence[str], ranks: int, ranks_per_node: int | None = None) -> dict[str, OnCard]:
     """The run on every card that can compute it."""
     config = load_config(recipe, overrides)
     check_rewards({**config.rewards, **config.evaluation.rewards})
@@ -60,5 +58,5 @@ def on_cards(
         capacity = find_target(key).capacity
         extra = fitting(capacity)
         run = changed(*(extra or ()))
-        found[key] = OnCard(extra, run.memory.needed, capacity, run.seconds(card, utilisation).run)
+        found[key] = OnCard(extra, run.memory.needed, capacity, run.seconds(card).run)
     return found

@@ -10,7 +10,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import keeps_old
 from g2rpo.lab.plan.counting import Counts, Iteration
 from g2rpo.lab.plan.rewards import RewardCost
-from g2rpo.lab.plan.trace import WorkingSets
+from g2rpo.lab.plan.trace import Calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
@@ -44,7 +44,7 @@ def plan_memory(
     shapes: Shapes,
     reward_costs: dict[str, RewardCost | None],
     counts: Counts,
-    traced: WorkingSets,
+    traced: Calls,
     *,
     cuda: bool,
     distinct_prompts: int,
@@ -75,20 +75,21 @@ def plan_memory(
         "finished latents, as rows": finals,
         **({"gathered layers": layers} if layers else {}),
         **({"all weights, gathered to sample": sampled} if config.trainer.sharding == "training" else {}),
-        "network call": traced.velocity,
-        "decoding": traced.decode,
-        "training pass": traced.training,
+        "network call": traced.velocity.peak,
+        "decoding": traced.decode.peak,
+        "training pass": traced.training.peak,
         "optimizer step": 0 if cuda or config.trainer.sharding != "none" else _optimizer_scratch(policy),
         **({"averaged weights swapped in": trained["weights"]["trained weights"]} if config.optim.ema_decay else {}),
     }
     stays = sum(always.values()) + sum(after.values())
     held = stays + sum(work.values())  # without what only a rollout and decoding have: `finals` a second time, as rows
+    sampling = max(traced.velocity.peak, traced.decode.peak)
     moments = {
         "encoding prompts": encoders if parked else sum(always.values()) + encoders,
-        "rollout": held + finals + sampled + traced.velocity,
-        "decoding": held + finals + working.get("all weights, gathered to sample", 0) + traced.decode,
-        "update": held + max(2 * layers + traced.training, working["optimizer step"]),  # layers, and gradients of layers
-        "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + max(traced.velocity, traced.decode),
+        "rollout": held + finals + sampled + traced.velocity.peak,
+        "decoding": held + finals + working.get("all weights, gathered to sample", 0) + traced.decode.peak,
+        "update": held + max(2 * layers + traced.training.peak, working["optimizer step"]),  # layers, and gradients of layers
+        "evaluation": stays + working.get("averaged weights swapped in", 0) + sampled + sampling,
     }
     peak, copies = max(moments.values()), 1 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
     return Memory(

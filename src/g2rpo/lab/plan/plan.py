@@ -17,12 +17,11 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, loading
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import Counts, Iteration, count, settled
-from g2rpo.lab.plan.flops import operations
 from g2rpo.lab.plan.memory import Memory, plan_memory
 from g2rpo.lab.plan.network import NETWORK, Layout, Limit, Traffic, limit_of, nodes_of, traffic
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import Seconds, Work, on_card, work_of
-from g2rpo.lab.plan.trace import WorkingSets, working_sets
+from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
@@ -80,7 +79,7 @@ class Estimate:
     cuda: bool
     counts: Counts
     memory: Memory
-    traced: WorkingSets
+    traced: Calls
     blueprint: Blueprint
     policy: DiffusersPolicy
     """On the meta device."""
@@ -102,8 +101,7 @@ class Estimate:
     @cached_property
     def work(self) -> Work:
         prompts = math.ceil(self.distinct_prompts / self.ranks)
-        traced = operations(self.blueprint, self.config)
-        return work_of(self.config, self.policy, self.shapes, traced, self.reward_costs, prompts)
+        return work_of(self.config, self.policy, self.shapes, self.traced, self.reward_costs, prompts)
 
     @property
     def parameters(self) -> int:
@@ -114,9 +112,9 @@ class Estimate:
     def trained_parameters(self) -> int:
         return sum(p.numel() for p in self.policy.trainable_parameters())
 
-    def seconds(self, card: Card, utilisation: float) -> Seconds:
+    def seconds(self, card: Card) -> Seconds:
         """The time on a card, by its datasheet, without what ranks send each other."""
-        return on_card(card, utilisation, self.counts, self.work)
+        return on_card(card, self.counts, self.work)
 
     def limit(self, card: Card, seconds: Seconds) -> Limit:
         """What limits an iteration that takes such `seconds` on a card."""
@@ -150,7 +148,7 @@ def make_plan(
     same = [it.traced for it in alike if _calls(it.config, it.counts, it.cuda) == _calls(config, counts, cuda)]
     with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):
         policy = alike[0].policy if alike else build_on_meta(blueprint, config.policy)
-        traced = same[0] if same else working_sets(blueprint, config, counts, like_cuda=cuda)
+        traced = same[0] if same else trace_calls(blueprint, config, counts, like_cuda=cuda)
         shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
     device, length = "cuda" if cuda else "cpu", config.policy.num_frames or 1

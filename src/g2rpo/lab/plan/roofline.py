@@ -1,14 +1,15 @@
 """The roofline of network calls (Williams et al., 2009): operations over the rate at which a card computes, bytes over the rate
 at which it reads and writes, kernel by kernel.
 
-A call of the whole model is traced on tensors without data, so casts of autocast, adapters and dequantised weights count as
-they are. It is a lower bound: every kernel at the given rates, none waiting for its launch.
+Calls are traced on tensors without data, so casts of autocast, adapters and dequantised weights count as they are.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,28 +19,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from g2rpo.assembly.blueprint import Blueprint, shapes_of
-from g2rpo.config.schema import Config
-from g2rpo.core.types import Plan
-from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.cards import Card
-from g2rpo.lab.plan.flops import FLOAT8
-from g2rpo.lab.plan.trace import inputs, shallow_policy, training_pass
 
 PRODUCTS, ATTENTION, NORMS, CASTS, REST = "products", "attention", "norms", "casts", "elementwise"
 """Kinds of kernels: matrix products; attention in one kernel; layer and RMS norms; changes of dtype; all others."""
+FLOAT8 = getattr(torch.ops.aten, "_scaled_mm_v2", None)
+"""The product of `policies.quantized.Float8Linear`, for which torch's counter has no formula."""
 MADE_WITHOUT_READING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: its kind, floating-point operations and their dtype, and the bytes it reads and writes, by storage."""
+    """One kernel: its kind, floating-point operations and their dtype, the bytes it reads and writes, by storage, and how many
+    kernels of the model it stands for."""
 
     kind: str
     flops: float
     dtype: str
     reads: Mapping[int, int]
     writes: Mapping[int, int]
+    times: int = 1
 
     @property
     def moved(self) -> int:
@@ -47,12 +46,17 @@ class Kernel:
 
 
 class Kernels(TorchDispatchMode):
-    """While entered, records a `Kernel` for every operation that computes or copies. Views are none."""
+    """While entered, records a `Kernel` for every operation that computes or copies. Views are none.
 
-    def __init__(self) -> None:
+    `times` returns how many kernels of the model the present one stands for.
+    """
+
+    def __init__(self, times: Callable[[], int] = lambda: 1) -> None:
         super().__init__()
         self.kernels: list[Kernel] = []
-        self._alive: list[Any] = []  # a storage that dies would give its number to another
+        self.times = times
+        self._numbers = itertools.count()
+        self._number: dict[int, int] = {}  # of live storages: a later one may get the address of one that died
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -63,7 +67,7 @@ class Kernels(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name not in MADE_WITHOUT_READING:
             kind, flops, dtype = _work(func, name, args, kwargs, out)
-            self.kernels.append(Kernel(kind, flops, dtype, given, made))
+            self.kernels.append(Kernel(kind, flops, dtype, given, made, self.times()))
         return out
 
     def _sizes(self, values: Any) -> dict[int, int]:
@@ -72,9 +76,12 @@ class Kernels(TorchDispatchMode):
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                self._alive.append(storage)
+                if storage._cdata not in self._number:
+                    self._number[storage._cdata] = next(self._numbers)
+                    weakref.finalize(storage, self._number.pop, storage._cdata, None).atexit = False
                 size = min(leaf.numel() * leaf.element_size(), storage.nbytes())
-                sizes[storage._cdata] = max(sizes[storage._cdata], size)
+                number = self._number[storage._cdata]
+                sizes[number] = max(sizes[number], size)
         return dict(sizes)
 
 
@@ -84,8 +91,8 @@ def _work(func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> tuple[st
     dtype = "float8" if first is not None and first.element_size() == 1 else str(getattr(first, "dtype", "")).split(".")[-1]
     if "scaled_dot_product" in name:
         return ATTENTION, _attention(args, backward="backward" in name), dtype
-    if (count := FLOAT8.get(func.overloadpacket)) is not None:
-        return PRODUCTS, float(count(args[0].shape, args[1].shape)), dtype
+    if func.overloadpacket is FLOAT8:
+        return PRODUCTS, 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1], dtype
     if (count := flop_registry.get(func.overloadpacket)) is not None:
         return PRODUCTS, float(count(*args, **kwargs, out_val=out)), dtype
     if name == "_to_copy":
@@ -102,16 +109,20 @@ def _attention(args: tuple, backward: bool) -> float:
 
 @dataclass(frozen=True)
 class Reached:
-    """The shares of a card's rates that kernels reach: products of matrices, attention, reading and writing."""
+    """The shares of a card's rates that kernels reach: products of matrices, attention, reading and writing; and, whole, models
+    that are not traced (text encoders, rewards). `launch`: seconds of the host for each kernel."""
 
     products: float
     attention: float
     bandwidth: float
+    models: float = 1.0
+    launch: float = 0.0
 
 
 PEAK = Reached(1.0, 1.0, 1.0)
-USUAL = Reached(0.7, 0.4, 0.85)
-"""Assumed: what large kernels of cuBLAS, FlashAttention 2 and elementwise loops are reported to reach on an H100."""
+USUAL = Reached(0.7, 0.4, 0.85, 0.4, 6e-6)
+"""Assumed: what large kernels of cuBLAS, FlashAttention 2 and elementwise loops are reported to reach on an H100, and the
+host's time for a call of an operator. docs/performance.md compares the result with published times."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +133,14 @@ class Roofline:
 
     @property
     def flops(self) -> float:
-        return sum(kernel.flops for kernel in self.kernels)
+        return sum(kernel.times * kernel.flops for kernel in self.kernels)
+
+    @property
+    def launches(self) -> int:
+        return sum(kernel.times for kernel in self.kernels)
 
     def bytes(self, *kinds: str) -> int:
-        return sum(kernel.moved for kernel in self.kernels if kernel.kind in kinds)
+        return sum(kernel.times * kernel.moved for kernel in self.kernels if kernel.kind in kinds)
 
     def seconds(self, card: Card, reached: Reached = PEAK) -> dict[str, float]:
         """By kind: each kernel's operations or bytes, whichever takes longer."""
@@ -133,8 +148,13 @@ class Roofline:
         for kernel in self.kernels:
             share = reached.attention if kernel.kind == ATTENTION else reached.products
             computed = kernel.flops / (card.tflops(kernel.dtype) * 1e12 * share)
-            found[kernel.kind] += max(computed, kernel.moved / (card.bandwidth * 1e9 * reached.bandwidth))
+            moved = kernel.moved / (card.bandwidth * 1e9 * reached.bandwidth)
+            found[kernel.kind] += kernel.times * max(computed, moved)
         return found
+
+    def call(self, card: Card, reached: Reached) -> float:
+        """Seconds of the call: of its kernels, or of their launches if these take longer."""
+        return max(sum(self.seconds(card, reached).values()), self.launches * reached.launch)
 
     def fused(self) -> Roofline:
         """What a compiler could leave at best: between two products, one kernel reads what comes from outside it once, and
@@ -169,30 +189,11 @@ def _readers(products: Iterable[Kernel], stages: Mapping[int, Iterable[Kernel]])
     return found
 
 
-def _one(stage: int, kernels: Iterable[Kernel], read_by: Mapping[int, set[int]]) -> Kernel:
+def _one(stage: int, kernels: Sequence[Kernel], read_by: Mapping[int, set[int]]) -> Kernel:
     reads: dict[int, int] = {}
     writes: dict[int, int] = {}
     for kernel in kernels:
         reads |= {storage: size for storage, size in kernel.reads.items() if storage not in writes}
         writes |= kernel.writes
     kept = {storage: size for storage, size in writes.items() if read_by.get(storage, set()) != {stage}}
-    return Kernel(REST, 0.0, "", reads, kept)
-
-
-def rollout_call(blueprint: Blueprint, config: Config, rows: int) -> Roofline:
-    """Of a rollout's network call with `rows` evaluations, on a GPU."""
-    return _traced(blueprint, config, lambda policy, shapes: policy.velocity(*inputs(policy, shapes, rows)), grad=False)
-
-
-def training_call(blueprint: Blueprint, config: Config, rows: int, plans: Iterable[Plan]) -> Roofline:
-    """Of a training pass over `rows` latents of `plans`, forward and backward, on a GPU."""
-    return _traced(blueprint, config, lambda policy, shapes: training_pass(policy, config, shapes, plans, rows), grad=True)
-
-
-def _traced(blueprint: Blueprint, config: Config, call: Callable[[Any, Any], object], grad: bool) -> Roofline:
-    with shallow_policy(blueprint, config, whole=True) as (policy, _):
-        shapes = shapes_of(policy, blueprint)
-        CudaAutocast().apply_to(policy.pipeline.transformer)
-        with torch.set_grad_enabled(grad), Kernels() as traced:
-            call(policy, shapes)
-    return Roofline(tuple(traced.kernels))
+    return Kernel(REST, 0.0, "", reads, kept, max(kernel.times for kernel in kernels))

@@ -1,4 +1,4 @@
-"""The time of a run on a card, from operations, bytes and a datasheet."""
+"""The time of a run on a card, from the rooflines of its calls and a datasheet."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
-from g2rpo.assembly.blueprint import size_of
 from g2rpo.config.schema import Config
 from g2rpo.lab.plan.cards import Card
 from g2rpo.lab.plan.counting import Counts, Iteration
-from g2rpo.lab.plan.flops import Operations
-from g2rpo.lab.plan.rewards import RewardCost, count_flops
+from g2rpo.lab.plan.rewards import RewardCost
+from g2rpo.lab.plan.roofline import USUAL, Reached
+from g2rpo.lab.plan.trace import Calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 
@@ -41,20 +41,13 @@ def summed(iteration: dict[str, float], encoding: float, evaluation: float, coun
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Operations of one evaluation, training row, picture, prompt and score; bytes to move."""
+    """Calls of a run, whose kernels are traced; operations of what is not traced; bytes to move."""
 
+    calls: Calls
     dtype: str
-    evaluation: float
-    training_row: float
-    picture: float
     prompt: float
     score: dict[str, tuple[float, str]]
     """Operations and dtype, by reward that is computed on the device."""
-    float8: float
-    """Of an evaluation's operations, those in float8; of a training row's, as many in each forward pass."""
-    forwards: int
-    """Forward passes of a training row."""
-    weights: int
     trained: int
     trained_rewards: tuple[str, ...]
     ahead: int
@@ -65,23 +58,17 @@ def work_of(
     config: Config,
     policy: DiffusersPolicy,
     shapes: Shapes,
-    operations: Operations,
+    calls: Calls,
     reward_costs: Mapping[str, RewardCost | None],
     distinct_prompts: int,
 ) -> Work:
-    """The work of a run of `config`, whose policy on the meta device is `policy`; `operations` are those of an evaluation."""
-    transformer = policy.pipeline.transformer
+    """The work of a run of `config`, whose policy on the meta device is `policy`."""
     here = {name: known for name, known in reward_costs.items() if known is not None and known.device.startswith("cuda")}
     return Work(
+        calls=calls.compiled() if config.policy.compile else calls,
         dtype=config.policy.dtype,
-        evaluation=operations.forward,
-        training_row=operations.training(config.policy.gradient_checkpointing),
-        float8=operations.linear if config.policy.quantize == "fp8" else 0.0,
-        forwards=2 if config.policy.gradient_checkpointing else 1,
-        picture=count_flops(lambda: policy.decode(torch.empty(1, *shapes.latent, device="meta"))),
         prompt=_encoder_flops(policy, shapes),
         score={name: (known.flops, known.dtype) for name, known in here.items()},
-        weights=size_of(transformer),
         trained=sum(p.nbytes for p in policy.trainable_parameters()),
         trained_rewards=tuple(config.rewards),
         ahead=distinct_prompts if config.prompts.cache != "off" else 0,
@@ -99,42 +86,44 @@ def _encoder_flops(policy: DiffusersPolicy, shapes: Shapes) -> float:
     return total * shapes.rows
 
 
-def on_card(card: Card, utilisation: float, counts: Counts, work: Work) -> Seconds:
-    """Operations / (datasheet rate * utilisation), or bytes / bandwidth where that is longer.
+def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL) -> Seconds:
+    """The rooflines of all calls; a call between the smallest and the largest that were traced is interpolated.
 
-    Every network call reads all weights once; an optimizer step passes `OPTIMIZER_PASSES` times over what is trained. Not
-    counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting) and rewards elsewhere.
+    Not counted: work of the host (preprocessing of rewards, pictures, checkpoints, starting), compiling, rewards elsewhere.
     """
 
     def compute(flops: float, dtype: str = work.dtype) -> float:
-        return flops / (card.tflops(dtype) * 1e12 * utilisation)
-
-    def move(size: float) -> float:
-        return size / (card.bandwidth * 1e9)
+        return flops / (card.tflops(dtype) * 1e12 * reached.models)
 
     def scoring(names: Iterable[str]) -> float:
         return sum(compute(*work.score[name]) for name in names if name in work.score)
 
-    saved = compute(work.float8) - compute(work.float8, "float8") if work.float8 else 0.0
-    row, picture, reading = compute(work.evaluation) - saved, compute(work.picture), move(work.weights)
-    training_row = compute(work.training_row) - work.forwards * saved
-    prompt = 0.0 if work.ahead else compute(work.prompt)
+    single, largest, passed, decoded = (
+        (call.rows, call.roofline.call(card, reached))
+        for call in (work.calls.single, work.calls.velocity, work.calls.training, work.calls.decode)
+    )
 
-    def rollout(iteration: Iteration) -> float:
-        return sum(max(rows * row, reading) for rows in iteration.calls)
+    def velocity(rows: int) -> float:
+        return float(np.interp(rows, [single[0], largest[0]], [single[1], largest[1]]))
+
+    picture, training_row = decoded[1] / decoded[0], passed[1] / passed[0]
+    prompt = 0.0 if work.ahead else compute(work.prompt)
+    step = OPTIMIZER_PASSES * work.trained / (card.bandwidth * 1e9 * reached.bandwidth)
 
     def update(iteration: Iteration) -> float:
-        passes = sum(max(rows * training_row, 3 * reading) for rows in iteration.passes)
-        return passes + iteration.reference_rows * row + iteration.optimizer_steps * OPTIMIZER_PASSES * move(work.trained)
+        reference = iteration.reference_rows * largest[1] / largest[0]
+        return iteration.training_rows * training_row + reference + iteration.optimizer_steps * step
 
     iteration = {
         **({"encode": counts.prompts_drawn * prompt} if prompt else {}),
-        "rollout": counts.mean(rollout),
+        "rollout": counts.mean(lambda it: sum(map(velocity, it.calls))),
         "decode": counts.mean(lambda it: it.images) * picture,
         "rewards": counts.mean(lambda it: it.images) * scoring(work.trained_rewards),
         "update": counts.mean(update),
     }
-    evaluation = counts.heldout_evaluations * row + counts.heldout * (prompt + picture + scoring(work.score))
-    rate = f"{card.tflops(work.dtype):g} TFLOP/s in {work.dtype} (datasheet)"
-    basis = f"{card.name}: {rate}, of which {utilisation:.0%} are assumed to be used"
+    evaluation = counts.heldout_evaluations * largest[1] / largest[0]
+    evaluation += counts.heldout * (prompt + picture + scoring(work.score))
+    shares = f"products {reached.products:.0%}, attention {reached.attention:.0%}, moving {reached.bandwidth:.0%}"
+    rates = f"{card.tflops(work.dtype):g} TFLOP/s in {work.dtype}, {card.bandwidth:g} GB/s"
+    basis = f"{card.name} by roofline: {rates} (datasheet), of which are reached (assumed): {shares}"
     return summed(iteration, compute(work.ahead * work.prompt), evaluation, counts, basis)

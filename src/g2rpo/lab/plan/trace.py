@@ -1,4 +1,4 @@
-"""Activation memory, by tracing the policy's code on tensors with shapes and no data.
+"""Activation memory and kernels of calls, by tracing the policy's code on tensors with shapes and no data.
 
 Every storage is counted from its allocation to its release, through forward, checkpointing, autocast's weight casts and
 backward. Kernels' workspaces and the allocator's rounding are not counted.
@@ -6,12 +6,13 @@ backward. Kernels' workspaces and the allocator's rounding are not counted.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Batch, Cond, Plan
 from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.counting import Counts
+from g2rpo.lab.plan.roofline import Kernel, Kernels, Roofline
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 from g2rpo.rollout.planning import dry_rollout
@@ -68,16 +70,31 @@ class LiveBytes(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class WorkingSets:
-    """Peak temporary bytes of one rollout call, one training pass, and one decoded batch."""
+class Call:
+    """One traced call: its rows (latents, or pictures decoded), its peak of temporary bytes, and its kernels."""
 
-    velocity: int
-    training: int
-    decode: int
+    rows: int
+    peak: int
+    roofline: Roofline
 
 
-def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool) -> WorkingSets:
-    """Traces the largest call of each kind on a shallow copy of the model whose blocks represent all blocks.
+@dataclass(frozen=True)
+class Calls:
+    """The largest rollout call, training pass and decoded batch of a run; and a rollout call of one evaluation."""
+
+    velocity: Call
+    training: Call
+    decode: Call
+    single: Call
+
+    def compiled(self) -> Calls:
+        """With the transformer's kernels fused, as a compiler could at best."""
+        fused = {name: replace(call, roofline=call.roofline.fused()) for name, call in vars(self).items() if name != "decode"}
+        return replace(self, **fused)
+
+
+def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cuda: bool) -> Calls:
+    """Traces calls on a shallow copy of the model whose blocks represent all blocks.
 
     Gradients are taken to exist already, as they do from the second pass on. `like_cuda` computes with CUDA's autocast, which
     has norms and powers in float32, instead of the CPU's. `config` has settled batch sizes. Gathered weights of a sharded model
@@ -87,19 +104,25 @@ def working_sets(blueprint: Blueprint, config: Config, counts: Counts, *, like_c
         shapes = shapes_of(policy, blueprint)
         most = int(config.sampling.batch_size)
         rows = max(counts.largest(lambda it: it.calls), min(most, counts.heldout))
-        images = max(counts.largest(lambda it: [it.images]), counts.heldout)
+        pictures = min(int(config.sampling.decode_batch_size), max(counts.largest(lambda it: [it.images]), counts.heldout))
+        passed = counts.largest(lambda it: it.passes)
         plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
         kept = list(_tensors(policy))
         if like_cuda:
             for network in (policy.pipeline.transformer, policy.pipeline.vae):
                 CudaAutocast().apply_to(network)
-        with torch.no_grad(), LiveBytes(kept) as velocity, _standing_for(velocity, policy, times):
-            policy.velocity(*inputs(policy, shapes, rows))
-        with LiveBytes(kept) as training, _standing_for(training, policy, times):
-            training_pass(policy, config, shapes, plans, counts.largest(lambda it: it.passes))
-        with torch.no_grad(), LiveBytes(kept) as decode:
-            policy.decode(torch.empty(min(int(config.sampling.decode_batch_size), images), *shapes.latent))
-    return WorkingSets(velocity.peak, training.peak, decode.peak)
+
+        def traced(rows: int, call: Callable[[], object], grad: bool = False) -> Call:
+            with torch.set_grad_enabled(grad), _standing_for(policy, times, kept) as (live, kernels):
+                call()
+            return Call(rows, live.peak, Roofline(tuple(kernels)))
+
+        return Calls(
+            velocity=traced(rows, lambda: policy.velocity(*inputs(policy, shapes, rows))),
+            training=traced(passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True),
+            decode=traced(pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent))),
+            single=traced(1, lambda: policy.velocity(*inputs(policy, shapes, 1))),
+        )
 
 
 def training_pass(policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:
@@ -134,9 +157,9 @@ def inputs(policy: DiffusersPolicy, shapes: Shapes, rows: int) -> tuple[Tensor, 
 
 
 @contextmanager
-def shallow_policy(blueprint: Blueprint, config: Config, whole: bool = False) -> Iterator[tuple[DiffusersPolicy, list[int]]]:
-    """A policy of fake tensors with two blocks of every kind (`whole`: all), and how many blocks each of these stands for."""
-    policy, times = build_shallow(blueprint, config.policy, whole)
+def shallow_policy(blueprint: Blueprint, config: Config) -> Iterator[tuple[DiffusersPolicy, list[int]]]:
+    """A policy of fake tensors with two blocks of every kind, and how many blocks each of these stands for."""
+    policy, times = build_shallow(blueprint, config.policy)
     if config.trainer.sharding != "none":
         nn.Module.to(policy.pipeline.transformer, policy.dtype)  # diffusers' own warns
     with FakeTensorMode(), warnings.catch_warnings():
@@ -152,29 +175,63 @@ def shallow_policy(blueprint: Blueprint, config: Config, whole: bool = False) ->
 
 
 @contextmanager
-def _standing_for(live: LiveBytes, policy: DiffusersPolicy, times: list[int]) -> Iterator[None]:
-    """While entered, storages kept by a block's first forward pass count `times` times."""
-    blocks = policy.blocks
-    before: dict[nn.Module, set[int]] = {}
+def _standing_for(
+    policy: DiffusersPolicy, times: list[int], kept: Sequence[Tensor]
+) -> Iterator[tuple[LiveBytes, list[Kernel]]]:
+    """While entered, counts live bytes beside the `kept` tensors, and kernels.
 
-    def enter(block: nn.Module, args: Any) -> None:
-        if block not in before:  # a checkpointed block comes again in backward
-            before[block] = set(live.sizes)
+    Storages kept by a block's first forward pass count `times` times, because the first of equal blocks stands for all but the
+    last (`pipelines.two_of`). Of kernels the last stands for all but the first, whose input needs no gradient.
+    """
+    standing = dict(zip(policy.blocks, times, strict=True))
+    kernel_times = dict(standing)
+    for first, last in itertools.pairwise(policy.blocks):
+        if standing[first] > 1:
+            kernel_times[first], kernel_times[last] = 1, standing[first]
+    before: dict[nn.Module, set[int]] = {}
+    multiplied: set[nn.Module] = set()
+    entered: list[nn.Module] = []
+    """Blocks whose forward pass runs, also within backward, where a checkpointed block comes again."""
+    backward: list[nn.Module] = []
+    """The block whose backward pass runs: its output has a gradient, its input has none yet."""
+
+    def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+        entered.append(block)
+        before.setdefault(block, set(live.sizes))
+        for leaf in _with_gradient((args, kwargs)):
+            leaf.register_hook(lambda _: backward.remove(block) if block in backward else None)
 
     def leave(block: nn.Module, args: Any, out: Any) -> None:
-        handles[block].remove()
-        passed_on = {leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
-        born = live.sizes.keys() - before[block]
-        live.multiply(born if torch.is_grad_enabled() else born - passed_on, standing[block])
+        entered.remove(block)
+        for leaf in _with_gradient(out):
+            leaf.register_hook(lambda _: backward.__setitem__(slice(None), [block]))
+        if block not in multiplied:
+            multiplied.add(block)
+            passed_on = {leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+            born = live.sizes.keys() - before[block]
+            live.multiply(born if torch.is_grad_enabled() else born - passed_on, standing[block])
 
-    standing = dict(zip(blocks, times, strict=True))
-    entering = [block.register_forward_pre_hook(enter) for block in blocks]
-    handles = {block: block.register_forward_hook(leave) for block in blocks}
+    handles = [
+        handle
+        for block in standing
+        for handle in (
+            block.register_forward_pre_hook(enter, with_kwargs=True),
+            block.register_forward_hook(leave, always_call=True),  # checkpointing ends recomputation by an exception
+        )
+    ]
     try:
-        yield
+        with (
+            LiveBytes(kept) as live,
+            Kernels(lambda: kernel_times[(entered or backward)[-1]] if entered or backward else 1) as recorded,
+        ):
+            yield live, recorded.kernels
     finally:
-        for handle in (*entering, *handles.values()):
+        for handle in handles:
             handle.remove()
+
+
+def _with_gradient(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
 
 
 def _tensors(policy: DiffusersPolicy) -> Iterator[Tensor]:
