@@ -72,10 +72,14 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
+    return parser.parse_args()
+
+
+def main() -> None:
+    out = arguments().out
     found = rows()
     print("| card | size | | measured, s | plan, s | plan / measured | source |\n|---|---|---|---|---|---|---|")
     for row in found:

@@ -88,7 +88,7 @@ class Kernels(TorchDispatchMode):
 def _work(func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> tuple[str, float, str]:
     """A kernel's kind, operations and their dtype."""
     first = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
-    dtype = "float8" if first is not None and first.element_size() == 1 else str(getattr(first, "dtype", "")).split(".")[-1]
+    dtype = str(getattr(first, "dtype", "")).removeprefix("torch.").split("_")[0]  # float8 of every layout is one
     if "scaled_dot_product" in name:
         return ATTENTION, _attention(args, backward="backward" in name), dtype
     if func.overloadpacket is FLOAT8:
