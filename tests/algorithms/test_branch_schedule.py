@@ -46,17 +46,17 @@ def test_turns_with_the_fine_tail_are_mixgrpos_moving_window_of_one():
     assert [turns.plans(10, i) for i in range(20)] == [mix.plans(10, i) for i in range(20)]
 
 
-@pytest.mark.parametrize("iteration", range(8))
-def test_an_iteration_costs_its_anchor_and_its_members_tails(iteration):
+def test_an_iteration_costs_its_anchor_and_its_members_tails():
     turns = GranularGRPO(granularities=(1,), branch_schedule="turns")
-    plans = turns.plans(16, iteration)
-    assert count_evaluations(plans, 12) == iteration + 1 + 12 * (15 - iteration)
-    assert count_trained(turns, plans, 16) == (1, 0)
+    for iteration in range(8):
+        plans = turns.plans(16, iteration)
+        assert count_evaluations(plans, 12) == iteration + 1 + 12 * (15 - iteration)
+        assert count_trained(turns, plans, 16) == (1, 0)
 
 
 @pytest.mark.parametrize("schedule", ["turns", "random"])
 def test_steps_that_do_not_fit_are_refused_in_whichever_iteration(schedule):
     algorithm = GranularGRPO(branch_steps=(0, 9), branch_schedule=schedule)
     for iteration in range(4):
-        with pytest.raises(ValueError, match=r"branch_steps must lie in 0\.\.8"):
+        with pytest.raises(ValueError, match="branch_steps"):
             algorithm.plans(10, iteration)

@@ -65,48 +65,39 @@ def short(plan):
     return replace(plan, tails=tuple((*tail[:-1], STEPS - 1) if tail[-2] < STEPS - 1 else tail[:-1] for tail in plan.tails))
 
 
-def overflowing(loss):
-    return torch.where(loss == loss, torch.inf, loss)
-
-
 @pytest.mark.parametrize(
-    ("method", "wrong", "message"),
+    ("method", "wrong", "fact"),
     [
-        ("plans", lambda plans: [], "at least one Plan, but returned none in iteration 0"),
+        ("plans", lambda plans: [], "at least one Plan"),
         (
             "plans",
             lambda plans: [replace(plans[0], tails=plans[0].tails[:1], granularities=()), plans[1]],
-            r"equally many tails in every Plan, but returned numbers of tails \[1, 2\]",
+            r"numbers of tails \[1, 2\]",
         ),
-        (
-            "plans",
-            lambda plans: [short(plan) for plan in plans],
-            "tails that end at step 6, the image, but returned tails that end at 5",
-        ),
-        ("advantages", lambda a: a[:, 0], r"shape \[4, 4\] \(one for each group and member\), but returned shape \[4\]"),
-        ("advantages", lambda a: a.mean(), r"shape \[4, 4\] .* but returned shape \[\]"),
-        ("advantages", lambda a: a[:1], r"but returned shape \[1, 4\]"),
-        ("advantages", lambda a: a.tolist(), r"a tensor of shape \[4, 4\] .* but returned a list"),
-        ("advantages", lambda a: a / 0, "finite numbers .* but returned 16 that are NaN or infinite"),
-        ("values", lambda loss: loss.mean(), r"shape \[\d+\] .* before any mean\), but returned shape \[\]"),
-        ("values", lambda loss: loss[:, None], r"but returned shape \[\d+, 1\]"),
-        ("values", lambda loss: loss.detach(), "a loss that depends on network.velocity, but returned one without a gradient"),
-        ("loss", lambda loss: None, "but returned a NoneType"),
-        ("values", overflowing, r"finite numbers, but returned NaN or infinity for \d+ members"),
+        ("plans", lambda plans: [short(plan) for plan in plans], "tails that end at 5"),
+        ("advantages", lambda a: a[:, 0], r"shape \[4, 4\] .* returned shape \[4\]"),
+        ("advantages", lambda a: a[:1], r"returned shape \[1, 4\]"),
+        ("advantages", lambda a: a.tolist(), "a list"),
+        ("advantages", lambda a: a / 0, "16 that are NaN or infinite"),
+        ("values", lambda loss: loss.mean(), r"returned shape \[\]"),
+        ("values", lambda loss: loss[:, None], r"returned shape \[\d+, 1\]"),
+        ("values", lambda loss: loss.detach(), "without a gradient"),
+        ("loss", lambda loss: None, "a NoneType"),
+        ("values", lambda loss: loss.where(loss != loss, torch.inf), r"NaN or infinity for \d+ members"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_algorithms_name(method, wrong, message):
-    with pytest.raises(UserError, match=f"^algorithm mine: {method.replace('values', 'loss')} should return .*{message}"):
+def test_what_is_wrong_is_said_with_the_algorithms_name(method, wrong, fact):
+    with pytest.raises(UserError, match=f"^algorithm mine: {method.replace('values', 'loss')} should return .*{fact}"):
         trained(Mine(method=method, wrong=wrong))
 
 
 def test_update_every_is_no_other_word():
-    with pytest.raises(UserError, match="algorithm mine: update_every is 'step'; use 'rollout', 'branch' or a number"):
+    with pytest.raises(UserError, match="update_every is 'step'"):
         trained(Mine(update_every="step"))
 
 
 def test_plans_that_do_not_fit_the_steps_are_refused():
-    with pytest.raises(UserError, match=r"^algorithm: branch_steps must lie in 0\.\.4 for num_steps=6"):
+    with pytest.raises(UserError, match=r"^algorithm: branch_steps must lie in 0\.\.4"):
         plans_of(GranularGRPO(branch_steps=(5,)), 6)
     assert plans_of(GranularGRPO(branch_steps=(4,), granularities=(1,)), 6) == [Plan(4, 5, ((5, 6),))]
 

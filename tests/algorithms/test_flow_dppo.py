@@ -6,24 +6,11 @@ import pytest
 import torch
 
 from g2rpo.algorithms.flow_dppo import FlowDPPO
-from g2rpo.algorithms.policy_gradient import Steps
+from tests.algorithms.test_neighbours import steps_of
 from tests.support.runs import trainer
 
 LIMIT = 1e-5
 NAME = ("algorithm.name=flow_dppo", "algorithm.group_size=6", "sampling.num_steps=8")
-
-
-def steps(log_ratio, kl, advantages):
-    nothing = torch.zeros_like(advantages)
-    return Steps(
-        log_prob=log_ratio,
-        old_log_prob=nothing,
-        old_kl=kl,
-        advantages=advantages,
-        std=nothing + 1,
-        dsigma=nothing + 1,
-        step=nothing.long(),
-    )
 
 
 def test_a_member_counts_unless_it_would_go_further_away():
@@ -31,7 +18,8 @@ def test_a_member_counts_unless_it_would_go_further_away():
     cases = list(product((-2.0, 0.0, 1.5), (-0.1, 0.0, 0.1), (0.5 * LIMIT, LIMIT, 3 * LIMIT)))
     advantages, log_ratio, kl = (torch.tensor(column) for column in zip(*cases, strict=True))
     log_ratio.requires_grad_()
-    loss = FlowDPPO(divergence_limit=LIMIT).policy_loss(steps(log_ratio, kl, advantages))
+    steps = steps_of(len(cases), log_prob=log_ratio, old_kl=kl, advantages=advantages)
+    loss = FlowDPPO(divergence_limit=LIMIT).policy_loss(steps)
     (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
     for (a, side, divergence), value, slope in zip(cases, loss, gradient, strict=True):
         left_out = divergence >= LIMIT and a * side > 0

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
 from g2rpo.algorithms.policy_gradient import PolicyGradient, Steps
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.core.flow import cps_kernel, dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
+from g2rpo.core.flow import cps_kernel, dance_sde, flow_sde, sde_kernel, sigma_grid
 from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Normal, Plan
@@ -26,7 +26,6 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_per_prompt
 from tests.support.runs import fits, trainer
-from tests.support.variants import few
 
 NAMES = list(ALGORITHMS)
 ONCE = ("algorithm.update_every=rollout", "algorithm.group_size=6", "sampling.num_steps=8")
@@ -52,21 +51,11 @@ def test_the_ratio_is_exactly_one_before_the_first_update_and_the_weights_move(n
     assert not torch.equal(weights(t), before)
 
 
-@pytest.mark.parametrize("name", few(NAMES, {"g2rpo", "diffusion_nft"}.__contains__))  # the two ways to a loss
-def test_training_raises_the_reward(name):
-    t = named(name, "algorithm.group_size=12", "sampling.num_steps=8", "trainer.iterations=12")
-    before = t.score_heldout().means()["bright"]
-    for _ in range(12):
-        t.iterate()
-    assert t.score_heldout().means()["bright"] > before + 0.02
-
-
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("iteration", [0, 1, 30, 150])
-def test_evaluations_are_the_predicted_ones(name, iteration):
+def test_evaluations_are_the_predicted_ones(name):
     t = named(name, "algorithm.group_size=4", "sampling.num_steps=10")
-    t.iteration = iteration
-    assert t.iterate()["evaluations"] == 2 * count_per_prompt(t.algorithm, t.plans(iteration))
+    t.iteration = 30  # where windows have moved
+    assert t.iterate()["evaluations"] == 2 * count_per_prompt(t.algorithm, t.plans(30))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +77,7 @@ def test_the_cost_of_the_published_settings(algorithm, num_steps, evaluations):
     assert count_evaluations(algorithm.plans(num_steps), algorithm.group_size) == evaluations
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "dancegrpo", "mixgrpo"])
+@pytest.mark.parametrize("name", ["flow_grpo", "mixgrpo"])
 def test_an_update_is_the_same_in_one_pass_or_in_many(name):
     """Members with latents of their own may be split over passes, which see at most micro_batch_size latents."""
 
@@ -100,16 +89,11 @@ def test_an_update_is_the_same_in_one_pass_or_in_many(name):
                 self.widest = max(self.widest, len(x))
             return super().velocity(x, sigma, cond)
 
-    results, widest = [], []
-    for size in (1, 4, 64):
-        policy = Watched()
-        t = named(name, "algorithm.group_size=6", f"trainer.micro_batch_size={size}", policy=policy)
-        t.iterate()
-        results.append(weights(t))
-        widest.append(policy.widest)
-    assert widest[:2] == [1, 4]
-    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=0)
-    torch.testing.assert_close(results[0], results[2], atol=1e-5, rtol=0)
+    policies = {size: Watched() for size in (1, 4, 64)}
+    for size, policy in policies.items():
+        named(name, "algorithm.group_size=6", f"trainer.micro_batch_size={size}", policy=policy).iterate()
+        torch.testing.assert_close(policy.mean, policies[1].mean, atol=1e-5, rtol=0)
+    assert (policies[1].widest, policies[4].widest) == (1, 4)
 
 
 @pytest.mark.parametrize(("every", "sizes"), [(2, [2, 2, 2]), (4, [4, 2]), (6, [6]), (100, [6])])
@@ -127,30 +111,28 @@ def test_updates_after_so_many_members_deal_the_group(every, sizes):
 
 
 @pytest.mark.parametrize(
-    ("name", "own"),
+    ("name", "options"),
     [
-        ("mixgrpo", ["algorithm.schedule=random"]),
-        ("dancegrpo", []),
-        ("flow_grpo_fast", []),
-        ("g2rpo", ["algorithm.branch_schedule=turns"]),
-        ("g2rpo", ["algorithm.branch_schedule=random"]),
+        ("mixgrpo", ["algorithm.schedule=random"]),  # plans that are functions of the iteration
+        ("diffusion_nft", ["algorithm.old_rise=0.2", "algorithm.old_most=0.5", "optim.ema_decay=0.9"]),
+        ("adagrpo", ["algorithm.candidates=3"]),
     ],
 )
-def test_a_resumed_run_goes_on_with_the_same_plans(tmp_path, name, own):
-    """Two iterations, a stop and two more are four: windows and trained steps are functions of the iteration."""
-    options = [f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=10"]
-    options += own
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, name, options):
+    """Two iterations, a stop and two more are four: with windows, old weights and an algorithm's memory."""
+    options = [f"algorithm.name={name}", "algorithm.group_size=4", "sampling.num_steps=10", *options]
     straight, stopped, resumed = (trainer(tmp_path / folder, *options) for folder in ("straight", "cut", "cut"))
-    for folder in ("straight", "cut"):
-        (tmp_path / folder).mkdir()
     list(straight.train())
     for row in stopped.train():
         if row["kind"] == "train" and row["iteration"] == 3:
             break
     assert resumed.resume() == [] and resumed.iteration == 2
     list(resumed.train())
-    assert len({str(straight.plans(iteration)) for iteration in range(4)}) > 1
     assert torch.equal(weights(straight), weights(resumed))
+    for one, other in zip(straight.learner.old, resumed.learner.old, strict=True):
+        assert torch.equal(one, other) and not torch.equal(one, weights(straight))
+    if name == "adagrpo":
+        assert straight.memory.state == resumed.memory.state != {}
 
 
 # --- reductions: what one algorithm becomes when another's choice is made
@@ -174,13 +156,6 @@ def test_mixgrpo_with_a_window_of_one_is_g2rpo_with_one_branch_and_the_fine_tail
     assert losses == other_losses and torch.equal(end, other_end)
 
 
-def test_a_moving_window_of_one_visits_g2rpos_branches_one_after_the_other():
-    mix = MixGRPO(window_size=1, window_iterations=1)
-    branches = GranularGRPO(branch_steps=tuple(range(14)), granularities=(1,)).plans(16)
-    assert [mix.plans(16, iteration)[0] for iteration in range(14)] == branches
-    assert mix.plans(16, 14) == branches[:1]  # and rolls back
-
-
 def test_dancegrpo_is_flow_grpo_with_another_g():
     same = ("algorithm.sde=dance", "algorithm.eta=0.4", "algorithm.shared_noise=true", "algorithm.reward_mix=advantages")
     off = [f"algorithm.{key}=false" for key in ("batch_std", "population_std", "noisy_last_step", "drop_zero_advantages")]
@@ -196,11 +171,9 @@ def test_tempflow_branches_like_g2rpo_and_fast_can_be_as_wide_as_flow_grpo():
 
 
 def test_flash_that_compresses_nothing_has_mixgrpos_steps():
-    for iteration in (0, 100, 299):
-        (flash,), (mix,) = (
-            MixGRPOFlash(compression=1.0, window_iterations=25).plans(25, iteration),
-            MixGRPO().plans(25, iteration),
-        )
+    for iteration in (0, 299):
+        (flash,) = MixGRPOFlash(compression=1.0, window_iterations=25).plans(25, iteration)
+        (mix,) = MixGRPO().plans(25, iteration)
         assert (flash.branch, flash.merge, flash.tails) == (mix.branch, mix.merge, mix.tails) and flash.solver == "dpmpp2m"
 
 
@@ -218,7 +191,7 @@ def published_windows(num_steps, iterations, *, size, stay, stride, rule="progre
             longest, shortest = stay
             share = start / last
             wait = max(shortest, int(longest * (1 - share) + shortest * share))
-        elif rule == "exp_decay":
+        elif rule == "exp":
             wait = math.ceil(stay * math.exp(-0.1 * (start - 13 if start > 13 else 0)))
         else:
             wait = stay
@@ -230,8 +203,8 @@ def published_windows(num_steps, iterations, *, size, stay, stride, rule="progre
     return windows
 
 
-def windows(algorithm, num_steps=25, iterations=300):
-    plans = [plan for i in range(iterations) for plan in algorithm.plans(num_steps, i)]
+def windows(algorithm, num_steps=25, iterations=300, seed=0):
+    plans = [plan for i in range(iterations) for plan in algorithm.plans(num_steps, i, seed)]
     assert all(plan.trained is None for plan in plans)
     return [list(range(plan.branch, plan.merge)) for plan in plans]
 
@@ -243,15 +216,12 @@ def windows(algorithm, num_steps=25, iterations=300):
         (MixGRPOFlash(), {"size": 4, "stay": 20, "stride": 1}),
         (MixGRPOFlash(schedule="frozen"), {"size": 4, "stay": 20, "stride": 0}),
         (MixGRPO(stride=4, window_iterations=10), {"size": 4, "stay": 10, "stride": 4}),
-        (
-            MixGRPO(schedule="decay", stride=4),
-            {"size": 4, "stay": (10, 1), "stride": 4, "rule": "decay"},
-        ),
+        (MixGRPO(schedule="decay", stride=4), {"size": 4, "stay": (10, 1), "stride": 4, "rule": "decay"}),
+        (MixGRPO(schedule="decay"), {"size": 4, "stay": (10, 1), "stride": 1, "rule": "decay"}),
         (
             MixGRPO(schedule="exp_decay", window_iterations=12, stride=2),
-            {"size": 4, "stay": 12, "stride": 2, "rule": "exp_decay"},
+            {"size": 4, "stay": 12, "stride": 2, "rule": "exp"},
         ),
-        (MixGRPO(schedule="decay"), {"size": 4, "stay": (10, 1), "stride": 1, "rule": "decay"}),
     ],
 )
 def test_the_window_moves_as_published(algorithm, published):
@@ -263,26 +233,23 @@ def test_the_window_moves_as_published(algorithm, published):
     assert all(ours) and (until == 300 or ours[until][0] == 0)
 
 
-@pytest.mark.parametrize(("algorithm", "reached"), [(MixGRPO(), 14), (MixGRPOFlash(), 17)])
-def test_the_steps_that_300_iterations_never_train(algorithm, reached):
-    assert {step for window in windows(algorithm) for step in window} == set(range(reached + 1))
-
-
 def test_a_random_window_lies_anywhere_before_the_end():
     starts = Counter(window[0] for window in windows(MixGRPO(schedule="random"), iterations=600))
     assert set(starts) == set(range(20))  # 23 - 4 + 1 places; one is missed with probability 20 (19/20)^600 < 1e-12
     assert all(window[-1] < 23 and len(window) == 4 for window in windows(MixGRPO(schedule="random")))
-    assert windows(MixGRPO(schedule="random"))[:50] != [
-        list(range(plan.branch, plan.merge)) for i in range(50) for plan in MixGRPO(schedule="random").plans(25, i, seed=1)
-    ]
+    assert windows(MixGRPO(schedule="random"), seed=1) != windows(MixGRPO(schedule="random"))
 
 
 def test_fast_windows_lie_in_the_first_half():
     starts = Counter(window[0] for window in windows(FlowGRPOFast(), num_steps=10))
     assert set(starts) == {0, 1, 2}
     assert windows(FlowGRPOFast(window_range=(4, 9)), num_steps=10, iterations=40) != windows(FlowGRPOFast(), 10, 40)
-    with pytest.raises(ValueError, match=r"window_size=3 does not fit into steps 0\.\.1"):
-        FlowGRPOFast().plans(4)
+
+
+def test_a_grid_too_short_for_a_window_is_refused():
+    for algorithm, num_steps, key in ((FlowGRPOFast(), 4, "window_size"), (MixGRPO(), 2, "num_steps")):
+        with pytest.raises(ValueError, match=key):
+            algorithm.plans(num_steps)
 
 
 def test_dancegrpo_trains_random_steps_and_never_the_last():
@@ -331,7 +298,7 @@ def test_the_cps_step_is_the_published_one():
     generator = torch.Generator().manual_seed(1)
     x, v, taken = torch.randn(3, 2, 6, generator=generator, dtype=torch.float64)
     sigmas = sigma_grid(10, 3.0).double()
-    for sigma, sigma_next in itertools.pairwise(sigmas[:-1]):
+    for sigma, sigma_next in itertools.pairwise(sigmas):
         s = sigma_next * math.sin(0.8 * math.pi / 2)
         mean = (x - sigma * v) * (1 - sigma_next) + (x + v * (1 - sigma)) * torch.sqrt(sigma_next**2 - s**2)
         landing = cps_kernel(0.8)(x, v, sigma, sigma_next)
@@ -364,60 +331,6 @@ def test_cps_preserves_the_coefficients_and_flow_sde_does_not(eta):
     assert min(excess[1:]) > 0 and max(excess) > 0.05 * eta**2
 
 
-def test_cps_keeps_every_marginal_of_a_known_image():
-    """For a single image the predictions are exact, so x' is normal with sigma' for its std after every step, however large.
-
-    n = 60,000 entries: four standard errors are 4 sigma' / sqrt(n) for the mean and 4 sigma' / sqrt(2n) for the std.
-    """
-    policy = GaussianPolicy(mean=0.8, std=0.0, size=1)
-    cond, sigmas, n = policy.encode(["0"]), sigma_grid(6, 3.0), 60_000
-    generator = torch.Generator().manual_seed(0)
-    ends = {}
-    for name, kernel in (("cps", cps_kernel(0.7)), ("flow", sde_kernel(flow_sde(sigmas, 0.7)))):
-        x = torch.randn(n // 3, 3, 1, 1, generator=generator)
-        for i in range(5):
-            with torch.no_grad():
-                v = policy.velocity(x, sigmas[i], cond)
-            x = kernel(x, v, sigmas[i], sigmas[i + 1]).sample(torch.randn(x.shape, generator=generator))
-            sigma = float(sigmas[i + 1])
-            if name == "cps":
-                assert abs(float(x.mean()) - (1 - sigma) * 0.8) < 4 * sigma / math.sqrt(n)
-                assert abs(float(x.std()) - sigma) < 4 * sigma / math.sqrt(2 * n)
-        ends[name] = float(x.std())
-    assert ends["flow"] > 1.1 * ends["cps"]  # the grain that Flow-CPS is about
-
-
-@pytest.mark.parametrize(
-    ("kernel", "spread"),
-    [
-        (sde_kernel(torch.zeros_like), 0.975),
-        (sde_kernel(dance_sde(0.3)), 0.977),
-        (cps_kernel(0.3), 0.944),
-        (cps_kernel(0.8), 0.777),
-    ],
-    ids=["ode", "dance", "cps 0.3", "cps 0.8"],
-)
-def test_cps_keeps_coefficients_and_not_marginals(kernel, spread):
-    """Std of the samples over the target's where the image is uncertain (std 0.6), after 100 steps: no limit of small steps
-    mends CPS. Every step is linear here, so the variance is followed exactly."""
-    policy = GaussianPolicy(0.0, std=0.6, size=1, dtype=torch.float64)
-    cond, sigmas, variance = policy.encode(["0"]), sigma_grid(100, 3.0).double(), 1.0
-    one = torch.ones(1, 3, 1, 1, dtype=torch.float64)
-    with torch.no_grad():
-        for i in range(99):
-            landing = kernel(one, policy.velocity(one, sigmas[i], cond), sigmas[i], sigmas[i + 1])
-            variance = variance * float(landing.mean[0, 0]) ** 2 + float(landing.std) ** 2
-        last = ode_step(one, policy.velocity(one, sigmas[99], cond), sigmas[99], sigmas[100])
-    assert math.sqrt(variance) * float(last[0, 0]) / 0.6 == pytest.approx(spread, abs=2e-3)
-
-
-def test_cps_ends_on_the_image_and_is_the_ode_without_noise():
-    x, v = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
-    sigma, sigma_next, zero = torch.tensor(0.6), torch.tensor(0.4), torch.tensor(0.0)
-    torch.testing.assert_close(cps_kernel(0.7)(x, v, sigma, zero).mean, ode_step(x, v, sigma, zero))
-    torch.testing.assert_close(cps_kernel(1e-9)(x, v, sigma, sigma_next).mean, ode_step(x, v, sigma, sigma_next))
-
-
 # --- losses
 
 
@@ -441,22 +354,18 @@ def test_the_kl_to_the_base_is_the_papers():
     assert plain.iterate()["kl"] == 0
 
 
-def test_kernel_kl_is_the_papers_equation():
-    x, v, w = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sigma, sigma_next, g = torch.tensor(0.7), torch.tensor(0.6), torch.tensor(0.8)
-    kernel = sde_kernel(lambda sigma: g)
-    expected = 0.1 / 2 * (0.8 * 0.3 / (2 * 0.7) + 1 / 0.8) ** 2 * (v - w).square().mean(1)
-    got = kernel_kl(kernel(x, v, sigma, sigma_next), kernel(x, w, sigma, sigma_next))
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)  # sigmas are float32
+def steps_of(size, **given):
+    """What a loss is told about `size` members; what is not given is 0, std and dsigma are 1."""
+    told = {field.name: torch.zeros(size) for field in fields(Steps)}
+    told |= {"std": torch.ones(size), "dsigma": torch.ones(size), "step": torch.zeros(size, dtype=torch.int64)}
+    return Steps(**told | given)
 
 
-def steps_of(new, old, x_next, advantages=None, dsigma=0.1):
+def steps_between(new, old, x_next, **given):
+    """Of the transition to `x_next`, by its kernels with the weights now and when it was taken."""
     ones = torch.ones(len(x_next))
-    return Steps(
-        log_prob=new.log_prob(x_next), old_log_prob=old.log_prob(x_next), old_kl=kernel_kl(new, old) * ones,
-        advantages=ones if advantages is None else advantages,
-        std=new.std * ones, dsigma=dsigma * ones, step=torch.zeros(len(x_next), dtype=torch.int64),
-    )  # fmt: skip
+    known = {"log_prob": new.log_prob(x_next), "old_log_prob": old.log_prob(x_next), "old_kl": kernel_kl(new, old) * ones}
+    return steps_of(len(x_next), **known, std=new.std * ones, **given)
 
 
 @pytest.mark.parametrize("std", [0.05, 0.3, 0.7])
@@ -471,7 +380,7 @@ def test_guard_recentres_the_log_ratio_and_evens_out_its_spread(std):
     delta = 0.05 * torch.randn(1, size, generator=generator)
     x_next = old + std * torch.randn(count, size, generator=generator)
     now, before = Normal(old + delta, torch.tensor(std)), Normal(old, torch.tensor(std))
-    steps = steps_of(now, before, x_next)
+    steps = steps_between(now, before, x_next)
     b = float(delta.square().mean()) / (2 * std**2)
     error = math.sqrt(2 * b / (size * count))
     plain, guarded = FlowGRPO().log_ratio(steps), GRPOGuard().log_ratio(steps)
@@ -481,18 +390,6 @@ def test_guard_recentres_the_log_ratio_and_evens_out_its_spread(std):
     assert float(guarded.std()) == pytest.approx(
         float(delta.square().mean().sqrt()) / math.sqrt(size), rel=4 / math.sqrt(2 * count)
     )
-
-
-def test_guards_loss_is_the_published_one():
-    generator = torch.Generator().manual_seed(0)
-    new, old, x_next = torch.randn(3, 5, 8, generator=generator)
-    advantages, std, dsigma = torch.randn(5, generator=generator), torch.tensor(0.3), 0.08
-    now, before = Normal(new, std), Normal(old, std)
-    bias = (new - old).square().mean(1) / (2 * 0.3**2)
-    ratio = ((now.log_prob(x_next) - before.log_prob(x_next) + bias) * 0.3).exp()
-    clipped = ratio.clamp(1 - 2e-6, 1 + 2e-6)
-    expected = torch.maximum(-advantages * ratio, -advantages * clipped) / dsigma
-    torch.testing.assert_close(GRPOGuard().policy_loss(steps_of(now, before, x_next, advantages, dsigma)), expected)
 
 
 def collected(monkeypatch, kind):
@@ -543,15 +440,6 @@ def test_the_std_of_the_batch_is_over_all_groups():
     assert torch.equal(advantages[0], torch.zeros(3)) and advantages[1, 2] == 0 and advantages[1, 1] == -advantages[1, 0] > 0
 
 
-def test_the_batch_std_reaches_the_advantages():
-    rewards, one = torch.randn(3, 1, 1, 5, generator=torch.Generator().manual_seed(0)), torch.ones(1)
-    expected = group_normalize(rewards[:, 0, 0], batch_std=True)
-    flow, guard = FlowGRPO(population_std=False), GRPOGuard(population_std=False)
-    torch.testing.assert_close(flow.advantages(rewards, one), expected)
-    torch.testing.assert_close(replace(flow, reward_mix="advantages").advantages(rewards, one), expected)
-    torch.testing.assert_close(guard.advantages(rewards, one), group_normalize(rewards[:, 0, 0]))
-
-
 def test_kernels_are_the_named_ones():
     x, v = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
     sigmas = sigma_grid(10, 3.0)
@@ -563,8 +451,3 @@ def test_kernels_are_the_named_ones():
     ):
         mine, theirs = algorithm.kernel(sigmas)(x, v, sigmas[2], sigmas[3]), kernel(x, v, sigmas[2], sigmas[3])
         assert torch.equal(mine.mean, theirs.mean) and torch.equal(mine.std, theirs.std) and type(mine) is type(theirs)
-
-
-def test_a_grid_too_short_for_a_window_is_refused():
-    with pytest.raises(ValueError, match="num_steps must be at least 3"):
-        MixGRPO().plans(2)

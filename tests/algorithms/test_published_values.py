@@ -11,7 +11,6 @@ from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.flow_grpo_fast import FlowGRPOFast
 from g2rpo.algorithms.grpo_guard import GRPOGuard
 from g2rpo.algorithms.mixgrpo import MixGRPO, MixGRPOFlash
-from g2rpo.algorithms.policy_gradient import Steps
 from g2rpo.algorithms.tempflow_grpo import TempFlowGRPO
 from g2rpo.core.flow import cps_kernel, scheduler_grid, sigma_grid
 from g2rpo.core.objectives import group_normalize, kernel_kl
@@ -20,7 +19,7 @@ from g2rpo.core.types import Normal
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
-from tests.algorithms.test_neighbours import collected
+from tests.algorithms.test_neighbours import collected, steps_between, steps_of
 from tests.support.runs import trainer
 
 
@@ -80,8 +79,7 @@ def last_steps(algorithm, num_steps=6, solver="euler"):
         return rollout, engine.velocity(x, [num_steps - 1] * 5, [0] * 5), sigmas, engine.evaluations
 
 
-@pytest.mark.parametrize("solver", ["euler", "dpmpp2m"])
-@pytest.mark.parametrize("kind", [FlowGRPO, GRPOGuard])
+@pytest.mark.parametrize(("kind", "solver"), [(FlowGRPO, "euler"), (GRPOGuard, "dpmpp2m")])
 def test_the_last_step_is_stochastic_as_published_and_not_trained(kind, solver):
     """The published pipelines take one stochastic step after another down to sigma = 0, and train 99 % of them: 9 of 10."""
     noisy, v, sigmas, evaluations = last_steps(kind(), solver=solver)
@@ -97,45 +95,31 @@ def test_the_last_step_is_stochastic_as_published_and_not_trained(kind, solver):
     assert evaluations == as_many == 5 * 6 + 5  # every member at every step, and the five asked for above
 
 
-def test_a_noisy_last_step_is_next_to_nothing_on_sd3s_grid_only():
-    """Noise that is left in the latents, whose own spread is 1."""
-    for sigmas, left in ((scheduler_grid(10, 3.0), 0.006), (sigma_grid(10, 3.0), 0.202)):
-        std = FlowGRPO().kernel(sigmas)(*torch.zeros(2, 1, 1), sigmas[-2], sigmas[-1]).std
-        assert float(std) == pytest.approx(left, abs=5e-4)
-
-
-def published_guard(new, old, x_next, advantages, std, dsigma, clip=2e-6):
-    """The loss of GRPO-Guard's code for one step of a batch: the correction is averaged over everything, the batch too."""
+def published_guard(new, old, x_next, advantages, std, dsigma, correction, clip=2e-6):
+    """The loss of GRPO-Guard for one step of a batch: its code averages the correction over everything, the batch too, and the
+    paper over each member's entries."""
     log_ratio = ((x_next - old) ** 2 - (x_next - new) ** 2).mean(1) / (2 * std**2)
-    ratio = ((log_ratio + ((new - old) ** 2).mean() / (2 * std**2)) * std).exp()
+    moved = (new - old) ** 2
+    ratio = ((log_ratio + (moved.mean() if correction == "batch" else moved.mean(1)) / (2 * std**2)) * std).exp()
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip)) / dsigma
 
 
-def test_guards_batch_correction_is_the_published_one():
+@pytest.mark.parametrize("correction", ["batch", "member"])
+def test_guards_loss_is_the_published_one(correction):
     """Two steps in one pass, each a batch of its own; values and gradients, the correction's own gradient among them."""
     generator = torch.Generator().manual_seed(0)
     new = torch.randn(2, 5, 8, generator=generator, requires_grad=True)
     old, x_next = new.detach() + 0.1 * torch.randn(2, 2, 5, 8, generator=generator)
     advantages, stds, dsigmas = torch.randn(2, 5, generator=generator), (0.3, 0.5), (0.08, 0.11)
-    expected = torch.cat([published_guard(*of) for of in zip(new, old, x_next, advantages, stds, dsigmas, strict=True)])
-
+    each = zip(new, old, x_next, advantages, stds, dsigmas, strict=True)
+    expected = torch.cat([published_guard(*of, correction) for of in each])
     std, dsigma, step = (torch.tensor(pair).repeat_interleave(5) for pair in (stds, dsigmas, (3, 7)))
     now, before = Normal(new.flatten(0, 1), std), Normal(old.flatten(0, 1), std)
-    taken = x_next.flatten(0, 1)
-    steps = Steps(
-        log_prob=now.log_prob(taken),
-        old_log_prob=before.log_prob(taken),
-        old_kl=kernel_kl(now, before),
-        advantages=advantages.flatten(),
-        std=std,
-        dsigma=dsigma,
-        step=step,
-    )
-    losses = [GRPOGuard(correction=kind).policy_loss(steps) for kind in ("batch", "member")]
-    torch.testing.assert_close(losses[0], expected, rtol=1e-5, atol=1e-6)
-    theirs, batch, member = (torch.autograd.grad(loss.sum(), new, retain_graph=True)[0] for loss in (expected, *losses))
-    torch.testing.assert_close(batch, theirs, rtol=1e-4, atol=1e-6)
-    assert float((member - theirs).norm()) > 0.01 * float(theirs.norm())
+    more = {"advantages": advantages.flatten(), "dsigma": dsigma, "step": step}
+    loss = GRPOGuard(correction=correction).policy_loss(steps_between(now, before, x_next.flatten(0, 1), **more))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    theirs, ours = (torch.autograd.grad(values.sum(), new, retain_graph=True)[0] for values in (expected, loss))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [GRPOGuard, TempFlowGRPO])
@@ -174,16 +158,8 @@ def test_flow_grpo_and_its_kin_normalise_as_published(kind):
 
 def test_flow_grpos_kl_is_the_codes_or_the_papers():
     """|mean - mean_base|^2 over 2 g^2 with 0.04, or over 2 g^2 |dsigma| with 0.004."""
-    zeros, kl, dsigma = torch.zeros(2), torch.tensor([0.3, 0.5]), torch.tensor([0.04, 0.27])
-    steps = Steps(
-        log_prob=zeros,
-        old_log_prob=zeros,
-        old_kl=zeros,
-        advantages=zeros,
-        std=torch.ones(2),
-        dsigma=dsigma,
-        step=torch.tensor([0, 8]),
-    )
+    kl, dsigma = torch.tensor([0.3, 0.5]), torch.tensor([0.04, 0.27])
+    steps = steps_of(2, dsigma=dsigma)
     code, paper = FlowGRPO(), FlowGRPO(kl_denominator="std", kl_weight=0.004)
     torch.testing.assert_close(code.kl_weight * code.kl_penalty(kl, steps), 0.04 * kl * dsigma)
     torch.testing.assert_close(paper.kl_weight * paper.kl_penalty(kl, steps), 0.004 * kl)
