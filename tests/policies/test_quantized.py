@@ -224,6 +224,7 @@ def test_float8_takes_a_card_that_has_it(monkeypatch, capsys):
     assert code == 2 and "RTX 3090 has no float8" in err
 
 
+@pytest.mark.parametrize("kind", few(["int8", "fp8", "nf4"], "fp8".__eq__), indirect=True)
 def test_a_plan_counts_the_operations_of_quantised_layers(tiny_config, kind):
     """The same matrix products, whatever their weights are stored in."""
     plain, quantized = (
@@ -245,5 +246,5 @@ def test_float8_is_tried_before_a_run_begins(monkeypatch):
 
     check("fp8", tuning="lora", dtype="bfloat16", device="cpu")
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", lacking)
-    with pytest.raises(UserError, match=r"cannot multiply float8 on this device \(CUDA error: no kernel image is available\)"):
+    with pytest.raises(UserError, match="CUDA error: no kernel image is available"):
         check("fp8", tuning="lora", dtype="bfloat16", device="cpu")
