@@ -4,17 +4,12 @@ python -m tests.published.beside             # a table; test_g2rpo.py bounds wha
 python -m tests.published.beside --undone    # what each rounding of the published code is worth, by leaving it out
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
-from torch import Tensor
 
 from g2rpo.app.train import load_config
 from g2rpo.assembly.components import build_policy
@@ -43,7 +38,7 @@ UNDONE = (
 ONE_BY_ONE = ("sampling.batch_size=1", "sampling.decode_batch_size=1")
 
 
-def judge(levels: Tensor, which: int) -> Tensor:
+def judge(levels, which):
     """Scores of 8-bit pictures [B, 3, H, W], in float16 as the published ones are: how like the pattern `which` they are.
 
     Their spread in a group is some ten float16 steps.
@@ -52,7 +47,7 @@ def judge(levels: Tensor, which: int) -> Tensor:
     return (0.3 + 5 * (levels.double() / 255 * pattern).flatten(1).mean(1)).half().float()
 
 
-def differences(folder: Path, recipe: str, setting: published.Setting, *overrides: str) -> dict[str, float]:
+def differences(folder, recipe, setting, *overrides):
     """One iteration of the trainer under `recipe` with `overrides`, and of the restatement under `setting`: the largest
     difference of each quantity. Gradients and weights are relative: of the worst tensor, and of the way that all went."""
     trainer, seen = _trainer(folder, recipe, overrides)
@@ -113,13 +108,13 @@ def differences(folder: Path, recipe: str, setting: published.Setting, *override
     }
 
 
-def _trainer(folder: Path, recipe: str, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
+def _trainer(folder, recipe, overrides):
     """A trainer on the pipeline in `folder` with judges in the place of the recipe's rewards, and what passes through it."""
     config = load_config(recipe, [f"policy.path={folder}", *TINY, *overrides])
-    seen: dict[str, Any] = {"gradients": [], "pictures": []}
+    seen = {"gradients": [], "pictures": []}
 
-    def scoring(which: int) -> Callable[[Tensor, Sequence[str]], Tensor]:
-        def score(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    def scoring(which):
+        def score(images, prompts):
             levels = to_uint8(images)
             seen["pictures"] += [levels] if which == 0 else []
             return judge(levels, which)
@@ -130,32 +125,32 @@ def _trainer(folder: Path, recipe: str, overrides: Sequence[str]) -> tuple[Train
     trainer = Trainer(config=config, policy=build_policy(config.policy), rewards=rewards, prompts=PROMPTS, heldout=PROMPTS)
     sample, update = trainer.collector.collect, trainer.updater.update
 
-    def keeping_rollouts(*args: Any) -> Any:
+    def keeping_rollouts(*args):
         seen["sample"] = sample(*args)
         return seen["sample"]
 
-    def keeping_experience(experience: Any, cond: Any) -> Any:
+    def keeping_experience(experience, cond):
         seen["update"] = experience
         return update(experience, cond)
 
-    trainer.collector.collect, trainer.updater.update = keeping_rollouts, keeping_experience  # type: ignore[method-assign]
+    trainer.collector.collect, trainer.updater.update = keeping_rollouts, keeping_experience
     trainer.learner.optimizer.register_step_pre_hook(
         lambda *_: seen["gradients"].append([p.grad.clone() for p in trainer.learner.parameters])
     )
     return trainer, seen
 
 
-def _most(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+def _most(ours, theirs):
     return max(float((mine - yours).abs().max()) for mine, yours in zip(ours, theirs, strict=True))
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
+def _relative(ours, theirs):
     """|ours - theirs| / |theirs|, 0 where both are nothing."""
     difference = float((ours - theirs).norm())
     return difference and difference / float(theirs.norm())
 
 
-def main() -> None:
+def main():
     args = arguments()
     exact, rounded = published.Setting(strides=(1, 2, 3), dtype=torch.float32), published.Setting(strides=(1, 2, 3))
     cells = {
@@ -179,7 +174,7 @@ def main() -> None:
         print(f"| {quantity} |", " | ".join(f"{value:.1e}" if value else "0" for value in found), "|")
 
 
-def arguments() -> argparse.Namespace:
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--undone", action="store_true")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")

@@ -5,16 +5,12 @@ over float32 weights and answers in bfloat16, and torch itself rounds the produc
 expression here has its factors in the order of the published one.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
@@ -38,7 +34,7 @@ class Setting:
     advantage_dtype: torch.dtype = torch.float32
 
     @property
-    def sigmas(self) -> Tensor:
+    def sigmas(self):
         """sigma = s u / (1 + (s - 1) u) for u = 1, ..., 0."""
         u = torch.linspace(1, 0, self.steps + 1)
         return (self.shift * u) / (1 + (self.shift - 1) * u)
@@ -63,24 +59,24 @@ class Branch:
 
 
 @torch.no_grad()
-def encode(pipeline: FluxPipeline, prompt: str) -> Text:
+def encode(pipeline, prompt):
     tokens, pooled, _ = pipeline.encode_prompt(prompt, prompt, max_sequence_length=pipeline.tokenizer_2.model_max_length)
     return Text(tokens, pooled)
 
 
-def pack(latent: Tensor) -> Tensor:
+def pack(latent):
     """[C, H, W] -> [1, H/2 * W/2, 4C]: a token is a square of 2x2."""
     c, h, w = latent.shape
     return latent.reshape(c, h // 2, 2, w // 2, 2).permute(1, 3, 0, 2, 4).reshape(1, h * w // 4, 4 * c)
 
 
-def unpack(x: Tensor, height: int) -> Tensor:
+def unpack(x, height):
     """The inverse of `pack`, [1, C, height, W]."""
     rows, columns, c = height // 2, 2 * x.shape[1] // height, x.shape[2] // 4
     return x.reshape(1, rows, columns, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(1, c, height, 2 * columns)
 
 
-def velocity(model: FluxTransformer2DModel, x: Tensor, sigma: Tensor, text: Text, height: int, setting: Setting) -> Tensor:
+def velocity(model, x, sigma, text, height, setting):
     """The network sees floor(1000 sigma) / 1000, the step has sigma itself."""
     tokens = x.shape[1]
     places = torch.cartesian_prod(torch.arange(height // 2), torch.arange(2 * tokens // height))
@@ -97,7 +93,7 @@ def velocity(model: FluxTransformer2DModel, x: Tensor, sigma: Tensor, text: Text
         )[0]
 
 
-def stochastic_step(x: Tensor, v: Tensor, setting: Setting, branch: int) -> tuple[Tensor, Tensor]:
+def stochastic_step(x, v, setting, branch):
     """(mean, std) of one Euler-Maruyama step of dx = (v + g^2 / (2 sigma) (x + (1 - sigma) v)) dsigma + g dw,
     g = eta sqrt(sigma / (1 - sigma)), where the first sigma, which is 1, has the second in the denominator."""
     here, there = setting.sigmas[branch], setting.sigmas[branch + 1]
@@ -107,13 +103,13 @@ def stochastic_step(x: Tensor, v: Tensor, setting: Setting, branch: int) -> tupl
     return mean, g * torch.sqrt(-dsigma)
 
 
-def log_prob(landed: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def log_prob(landed, mean, std):
     """The mean over entries of the log density, [1]."""
     entries = -((landed - mean) ** 2) / (2 * std**2) - torch.log(std) - math.log(math.sqrt(2 * math.pi))
     return entries.mean(dim=(1, 2))
 
 
-def walk(x: Tensor, sigmas: Tensor, ask: Callable[[Tensor, Tensor], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def walk(x, sigmas, ask):
     """Euler's ODE walk: after each step where it is, and the image predicted from where it was."""
     for here, there in pairwise(sigmas):
         v = ask(x, here)
@@ -122,16 +118,14 @@ def walk(x: Tensor, sigmas: Tensor, ask: Callable[[Tensor, Tensor], Tensor]) -> 
 
 
 @torch.no_grad()
-def rollout(
-    model: FluxTransformer2DModel, text: Text, noise: Tensor, draws: Sequence[Tensor], height: int, setting: Setting
-) -> list[Branch]:
+def rollout(model, text, noise, draws, height, setting):
     """An anchor from `noise` [C, H, W]; at each branch a member for each row of `draws[branch]` [members, tokens, channels].
 
     A tail of stride g walks sigma_{k+1}, sigma_{k+2}, sigma_{k+2+g}, ...; its last sigma is never walked to: the image is
     predicted from the one before.
     """
 
-    def ask(x: Tensor, sigma: Tensor) -> Tensor:
+    def ask(x, sigma):
         return velocity(model, x, sigma, text, height, setting)
 
     start = pack(noise).to(setting.dtype)
@@ -155,7 +149,7 @@ def rollout(
 
 
 @torch.no_grad()
-def picture(vae: AutoencoderKL, final: Tensor, height: int, setting: Setting) -> Tensor:
+def picture(vae, final, height, setting):
     """The 8-bit picture [3, H, W] of a final, by diffusers' own image processor."""
     latent = unpack(final, height) / vae.config.scaling_factor + vae.config.shift_factor
     with torch.autocast("cpu", torch.bfloat16, enabled=setting.dtype == torch.bfloat16):
@@ -164,7 +158,7 @@ def picture(vae: AutoencoderKL, final: Tensor, height: int, setting: Setting) ->
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def advantages(scores: Tensor, setting: Setting) -> Tensor:
+def advantages(scores, setting):
     """[members] of one branch's scores [rewards, strides, members]: Eq. 8 for each reward and stride, Eq. 11, the clamp."""
     groups = scores.to(setting.advantage_dtype)
     each = (groups - groups.mean(-1, keepdim=True)) / (groups.std(-1, keepdim=True) + 1e-8)
@@ -181,13 +175,13 @@ class Update:
 
 
 def update(
-    model: FluxTransformer2DModel,
-    texts: Sequence[Text],
-    rollouts: Sequence[Sequence[Branch]],
-    weighed: Sequence[Sequence[Tensor]],
-    height: int,
-    setting: Setting,
-) -> Update:
+    model,
+    texts,
+    rollouts,
+    weighed,
+    height,
+    setting,
+):
     """An optimizer step after every branch, with the average over prompts (there one on each GPU) of Eq. 12's clipped loss.
 
     One forward pass serves the members of a group. `weighed` are advantages by prompt and branch.

@@ -6,12 +6,10 @@ python -m tests.published.kept        # a few minutes; "apart" is a share of the
 import argparse
 import random
 import tempfile
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from g2rpo.algorithms.mixgrpo import MixGRPOFlash
 from g2rpo.core.flow import sigma_grid
@@ -24,15 +22,15 @@ from tests.support.runs import trainer
 from tests.support.tiny import save_flux, save_sd3
 
 
-def between(ways: list[Tensor]) -> list[float]:
+def between(ways):
     return [side_by_side.distance(a, b) for a, b in combinations(ways, 2)]
 
 
-def line(what: str, values: list[float]) -> None:
+def line(what, values):
     print(f"{what:<75} {min(values):.3f} to {max(values):.3f}")
 
 
-def guard(directory: Path) -> None:
+def guard(directory):
     """Six updates with each correction, at two rates."""
     for rate in (1e-4, 1e-3):
         ways = []
@@ -50,10 +48,10 @@ def guard(directory: Path) -> None:
         line(f"GRPO-Guard: correction=member and batch, rate {rate}", between(ways))
 
 
-def shuffled(seed: int) -> Callable:
+def shuffled(seed):
     """Flow-GRPO's update with the members of all groups shuffled, as its code does."""
 
-    def updates(network, reference, learner, groups, *rest, **options) -> None:
+    def updates(network, reference, learner, groups, *rest, **options):
         members = [member for group in groups for member in group]
         random.Random(seed).shuffle(members)
         size = len(groups[0])
@@ -63,7 +61,7 @@ def shuffled(seed: int) -> Callable:
     return updates
 
 
-def halves(directory: Path) -> None:
+def halves(directory):
     """Four updates, from halves of every group and from halves of all members."""
     walks = test_flow_grpo.Walks(directory, (), beta=0.04, per_time=True)
     ours = walks.restate().moved
@@ -72,10 +70,10 @@ def halves(directory: Path) -> None:
     line("           two shuffles of all members", between(theirs))
 
 
-def own_steps(seed: int) -> Callable:
+def own_steps(seed):
     """DanceGRPO's update with other trained steps for every member, as its code does."""
 
-    def updates(network, learner, groups, trained, sigmas, step, *, accumulate, clip) -> None:
+    def updates(network, learner, groups, trained, sigmas, step, *, accumulate, clip):
         draw = random.Random(seed)
         drawn = {id(member): draw.sample(range(len(sigmas) - 2), len(trained)) for group in groups for member in group}
         share = accumulate * len(trained) * len(groups)
@@ -91,7 +89,7 @@ def own_steps(seed: int) -> Callable:
     return updates
 
 
-def trained_steps(directory: Path) -> None:
+def trained_steps(directory):
     """Four updates, with one set of trained steps an iteration and with one for every member."""
     setting, step = test_dancegrpo.SETTING, neighbours.dance_sde(0.3)
     run = windows.Windows(directory, setting, None, step, accumulate=4, mix=test_dancegrpo.summed)
@@ -101,13 +99,13 @@ def trained_steps(directory: Path) -> None:
     line("           two draws for each member", between(theirs))
 
 
-def flash(directory: Path) -> None:
+def flash(directory):
     """Final latents of six members at all windows of 300 iterations: ours, published, and with Euler at every step."""
     policy = DiffusersPolicy.from_pretrained(directory, height=32, width=32, max_sequence_length=12, tuning="frozen")
     sigmas, cond = sigma_grid(25, 3.0), policy.encode(["a red circle"])
     for compression in (0.4, 0.2):
         algorithm = MixGRPOFlash(compression=compression)
-        found: dict[str, list[float]] = {"ours, published": [], "published, every step": [], "ours, every step": []}
+        found = {"ours, published": [], "published, every step": [], "ours, every step": []}
         for iteration in range(0, 300, 20):
             (plan,) = algorithm.plans(25, iteration)
             points = neighbours.flash_points(25, plan.merge - 1, compression, 3.0)
@@ -120,7 +118,7 @@ def flash(directory: Path) -> None:
             )
             last = ours.transitions[-1]
 
-            def network(x: Tensor, sigma: Tensor, prompt: int) -> Tensor:
+            def network(x, sigma, prompt):
                 return policy.velocity(x, sigma.expand(len(x)), cond.rows([prompt] * len(x)))
 
             with torch.no_grad():
@@ -141,14 +139,14 @@ MEASURES = {
 }
 
 
-def main() -> None:
+def main():
     for name in arguments().only or MEASURES:
         measure, save = MEASURES[name]
         with tempfile.TemporaryDirectory() as folder:
             measure(save(Path(folder) / "model"))
 
 
-def arguments() -> argparse.Namespace:
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=MEASURES, help="some of them; default all")
     return parser.parse_args()

@@ -27,7 +27,7 @@ class Flux:
     guidance: float = 3.5
     truncate: bool = True
 
-    def __call__(self, x: Tensor, sigma: Tensor, prompt: int) -> Tensor:
+    def __call__(self, x, sigma, prompt):
         given = self.text[prompt]
         dtype = self.autocast or x.dtype
         rows, columns = torch.meshgrid(torch.arange(self.side), torch.arange(self.side), indexing="ij")
@@ -53,7 +53,7 @@ class StableDiffusion3:
     text: list[dict[str, Tensor]]
     guidance: float = 4.5
 
-    def __call__(self, x: Tensor, sigma: Tensor, prompt: int) -> Tensor:
+    def __call__(self, x, sigma, prompt):
         given = self.text[prompt]
         without, with_prompt = self.transformer(
             hidden_states=torch.cat([x, x]),
@@ -70,11 +70,11 @@ Bound = tuple[Tensor, Tensor]
 """Mean and std of a stochastic step."""
 
 
-def flow_sde(eta: float) -> Callable[..., Bound]:
+def flow_sde(eta):
     """Flow-GRPO: mean = x (1 + s^2 / (2 sigma) dt) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, std = s sqrt(-dt), with
     s = eta sqrt(sigma / (1 - sigma)) and the second sigma in that denominator at the first step."""
 
-    def step(x: Tensor, v: Tensor, sigmas: Tensor, i: int) -> Bound:
+    def step(x, v, sigmas, i):
         sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
         s = torch.sqrt(sigma / (1 - (sigmas[1] if i == 0 else sigma))) * eta
         mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
@@ -83,10 +83,10 @@ def flow_sde(eta: float) -> Callable[..., Bound]:
     return step
 
 
-def dance_sde(eta: float) -> Callable[..., Bound]:
+def dance_sde(eta):
     """DanceGRPO: mean = x + v dt - eta^2 / 2 score dt, score = -(x - (1 - sigma) x0) / sigma^2; std = eta sqrt(-dt)."""
 
-    def step(x: Tensor, v: Tensor, sigmas: Tensor, i: int) -> Bound:
+    def step(x, v, sigmas, i):
         sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
         image = x - sigma * v
         score = -(x - image * (1 - sigma)) / sigma**2
@@ -95,7 +95,7 @@ def dance_sde(eta: float) -> Callable[..., Bound]:
     return step
 
 
-def log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def log_prob(x_next, mean, std):
     entries = -((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
     return entries.mean()
 
@@ -110,12 +110,12 @@ class Member:
     advantage: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     @property
-    def final(self) -> Tensor:
+    def final(self):
         return self.latents[-1]
 
 
 @torch.no_grad()
-def sample(network: Network, prompt: int, x: Tensor, sigmas: Tensor, noise: dict[int, Tensor], step: Callable) -> Member:
+def sample(network, prompt, x, sigmas, noise, step):
     """Stochastic at the steps that `noise` has, the ODE elsewhere."""
     member = Member(prompt, [x], {})
     for i in range(len(sigmas) - 1):
@@ -131,12 +131,12 @@ def sample(network: Network, prompt: int, x: Tensor, sigmas: Tensor, noise: dict
     return member
 
 
-def normalised(scores: Tensor) -> Tensor:
+def normalised(scores):
     """DanceGRPO's and MixGRPO's advantages of one group: (r - mean) / (std + 1e-8), the unbiased std."""
     return (scores - scores.mean()) / (scores.std() + 1e-8)
 
 
-def surrogate(network: Network, member: Member, i: int, sigmas: Tensor, step: Callable, clip: float) -> tuple[Tensor, Bound]:
+def surrogate(network, member, i, sigmas, step, clip):
     """max(-A r, -A clip(r)) of one member at one step, and where the step is bound now."""
     x = member.latents[i].to(sigmas.dtype)
     mean, std = step(x, network(member.latents[i], sigmas[i], member.prompt), sigmas, i)
@@ -154,7 +154,7 @@ class Update:
     gradients: list[Tensor]  # clipped
 
     @property
-    def flat(self) -> Tensor:
+    def flat(self):
         return torch.cat([gradient.flatten() for gradient in self.gradients])
 
 
@@ -167,10 +167,10 @@ class Learner:
     weight_decay: float = 1e-4
     updates: list[Update] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate, weight_decay=self.weight_decay)
 
-    def update(self, losses: list[Callable[[], Tensor]]) -> None:
+    def update(self, losses):
         """One optimizer step along the sum of `losses`, each backwards on its own."""
         self.optimizer.zero_grad()
         total = 0.0
@@ -184,16 +184,16 @@ class Learner:
 
 
 def window_updates(
-    network: Network,
-    learner: Learner,
-    groups: list[list[Member]],
-    trained: list[int],
-    sigmas: Tensor,
-    step: Callable,
+    network,
+    learner,
+    groups,
+    trained,
+    sigmas,
+    step,
     *,
-    accumulate: int,
-    clip: float = 1e-4,
-) -> None:
+    accumulate,
+    clip=1e-4,
+):
     """The second half of DanceGRPO's and MixGRPO's iteration: every GPU has a group, and the weights move after `accumulate`
     members of each; a loss is divided by accumulated members and trained steps, and gradients are means over the GPUs."""
     share = accumulate * len(trained) * len(groups)
@@ -207,18 +207,18 @@ def window_updates(
         learner.update(losses)
 
 
-def flash_points(num_steps: int, last: int, ratio: float, shift: float) -> Tensor:
+def flash_points(num_steps, last, ratio, shift):
     """MixGRPO-Flash's sigmas behind the last stochastic step: int(max((T - l) ratio, 1)) points, even before the shift."""
     u = torch.linspace(1 - (last + 1) / num_steps, 0, int(max((num_steps - last) * ratio, 1)))
     return shift * u / (1 + (shift - 1) * u)
 
 
 @torch.no_grad()
-def flash_tail(network: Network, prompt: int, x: Tensor, points: Tensor, before: tuple[float, Tensor]) -> Tensor:
+def flash_tail(network, prompt, x, points, before):
     """DPM-Solver++(2M) on predicted images along `points`. The first step extrapolates from `before`, the last stochastic
     step's (sigma, predicted image), across the noise that entered there. The last step is of first order."""
 
-    def half_log_snr(sigma: float) -> float:
+    def half_log_snr(sigma):
         return math.log((1 - sigma) / sigma)
 
     for k in range(len(points) - 1):
@@ -233,24 +233,24 @@ def flash_tail(network: Network, prompt: int, x: Tensor, points: Tensor, before:
     return x
 
 
-def batch_normalised(scores: Tensor) -> Tensor:
+def batch_normalised(scores):
     """Flow-GRPO's advantages [groups, members]: the group's mean, and the population's std of the whole batch + 1e-4."""
     return (scores - scores.mean(1, keepdim=True)) / (scores.std(correction=0) + 1e-4)
 
 
 def flow_grpo_updates(
-    network: Network,
-    reference: Network,
-    learner: Learner,
-    groups: list[list[Member]],
-    sigmas: Tensor,
-    step: Callable,
+    network,
+    reference,
+    learner,
+    groups,
+    sigmas,
+    step,
     *,
-    parts: int,
-    beta: float,
-    per_time: bool,
-    clip: float = 1e-4,
-) -> None:
+    parts,
+    beta,
+    per_time,
+    clip=1e-4,
+):
     """The second half of Flow-GRPO's iteration: members of zero advantage are filtered out, and for each of `parts` batches the
     loss is the mean over members and over steps 0 .. T-2 of the surrogate and beta |mean - mean_ref|^2 / (2 std^2) (Eq. 14), or
     with `per_time` over 2 s^2, without |dt|.
@@ -262,11 +262,11 @@ def flow_grpo_updates(
     for part in range(parts):
         batch = [member for group in groups for member in group[part * size : (part + 1) * size] if member.advantage != 0]
 
-        def loss(member: Member, i: int, share: int = len(batch) * len(steps)) -> Tensor:
+        def loss(member, i, batch=batch):
             policy, (mean, std) = surrogate(network, member, i, sigmas, step, clip)
             with torch.no_grad():
                 base, _ = step(member.latents[i], reference(member.latents[i], sigmas[i], member.prompt), sigmas, i)
             time = sigmas[i] - sigmas[i + 1] if per_time else 1.0
-            return (policy + beta * time * ((mean - base) ** 2).mean() / (2 * std**2)) / share
+            return (policy + beta * time * ((mean - base) ** 2).mean() / (2 * std**2)) / (len(batch) * len(steps))
 
         learner.update([lambda member=member, i=i, loss=loss: loss(member, i) for member in batch for i in steps])

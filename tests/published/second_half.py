@@ -7,7 +7,6 @@ What a rollout leaves is taken from the trainer; advantages, losses, gradients a
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ class Models:
     old: torch.nn.Module
     text: list[dict[str, Tensor]] = field(default_factory=list)
 
-    def velocity(self, which: str, x: Tensor, sigma: Tensor | float, prompt: int) -> Tensor:
+    def velocity(self, which, x, sigma, prompt):
         """Of one row x [1, tokens, channels] at a sigma."""
         return Flux(getattr(self, which), self.text, side=8, truncate=False)(x, torch.as_tensor(sigma), prompt)
 
@@ -61,7 +60,7 @@ Objective = Callable[[Models, Seen], list[Callable[[], Tensor]]]
 """The terms of an update's loss, to be added up."""
 
 
-def tiny(folder: Path, *overrides: str, rewards: Sequence[Callable] = (tilt,), options=(), **more) -> Trainer:
+def tiny(folder, *overrides, rewards=(tilt,), options=(), **more):
     """A trainer of all weights of a tiny model; `options` are the policy's."""
     size = {"height": 32, "width": 32, "max_sequence_length": 12}
     policy = DiffusersPolicy.from_pretrained(folder, **size, tuning="full", keep_base=True, **dict(options))
@@ -80,7 +79,7 @@ class Beside:
     losses: list[tuple[float, float]] = field(default_factory=list)
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         t = self.trainer
         t.learner.optimizer.register_step_pre_hook(
             lambda *_: self._ours.append(torch.cat([p.grad.flatten() for p in t.learner.parameters]))
@@ -90,11 +89,11 @@ class Beside:
         self.learner = Learner(list(start.parameters()), t.config.optim.learning_rate)
         self.start = _flat(t.learner.parameters)
         for _ in range(self.iterations):
-            self._ours: list[Tensor] = []
+            self._ours = []
             seen, loss = self._iterate()
             self._restate(seen, loss)
 
-    def _iterate(self) -> tuple[Seen, float]:
+    def _iterate(self):
         t, kept = self.trainer, {}
         sample, update, walk = t.collector.collect, t.updater.update, t.collector.anchors
 
@@ -120,7 +119,7 @@ class Beside:
         sampled = kept.pop("sampled")
         return Seen(sampled.rollouts, sampled.rewards, **kept), loss
 
-    def _restate(self, seen: Seen, loss: float) -> None:
+    def _restate(self, seen, loss):
         tensors = seen.cond.tensors
         self.models.text = [{name: value[i : i + 1] for name, value in tensors.items()} for i in range(len(seen.cond))]
         self.learner.update(self.objective(self.models, seen))
@@ -129,7 +128,7 @@ class Beside:
         self.gradients.append((self._ours[-1], made.flat))
         self.after(self.models, len(self.learner.updates))
 
-    def differences(self) -> dict[str, float]:
+    def differences(self):
         """The largest difference of a loss, and the relative ones of a gradient and of how far all weights have come."""
         ours, theirs = _flat(self.trainer.learner.parameters), _flat(self.learner.parameters)
         return {
@@ -139,5 +138,5 @@ class Beside:
         }
 
 
-def _flat(parameters: Sequence[Tensor]) -> Tensor:
+def _flat(parameters):
     return torch.cat([p.detach().flatten() for p in parameters])

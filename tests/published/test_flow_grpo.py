@@ -1,10 +1,5 @@
 """Flow-GRPO's whole training step, KL term and all, against a restatement from its published formulas, on the tiny SD3."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
-
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -17,9 +12,8 @@ from tests.published.neighbours import (
     batch_normalised,
     flow_grpo_updates,
     flow_sde,
-    sample,
 )
-from tests.published.side_by_side import Ours, Restated, agree
+from tests.published.side_by_side import Restated, agree
 from tests.published.windows import tilt
 from tests.support.runs import trainer
 from tests.support.variants import few
@@ -44,38 +38,23 @@ def partial_tilt(images, prompts):
     return torch.where(torch.tensor([prompt == PROMPTS[-1] for prompt in prompts]), 0.5, tilt(images, prompts))
 
 
-@dataclass
-class Walks:
-    """Two iterations, ours at once and restated when asked for."""
+SDE = flow_sde(0.7)
 
-    directory: Path
-    overrides: tuple[str, ...]
-    beta: float
-    per_time: bool
-    autocast: None = None
-    share: float = 4.0
-    ours: Ours = field(init=False)
 
-    def __post_init__(self) -> None:
-        policy = DiffusersPolicy.from_pretrained(
-            self.directory, height=32, width=32, max_sequence_length=12, lora_rank=4, guidance_scale=4.5
-        )
+class Walks(side_by_side.Pair):
+    """Two iterations with a KL term of weight `beta`."""
+
+    def __init__(self, directory, overrides, beta, per_time):
+        self.beta, self.per_time = beta, per_time
+        size = {"height": 32, "width": 32, "max_sequence_length": 12}
+        policy = DiffusersPolicy.from_pretrained(directory, **size, lora_rank=4, guidance_scale=4.5)
         with torch.no_grad():  # an adapter that has moved, or the first KL is 0 whatever its formula
             for p in policy.trainable_parameters():
                 p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
-        options = (*SETTING, f"algorithm.kl_weight={self.beta}", *self.overrides)
-        t = trainer(None, *options, policy=policy, rewards={"tilt": partial_tilt}, prompts=PROMPTS)
-        self.start, self.ours = side_by_side.two_iterations(t)
+        options = (*SETTING, f"algorithm.kl_weight={beta}", *overrides)
+        super().__init__(trainer(None, *options, policy=policy, rewards={"tilt": partial_tilt}, prompts=PROMPTS))
 
-    @cached_property
-    def restated(self) -> Restated:
-        return self.restate()
-
-    @cached_property
-    def measure(self) -> Restated:
-        return self.restate(off=2**-23)
-
-    def restate(self, off: float = 0.0, beta: float | None = None, updates: Callable = flow_grpo_updates) -> Restated:
+    def restate(self, off=0.0, beta=None, updates=flow_grpo_updates):
         t, transformer = self.ours.trainer, side_by_side.nudged(self.start, off)
         untrained = side_by_side.nudged(self.start, off)
         untrained.disable_adapters()
@@ -86,32 +65,18 @@ class Walks:
         sigmas, result = scheduler.sigmas, Restated(learner)
         for iteration in range(2):
             network.text = base.text = side_by_side.texts(t, iteration, torch.float32)
-            groups = []
-            for prompt in range(len(PROMPTS)):
-                initial, noise = side_by_side.drawn(t, iteration, prompt, GROUP, 0, range(STEPS), torch.float32, own=True)
-                groups.append(
-                    [
-                        sample(network, prompt, initial[g : g + 1], sigmas, {i: n[g : g + 1] for i, n in noise.items()}, SDE)
-                        for g in range(GROUP)
-                    ]
-                )
+            noise = {"noisy": range(STEPS), "dtype": torch.float32, "own": True}
+            groups = [
+                side_by_side.walked(t, network, iteration, prompt, sigmas, SDE, **noise) for prompt in range(len(PROMPTS))
+            ]
             scores = torch.stack(
                 [self._scores(group, words) for group, words in zip(groups, t.prompts_of(iteration), strict=True)]
             )
             for group, advantages in zip(groups, batch_normalised(scores).clamp(-5, 5), strict=True):
                 for member, advantage in zip(group, advantages, strict=True):
                     member.advantage = advantage
-            updates(
-                network,
-                base,
-                learner,
-                groups,
-                sigmas,
-                SDE,
-                parts=2,
-                beta=self.beta if beta is None else beta,
-                per_time=self.per_time,
-            )
+            term = {"beta": self.beta if beta is None else beta, "per_time": self.per_time}
+            updates(network, base, learner, groups, sigmas, SDE, parts=2, **term)
             result.groups.append(groups)
             result.trained.append(list(range(STEPS - 1)))
         return result
@@ -119,9 +84,6 @@ class Walks:
     def _scores(self, group, words):
         pictures = self.ours.trainer.policy.decode(torch.cat([member.final for member in group]))
         return partial_tilt(pictures, [words] * GROUP)
-
-
-SDE = flow_sde(0.7)
 
 
 @pytest.fixture(scope="module", params=few(["g", "std"], lambda denominator: denominator == "g"))

@@ -1,17 +1,13 @@
 """DanceGRPO's and MixGRPO's iterations on the tiny FLUX: ours, and restated."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from g2rpo.policies.anyflow import DiffusersPolicy
 from tests.published import side_by_side
-from tests.published.neighbours import Flux, Learner, Member, normalised, sample, window_updates
-from tests.published.side_by_side import Ours, Restated, agree
+from tests.published.neighbours import Flux, Learner, normalised, window_updates
+from tests.published.side_by_side import Restated, agree
 from tests.support.runs import trainer
 
 __all__ = ["Windows", "agree", "normalised"]
@@ -30,95 +26,62 @@ IN_BFLOAT16 = (
 )
 
 
-def tilt(images: Tensor, prompts: list[str]) -> Tensor:
+def tilt(images, prompts):
     return (images[..., :16] - images[..., 16:]).flatten(1).mean(1)
 
 
-def spread(images: Tensor, prompts: list[str]) -> Tensor:
+def spread(images, prompts):
     return images.flatten(1).std(1)
 
 
 REWARDS = {"tilt": tilt, "spread": spread}
 
 
-@dataclass
-class Windows:
-    """Two iterations of one algorithm, ours at once and restated when asked for.
+class Windows(side_by_side.Pair):
+    """Two iterations of one algorithm.
 
     `step` is the stochastic step, `accumulate` how many members make an update, and `mix` makes one advantage of a group's
-    scores [2, G].
+    scores [2, G]. With `autocast`, bfloat16, the measure is what float32 makes of the same, and half of it is allowed.
     """
 
-    directory: Path
-    overrides: tuple[str, ...]
-    autocast: torch.dtype | None
-    step: Callable
-    accumulate: int
-    mix: Callable[[Tensor], Tensor]
-    ours: Ours = field(init=False)
-
-    def __post_init__(self) -> None:
-        policy = DiffusersPolicy.from_pretrained(
-            self.directory,
-            height=32,
-            width=32,
-            max_sequence_length=12,
-            tuning="full",
-            keep_base=False,
-            truncate_timesteps=True,
-            dtype=self.autocast or torch.float32,
-        )
-        options = (*COMMON, *self.overrides, *(IN_BFLOAT16 if self.autocast else ()))
-        t = trainer(None, *options, policy=policy, rewards=REWARDS, prompts=PROMPTS)
-        self.start, self.ours = side_by_side.two_iterations(t)
+    def __init__(self, directory, overrides, autocast, step, accumulate, mix):
+        self.autocast, self.step, self.accumulate, self.mix = autocast, step, accumulate, mix
+        self.share = 0.5 if autocast else 4.0
+        size = {"height": 32, "width": 32, "max_sequence_length": 12}
+        more = {"tuning": "full", "keep_base": False, "truncate_timesteps": True, "dtype": autocast or torch.float32}
+        policy = DiffusersPolicy.from_pretrained(directory, **size, **more)
+        options = (*COMMON, *overrides, *(IN_BFLOAT16 if autocast else ()))
+        super().__init__(trainer(None, *options, policy=policy, rewards=REWARDS, prompts=PROMPTS))
 
     @cached_property
-    def restated(self) -> Restated:
-        return self.restate(self.autocast)
+    def measure(self):
+        return self.restate(torch.float32) if self.autocast else super().measure
 
-    @property
-    def share(self) -> float:
-        """How much of what `measure` is apart ours may be."""
-        return 4.0 if self.autocast is None else 0.5
-
-    @cached_property
-    def measure(self) -> Restated:
-        """What tells how near is near: the restatement with every weight one rounding of float32 off; or, in bfloat16, what
-        float32 makes of the same."""
-        return self.restate() if self.autocast else self.restate(off=2**-23)
-
-    def restate(self, autocast: torch.dtype | None = None, off: float = 0.0, updates: Callable = window_updates) -> Restated:
-        """The same iterations from the formulas, computed in `autocast`; every weight is `off` by this share of itself."""
-        t, low = self.ours.trainer, autocast or torch.float32
+    def restate(self, dtype=None, off=0.0, updates=window_updates):
+        """The same iterations from the formulas, computed in `dtype`, or as ours are."""
+        t, dtype = self.ours.trainer, dtype or self.autocast or torch.float32
         transformer = side_by_side.nudged(self.start, off)
-        network, learner = (
-            Flux(transformer, [], 8, autocast),
-            Learner(list(transformer.parameters()), t.config.optim.learning_rate),
-        )
+        network = Flux(transformer, [], 8, dtype if dtype != torch.float32 else None)
+        learner = Learner(list(transformer.parameters()), t.config.optim.learning_rate)
         result = Restated(learner)
         for iteration in range(2):
             (plan,) = t.plans(iteration)
-            noisy, size = range(plan.branch, plan.merge), t.algorithm.group_size
+            noisy = range(plan.branch, plan.merge)
             trained = [i for i in noisy if plan.trains(i)]
-            network.text = side_by_side.texts(t, iteration, low)
-            groups = []
-            for prompt in range(len(network.text)):
-                initial, noise = side_by_side.drawn(t, iteration, prompt, size, plan.branch, noisy, low, own=False)
-                group = [
-                    sample(
-                        network, prompt, initial[g : g + 1], t.sigmas, {i: n[g : g + 1] for i, n in noise.items()}, self.step
-                    )
-                    for g in range(size)
-                ]
+            network.text = side_by_side.texts(t, iteration, dtype)
+            groups = [
+                side_by_side.walked(t, network, iteration, prompt, t.sigmas, self.step, noisy=noisy, dtype=dtype)
+                for prompt in range(len(network.text))
+            ]
+            for group in groups:
                 self._score(group)
-                groups.append(group)
             clip = 1e-4 if self.autocast is None else 100.0
             updates(network, learner, groups, trained, t.sigmas, self.step, accumulate=self.accumulate, clip=clip)
             result.groups.append(groups)
             result.trained.append(trained)
         return result
 
-    def _score(self, group: list[Member]) -> None:
+    def _score(self, group):
         pictures = self.ours.trainer.policy.decode(torch.cat([member.final for member in group]))
         advantages = self.mix(torch.stack([reward(pictures, []) for reward in REWARDS.values()]))
         for member, advantage in zip(group, advantages, strict=True):
