@@ -32,17 +32,19 @@ def test_a_group_is_balanced_to_one_on_either_side():
     torch.testing.assert_close(balanced(torch.stack([z, -z])), torch.stack([balanced(z), -balanced(z)]))
 
 
-def test_where_a_sign_is_missing_a_group_is_centred():
-    torch.testing.assert_close(balanced(torch.tensor([1.0, 2.0, 6.0])), torch.tensor([-2.0, -1.0, 3.0]))
-    torch.testing.assert_close(balanced(torch.tensor([-4.0, -1e-7, 1e-7])), torch.tensor([-8.0, 4.0, 4.0]) / 3)
-    assert balanced(torch.full((4,), 2.0)).tolist() == [0, 0, 0, 0]
-
-
-def test_a_member_without_a_score_neither_counts_nor_learns():
-    z = torch.tensor([3.0, math.nan, 1.0, -2.0])
-    torch.testing.assert_close(balanced(z), torch.tensor([0.75, 0.0, 0.25, -1.0]))
-    torch.testing.assert_close(balanced(torch.tensor([3.0, math.nan, 1.0])), torch.tensor([1.0, 0.0, -1.0]))
-    assert balanced(torch.full((3,), math.nan)).tolist() == [0, 0, 0]
+@pytest.mark.parametrize(
+    ("z", "expected"),
+    [
+        ([1, 2, 6], [-2, -1, 3]),  # centred, where a sign is missing
+        ([-4, -1e-7, 1e-7], [-8 / 3, 4 / 3, 4 / 3]),
+        ([2, 2, 2, 2], [0, 0, 0, 0]),
+        ([3, math.nan, 1, -2], [0.75, 0, 0.25, -1]),  # a member without a score neither counts nor learns
+        ([3, math.nan, 1], [1, 0, -1]),
+        ([math.nan] * 3, [0, 0, 0]),
+    ],
+)
+def test_groups_without_a_sign_or_a_score(z, expected):
+    torch.testing.assert_close(balanced(torch.tensor(z).float()), torch.tensor(expected).float())
 
 
 def test_advantages_add_the_level_to_the_group():

@@ -27,11 +27,6 @@ def test_the_pipelines_class_chooses_the_policy(flux_directory, sd3_directory):
     assert other.text.options.negative_prompt == "blue" and other.guided
 
 
-def test_an_option_that_a_model_does_not_have_is_refused(flux_directory):
-    with pytest.raises(UserError, match=r"policy\.negative_prompt: a FluxPipeline has no such option"):
-        components.build_policy(PolicyConfig(path=str(flux_directory), **SIZE, negative_prompt=""), tuning="frozen")
-
-
 def damaged(pipeline, file, change):
     """`pipeline` after `change` was made to one of its files; None removes it."""
     path = pipeline / file
@@ -48,17 +43,13 @@ def other(**values):
     [
         ("model_index.json", lambda content: content[:20]),
         ("model_index.json", other(transformer=["diffusers", "NoSuchModel"])),
-        ("model_index.json", other(transformer="x")),
         ("transformer/config.json", None),
         ("transformer/config.json", lambda content: b"[]"),
         ("transformer/config.json", other(num_attention_heads=3)),
-        ("transformer/config.json", other(num_layers="x")),
         ("transformer/diffusion_pytorch_model.safetensors", None),
         ("transformer/diffusion_pytorch_model.safetensors", lambda content: content[:1000]),
         ("vae/config.json", other(block_out_channels=[8, 16])),
-        ("vae/diffusion_pytorch_model.safetensors", lambda content: b"\0" * 100),
         ("text_encoder/config.json", other(hidden_size=24)),
-        ("text_encoder/model.safetensors", lambda content: content[:-1]),
         ("tokenizer/tokenizer.json", lambda content: b"{}"),
         ("tokenizer_2/tokenizer.json", None),
         ("scheduler/scheduler_config.json", lambda content: b"\xff"),
@@ -71,42 +62,32 @@ def test_a_pipeline_with_a_damaged_part_is_one_message(flux_directory, tmp_path,
         components.build_policy(PolicyConfig(path=str(pipeline), **SIZE), tuning="frozen")
 
 
-@pytest.mark.parametrize("name", ["hpsv2", "hpsv3", "pickscore", "clip_score", "image_reward", "aesthetic", "geneval"])
+LEARNED = ("hpsv3", "pickscore", "clip_score", "image_reward", "aesthetic", "geneval")
+
+
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("name", "option", "value", "fact"),
     [
-        ({"dtype": "float64"}, "options.dtype must be one of float32, float16, bfloat16, got 'float64'"),
-        ({"batch_size": 0}, "options.batch_size must be a whole number, at least 1, got 0"),
-        ({"batch_size": True}, "options.batch_size must be .*, got True"),
-        ({"device": "gpu"}, "options.device=gpu: is no device; write cpu, cuda"),
-        ({"device": "cuda:7"}, "options.device=cuda:7: torch sees 0 CUDA devices here; .*options.device=cpu needs none"),
+        ("hpsv2", "batch_size", 0, "got 0"),
+        ("hpsv2", "batch_size", True, "got True"),
+        ("hpsv2", "device", "gpu", "=gpu: is no device; write cpu, cuda"),
+        ("hpsv2", "device", "cuda:7", "=cuda:7: torch sees 0 CUDA devices"),
+        *((name, "dtype", "float64", "float32, float16, bfloat16, got 'float64'") for name in ("hpsv2", *LEARNED)),
     ],
 )
-def test_shared_options_are_checked_before_anything_is_loaded(name, options, says):
-    table = {name: RewardConfig(kind=name, options=options)}
-    with pytest.raises(UserError, match=f"rewards.{name}.{says}"):
+def test_shared_options_are_checked_before_anything_is_loaded(name, option, value, fact):
+    table = {name: RewardConfig(kind=name, options={option: value})}
+    with pytest.raises(UserError, match=rf"rewards\.{name}\.options\.{option}.*{fact}"):
         build_rewards(table)
-    if "device" in options:
+    if option == "device":
         check_rewards(table)  # a plan for another machine
 
 
-def test_rewards_that_need_no_weights_are_built():
-    table = {
-        "jpeg_size": RewardConfig(kind="jpeg_size", options={"negative": True}),
-        "bright": RewardConfig(kind="brightness"),
-        "saturation": RewardConfig(kind="saturation"),
-    }
-    built = build_rewards(table)
-    images = torch.zeros(2, 3, 8, 8)
-    assert all(reward(images, ["", ""]).shape == (2,) for reward in built.values())
-
-
-@pytest.mark.parametrize("scale", [1.0, 4.5])
-def test_sd3_trains_from_a_config(tmp_path, sd3_directory, scale):
+def test_sd3_trains_from_a_config(tmp_path, sd3_directory):
     """Two iterations through the same door as the command line: weights move, and the adapter is written."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\ntwo blue square\n")
-    policy = {"path": str(sd3_directory), **SIZE, "lora_rank": 2, "guidance_scale": scale}
+    policy = {"path": str(sd3_directory), **SIZE, "lora_rank": 2, "guidance_scale": 4.5}
     data = {**TINY, "policy": policy, "rewards": {"brightness": 1.0}}
     data |= {"prompts": {"train": str(prompts)}, "evaluation": {"prompts": str(prompts), "num_prompts": 2}}
     config = resolve(yaml.safe_load(yaml.safe_dump(data)), ["prompts.cache=off"])

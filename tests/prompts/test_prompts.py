@@ -3,7 +3,6 @@
 import json
 import pickle
 import sys
-import threading
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from g2rpo.prompts.sources import LONGEST, read_prompts
 from g2rpo.rewards.remote import RemoteReward
 from g2rpo.rewards.server import RewardServer
 from tests.support.runs import trainer
+from tests.support.servers import serving
 
 TEXTS = [" a red circle", "two blue squares ", "Zürich"]
 
@@ -41,6 +41,10 @@ def test_prompts_from_text_and_jsonl(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "other": 1}\n')
     assert texts(read_prompts(tmp_path / "a.txt")) == ["a red circle", "two"]
     assert texts(read_prompts(tmp_path / "b.jsonl")) == ["a", "b"]
+    (tmp_path / "c.jsonl").write_text('{"caption": " a "}\n')
+    assert texts(read_prompts(f"{tmp_path}/c.jsonl:caption")) == ["a"]
+    with pytest.raises(UserError, match='line 1: .*"text"'):
+        read_prompts(f"{tmp_path}/c.jsonl:text")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,8 @@ def test_prompts_from_text_and_jsonl(tmp_path):
         ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}', "line 2"),
         ("a.jsonl", b"[]", "line 1"),
         ("missing.txt", None, "cannot be read"),
+        ("a.parquet", b"no parquet at all", "cannot be read as parquet"),
+        ("a.parquet", None, "cannot be read as parquet"),
     ],
 )
 def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
@@ -60,36 +66,11 @@ def test_unusable_prompt_files_are_refused(tmp_path, name, content, message):
         read_prompts(tmp_path / name)
 
 
-def test_a_column_of_jsonl_can_be_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"caption": " a "}\n')
-    assert texts(read_prompts(f"{tmp_path}/a.jsonl:caption")) == ["a"]
-    with pytest.raises(UserError, match=r'line 1: should be an object like {"text": "a red circle"}'):
-        read_prompts(f"{tmp_path}/a.jsonl:text")
-
-
 def test_prompts_from_parquet(parquet):
     assert texts(read_prompts(f"{parquet}:caption")) == [text.strip() for text in TEXTS]
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        ("", "no column 'prompt'; name one after a colon: caption, score, holes"),
-        (":score", "row 1: should be a prompt, is 1"),
-        (":holes", "row 2: should be a prompt, is None"),
-    ],
-)
-def test_unusable_parquet_columns_are_refused(parquet, column, message):
-    with pytest.raises(UserError, match=message):
-        read_prompts(f"{parquet}{column}")
-
-
-@pytest.mark.parametrize("content", [b"no parquet at all", None])
-def test_unusable_parquet_files_are_refused(tmp_path, content):
-    if content:
-        (tmp_path / "a.parquet").write_bytes(content)
-    with pytest.raises(UserError, match="cannot be read as parquet"):
-        read_prompts(tmp_path / "a.parquet")
+    for column, fact in (("", "caption, score, holes"), (":score", "row 1"), (":holes", "row 2")):
+        with pytest.raises(UserError, match=fact):
+            read_prompts(f"{parquet}{column}")
 
 
 def test_prompts_from_a_dataset(parquet, monkeypatch, tmp_path_factory):
@@ -181,13 +162,9 @@ def test_metadata_goes_over_the_wire():
     def reward(images, prompts):
         return torch.tensor([float(prompt.metadata["target"]) for prompt in prompts])
 
-    with RewardServer(reward, port=0) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        prompts = [Prompt("a", metadata={"target": 1}), Prompt("b", metadata={"target": 2})]
+    prompts = [Prompt("a", metadata={"target": 1}), Prompt("b", metadata={"target": 2})]
+    with serving(RewardServer(reward, port=0)) as server:
         assert RemoteReward(server.address)(torch.rand(2, 3, 8, 8), prompts).tolist() == [1.0, 2.0]
-        server.shutdown()
-        thread.join()
 
 
 def test_a_prompt_and_a_file_have_a_largest_size(tmp_path):

@@ -60,8 +60,7 @@ class ChatServer(ThreadingHTTPServer):
         asked = bool(body.get("logprobs")) and self.logprobs
         choice = {"index": 0, "message": message, "finish_reason": self.finish}
         choice |= {"logprobs": {"content": [row]} if asked else None} if vllm or asked else {}
-        rest = {"prompt_logprobs": None} if vllm else {"timings": {"predicted_n": 1}}
-        return 200, {"id": "chatcmpl-1", "object": "chat.completion", "choices": [choice], "usage": {}, **rest}
+        return 200, {"id": "chatcmpl-1", "object": "chat.completion", "choices": [choice], "usage": {}}
 
     def first_token(self, body):
         picture, text = body["messages"][0]["content"]
@@ -78,8 +77,7 @@ class ChatServer(ThreadingHTTPServer):
         return own if self.style == "vllm" else {"id": number, **own}
 
     def error(self, status, kind, message):
-        more = {"param": None} if self.style == "vllm" else {}
-        return status, {"error": {"message": message, "type": kind, **more, "code": status}}
+        return status, {"error": {"message": message, "type": kind, "code": status}}
 
     def models(self):
         vllm = self.style == "vllm"

@@ -12,7 +12,6 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Prompt
-from g2rpo.rewards import geneval_scoring
 from g2rpo.rewards.detectors import TransformersDetector
 from g2rpo.rewards.geneval import Colours, GenEval, cut_out
 from g2rpo.rewards.geneval_scoring import Detection, Task, relations
@@ -65,17 +64,6 @@ def test_scores_are_upstreams():
     assert scored("correct") == recorded["correct"]
     np.testing.assert_allclose(scored("partial"), recorded["partial"], atol=1e-6)
     assert 0.2 < sum(recorded["correct"]) / CASES < 0.8
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("FREE_SHARE", 0.0), ("MOST_OBJECTS", 15), ("COLOURS", geneval_scoring.COLOURS[::-1])]
-)
-def test_every_planted_error_is_seen(name, value, monkeypatch):
-    monkeypatch.setattr(geneval_scoring, name, value)
-    if name == "COLOURS":
-        monkeypatch.setattr("g2rpo.rewards.geneval.TEMPLATES", ("a photo of a red {colour} {label}",))
-    recorded = oracle("geneval")
-    assert scored("partial", 100) != pytest.approx(recorded["partial"][:100], abs=1e-6)
 
 
 def test_a_relation_needs_more_than_the_objects_own_sizes():

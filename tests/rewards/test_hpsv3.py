@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from g2rpo.rewards import hpsv3
 from g2rpo.rewards.hpsv3 import HPSv3, target_size
 from tests.rewards.learned import FIXTURES, oracle, picture_of, state_of
 from tests.rewards.oracle_inputs import PROMPTS
@@ -73,44 +72,6 @@ def test_bfloat16_is_as_near_to_float32_as_upstreams(options):
     spread, ours = (torch.cat(errors).square().mean().sqrt() for errors in (theirs, ours))
     assert 0 < ours < 2 * spread
     assert reward.head[0].weight.dtype == torch.float32
-
-
-def test_every_planted_error_is_seen(options, monkeypatch):
-    reward = HPSv3(**options, dtype="float32")
-    with monkeypatch.context() as patch:  # the last token instead of the reward token
-        patch.setattr(reward, "reward_token", reward.tokenizer.convert_tokens_to_ids("<|im_start|>"))
-        assert worst(reward) > 100 * SCORE
-    with monkeypatch.context() as patch:
-        patch.setattr(hpsv3.target_size, "__defaults__", (128 * 28 * 28,))
-        assert worst(reward) > 100 * SCORE
-    with monkeypatch.context() as patch:  # on the tiny model's square pictures it moves scores by more than they spread
-        own = reward.text.rotary_emb.forward
-        patch.setattr(reward.text.rotary_emb, "forward", lambda x, position_ids: own(x, rows_and_columns(position_ids)))
-        moved = scores(reward, "square") - torch.tensor(oracle("hpsv3")["cases"][0]["float32"])
-        assert moved.abs().mean() > torch.tensor(oracle("hpsv3")["cases"][0]["float32"]).std() > 100 * SCORE
-    with monkeypatch.context() as patch:
-        patch.setattr(hpsv3, "_with_frequencies", lambda module: _exact_frequencies(module))
-        assert worst(HPSv3(**options, dtype="float32")) > SCORE
-
-
-def rows_and_columns(position_ids, side=16):
-    """Qwen2-VL's own positions [3, B, L] for a picture of `side` x `side` tokens, where HPSv3 has 0, 1, 2, ..."""
-    ids = torch.tensor(oracle("hpsv3")["token_ids"][0])
-    start = int((ids == 261).nonzero()[0])  # <|image_pad|>
-    rows = torch.arange(side).repeat_interleave(side)
-    picture = start + torch.stack([torch.zeros_like(rows), rows, torch.arange(side).repeat(side)])
-    rest = torch.arange(position_ids.shape[-1] - start - side**2) + start + side
-    whole = torch.cat([torch.arange(start).expand(3, -1), picture, rest.expand(3, -1)], 1)
-    return whole[:, None].expand(3, position_ids.shape[1], -1)
-
-
-def _exact_frequencies(module):
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if hasattr(child, "inv_freq"):
-                with torch.device("cpu"):
-                    parent.add_module(name, type(child)(child.config))
-    return module
 
 
 def test_a_score_does_not_depend_on_the_batch_nor_on_special_tokens_in_a_prompt(options):

@@ -6,7 +6,7 @@ import torch
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Precision
-from g2rpo.core.flow import dance_sde, flow_sde, ode_step, sde_kernel, sigma_grid
+from g2rpo.core.flow import dance_sde, ode_step, sde_kernel, sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -99,35 +99,6 @@ def test_sharing_changes_no_latent(name, batch_size):
                 torch.testing.assert_close(getattr(mine, name).expand_as(theirs.x), getattr(theirs, name), atol=1e-5, rtol=0)
 
 
-def test_one_branch_with_the_fine_tail_is_a_window_of_one():
-    """G2RPO with one branch step and {1} is MixGRPO with shared noise and a window of one (same plan, same latents)."""
-    (plan,) = GranularGRPO(branch_steps=(4,), granularities=(1,)).plans(16)
-    assert plan == Plan(4, 5, (tuple(range(5, 17)),))
-
-
-def test_noise_enters_at_one_step_only():
-    """All members of a group share their latent before the branch, and differ after it by the injected noise alone."""
-    algorithm = GranularGRPO(branch_steps=(5,), granularities=(1,))
-    (rollout,) = make_engine().rollout(algorithm.plans(16), 4, algorithm.kernel(SIGMAS), noise)
-    (transition,) = rollout.transitions
-    spread = (transition.x_next - transition.x_next.mean(0)).std()
-    assert len(transition.x) == 1
-    # 192 entries: the standard error of an std is 1 / sqrt(2 * 144) = 6 %
-    assert float(spread) == pytest.approx(0.3369, rel=0.25)
-
-
-def test_a_prompts_rollout_does_not_depend_on_its_neighbours():
-    algorithm = GranularGRPO(branch_steps=(0, 2), granularities=(1, 2))
-    kernel = algorithm.kernel(SIGMAS)
-    policy = Network()
-    alone = Engine(policy=policy, cond=policy.encode(["0.1"]), sigmas=SIGMAS).rollout(
-        algorithm.plans(16), 3, kernel, lambda p, *k: noise(1, *k)
-    )
-    both = make_engine(prompts=2, policy=policy).rollout(algorithm.plans(16), 3, kernel, noise)
-    for a, b in zip(alone, both[2:], strict=True):
-        torch.testing.assert_close(a.finals, b.finals, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stored_latents_are_the_scored_ones(dtype):
     """Rounding happens before the log-prob, so re-evaluating what is stored gives a ratio of exactly 1."""
@@ -154,11 +125,6 @@ def test_sample_is_the_plain_ode():
             y = ode_step(y, engine.policy.velocity(y, SIGMAS[[step, step]], engine.cond), SIGMAS[step], SIGMAS[step + 1])
     torch.testing.assert_close(engine.sample(x), y, atol=1e-6, rtol=0)
     assert engine.evaluations == 32
-
-
-def test_flow_sde_is_finite_everywhere_on_the_grid():
-    g = flow_sde(SIGMAS, 0.7)(SIGMAS)
-    assert bool(g.isfinite().all())
 
 
 @pytest.mark.parametrize(

