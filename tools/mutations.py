@@ -41,8 +41,8 @@ class Mutation:
 FLOW, OBJECTIVES = "tests/core/test_flow.py", "tests/core/test_objectives.py"
 NEIGHBOURS = "tests/algorithms/test_neighbours.py tests/algorithms/test_published_values.py"
 FIELDS, SCHEDULE = "tests/algorithms/test_fields.py", "tests/algorithms/test_branch_schedule.py"
-DPPO, PAVE, ADA = (f"tests/algorithms/test_{name}.py" for name in ("flow_dppo", "pave_grpo", "adagrpo"))
-FORWARD = "tests/algorithms/test_forward_process.py"
+DPPO, FORWARD = "tests/algorithms/test_flow_dppo.py", "tests/algorithms/test_forward_process.py"
+PAVE, ADA, NFT = (f"tests/published/test_{name}.py" for name in ("pave_grpo", "adagrpo", "forward_process"))
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
@@ -101,7 +101,7 @@ MUTATIONS = [
     Mutation("algorithms/pave_grpo.py", "(after - here) / n", "(after - here) / (n + 1)", PAVE),
     Mutation("algorithms/adagrpo.py", "argmin(1)", "argmax(1)", ADA),
     Mutation("algorithms/adagrpo.py", "self.algorithm.forget * known + (1", "known + (1", ADA),
-    Mutation("algorithms/diffusion_nft.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", FORWARD),
+    Mutation("algorithms/diffusion_nft.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", NFT),
     Mutation("algorithms/awm.py", "-noised.advantages /", "noised.advantages /", FORWARD),
     Mutation(
         "algorithms/forward_process.py", "((1 - per_row(sigma, image)) * image", "(per_row(sigma, image) * image", FORWARD

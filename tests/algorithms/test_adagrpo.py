@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -61,23 +60,6 @@ def test_advantages_add_the_level_to_the_group():
 
 
 # --- the choice
-
-
-def test_the_level_and_the_choice_are_those_of_their_formulas():
-    """Two places of four candidates, three iterations: averages move first, then the nearest is taken."""
-    algorithm = AdaGRPO(candidates=4, forget=0.8)
-    level, generator = Level(algorithm), np.random.default_rng(0)
-    mean = variance = None
-    for iteration in range(3):
-        scores = generator.normal(iteration, 1 + iteration, (2, 4))
-        new = scores.mean(), scores.var()
-        mean, variance = new if mean is None else (0.8 * mean + 0.2 * new[0], 0.8 * variance + 0.2 * new[1])
-        chosen = level.choose(iteration, torch.tensor(scores)[..., None], ONE)
-        assert chosen == np.abs(scores - mean).argmin(1).tolist()
-        assert level.at(iteration).level[0] == pytest.approx((mean, math.sqrt(variance)))
-        assert level.observe(iteration, [0], torch.zeros(1), ONE) == pytest.approx(
-            {"level/0/mean": mean, "level/0/std": math.sqrt(variance)}
-        )
 
 
 def test_several_rewards_are_measured_by_their_own_spread():

@@ -41,21 +41,6 @@ def noised(velocity, old=None, advantages=None, size=3, group_sum=None):
 # --- the losses, member by member
 
 
-def test_nfts_loss_is_its_formula():
-    algorithm = DiffusionNFT(mixing=0.4)
-    v, v_old = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(2))
-    given = noised(v, v_old)
-    expected = []
-    for i, advantage in enumerate((-2.0, 0.5, 3.0)):
-        r = min(max(advantage / 10 + 0.5, 0), 1)
-        errors = []
-        for mixed in (0.4 * v[i] + 0.6 * v_old[i], 1.4 * v_old[i] - 0.4 * v[i]):
-            off = given.x[i] - given.sigma[i] * mixed - given.image[i]
-            errors.append(float((off**2).mean() / off.abs().mean()))
-        expected.append(5 * (r * errors[0] + (1 - r) * errors[1]) / 0.4)
-    torch.testing.assert_close(algorithm.member_loss(given), torch.tensor(expected))
-
-
 @pytest.mark.parametrize("power", [0.25, 1.0])
 def test_awms_gradient_is_the_advantage_times_that_of_its_log_prob(power):
     v = torch.randn(3, 2, generator=torch.Generator().manual_seed(4)).requires_grad_()
@@ -154,33 +139,6 @@ def test_awm_draws_one_from_each_part_of_the_grid():
     assert steps.shape == (200, 6, 3) and torch.equal(steps[..., 0], steps[..., 2])
     for part, expected in enumerate(({1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11})):
         assert set(steps[:, part].flatten().tolist()) == expected
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_latents_are_noised_at_the_times_drawn(name):
-    """What the network sees is (1 - sigma) image + sigma noise, with noise from the run's seed alone."""
-    seen = []
-
-    class Watching(GaussianPolicy):
-        def velocity(self, x, sigma, cond):
-            if torch.is_grad_enabled():
-                seen.append((x, sigma))
-            return super().velocity(x, sigma, cond)
-
-    t = made(name, "trainer.prompts_per_iteration=1", policy=Watching())
-    examples, update = [], t.updater.update
-    t.updater.update = lambda given, cond: update(examples.extend(given) or given, cond)
-    t.iterate()
-    x, sigma = torch.cat([x for x, _ in seen]), torch.cat([sigma for _, sigma in seen])
-    expected = torch.cat([t.sigmas[example.data["step"]] for example in examples])
-    assert torch.equal(sigma, expected)
-    image, noise = (torch.cat([get(e) for e in examples]) for get in (lambda e: e.x, lambda e: e.data["noise"].expand_as(e.x)))
-    torch.testing.assert_close(x, image + sigma[:, None, None, None] * (noise - image))
-    assert float(noise.mean().abs()) < 0.1 and 0.9 < float(noise.std()) < 1.1
-    again = made(name, "trainer.prompts_per_iteration=1")
-    torch.rand(3)
-    again.iterate()
-    assert torch.equal(again.policy.mean, t.policy.mean)
 
 
 # --- counts

@@ -77,9 +77,30 @@ def test_pictures_are_the_pipelines_own(ovis):
     torch.testing.assert_close(own(policy), plain(OvisImagePipeline.from_pretrained(folder)), atol=1e-5, rtol=0)
 
 
-def test_it_trains_and_what_it_saves_plain_diffusers_draws(ovis, tmp_path, capsys):
-    """Its pipeline has no loader of LoRAs; its transformer has one."""
+@pytest.fixture
+def published(ovis):
+    """The same with a declaration of published sizes, a licence and ComfyUI's names."""
     folder, kind = ovis
+    index = json.loads((folder / "model_index.json").read_text())
+    parts = {
+        name: (":".join(index[name]), json.loads((folder / name / "config.json").read_text()))
+        for name in ("transformer", "text_encoder", "vae")
+    }
+    file = Path(kind.partition(":")[0])
+    file.write_text(file.read_text() + PUBLISHED.replace("PARTS", repr(parts)))
+    return folder, f"{file}:Published"
+
+
+def test_published_sizes_and_licence_are_known_from_the_value(published, capsys):
+    """By a hub id that is nowhere."""
+    options = ["policy.height=32", "policy.width=48", f"policy.kind={published[1]}", "policy.pipeline="]
+    code, out, err = g2rpo(capsys, "plan", "scenes", "policy.path=AIDC-AI/Ovis-Image-7B", *options, "--no-probe")
+    assert code == 0 and "AIDC-AI/Ovis-Image-7B: A licence" in out, err
+
+
+def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, capsys):
+    """Its pipeline has no loader of LoRAs; its transformer has one."""
+    folder, kind = published
     few = ["trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2"]
     run, size = tmp_path / "run", ["policy.height=32", "policy.width=48"]
     few += ["rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"]
@@ -94,15 +115,16 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(ovis, tmp_path, capsy
 
     card = (run / "adapter" / "README.md").read_text()
     (line,) = re.findall(r"^pipe\.(\S+)\(", card, re.MULTILINE)
-    pipe = OvisImagePipeline.from_pretrained(folder)
     assert line == "transformer.load_lora_adapter"
+    pipe = OvisImagePipeline.from_pretrained(folder)
     pipe.transformer.load_lora_adapter(run / "adapter", weight_name=ADAPTER)
     torch.testing.assert_close(plain(pipe), tuned, atol=1e-5, rtol=0)
 
     transformer = OvisImageTransformer2DModel.from_pretrained(api.export(run, "merged"))
-    torch.testing.assert_close(
-        plain(OvisImagePipeline.from_pretrained(folder, transformer=transformer)), tuned, atol=1e-5, rtol=0
-    )
+    pipe = OvisImagePipeline.from_pretrained(folder, transformer=transformer)
+    torch.testing.assert_close(plain(pipe), tuned, atol=1e-5, rtol=0)
+    names = load_file(api.export(run, "comfyui"))
+    assert names and all(name.startswith("mine.") for name in names)
     sample = ["sample", "--run", run, "--plugin", kind.partition(":")[0], "--out", tmp_path / "drawn", "a red circle"]
     assert g2rpo(capsys, *sample)[0] == 0
 
@@ -129,26 +151,3 @@ def test_one_value_of_the_catalogue_is_enough(ovis, monkeypatch):
     monkeypatch.setitem(catalogue.SPECS, "OvisImagePipeline", plugins.load(kind))
     policy = components.build_policy(PolicyConfig(path=str(folder), **SIZE), tuning="frozen")
     assert policy.spec is plugins.load(kind)
-
-
-def test_published_sizes_licence_and_names_are_known_from_the_value(ovis, tmp_path, capsys):
-    """A plan by a hub id that is nowhere, the licence in it and in the model card, and ComfyUI's names in an export."""
-    folder, kind = ovis
-    index = json.loads((folder / "model_index.json").read_text())
-    parts = {
-        name: (":".join(index[name]), json.loads((folder / name / "config.json").read_text()))
-        for name in ("transformer", "text_encoder", "vae")
-    }
-    file = Path(kind.partition(":")[0])
-    file.write_text(file.read_text() + PUBLISHED.replace("PARTS", repr(parts)))
-    size = ["policy.height=32", "policy.width=48", f"policy.kind={file}:Published", "policy.pipeline="]
-    code, out, err = g2rpo(capsys, "plan", "scenes", "policy.path=AIDC-AI/Ovis-Image-7B", *size, "--no-probe")
-    assert code == 0 and "AIDC-AI/Ovis-Image-7B: A licence" in out, err
-    few = ["trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2"]
-    config = write_tiny(tmp_path, folder)
-    code, _, err = g2rpo(
-        capsys, "train", config, *few, *size, "rewards.scene_accuracy=", "rewards.brightness=1", "--run-dir", tmp_path / "run"
-    )
-    assert code == 0, err
-    names = load_file(api.export(tmp_path / "run", "comfyui"))
-    assert names and all(name.startswith("mine.") for name in names)

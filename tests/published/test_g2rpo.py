@@ -10,19 +10,26 @@ from tests.published.beside import FLOAT32, ONE_BY_ONE, differences
 from tests.published.g2rpo import Setting
 from tests.support.variants import few
 
-DTYPES = [(torch.bfloat16, ()), (torch.float32, FLOAT32)]
+ALL = tuple(range(8))
+"""The published branch steps."""
 
 
 @pytest.mark.parametrize(
-    ("dtype", "overrides"), few(DTYPES, lambda each: each[0] == torch.bfloat16), ids=["bfloat16", "float32"]
+    ("dtype", "overrides", "branches"),
+    few(
+        [(torch.bfloat16, (), (0, 3, 7)), (torch.bfloat16, (), ALL), (torch.float32, FLOAT32, ALL)],
+        lambda each: each[2] != ALL,
+    ),
+    ids=["bfloat16, three branches", "bfloat16", "float32"],
 )
-def test_a_training_step_is_the_published_one_to_the_bit(flux_directory, dtype, overrides):
-    """Latents, log-probs, pictures, scores, losses, gradients of every tensor, and weights after eight AdamW steps.
+def test_a_training_step_is_the_published_one_to_the_bit(flux_directory, dtype, overrides, branches):
+    """Latents, log-probs, pictures, scores, losses, gradients of every tensor, and weights after an AdamW step a branch.
 
     The same operations on tensors of one row, in the same order. Groups are normalised in float64, here and for once there.
     """
-    setting = Setting(dtype=dtype, advantage_dtype=torch.float64)
-    found = differences(flux_directory, "reference", setting, *ONE_BY_ONE, *overrides, "algorithm.group_size=3")
+    setting = Setting(dtype=dtype, advantage_dtype=torch.float64, branches=branches)
+    steps = f"algorithm.branch_steps={list(branches)}"
+    found = differences(flux_directory, "reference", setting, *ONE_BY_ONE, *overrides, steps, "algorithm.group_size=3")
     assert found == dict.fromkeys(found, 0)
 
 

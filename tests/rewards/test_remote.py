@@ -226,16 +226,6 @@ def reply(text, status=200, **headers):
     return answer
 
 
-def drip(handler, count):
-    """Never quite ends, and never pauses long enough for a socket timeout."""
-    handler.send_response(200)
-    handler.end_headers()
-    for _ in range(200):
-        handler.wfile.write(b" ")
-        handler.wfile.flush()
-        time.sleep(0.05)
-
-
 @contextmanager
 def endpoint_that(answer):
     """A server that answers every request by `answer(handler, number of the request)`; the requests' bodies."""
@@ -290,11 +280,6 @@ def test_an_answer_after_a_failure_counts():
 
 
 def test_time_is_bounded():
-    with endpoint_that(drip) as (url, _):
-        start = time.monotonic()
-        with pytest.raises(NoAnswer, match="in time"):
-            request_json(url, timeout_s=0.3)
-        assert time.monotonic() - start < 2
     with endpoint_that(lambda handler, count: time.sleep(3)) as (url, _):
         start = time.monotonic()
         reward = RemoteReward(url, check=False, timeout_s=0.2, retries=1, backoff_s=0.01)
