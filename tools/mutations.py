@@ -127,7 +127,12 @@ MUTATIONS = [
     Mutation("training/updater.py", "max(1, counted)", "max(1, len(counts))", TRAINER),
     Mutation("training/updater.py", "self.optimizer.zero_grad(set_to_none=True)", "pass", TRAINER),
     Mutation("training/updater.py", "torch.where(counts, loss.values, 0)", "loss.values", DROPPED),
-    Mutation("training/updater.py", "if math.isfinite(norm)", "if True", TRAINER),
+    Mutation(
+        "training/updater.py",
+        "if math.isfinite(norm)",
+        "if True",
+        "tests/training/test_faults.py::test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights",
+    ),
     Mutation("training/updater.py", "counted=alive[item.prompt]", "counted=item.advantages != 0", DROPPED),
     Mutation(
         "training/learner.py", "get_ema_multi_avg_fn(self.ema_decay)", "get_ema_multi_avg_fn(1 - self.ema_decay)", AVERAGE
