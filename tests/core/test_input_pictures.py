@@ -106,19 +106,17 @@ def test_training_refuses_missing_pictures_before_anything_is_loaded(tmp_path, c
     assert not (tmp_path / "run").exists()
 
 
-def test_pictures_of_prompts_given_as_objects_are_checked_too(tmp_path):
-    gone = Prompt("make it red", [str(tmp_path / "gone.png")])
-    given = {"policy": Editing(), "rewards": {"bright": brightness}, "judges": {}}
-    for prompts, heldout in (([gone], ["0"]), (["0"], [gone])):
-        with pytest.raises(UserError, match=r"prompt 'make it red': input picture .*gone\.png: there is no such file"):
+def test_prompts_given_as_objects_are_checked_too(tmp_path):
+    """Pictures that are not there, and prompts that lack the picture that a model needs."""
+    gone, own = Prompt("make it red", [str(tmp_path / "gone.png")]), Prompt("a", [picture(tmp_path / "a.png")])
+    for prompts, heldout, message in (
+        ([gone], ["0"], r"prompt 'make it red': input picture .*gone\.png: there is no such file"),
+        (["0"], [gone], r"prompt 'make it red': input picture .*gone\.png: there is no such file"),
+        ([own], ["b"], "prompt 'b': has 0 input pictures, but this model takes 1"),
+    ):
+        given = {"policy": Editing(), "rewards": {"bright": brightness}, "judges": {}}
+        with pytest.raises(UserError, match=message):
             api.trainer(resolve(PLAIN), prompts=prompts, heldout=heldout, **given)
-
-
-def test_prompts_without_the_picture_that_a_model_needs_are_refused_before_training(tmp_path):
-    own = Prompt("a", [picture(tmp_path / "a.png")])
-    given = {"policy": Editing(), "rewards": {"bright": brightness}, "judges": {}, "prompts": [own]}
-    with pytest.raises(UserError, match="prompt 'b': has 0 input pictures, but this model takes 1"):
-        api.trainer(resolve(PLAIN), heldout=["b"], **given)
 
 
 class Counting:

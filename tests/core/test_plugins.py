@@ -20,7 +20,7 @@ from g2rpo.core.plain import parse_json
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.lifecycle import read_config
 from tests.support.commands import g2rpo
-from tests.support.runs import config, trainer
+from tests.support.runs import config, mean, trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 SHORT = ("trainer.iterations=1", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "sampling.num_steps=5")
@@ -40,9 +40,9 @@ def trained(kind, *overrides, run_dir=None):
 def test_an_algorithm_of_each_kind_moves_the_weights_toward_the_reward(kind):
     """Brightness is trained: the mean of the pictures is to rise, in every entry that the policy has."""
     t = trained(kind, "trainer.iterations=6", "optim.learning_rate=0.05")
-    before = t.policy.mean.detach().clone()
+    before = mean(t)
     rows = [row for row in t.train() if row["kind"] == "train"]
-    assert float((t.policy.mean - before).detach().mean()) > 0.02
+    assert float((mean(t) - before).mean()) > 0.02
     assert all(row["skipped_updates"] == 0 for row in rows)
 
 
@@ -53,7 +53,7 @@ def test_a_forward_process_draws_the_same_noise_again():
         t = trained("forward", "trainer.iterations=2")
         torch.rand(7)  # not from torch's own generator
         list(t.train())
-        ends.append(t.policy.mean.detach().clone())
+        ends.append(mean(t))
     assert torch.equal(*ends)
 
 

@@ -37,7 +37,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.commands import g2rpo
-from tests.support.runs import brightness, config, cut, log, resumed, trainer, untimed
+from tests.support.runs import brightness, config, cut, log, mean, resumed, trainer, untimed
 from tests.support.variants import few
 
 BFLOAT16 = 2 * torch.finfo(torch.bfloat16).eps
@@ -319,7 +319,7 @@ def warned(tmp_path_factory):
     rows, stop = rows_of(t)
     assert stop is None
     first = next(row["iteration"] for row in rows if "alarms" in row)
-    return folder, rows, heard, t.policy.mean.detach().clone(), first
+    return folder, rows, heard, mean(t), first
 
 
 def test_an_alarm_is_logged_in_every_row_and_told_once(warned):

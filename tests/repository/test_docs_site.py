@@ -53,13 +53,14 @@ def test_the_reference_has_every_algorithm_and_field():
 
 
 def test_links_lead_to_the_sites_pages_or_to_the_repository():
-    text = "[a](models.md#x) [b](../src/g2rpo/core/flow.py) [c](../README.md#train) [d](../benchmarks/results/study.md) [e](#y) [f](https://a.b)"
-    blob = f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/core/flow.py"
-    assert docs_site.moved_links(text, "docs/rewards.md", "rewards.md") == (
-        f"[a](models.md#x) [b]({blob}) [c](index.md#train) [d](results/study.md) [e](#y) [f](https://a.b)"
-    )
-    assert docs_site.moved_links("[a](docs/models.md)", "README.md", "index.md") == "[a](models.md)"
-    assert (
-        docs_site.moved_links("[a](../../docs/models.md)", "benchmarks/results/study.md", "results/study.md")
-        == "[a](../models.md)"
-    )
+    for link, source, page, moved in (
+        ("models.md#x", "docs/rewards.md", "rewards.md", "models.md#x"),
+        ("../src/g2rpo/core/flow.py", "docs/a.md", "a.md", f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/core/flow.py"),
+        ("../README.md#train", "docs/a.md", "a.md", "index.md#train"),
+        ("../benchmarks/results/study.md", "docs/a.md", "a.md", "results/study.md"),
+        ("#y", "docs/a.md", "a.md", "#y"),
+        ("https://a.b", "docs/a.md", "a.md", "https://a.b"),
+        ("docs/models.md", "README.md", "index.md", "models.md"),
+        ("../../docs/models.md", "benchmarks/results/study.md", "results/study.md", "../models.md"),
+    ):
+        assert docs_site.moved_links(f"[a]({link})", source, page) == f"[a]({moved})"

@@ -18,9 +18,7 @@ from tests.support.runs import brightness, finished, resumed, trainer
 
 
 def test_a_run_from_python_leaves_weights_and_a_card(tmp_path, tiny_config):
-    t = api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"bright": brightness})
-    list(t.train())
-    t.finish()
+    t = finished(api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"bright": brightness}))
     card = tmp_path / "run" / "adapter" / "README.md"
     assert api.sample(tmp_path / "run", ["a red circle"]).shape[0] == 1 and "bright" in card.read_text()
     push(tmp_path / "run", "me/mine", private=True, api=Hub())

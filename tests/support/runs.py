@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config
@@ -107,6 +108,19 @@ def resumed(*arguments, **options) -> Trainer:
     t = trainer(*arguments, **options)
     t.resume()
     return t
+
+
+def fallen_back(run_dir: Path, *overrides: str) -> tuple[Trainer, str]:
+    """`resumed` at iteration 2, because the newer checkpoint is of no use; and what is said about that."""
+    t = trainer(run_dir, *overrides)
+    (complaint,) = t.resume()
+    assert t.iteration == 2
+    return t, complaint
+
+
+def mean(t: Trainer) -> Tensor:
+    """The Gaussian policy's weights as they are now."""
+    return t.policy.mean.detach().clone()
 
 
 def cut(t: Trainer, kind: str, iteration: int) -> None:

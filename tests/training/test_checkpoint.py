@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from tests.security.test_security import forged
-from tests.support.runs import resumed, trainer
+from tests.support.runs import fallen_back, resumed, trainer
 
 
 def save(root, iteration, keep=2):
@@ -74,7 +74,7 @@ def test_a_run_that_is_stopped_after_falling_back_can_go_on(tmp_path):
     assert "iteration_000009: does not fit this model (it has a tensor of shape [2] instead of [3, 4, 4])" in complaints[0]
 
 
-@pytest.mark.parametrize("part", ["weights", "average", "state"])
+@pytest.mark.parametrize("part", ["weights", "average"])
 def test_a_checkpoint_of_another_models_tensors_is_named_and_the_one_before_is_used(tmp_path, part):
     """Tensors that copying would broadcast, behind digests that are right."""
     overrides = ["optim.ema_decay=0.9", "optim.weight_decay=0"]
@@ -82,17 +82,11 @@ def test_a_checkpoint_of_another_models_tensors_is_named_and_the_one_before_is_u
     list(t.train())
 
     def other(file):
-        if part == "state":
-            state = torch.load(file, weights_only=True)
-            state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(1)
-            torch.save(state, file)
-        else:
-            save_file({name: torch.ones(1) for name in load_file(file)}, file)
+        save_file({name: torch.ones(1) for name in load_file(file)}, file)
 
     forged(tmp_path / "checkpoints" / "iteration_000004", **{part: other})
-    again = trainer(tmp_path, *overrides)
-    (complaint,) = again.resume()
-    assert "iteration_000004: does not fit this model" in complaint and again.iteration == 2
+    again, complaint = fallen_back(tmp_path, *overrides)
+    assert "iteration_000004: does not fit this model" in complaint
     list(again.train())
     assert torch.equal(again.policy.mean, t.policy.mean)
 

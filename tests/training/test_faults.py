@@ -20,7 +20,7 @@ from g2rpo.training import early_stop
 from g2rpo.training.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.commands import small_files
-from tests.support.runs import brightness, log, resumed, trainer
+from tests.support.runs import brightness, log, mean, resumed, trainer
 
 LONG = ("trainer.iterations=10", "trainer.checkpoint_every=1", "trainer.prompts_per_iteration=4", "evaluation.every=3")
 
@@ -37,7 +37,7 @@ def go_on(world, folder, fault=lambda t: None, policy=None):
     t.resume()
     list(t.train())
     if world.is_main:
-        save_file({"mean": t.policy.mean.detach()}, folder / "final.safetensors")
+        save_file({"mean": mean(t)}, folder / "final.safetensors")
 
 
 def final(folder):
@@ -250,7 +250,7 @@ def test_a_reward_that_breaks_is_named_with_the_iteration_and_the_checkpoint_is_
 
 def test_groups_whose_members_all_score_alike_teach_nothing():
     t = trainer(None, "optim.weight_decay=0", rewards={"bright": lambda images, prompts: torch.full((len(images),), 0.1)})
-    before = t.policy.mean.detach().clone()
+    before = mean(t)
     row = t.iterate()
     assert row["silent_groups"] == 1 and row["loss"] == 0 and row["skipped_updates"] == 0
     assert torch.equal(t.policy.mean, before)
@@ -294,7 +294,7 @@ def test_gradients_that_stay_non_finite_end_the_run_with_the_last_good_weights(t
     rows = t.train()
     while t.iteration < 4:
         next(rows)
-    t.policy.broken, good = True, t.policy.mean.detach().clone()
+    t.policy.broken, good = True, mean(t)
     with pytest.raises(Stopped, match="iteration 6: the gradient was not finite in 2 updates in a row"):
         list(rows)
     again = resumed(tmp_path, *LONG, "trainer.checkpoint_every=100")

@@ -12,12 +12,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.training.checkpoint import checkpoints
 from g2rpo.training.stopwatch import Stopwatch
-from tests.support.runs import brightness, cut, log, resumed, trainer
-
-
-def mean(t):
-    """The Gaussian policy's weights, as they are now."""
-    return t.policy.mean.detach().clone()
+from tests.support.runs import brightness, cut, fallen_back, log, mean, resumed, trainer
 
 
 def run(t):
@@ -237,6 +232,5 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, dama
     file.unlink()
     if damage != "delete":
         file.write_bytes(content[: len(content) // 2] if damage == "truncate" else content[:-1] + bytes([content[-1] ^ 1]))
-    again = trainer(tmp_path)
-    (complaint,) = again.resume()
-    assert "iteration_000004" in complaint and "weights.safetensors" in complaint and again.iteration == 2
+    _, complaint = fallen_back(tmp_path)
+    assert "iteration_000004" in complaint and "weights.safetensors" in complaint
