@@ -1,8 +1,8 @@
 """Plans of every recipe for a real model, as it is, on every card: memory, and the run's time where it fits.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.recipes --out benchmarks/results/recipes.json    # a minute of one core
+    OMP_NUM_THREADS=1 python -m benchmarks.recipes --out benchmarks/results/recipes.json    # ten minutes of one core
 
-By datasheets and an assumed 40 % of their rates, as `g2rpo plan`; nothing is measured. `g2rpo plan RECIPE --cards` says what to
+By datasheets, as `g2rpo plan`; nothing is measured. `g2rpo plan RECIPE --cards` says what to
 change where a recipe does not fit.
 """
 
@@ -29,8 +29,8 @@ def planned(recipe: str) -> dict[str, Any]:
     config = load_config(recipe, [])
     heldout, distinct = listed_prompts(config, [])
     plan = make_plan(config, cuda=True, heldout=heldout, distinct_prompts=distinct)
-    runs = {key: plan.seconds(card, 0.4).run for key, card in CARDS.items() if find_target(key).holds(plan)}
-    h200 = plan.seconds(CARDS["h200"], 0.4)
+    runs = {key: plan.seconds(card).run for key, card in CARDS.items() if find_target(key).holds(plan)}
+    h200 = plan.seconds(CARDS["h200"])
     return {"needed": plan.memory.needed, "iteration_h200": sum(h200.iteration.values()), "run_h200": h200.run, "runs": runs}
 
 

@@ -49,8 +49,8 @@ rewards.NAME.options.template rewards.NAME.options.threshold
 rewards.NAME.options.timeout_s rewards.NAME.options.token_env rewards.NAME.options.tokenizer rewards.NAME.options.url
 rewards.NAME.options.width
 rewards.NAME.weight
-sampling.anchor_dtype sampling.batch_size sampling.decode_batch_size sampling.num_steps sampling.prompts_at_once
-sampling.sample_dtype sampling.shift sampling.step_dtype
+sampling.anchor_dtype sampling.batch_size sampling.decode_batch_size sampling.guidance_scale sampling.num_steps
+sampling.prompts_at_once sampling.sample_dtype sampling.shift sampling.step_dtype
 sampling.tails.forecast sampling.tails.solver
 trackers
 trainer.checkpoint_every trainer.checkpoint_minutes trainer.iterations trainer.keep_checkpoints trainer.micro_batch_size

@@ -97,6 +97,7 @@ def _assembled(
         policy = given["policy"]
     else:
         components.check_prompts(config.policy, [*prompts, *heldout])
+        components.check_guidance(config)
         for caution in components.cautions(config.policy):
             notify(caution)
         loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)

@@ -182,6 +182,14 @@ def check_prompts(config: PolicyConfig, prompts: Sequence[str]) -> None:
             spec.check_pictures(prompt)
 
 
+def check_guidance(config: Config) -> None:
+    """Refuses a guidance scale of training for a model that is sampled without one, before anything is loaded."""
+    _, name = locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
+    scale, spec = config.sampling.guidance_scale, catalogue.spec_of(config.policy.kind or name)
+    if scale is not None and spec is not None and (config.policy.guidance_scale or spec.guidance or 0) <= 1:
+        raise UserError(f"sampling.guidance_scale={scale:g}: the model is sampled without guidance; take it out")
+
+
 def cautions(config: PolicyConfig) -> list[str]:
     """Cautions about a model, printed before it is trained."""
     folder = str(local(config.path))

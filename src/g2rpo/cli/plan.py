@@ -80,7 +80,7 @@ def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> Non
 
 
 def _work_table(plan: Estimate) -> Table:
-    counts, rows = plan.counts, plan.shapes.rows
+    counts, rows = plan.counts, plan.network_rows
     varying = len(counts.kinds) > 1
     table = Table(title="work", title_justify="left")
     for column in ("", "an iteration, on average" if varying else "an iteration", "the run"):

@@ -4,8 +4,7 @@ knobs of sampling). A gain of training counts if it exceeds the best of these.""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,7 +18,6 @@ from g2rpo.config.schema import Section, Steps
 from g2rpo.core.flow import flow_sde, ode_step, sde_kernel
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import Interval, interval
-from g2rpo.core.types import Policy
 from g2rpo.monitor.metrics import Row
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
@@ -72,27 +70,8 @@ class Control(Section):
             x = kernel(x, v, here, there).sample(torch.stack(noise).to(x.device))
         return x
 
-    @contextmanager
-    def guiding(self, policy: Policy) -> Iterator[None]:
-        """While entered, the policy has the control's guidance scale."""
-        if self.guidance is None:
-            yield
-            return
-        own: Any = getattr(policy, "policy", policy)  # of a CachedPolicy
-        before, own.guidance_scale = own.guidance_scale, self.guidance
-        try:
-            yield
-        finally:
-            own.guidance_scale = before
-
 
 PLAIN = Control()
-
-
-def guidance_of(policy: object) -> float | None:
-    """The guidance scale with which a policy samples; None without one."""
-    scale = getattr(getattr(policy, "policy", policy), "guidance_scale", None)
-    return scale if scale is not None and scale > 1 else None
 
 
 def default_controls(num_steps: int, guidance: float | None) -> list[Control]:

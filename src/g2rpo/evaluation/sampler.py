@@ -16,6 +16,7 @@ from g2rpo.evaluation.controls import PLAIN, Control
 from g2rpo.evaluation.heldout import Evaluation, verdicts
 from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.scoring import decode, score_in_batches
 
 
@@ -78,7 +79,7 @@ class Sampler:
         sigmas = grid_of(self.shift, policy, control.steps or self.num_steps)
         engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas, batch_size=count, on_rows=self.on_rows)
         noise = policy.noise([generator_for(self.seed, "picture", first + i) for i in range(count)])
-        with control.guiding(policy):
+        with guided_by(policy, control.guidance):
             return control.sample(engine, noise, self.seed, first)
 
 

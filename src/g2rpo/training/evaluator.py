@@ -25,7 +25,6 @@ from g2rpo.evaluation.controls import (
     SPREAD_PROMPTS,
     Control,
     against_controls,
-    guidance_of,
     prompts_within,
     run_controls,
 )
@@ -51,6 +50,7 @@ from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
+from g2rpo.rollout.guidance import guidance_of
 from g2rpo.runs.directory import moving
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated

@@ -64,7 +64,7 @@ class Answer:
             "trained_parameters": plan.trained_parameters,
             "image_tokens": shapes.image_tokens,
             "text_tokens": shapes.text_tokens,
-            "network_rows_per_evaluation": shapes.rows,
+            "network_rows_per_evaluation": plan.network_rows,
             "counts": {
                 "iterations": counts.iterations,
                 "an_iteration": {name: counts.mean(of) for name, of in COUNTED.items()},

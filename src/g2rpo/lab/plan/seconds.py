@@ -98,9 +98,9 @@ def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL) ->
     def scoring(names: Iterable[str]) -> float:
         return sum(compute(*work.score[name]) for name in names if name in work.score)
 
-    single, largest, passed, decoded = (
+    single, largest, passed, decoded, heldout = (
         (call.rows, call.roofline.call(card, reached))
-        for call in (work.calls.single, work.calls.velocity, work.calls.training, work.calls.decode)
+        for call in (work.calls.single, work.calls.velocity, work.calls.training, work.calls.decode, work.calls.heldout)
     )
 
     def velocity(rows: int) -> float:
@@ -121,7 +121,7 @@ def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL) ->
         "rewards": counts.mean(lambda it: it.images) * scoring(work.trained_rewards),
         "update": counts.mean(update),
     }
-    evaluation = counts.heldout_evaluations * largest[1] / largest[0]
+    evaluation = counts.heldout_evaluations * heldout[1] / heldout[0]
     evaluation += counts.heldout * (prompt + picture + scoring(work.score))
     shares = f"products {reached.products:.0%}, attention {reached.attention:.0%}, moving {reached.bandwidth:.0%}"
     rates = f"{card.tflops(work.dtype):g} TFLOP/s in {work.dtype}, {card.bandwidth:g} GB/s"

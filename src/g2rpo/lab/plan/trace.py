@@ -33,6 +33,7 @@ from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.roofline import Kernel, Kernels, Roofline
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
+from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import dry_rollout
 from g2rpo.training.updater import Trained, passes
 
@@ -86,6 +87,8 @@ class Calls:
     training: Call
     decode: Call
     single: Call
+    heldout: Call
+    """The largest call of an evaluation, which has policy.guidance_scale; the others have that of training."""
 
     def compiled(self) -> Calls:
         """With the transformer's kernels fused, as a compiler could at best."""
@@ -103,7 +106,9 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
     with shallow_policy(blueprint, config) as (policy, times):
         shapes = shapes_of(policy, blueprint)
         most = int(config.sampling.batch_size)
-        rows = max(counts.largest(lambda it: it.calls), min(most, counts.heldout))
+        rows, drawn = counts.largest(lambda it: it.calls), min(most, counts.heldout)
+        if config.sampling.guidance_scale is None:  # one call for both
+            rows = drawn = max(rows, drawn)
         pictures = min(int(config.sampling.decode_batch_size), max(counts.largest(lambda it: [it.images]), counts.heldout))
         passed = counts.largest(lambda it: it.passes)
         plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
@@ -117,12 +122,15 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
                 call()
             return Call(rows, live.peak, Roofline(tuple(kernels)))
 
-        return Calls(
-            velocity=traced(rows, lambda: policy.velocity(*inputs(policy, shapes, rows))),
-            training=traced(passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True),
-            decode=traced(pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent))),
-            single=traced(1, lambda: policy.velocity(*inputs(policy, shapes, 1))),
-        )
+        def velocity(rows: int) -> Call:
+            return traced(rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
+
+        with guided_by(policy, config.sampling.guidance_scale):
+            largest, single = velocity(rows), velocity(1)
+            training = traced(passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True)
+        heldout = velocity(drawn) if config.sampling.guidance_scale is not None else largest
+        decode = traced(pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent)))
+    return Calls(velocity=largest, training=training, decode=decode, single=single, heldout=heldout)
 
 
 def training_pass(policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:

@@ -1,0 +1,33 @@
+"""The guidance scale of a policy, where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from g2rpo.core.types import Policy
+
+
+def guidance_of(policy: object) -> float | None:
+    """The guidance scale with which a policy samples; None without one."""
+    scale = getattr(_inner(policy), "guidance_scale", None)
+    return scale if scale is not None and scale > 1 else None
+
+
+@contextmanager
+def guided_by(policy: Policy, scale: float | None) -> Iterator[None]:
+    """While entered, the policy has the guidance scale `scale`; None: its own."""
+    inner = _inner(policy)
+    if scale is None:
+        yield
+        return
+    before, inner.guidance_scale = inner.guidance_scale, scale
+    try:
+        yield
+    finally:
+        inner.guidance_scale = before
+
+
+def _inner(policy: object) -> Any:
+    return getattr(policy, "policy", policy)  # of a CachedPolicy

@@ -1,0 +1,52 @@
+"""Training at another guidance scale than held-out pictures have."""
+
+import pytest
+
+from g2rpo.app.train import build_trainer, load_config
+from g2rpo.core.errors import UserError
+from g2rpo.lab.plan.cards import CARDS
+from g2rpo.lab.plan.plan import make_plan
+
+
+def rows(config, *overrides):
+    """The base's evaluation and the first iteration of a run."""
+    trainer = build_trainer(load_config(str(config), ["trainer.iterations=1", "rewards.brightness=1", *overrides]), None)
+    return {row["kind"] + str(row["iteration"]): row for row in trainer.train()}
+
+
+def learnt(row):
+    return {name: row[name] for name in row if name.startswith(("reward/", "loss", "grad_norm", "log_prob"))}
+
+
+@pytest.mark.parametrize("model", ["sd3", "flux"])
+def test_training_is_that_of_its_scale_and_pictures_are_those_of_the_policys(tiny_config, sd3_directory, flux_directory, model):
+    """Classifier-free guidance, and guidance that is an input of the network."""
+    path = f"policy.path={sd3_directory if model == 'sd3' else flux_directory}"
+    both = rows(tiny_config, path, "policy.guidance_scale=4.5", "sampling.guidance_scale=1")
+    high, low = (rows(tiny_config, path, f"policy.guidance_scale={scale}") for scale in (4.5, 1))
+    assert learnt(both["train1"]) == learnt(low["train1"]) != learnt(high["train1"])
+    assert learnt(both["eval0"]) == learnt(high["eval0"]) != learnt(low["eval0"])
+
+
+def test_a_plan_has_half_the_evaluations_in_training_alone(tiny_config, sd3_directory):
+    guided, half = (
+        make_plan(
+            load_config(str(tiny_config), [f"policy.path={sd3_directory}", "policy.guidance_scale=4.5", *more]),
+            cuda=True,
+            heldout=3,
+            distinct_prompts=6,
+        )
+        for more in ([], ["sampling.guidance_scale=1"])
+    )
+    assert (guided.network_rows, half.network_rows) == (2, 1)
+    for call in ("velocity", "training", "single"):
+        assert getattr(half.traced, call).roofline.flops < 0.6 * getattr(guided.traced, call).roofline.flops
+    assert half.traced.heldout.roofline.flops / half.traced.heldout.rows == pytest.approx(
+        guided.traced.heldout.roofline.flops / guided.traced.heldout.rows
+    )
+    assert half.seconds(CARDS["h100"]).iteration["update"] <= guided.seconds(CARDS["h100"]).iteration["update"]
+
+
+def test_a_model_without_guidance_has_none_to_train_at(tiny_config, sd3_directory):
+    with pytest.raises(UserError, match=r"sampling\.guidance_scale=1: the model is sampled without guidance"):
+        rows(tiny_config, f"policy.path={sd3_directory}", "policy.guidance_scale=1", "sampling.guidance_scale=1")
