@@ -2,8 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
@@ -58,7 +57,7 @@ trainer.prompts_per_iteration trainer.rank_timeout_s trainer.seed trainer.shard_
 """
 
 
-def leaves(kind: Any, prefix: str) -> Iterator[str]:
+def leaves(kind, prefix):
     """The dotted keys below a group; of rewards, which evaluations have too, those in one place."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         fields = {name: field.annotation for name, field in kind.model_fields.items() if name not in ("algorithm", "options")}
@@ -75,7 +74,7 @@ def leaves(kind: Any, prefix: str) -> Iterator[str]:
             yield from leaves(inner, f"{prefix}.{name}" if prefix else name)
 
 
-def options() -> set[str]:
+def options():
     algorithms = {field.name for kind in ALGORITHMS.values() for field in dataclasses.fields(kind)}
     kinds = [plugins.find("rewards", name, REWARDS) for name in REWARDS]
     rewards = {name for kind in kinds for name in inspect.signature(kind).parameters}

@@ -1,8 +1,5 @@
 """Configs of runs that older versions began."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 
 from g2rpo.config.removed import REMOVED
@@ -13,7 +10,7 @@ from tests.support.runs import config
 NOW = config("rewards.bright.frames={every: 4}")
 
 
-def with_old(options: Mapping[str, Any]) -> dict[str, Any]:
+def with_old(options):
     """A config's data, as config.yaml has it, with `options` added."""
     data = NOW.model_dump(mode="json")
     for key, value in options.items():

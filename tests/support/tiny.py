@@ -1,7 +1,5 @@
 """Tiny random models of the real classes, saved as diffusers saves them."""
 
-from pathlib import Path
-
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -26,7 +24,7 @@ BLOCKS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "nu
 WORDS = ["<pad>", "<bos>", "</s>", "<unk>", "a", "red", "blue", "circle", "square", "left", "of", "two"]
 
 
-def tokenizer(length: int) -> PreTrainedTokenizerFast:
+def tokenizer(length):
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
@@ -40,7 +38,7 @@ def tokenizer(length: int) -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_vae(**changes) -> AutoencoderKL:
+def tiny_vae(**changes):
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -56,7 +54,7 @@ def tiny_vae(**changes) -> AutoencoderKL:
     )
 
 
-def clip_config(width: int, layers: int = 1) -> CLIPTextConfig:
+def clip_config(width, layers=1):
     return CLIPTextConfig(
         vocab_size=len(WORDS),
         hidden_size=width,
@@ -71,11 +69,11 @@ def clip_config(width: int, layers: int = 1) -> CLIPTextConfig:
     )
 
 
-def tiny_t5(width: int) -> T5EncoderModel:
+def tiny_t5(width):
     return T5EncoderModel(T5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
 
 
-def flux_pipeline(seed: int = 0, guidance_embeds: bool = True) -> FluxPipeline:
+def flux_pipeline(seed=0, guidance_embeds=True):
     """A random FLUX of 0.1 M parameters for 32x32 pictures."""
     torch.manual_seed(seed)
     transformer = FluxTransformer2DModel(
@@ -98,12 +96,12 @@ def flux_pipeline(seed: int = 0, guidance_embeds: bool = True) -> FluxPipeline:
     )
 
 
-def save_flux(directory: Path, **options) -> Path:
+def save_flux(directory, **options):
     flux_pipeline(**options).save_pretrained(directory, safe_serialization=True)
     return directory
 
 
-def sd3_pipeline(seed: int = 0, t5: bool = True) -> StableDiffusion3Pipeline:
+def sd3_pipeline(seed=0, t5=True):
     """A random SD3.5 of 0.1 M parameters for 32x32 pictures: dual attention and RMS norms, with or without T5."""
     torch.manual_seed(seed)
     transformer = SD3Transformer2DModel(
@@ -135,6 +133,6 @@ def sd3_pipeline(seed: int = 0, t5: bool = True) -> StableDiffusion3Pipeline:
     )
 
 
-def save_sd3(directory: Path, **options) -> Path:
+def save_sd3(directory, **options):
     sd3_pipeline(**options).save_pretrained(directory, safe_serialization=True)
     return directory

@@ -71,18 +71,18 @@ LANGUAGE = {
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 
 
-def chat_tokenizer(length: int = 512):
+def chat_tokenizer(length=512):
     made = tokenizer(length)
     made.chat_template = CHAT
     return made
 
 
-def qwen3(width: int, layers: int, causal: bool = True):
+def qwen3(width, layers, causal=True):
     shape = {**LANGUAGE, "hidden_size": width, "head_dim": width // 2, "num_hidden_layers": layers}
     return (Qwen3ForCausalLM if causal else Qwen3Model)(Qwen3Config(**shape, max_position_embeddings=512))
 
 
-def qwen_vl(width: int, words: int = len(WORDS), image: int = 3, vision_start: int = 3):
+def qwen_vl(width, words: int = len(WORDS), image=3, vision_start=3):
     rope = {"mrope_section": [1, 1, width // 4 - 2], "rope_type": "default", "rope_theta": 1e6}
     text = {**LANGUAGE, "vocab_size": words, "hidden_size": width, "max_position_embeddings": 512, "rope_parameters": rope}
     vision = {**VISION, "out_hidden_size": width, "patch_size": 14}
@@ -90,7 +90,7 @@ def qwen_vl(width: int, words: int = len(WORDS), image: int = 3, vision_start: i
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special))
 
 
-def qwen_vae(mean: float = 0.1, std: float = 0.8):
+def qwen_vae(mean=0.1, std=0.8):
     return AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=4,
@@ -108,7 +108,7 @@ def dynamic(**changes):
     return FlowMatchEulerDiscreteScheduler(**options)
 
 
-def louder(module: torch.nn.Module, std: float) -> None:
+def louder(module, std):
     torch.nn.init.normal_(module.weight, std=std)
 
 
@@ -128,7 +128,7 @@ def flux2_vae():
     return vae
 
 
-def klein(distilled: bool = False):
+def klein(distilled=False):
     transformer = Flux2Transformer2DModel(
         **BLOCKS,
         in_channels=16,
@@ -233,7 +233,7 @@ def wan_vae(**changes):
     )
 
 
-def umt5(width: int):
+def umt5(width):
     return UMT5EncoderModel(UMT5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
 
 
@@ -295,7 +295,7 @@ def ltx():
     )
 
 
-def gemma2(width: int):
+def gemma2(width):
     return Gemma2Model(Gemma2Config(**LANGUAGE, hidden_size=width, head_dim=8, max_position_embeddings=1024))
 
 
@@ -496,7 +496,7 @@ CLASSES = {kind: DiffusersPolicy.of(spec) for kind, spec in catalogue.SPECS.item
 """The policies of the catalogue, by pipeline class."""
 
 
-def tiny_pipeline(kind: str, seed: int = 0):
+def tiny_pipeline(kind, seed=0):
     """A random pipeline of a class; seeded, and with biases and norms that are not at their first values."""
     torch.manual_seed(seed)
     pipeline = MAKERS[kind]()
@@ -509,6 +509,6 @@ def tiny_pipeline(kind: str, seed: int = 0):
     return pipeline
 
 
-def save_tiny(kind: str, directory):
+def save_tiny(kind, directory):
     tiny_pipeline(kind).save_pretrained(directory, safe_serialization=True)
     return directory
