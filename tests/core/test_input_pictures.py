@@ -20,7 +20,7 @@ from g2rpo.core.types import Cond, Frames, Prompt
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
 from g2rpo.monitor.grids import read_grid
-from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards.analytic import Similarity
@@ -201,7 +201,7 @@ def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):
 
 def test_several_input_pictures_share_a_cell(tmp_path):
     both = [picture(tmp_path / "red.png", (255, 0, 0), (8, 8)), picture(tmp_path / "blue.png", (0, 0, 255), (8, 8))]
-    save_grid(tmp_path / "grid.png", [Strip(torch.rand(2, 3, 8, 8))], [Prompt("a", both), "b"])
+    save_grid(tmp_path / "grid.png", [PictureRow(torch.rand(2, 3, 8, 8))], [Prompt("a", both), "b"])
     first, second = read_grid(tmp_path / "grid.png").inputs
     assert second is None and first.size == (128, 64)
     assert (first.getpixel((9, 9)), first.getpixel((99, 9))) == ((255, 0, 0), (0, 0, 255))

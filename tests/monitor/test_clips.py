@@ -17,7 +17,7 @@ from g2rpo.monitor.clips import FRAMES, SIDE, read_clip, read_webp, reduced, sav
 from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.image_statistics import image_statistics
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
+from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.runs.lifecycle import claim, record_start
@@ -67,7 +67,7 @@ def test_a_clip_that_stands_still_is_read_as_long_as_asked(tmp_path):
 
 def test_a_moving_grid_has_every_clip_in_its_place(tmp_path):
     values = [[(0.0, 0.4), (0.2, 0.6)], [(0.8, 0.1), (1.0, 0.5)]]
-    strips = [Strip(torch.stack([flat(*clip) for clip in row]), label) for row, label in zip(values, "ab", strict=True)]
+    strips = [PictureRow(torch.stack([flat(*clip) for clip in row]), label) for row, label in zip(values, "ab", strict=True)]
     save_grid(tmp_path / "grid.png", strips, ["one", "two"])
     assert read_grid(tmp_path / "grid.png").moving is None
     save_moving_grid(tmp_path / "grid.webp", strips, ["one", "two"], "", seconds=2)

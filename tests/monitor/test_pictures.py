@@ -9,7 +9,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from g2rpo.monitor.grids import read_grid
-from g2rpo.monitor.pictures import NOTE, RIGHT, WRONG, Strip, figure, save_grid
+from g2rpo.monitor.pictures import NOTE, RIGHT, WRONG, PictureRow, figure, save_grid
 
 NAN = math.nan
 
@@ -20,7 +20,7 @@ def test_a_grid_comes_apart_again(tmp_path, width, cell):
     values = torch.tensor([0.0, 0.2, 0.4, 0.6, 0.8, 1.0]).reshape(2, 3, 1, 1, 1)
     rows = list(values.expand(2, 3, 3, width // 2, width))
     scores = {"one": torch.tensor([0.5, NAN, -1.0]), "two": torch.tensor([70.0, 80.0, 90.0])}
-    strips = [Strip(rows[0], "base", scores, torch.tensor([1.0, 0.0, NAN])), Strip(rows[1], "tuned")]
+    strips = [PictureRow(rows[0], "base", scores, torch.tensor([1.0, 0.0, NAN])), PictureRow(rows[1], "tuned")]
     save_grid(tmp_path / "grid.png", strips, ["é", "b" * 300, "c"], "what stands under them")
     grid = read_grid(tmp_path / "grid.png")
     assert grid.prompts == ["é", "b" * 300, "c"]
@@ -37,7 +37,7 @@ def test_right_and_wrong_are_marked_below_their_pictures(tmp_path):
     white = torch.ones(3, 3, 64, 64)
     path = tmp_path / "grid.png"
     scores = torch.tensor([1.0, 0.0, NAN])
-    save_grid(path, [Strip(white, "", {"score": scores}, scores)], ["a", "b", "c"])
+    save_grid(path, [PictureRow(white, "", {"score": scores}, scores)], ["a", "b", "c"])
     with Image.open(path) as canvas:
         layout = json.loads(canvas.info[NOTE])
         ((x, y), *_), (width, height) = layout["boxes"][0], layout["size"]
@@ -51,7 +51,7 @@ def test_right_and_wrong_are_marked_below_their_pictures(tmp_path):
 
 def test_a_note_makes_a_grid_higher_and_is_never_cut(tmp_path):
     def size(note):
-        save_grid(tmp_path / "grid.png", [Strip(torch.ones(2, 3, 64, 64))], ["a", "b"], note)
+        save_grid(tmp_path / "grid.png", [PictureRow(torch.ones(2, 3, 64, 64))], ["a", "b"], note)
         with Image.open(tmp_path / "grid.png") as canvas:
             assert json.loads(canvas.info[NOTE])["note"] == note
             return canvas.size
@@ -62,7 +62,7 @@ def test_a_note_makes_a_grid_higher_and_is_never_cut(tmp_path):
 
 def rewritten(path, change):
     """A grid of two scored pictures whose layout is what `change` makes of it."""
-    save_grid(path, [Strip(torch.rand(2, 3, 8, 8), "", {"a": torch.zeros(2)}, torch.zeros(2))], ["a", "b"])
+    save_grid(path, [PictureRow(torch.rand(2, 3, 8, 8), "", {"a": torch.zeros(2)}, torch.zeros(2))], ["a", "b"])
     with Image.open(path) as canvas:
         info = PngInfo()
         info.add_itxt(NOTE, json.dumps(change(json.loads(canvas.info[NOTE]))))

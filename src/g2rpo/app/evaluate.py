@@ -27,7 +27,7 @@ from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
 from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.monitor.clips import read_clip, reduced
-from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
+from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid
 from g2rpo.rewards.pixels import to_tensor
 from g2rpo.runs.directory import RunDirectory, check_weights
 from g2rpo.runs.lifecycle import first_usable, read_config
@@ -180,8 +180,8 @@ def _save_grid(judging: Judging, steps: int) -> None:
     """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with scores, one row per side."""
     shown = range(min(SHOWN, len(judging.prompts)))
     scored = {(row["side"], row["index"]): row["scores"] for row in judging.rows() if row["steps"] == steps}
-    strips = [
-        Strip(
+    picture_rows = [
+        PictureRow(
             torch.stack([_read_picture(judging.directory, Chunk(side, steps, 0, 1), index) for index in shown]),
             side,
             {name: torch.tensor([_number(scored[side, i][name]) for i in shown]) for name in judging.config.rewards},
@@ -190,10 +190,10 @@ def _save_grid(judging: Judging, steps: int) -> None:
     ]
     note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
     path, prompts = judging.directory / f"grid_steps_{steps:03d}.png", judging.prompts[: len(shown)]
-    save_grid(path, strips, prompts, note)
+    save_grid(path, picture_rows, prompts, note)
     first = judging.directory / Chunk(judging.sides[0], steps, 0, 1).clip(0)
     if first.is_file():
-        save_moving_grid(path.with_suffix(".webp"), strips, prompts, note, read_clip(first)[1])
+        save_moving_grid(path.with_suffix(".webp"), picture_rows, prompts, note, read_clip(first)[1])
 
 
 def _number(value: float | None) -> float:

@@ -20,7 +20,7 @@ from g2rpo.core.files import whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
-from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid, to_pil
+from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid, to_pil
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
 from g2rpo.runs.directory import RunDirectory, check_weights
 from g2rpo.runs.lifecycle import fresh_directory, read_config
@@ -100,9 +100,9 @@ def sample(
     out.mkdir(parents=True, exist_ok=True)
     shown, seconds = _write_all(sampler, prompts, options.video, out)
     clips = shown.ndim == 5
-    save_grid(out / "grid.png", [Strip(shown)], prompts[:SHOWN])
+    save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN])
     if clips:
-        save_moving_grid(out / "grid.webp", [Strip(shown)], prompts[:SHOWN], "", seconds)
+        save_moving_grid(out / "grid.webp", [PictureRow(shown)], prompts[:SHOWN], "", seconds)
     return Sampled(len(prompts), len(shown), clips, out)
 
 

@@ -33,7 +33,7 @@ def to_pil(image: Tensor) -> Image.Image:
 
 
 @dataclass(frozen=True)
-class Strip:
+class PictureRow:
     """A row of a grid: pictures [N, 3, H, W] or clips [N, T, 3, H, W], their scores [N] by reward and, if a reward defines it,
     whether they are right [N] (1, 0, or NaN for unknown)."""
 
@@ -42,7 +42,7 @@ class Strip:
     scores: Mapping[str, Tensor] = field(default_factory=dict)
     right: Tensor | None = None
 
-    def said(self, index: int) -> list[str]:
+    def score_lines(self, index: int) -> list[str]:
         """One line for each score of a picture."""
         return [f"{name} {figure(float(values[index]))}" for name, values in self.scores.items()]
 
@@ -55,38 +55,38 @@ def figure(value: float) -> str:
     return "no score" if math.isnan(value) else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
 
 
-def save_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note: str = "") -> None:
-    """Writes strips of pictures (of clips their middle frames) as a PNG, one column per prompt: the prompt, its input picture
+def save_grid(path: Path, rows: Sequence[PictureRow], prompts: Sequence[str], note: str = "") -> None:
+    """Writes rows of pictures (of clips their middle frames) as a PNG, one column per prompt: the prompt, its input picture
     if it has one, and each picture with its verdict and scores below; below all the `note`. The file contains all this and
     the layout as text, so that `grids.read_grid` can separate it again.
     """
-    canvas, about = _drawn(strips, prompts, note)
+    canvas, layout = _canvas(rows, prompts, note)
     info = PngInfo()
-    info.add_itxt(NOTE, json.dumps(about, ensure_ascii=False))
+    info.add_itxt(NOTE, json.dumps(layout, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.save(path, pnginfo=info, compress_level=1)  # files are a seventh larger than by default, written in half the time
 
 
-def save_moving_grid(path: Path, strips: Sequence[Strip], prompts: Sequence[str], note: str, seconds: float) -> None:
+def save_moving_grid(path: Path, rows: Sequence[PictureRow], prompts: Sequence[str], note: str, seconds: float) -> None:
     """Writes the same grid of clips as an animated WebP that lasts so many seconds."""
-    canvas, about = _drawn(strips, prompts, note)
-    frames = [_at_frame(canvas, strips, about, number) for number in range(strips[0].images.shape[1])]
+    canvas, layout = _canvas(rows, prompts, note)
+    frames = [_at_frame(canvas, rows, layout, number) for number in range(rows[0].images.shape[1])]
     path.write_bytes(webp(frames, round(1000 * seconds / len(frames))))
 
 
-def _drawn(strips: Sequence[Strip], prompts: Sequence[str], note: str) -> tuple[Image.Image, dict[str, Any]]:
+def _canvas(rows: Sequence[PictureRow], prompts: Sequence[str], note: str) -> tuple[Image.Image, dict[str, Any]]:
     """A grid, and the positions of its parts."""
-    width, height = _cell(strips[0].images)
+    width, height = _cell(rows[0].images)
     inputs = [_beside(read_inputs(prompt), width, height) for prompt in prompts]
-    labelled = any(inputs) or any(strip.label for strip in strips)
+    labelled = any(inputs) or any(row.label for row in rows)
     left, gap = (64 if labelled else 8), 8
     top = HEAD + (height + gap if any(inputs) else 0)
-    under = LINE * max(len(strip.scores) + (strip.right is not None) for strip in strips)
+    under = LINE * max(len(row.scores) + (row.right is not None) for row in rows)
     right, step = left + len(prompts) * (width + gap), height + under + gap
-    bottom = top + len(strips) * step
+    bottom = top + len(rows) * step
     words = [line for part in note.split("\n") for line in textwrap.wrap(part, max(20, (right - 16) // 6))]
     columns = [left + c * (width + gap) for c in range(len(prompts))]
-    boxes = [[(x, top + r * step) for x in columns] for r in range(len(strips))]
+    boxes = [[(x, top + r * step) for x in columns] for r in range(len(rows))]
 
     canvas = Image.new("RGB", (right, bottom + LINE * len(words)), PAPER)
     draw = ImageDraw.Draw(canvas)
@@ -98,25 +98,25 @@ def _drawn(strips: Sequence[Strip], prompts: Sequence[str], note: str) -> tuple[
     for picture, x in zip(inputs, columns, strict=True):
         if picture is not None:
             canvas.paste(picture, (x, HEAD))
-    for strip, corners in zip(strips, boxes, strict=True):
-        _label(draw, strip.label, corners[0][1], height)
+    for row, corners in zip(rows, boxes, strict=True):
+        _label(draw, row.label, corners[0][1], height)
         for index, corner in enumerate(corners):
-            canvas.paste(_small(stills(strip.images)[index], (width, height)), corner)
-            _draw_scores(draw, strip, index, corner[0], corner[1] + height + 1)
+            canvas.paste(_small(stills(row.images)[index], (width, height)), corner)
+            _draw_scores(draw, row, index, corner[0], corner[1] + height + 1)
     for number, line in enumerate(words):
         draw.text((8, bottom + LINE * number - 2), line, fill=INK)
 
-    about: dict[str, Any] = {
+    layout: dict[str, Any] = {
         "prompts": list(prompts),
         "size": [width, height],
         "boxes": boxes,
-        "scores": [[_plain(strip.scores, i) for i in range(len(prompts))] for strip in strips],
-        "right": [[strip.verdict(i) for i in range(len(prompts))] for strip in strips],
+        "scores": [[_plain(row.scores, i) for i in range(len(prompts))] for row in rows],
+        "right": [[row.verdict(i) for i in range(len(prompts))] for row in rows],
         "note": note,
     }
     if any(inputs):
-        about["inputs"] = [[x, HEAD, *picture.size] if picture else None for picture, x in zip(inputs, columns, strict=True)]
-    return canvas, about
+        layout["inputs"] = [[x, HEAD, *picture.size] if picture else None for picture, x in zip(inputs, columns, strict=True)]
+    return canvas, layout
 
 
 def _three_lines(prompt: str, width: int) -> str:
@@ -130,12 +130,12 @@ def _label(draw: ImageDraw.ImageDraw, label: str, top: int, height: int) -> None
     draw.text((8, top + height // 2 - 8), label, fill=INK)
 
 
-def _draw_scores(draw: ImageDraw.ImageDraw, strip: Strip, index: int, x: int, y: int) -> None:
+def _draw_scores(draw: ImageDraw.ImageDraw, row: PictureRow, index: int, x: int, y: int) -> None:
     """The verdict and the scores of a picture, a line each."""
-    if strip.right is not None:
-        _mark(draw, x, y, strip.verdict(index))
+    if row.right is not None:
+        _mark(draw, x, y, row.verdict(index))
         y += LINE
-    for line in strip.said(index):
+    for line in row.score_lines(index):
         draw.text((x, y), line, fill=SOFT)
         y += LINE
 
@@ -161,12 +161,12 @@ def _beside(pictures: Sequence[Image.Image], width: int, height: int) -> Image.I
     return row
 
 
-def _at_frame(canvas: Image.Image, strips: Sequence[Strip], about: Mapping[str, Any], number: int) -> Image.Image:
+def _at_frame(canvas: Image.Image, rows: Sequence[PictureRow], layout: Mapping[str, Any], number: int) -> Image.Image:
     """The grid with a frame of every clip."""
     moved = canvas.copy()
-    for strip, corners in zip(strips, about["boxes"], strict=True):
-        for clip, corner in zip(strip.images, corners, strict=True):
-            moved.paste(_small(clip[number], about["size"]), corner)
+    for row, corners in zip(rows, layout["boxes"], strict=True):
+        for clip, corner in zip(row.images, corners, strict=True):
+            moved.paste(_small(clip[number], layout["size"]), corner)
     return moved
 
 

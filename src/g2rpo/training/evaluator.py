@@ -49,7 +49,7 @@ from g2rpo.monitor.curves import save_curves
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.metrics import Row, read_metrics
-from g2rpo.monitor.pictures import Strip, save_grid, save_moving_grid
+from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid
 from g2rpo.rollout.guidance import guidance_of
 from g2rpo.runs.directory import moving
 from g2rpo.runtime.memory import BatchSizes
@@ -274,8 +274,8 @@ class Evaluator:
     def _save_grid(self, grid: Path, rows: Mapping[str, Evaluation], which: str, right: Comparison | None = None) -> None:
         """Pictures of `chosen` held-out prompts with the scores that are trained on, a row for each labelled evaluation."""
         places, how = chosen([one.right for one in rows.values()], SHOWN, len(self.heldout))
-        strips = [
-            Strip(
+        picture_rows = [
+            PictureRow(
                 one.images[places],
                 label,
                 {reward: one.scores[reward][places] for reward in self.rewards},
@@ -290,11 +290,13 @@ class Evaluator:
         if right is not None:
             shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
             note += f" Of all {len(self.heldout)}, {shares}."
-        if strips[0].images.ndim == 5:
+        if picture_rows[0].images.ndim == 5:
             with self.files.written(moving(grid)) as path:
-                save_moving_grid(path, strips, prompts, note, seconds_of(self.sampler.policy, strips[0].images.shape[1]))
+                save_moving_grid(
+                    path, picture_rows, prompts, note, seconds_of(self.sampler.policy, picture_rows[0].images.shape[1])
+                )
         with self.files.written(grid) as path:
-            save_grid(path, strips, prompts, note)
+            save_grid(path, picture_rows, prompts, note)
 
 
 def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:

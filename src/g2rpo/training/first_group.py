@@ -11,7 +11,7 @@ from g2rpo.core.data import Prompt
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.types import Plan, Policy
 from g2rpo.monitor.clips import reduced, stills
-from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.rollout.scoring import decode
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collected
@@ -40,14 +40,14 @@ def save_first_group(
         return torch.cat([stills(reduced(decode(policy, part, sizes.decode))) for part in latents.split(sizes.decode)])
 
     images = sizes.fit(pictures).unflatten(0, shape)
-    strips = [
-        Strip(images[m], f"g = {tail}", {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]})
+    picture_rows = [
+        PictureRow(images[m], f"g = {tail}", {**dict(zip(names, scores[:, m], strict=True)), ADVANTAGE: advantages[number]})
         for m, tail in enumerate(rollout.plan.tail_names)
     ]
     prompt = prompts[rollout.prompt]
     columns = [Prompt("member 1", images_of(prompt)), *(f"member {member}" for member in range(2, shape[1] + 1))]
     with files.written(files.run.first_group) as path:
-        save_grid(path, strips, columns, f"{prompt}\n{how(rollout.plan)}")
+        save_grid(path, picture_rows, columns, f"{prompt}\n{how(rollout.plan)}")
 
 
 def how(plan: Plan) -> str:

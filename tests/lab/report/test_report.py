@@ -23,13 +23,13 @@ from g2rpo.lab.report.charts import compact
 from g2rpo.lab.report.history import Change, read_runs, rollout_seconds
 from g2rpo.lab.report.page import render
 from g2rpo.lab.report.pictures import FRAMES
-from g2rpo.lab.report.seeds import repeats
+from g2rpo.lab.report.seeds import seed_groups
 from g2rpo.lab.report.verdict import summary, verdict
 from g2rpo.lab.report.words import decimals, signed, span
 from g2rpo.monitor.alarms import ADVICE
 from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.pictures import Strip, save_grid
+from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.runs.lifecycle import claim, record_start, source_commit
 from tests.support.commands import g2rpo
 from tests.support.runs import PLAIN, brightness, config, trainer
@@ -255,7 +255,7 @@ def test_pictures_in_the_proportions_of_all_come_first_and_the_first_prompts_dur
     directory = shutil.copytree(run_dir, tmp_path / "run")
     how = "3 of 9 held-out prompts, in the proportions of all: 2 of 6 that became right, 1 of 3 that stayed wrong."
     rows = [
-        Strip(torch.rand(3, 3, 4, 4), side, {}, torch.tensor(right))
+        PictureRow(torch.rand(3, 3, 4, 4), side, {}, torch.tensor(right))
         for side, right in (("base", [0, 0, 0]), ("tuned", [1, 1, 0]))
     ]
     save_grid(directory / "samples" / "before_after.png", rows, ["a", "b", "c"], f"{how}\nBoth rows from the same noise.")
@@ -350,7 +350,7 @@ def test_markup_from_users_is_text(tmp_path):
     bad = "<script>alert('1')</script>&\"x"
     directory = make_run(tmp_path / "<b>bold", finish=False)
     grid = directory / "samples" / "iteration_000000.png"
-    save_grid(grid, [Strip(torch.rand(1, 3, 4, 4))], [bad])
+    save_grid(grid, [PictureRow(torch.rand(1, 3, 4, 4))], [bad])
     text = (directory / "metrics.jsonl").read_text()
     (directory / "metrics.jsonl").write_text(text.replace("bright", "<i>bright"))
     text = (directory / "config.yaml").read_text()
@@ -407,7 +407,7 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     scores = [[load_file(run / "scores" / f"iteration_{i:06d}.safetensors") for run in seeds] for i in (0, 2, 4)]
     bright = np.stack([[one["bright"].double().numpy() for one in after] for after in scores])  # [evaluation, seed, prompt]
     change = interval(bright[2] - bright[0])
-    (line,) = repeats(read_runs(seeds))
+    (line,) = seed_groups(read_runs(seeds))
     found = {one.reward: one for one in line.changes()}
     assert (found["bright"].base, found["bright"].tuned) == pytest.approx((bright[0].mean(), bright[2].mean()))
     assert found["bright"].interval == (change.low, change.high) and found["bright"].seeds == 3 and found["bright"].trained
@@ -439,16 +439,16 @@ def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path)
     other_place = seeded(tmp_path / "place", 5, "trackers=[]")
     runs = read_runs([seeds[0], longer, again, seeds[1], other_place])
     names = lambda lines: [[run.name for run in line.runs] for line in lines]  # noqa: E731
-    assert names(repeats(runs)) == [["1", "2", "place"], ["longer"], ["again"]]
+    assert names(seed_groups(runs)) == [["1", "2", "place"], ["longer"], ["again"]]
     page = Page(render(runs))
     charts = page.charts
     assert [line["name"] for line in charts["Gradient norm"]["lines"]] == ["1 · 2 · place", "longer", "again"]
     assert page.words.count("1 · 2 · place.") == 1 and "over 3 seeds" in page.words
     (starts := seeds[1] / "starts.jsonl").write_text(json.dumps({"contents": {"prompts.train": "others"}}) + "\n")
-    assert names(repeats(read_runs(seeds))) == [["1", "3"], ["2"]]
+    assert names(seed_groups(read_runs(seeds))) == [["1", "3"], ["2"]]
     starts.unlink()
     (seeds[2] / "scores" / "iteration_000002.safetensors").rename(tmp_path / "aside")
-    assert names(repeats(read_runs(seeds))) == [["1", "2"], ["3"]]
+    assert names(seed_groups(read_runs(seeds))) == [["1", "2"], ["3"]]
     (tmp_path / "aside").rename(seeds[2] / "scores" / "iteration_000002.safetensors")
 
 
@@ -458,7 +458,7 @@ def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of
     (shorter / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (shorter / "results.json").unlink()
     runs = read_runs([seeds[0], shorter])
-    (line,) = repeats(runs)
+    (line,) = seed_groups(runs)
     both = [load_file(run / "scores" / "iteration_000002.safetensors")["bright"].double().mean() for run in (seeds[0], shorter)]
     assert [one.iteration for one in [*line.changes(), line.right()]] == [2, 2, 2]
     assert line.changes()[0].tuned == pytest.approx(float(sum(both)) / 2)
@@ -467,7 +467,7 @@ def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of
     assert "Lights " in words and "over 2 seeds" in words
     other = shutil.copytree(seeds[0], tmp_path / "other")
     (other / "results.json").unlink()
-    (line,) = repeats(read_runs([other, shorter]))
+    (line,) = seed_groups(read_runs([other, shorter]))
     assert line.right() is None and line.changes()[0].iteration == 2
     assert re.match(r"bright (rose|fell|went) from \S+ to \S+ on unseen prompts \(\S+, \S+ to \S+ over 2 seeds", summary(line))
     rows = [row for row in rows if row["kind"] == "train" or row["iteration"] == 0]
@@ -579,7 +579,7 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
     row = {"kind": "eval", "reward/bright": 0.5, "reward/dark": 0.5, "seconds": 1.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**row, "iteration": i}) + "\n" for i in range(20)))
     noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
-    save_grid(tmp_path / "samples" / "iteration_000000.png", [Strip(noise)], [str(n) for n in range(8)])
+    save_grid(tmp_path / "samples" / "iteration_000000.png", [PictureRow(noise)], [str(n) for n in range(8)])
     for i in range(1, 20):
         shutil.copy(tmp_path / "samples" / "iteration_000000.png", tmp_path / "samples" / f"iteration_{i:06d}.png")
     html = render(read_runs([tmp_path]))

@@ -22,7 +22,7 @@ from g2rpo.lab.report.group import first_group
 from g2rpo.lab.report.history import Change, Run, read_runs, rollout_seconds
 from g2rpo.lab.report.panels import cost_charts, granularity_table, health, look_charts, reward_charts, step_charts
 from g2rpo.lab.report.pictures import frames_of, pictures
-from g2rpo.lab.report.seeds import Repeats, repeats
+from g2rpo.lab.report.seeds import SeedGroup, seed_groups
 from g2rpo.lab.report.verdict import summary, verdict
 from g2rpo.lab.report.words import decimals, figures, fixed, model_name, signed, span
 from g2rpo.monitor.alarms import ADVICE
@@ -60,7 +60,7 @@ def render(runs: Sequence[Run]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"compact": compact, "span": span}
-    lines = repeats(runs)
+    lines = seed_groups(runs)
     runs = [run for line in lines for run in line.runs]
     styles = [style for style, line in enumerate(lines) for _ in line.runs]
     charts, constants = health(lines)
@@ -113,7 +113,7 @@ def state(run: Run) -> str:
     return f"Unfinished: {run.iteration} of {total} iterations are logged; the run goes on, or it stopped early.{again}"
 
 
-def states(line: Repeats) -> list[tuple[bool, str]]:
+def states(line: SeedGroup) -> list[tuple[bool, str]]:
     """By run whether it has finished, and a sentence; one for runs of which the same can be said."""
     told = [(run.finished, state(run)) for run in line.runs]
     if len(set(told)) == 1:
@@ -162,7 +162,7 @@ def facts(run: Run) -> dict[str, str]:
     return told
 
 
-def results(lines: Sequence[Repeats]) -> list[dict[str, Any]]:
+def results(lines: Sequence[SeedGroup]) -> list[dict[str, Any]]:
     """The headline table: base against tuned for every reward, and for every line that has both."""
     told = [(style, line, change) for style, line in enumerate(lines) for change in line.changes()]
     reach: dict[str, float] = {}

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from g2rpo.core.statistics import Z
 from g2rpo.lab.report.charts import Line, compact, line_chart, thin
 from g2rpo.lab.report.history import Run, rollout_seconds
-from g2rpo.lab.report.seeds import Repeats, mean_of
+from g2rpo.lab.report.seeds import SeedGroup, mean_of
 from g2rpo.lab.report.words import figures
 from g2rpo.monitor.metrics import Row
 
@@ -56,7 +56,7 @@ LOOKS = {
 }
 
 
-def reward_charts(runs: Sequence[Repeats]) -> list[Chart]:
+def reward_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
     """A chart per reward: held-out evaluations with the interval of their change, and training batches behind them."""
     charts = []
     trained = {name for run in runs for name in run.config.rewards}
@@ -71,7 +71,7 @@ def reward_charts(runs: Sequence[Repeats]) -> list[Chart]:
     return charts
 
 
-def _heldout(label: str, run: Repeats, reward: str, style: int) -> Line:
+def _heldout(label: str, run: SeedGroup, reward: str, style: int) -> Line:
     """Held-out means of a reward, with the interval of their change from the base: of one run by its standard error, of several
     over seeds and prompts."""
     if len(run.runs) > 1:
@@ -84,7 +84,7 @@ def _heldout(label: str, run: Repeats, reward: str, style: int) -> Line:
     return Line(label, x, logged, style, [Z * (errors.get(i) or 0.0) for i in x], "marked")
 
 
-def look_charts(runs: Sequence[Repeats]) -> list[Chart]:
+def look_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
     """A chart for each statistic of the held-out pictures, with the base's range (5 to 95 % of its pictures) behind it."""
     charts = []
     for name, note in LOOKS.items():
@@ -96,7 +96,7 @@ def look_charts(runs: Sequence[Repeats]) -> list[Chart]:
     return charts
 
 
-def _range(label: str, run: Repeats, key: str, style: int) -> Line:
+def _range(label: str, run: SeedGroup, key: str, style: int) -> Line:
     """The range from KEY/low to KEY/high at every evaluation."""
     (x, low), (_, high) = (run.series(f"{key}/{end}", "eval") for end in ("low", "high"))
     ends = [None if a is None or b is None else (a, b) for a, b in zip(low, high, strict=True)]
@@ -104,7 +104,7 @@ def _range(label: str, run: Repeats, key: str, style: int) -> Line:
     return Line(label, x, middle, style, [None if end is None else (end[1] - end[0]) / 2 for end in ends], "range")
 
 
-def step_charts(runs: Sequence[Repeats]) -> list[Chart]:
+def step_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
     """Charts of `diagnostics.diagnose` by branch step: means of the first and last fifth, and agreement over time."""
     logged = _split(runs, "step")
     charts = []
@@ -124,7 +124,7 @@ def step_charts(runs: Sequence[Repeats]) -> list[Chart]:
     return charts + _chart("Agreement over time", "the same, mean over branch steps", over_time, "iteration")
 
 
-def health(runs: Sequence[Repeats]) -> tuple[list[Chart], list[str]]:
+def health(runs: Sequence[SeedGroup]) -> tuple[list[Chart], list[str]]:
     """A chart for every number of the update that varies, and text for constant ones."""
     charts, constants = [], []
     for key, title, note in HEALTH:
@@ -137,7 +137,7 @@ def health(runs: Sequence[Repeats]) -> tuple[list[Chart], list[str]]:
     return charts, constants
 
 
-def cost_charts(runs: Sequence[Repeats]) -> list[Chart]:
+def cost_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
     """Speed during the run."""
     rates, lengths = [], []
     for style, run in enumerate(runs):
@@ -150,7 +150,7 @@ def cost_charts(runs: Sequence[Repeats]) -> list[Chart]:
     ]
 
 
-def granularity_table(runs: Sequence[Repeats]) -> dict[str, Any]:
+def granularity_table(runs: Sequence[SeedGroup]) -> dict[str, Any]:
     """The same by granularity: heads, and rows of (style, run, granularity, "first fifth → last fifth" by head)."""
     logged = _split(runs, "granularity")
     kinds = list(dict.fromkeys(what for _, what in logged))
@@ -166,7 +166,7 @@ def granularity_table(runs: Sequence[Repeats]) -> dict[str, Any]:
     return {"heads": heads, "rows": rows}
 
 
-def fifths(run: Repeats) -> tuple[list[Row], list[Row]]:
+def fifths(run: SeedGroup) -> tuple[list[Row], list[Row]]:
     """The first and the last fifth of each run's iterations, at least one each."""
     counts = [(one.iterations, max(1, len(one.iterations) // 5)) for one in run.runs]
     return [row for rows, n in counts for row in rows[:n]], [row for rows, n in counts for row in rows[-n:]]
@@ -176,7 +176,7 @@ def _numbers(run: Run) -> list[float]:
     return [row["iteration"] for row in run.iterations]
 
 
-def _split(runs: Sequence[Repeats], axis: str) -> list[tuple[str, str]]:
+def _split(runs: Sequence[SeedGroup], axis: str) -> list[tuple[str, str]]:
     """(index, what) of every logged `axis/INDEX/WHAT`."""
     keys = _union((key for row in run.iterations for key in row if key.startswith(f"{axis}/")) for run in runs)
     return [(key.split("/", 2)[1], key.split("/", 2)[2]) for key in keys]
@@ -191,7 +191,7 @@ def _step_words(what: str) -> tuple[str, str]:
     }.get(kind, (what, ""))
 
 
-def _marks(runs: Sequence[Repeats], *names: str) -> list[tuple[float, str]]:
+def _marks(runs: Sequence[SeedGroup], *names: str) -> list[tuple[float, str]]:
     """The iterations at which alarms of these names were raised."""
     return [
         (one.first, f"{_label(runs, run, 'alarm')}: {one.name}, {one.said}")
@@ -226,7 +226,7 @@ def _ends(line: Line, x_label: str) -> str:
     return f"{line.label or 'From'}: {compact(y0)} at {x_label} {compact(x0)}, {compact(y1)} at {compact(x1)}."
 
 
-def _label(runs: Sequence[Repeats], run: Repeats, what: str = "") -> str:
+def _label(runs: Sequence[SeedGroup], run: SeedGroup, what: str = "") -> str:
     return " ".join(part for part in (run.name + (":" if what else "") if len(runs) > 1 else "", what) if part)
 
 

@@ -24,7 +24,7 @@ SEED, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
 
 
 @dataclass(frozen=True)
-class Repeats:
+class SeedGroup:
     """A run, or several that differ in their seed alone: numbers are means over these, and changes have an interval over seeds
     and prompts."""
 
@@ -55,14 +55,14 @@ class Repeats:
 
     @property
     def right_in_words(self) -> str:
-        return self._told.right_in_words
+        return self._with_results.right_in_words
 
     @property
     def judged_prompts(self) -> int | None:
-        return self._told.judged_prompts
+        return self._with_results.judged_prompts
 
     @property
-    def _told(self) -> Run:
+    def _with_results(self) -> Run:
         """A run whose results say what is right, if there is one."""
         return next((run for run in self.runs if run.results is not None), self.runs[0])
 
@@ -97,7 +97,7 @@ class Repeats:
         """As `Run.right`; None also for several runs of which none has results, which say what is right."""
         if len(self.runs) == 1:
             return self.runs[0].right()
-        least = (self._told.results or {}).get("right", {}).get("least")
+        least = (self._with_results.results or {}).get("right", {}).get("least")
         if not least or not self.judged_after:
             return None
         base, tuned = (least_reached(least, side) for side in self._sides())
@@ -144,17 +144,17 @@ class Repeats:
         )
 
 
-def repeats(runs: Sequence[Run]) -> list[Repeats]:
+def seed_groups(runs: Sequence[Run]) -> list[SeedGroup]:
     """The runs, those together that differ in their seed alone (configs, and digests of what these name) and have kept the
     scores of their evaluations."""
-    found: list[list[Run]] = []
+    groups: list[list[Run]] = []
     for run in runs:
-        home = next((group for group in found if all(_repeats(other, run) for other in group)), None)
+        home = next((group for group in groups if all(_differ_in_seed(other, run) for other in group)), None)
         if home is None:
-            found.append([run])
+            groups.append([run])
         else:
             home.append(run)
-    return [Repeats(tuple(group)) for group in found]
+    return [SeedGroup(tuple(group)) for group in groups]
 
 
 def mean_of(series: Sequence[Points]) -> Points:
@@ -173,7 +173,7 @@ def _common(many: Sequence[Sequence[Any]]) -> list[Any]:
     return [item for item in first if all(item in other for other in others)]
 
 
-def _repeats(one: Run, other: Run) -> bool:
+def _differ_in_seed(one: Run, other: Run) -> bool:
     apart = differences(one.config, other.config).keys()
     contents = [run.starts[-1].get("contents") if run.starts else None for run in (one, other)]
     return SEED in apart and apart <= {SEED, *PLACES} and contents[0] == contents[1] and _kept(one) and _kept(other)

@@ -10,7 +10,7 @@ from g2rpo.core.errors import counted
 from g2rpo.core.statistics import FEWEST
 from g2rpo.evaluation.controls import in_words, told
 from g2rpo.lab.report.history import Change, Run
-from g2rpo.lab.report.seeds import Repeats
+from g2rpo.lab.report.seeds import SeedGroup
 from g2rpo.lab.report.words import decimals, fixed, signed
 
 
@@ -26,7 +26,7 @@ def verdict(change: Change) -> str:
     return "higher" if low > 0 else "lower"
 
 
-def summary(run: Run | Repeats) -> str:
+def summary(run: Run | SeedGroup) -> str:
     """Some sentences: the share of right pictures, or the trained rewards if no reward defines right pictures; scores that
     fell; alarms."""
     changes = run.changes()
@@ -42,15 +42,15 @@ def summary(run: Run | Repeats) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _controls(run: Run | Repeats) -> str:
+def _controls(run: Run | SeedGroup) -> str:
     """How the best free knob of the untrained model compares."""
     found = run.controls()
     return in_words(found, told(found[0], list(run.config.rewards))) if found else ""
 
 
-def _untried(run: Run | Repeats) -> str:
+def _untried(run: Run | SeedGroup) -> str:
     """The command that samples free knobs, where a finished run has not."""
-    runs = run.runs if isinstance(run, Repeats) else (run,)
+    runs = run.runs if isinstance(run, SeedGroup) else (run,)
     if run.controls() or not all(one.finished for one in runs):
         return ""
     folder = str(runs[0].directory)
@@ -58,7 +58,7 @@ def _untried(run: Run | Repeats) -> str:
     return f"No free knob of the untrained model was tried; `{command}` does."
 
 
-def _spread(run: Run | Repeats) -> str:
+def _spread(run: Run | SeedGroup) -> str:
     if not (spreads := run.spreads()):
         return ""
     base, tuned = (sum(side) / len(spreads) for side in zip(*spreads, strict=True))
@@ -105,7 +105,7 @@ def _fallen(changes: Sequence[Change]) -> str:
     return "No other score clearly fell." if any(not change.trained for change in changes) else "No other score was judged."
 
 
-def _alarms(run: Run | Repeats) -> str:
+def _alarms(run: Run | SeedGroup) -> str:
     raised = run.alarms()
     names = ", ".join(dict.fromkeys(one.name for one in raised))
     return f"{counted(len(raised), 'alarm')}: {names}." if raised else "No alarm."
