@@ -56,6 +56,7 @@ from g2rpo.monitor.curves import COLOURS
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.rollout.scoring import decode, score, score_rollouts
+from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.trainer import Trainer
 
 REWARDS = [
@@ -68,6 +69,8 @@ REWARDS = [
     "rewards.preference.kind=scene_preference",
 ]
 Z = 1.96
+
+SIZES = BatchSizes(rollout=8, decode=8, micro=8)
 
 
 class Sketch:
@@ -186,7 +189,9 @@ def sketch_prompt(trainer: Trainer, variants: Mapping[str, Variant], sketch: Ske
         return generator_for(trainer.config.trainer.seed, "credit", number, *purpose)
 
     rollouts = engine.rollout(plans, trainer.algorithm.group_size, trainer.algorithm.kernel(trainer.sigmas), noise)
-    rewards = score_rollouts(trainer.policy, rollouts, trainer.rewards, [prompt], 8)  # [plans, R, 1, G]
+    rewards = score_rollouts(
+        trainer.policy, rollouts, trainer.rewards, [prompt], BatchSizes(rollout=8, decode=8, micro=8)
+    )  # [plans, R, 1, G]
     found = {}
     for plan, rollout, advantages in zip(plans, rollouts, group_normalize(rewards).sum(2), strict=True):
         own = gradients(trainer.policy, trainer.algorithm.kernel(trainer.sigmas), trainer.sigmas, rollout, advantages, prompt)

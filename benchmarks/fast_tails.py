@@ -35,6 +35,7 @@ from g2rpo.core.types import Policy, Rollout
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.rollout.tails import EXACT, Tails
+from g2rpo.runtime.memory import BatchSizes
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 OPTIONS = {
@@ -42,6 +43,8 @@ OPTIONS = {
     "solver=dpmpp2m": Tails("dpmpp2m"),
     "forecast=true": Tails(forecast=True),
 }
+
+SIZES = BatchSizes(rollout=8, decode=8, micro=8)
 
 
 @dataclass
@@ -110,7 +113,7 @@ def main() -> None:
 
     def scores(rollouts: list[Rollout]) -> Tensor:
         """[R, groups * tails, members]."""
-        return score_rollouts(policy, rollouts, rewards, prompts, 8).transpose(0, 1).flatten(1, 2)
+        return score_rollouts(policy, rollouts, rewards, prompts, SIZES).transpose(0, 1).flatten(1, 2)
 
     small = Runner(policy, prompts[:1], GranularGRPO(branch_steps=(0,)), sigmas, args.batch_size, CLOCKS[args.clock])
     exact, exact_evaluations, _ = runner.rollout(EXACT)

@@ -30,6 +30,9 @@ from g2rpo.core.types import Plan
 from g2rpo.monitor.curves import COLOURS
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.scoring import score_rollouts
+from g2rpo.runtime.memory import BatchSizes
+
+SIZES = BatchSizes(rollout=8, decode=8, micro=8)
 
 
 def tails_of(step: int, num_steps: int) -> dict[str, tuple[int, ...]]:
@@ -59,7 +62,7 @@ def main() -> None:
             return generator_for(args.seed, "granularity", number, *purpose)
 
         rollouts = engine.rollout(plans, size, trainer.algorithm.kernel(trainer.sigmas), noise)
-        scored = score_rollouts(trainer.policy, rollouts, trainer.rewards, prompts, 8).double()
+        scored = score_rollouts(trainer.policy, rollouts, trainer.rewards, prompts, SIZES).double()
         for (step, own), rewards in zip(tails.items(), scored, strict=True):
             for reward, values in zip(trainer.rewards, rewards, strict=True):
                 for name, other in list(zip(own, values, strict=True))[1:]:

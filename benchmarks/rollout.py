@@ -44,6 +44,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.rollout.tails import EXACT, Tails
+from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.stopwatch import Stopwatch
 
 NUM_STEPS = 16
@@ -84,7 +85,8 @@ class Bench:
         plans, kernel = algorithm.plans(NUM_STEPS), algorithm.kernel(self.sigmas)
         rollouts = engine.rollout(plans, algorithm.group_size, kernel, lambda *key: generator_for(repeat, *key))
         watch.lap("rollout")
-        score_rollouts(self.policy, rollouts, self.rewards, self.prompts, self.decode_batch_size, watch.lap)
+        sizes = BatchSizes(rollout=self.batch_size, decode=self.decode_batch_size, micro=1)
+        score_rollouts(self.policy, rollouts, self.rewards, self.prompts, sizes, watch.lap)
         return watch.seconds, engine.evaluations, torch.stack([rollout.finals for rollout in rollouts])
 
     def loop(self, algorithm: GranularGRPO, repeat: int) -> tuple[dict[str, float], int, Tensor]:

@@ -52,7 +52,7 @@ class ReFL(Algorithm):
         return True
 
     def kernel(self, sigmas: Tensor) -> Kernel:
-        return lambda x, v, sigma, sigma_next: Still(ode_step(x, v, sigma, sigma_next), torch.zeros((), device=x.device))
+        return lambda x, v, sigma, sigma_next: Dirac(ode_step(x, v, sigma, sigma_next), torch.zeros((), device=x.device))
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         if self.last_steps > num_steps:
@@ -77,7 +77,7 @@ class ReFL(Algorithm):
         return Loss(torch.where(scored, values, 0), {"predicted_reward": torch.where(scored, reward.detach(), 0)})
 
 
-class Still(Normal):
+class Dirac(Normal):
     """A step of the ODE: no noise; log-probs are unused and 0."""
 
     def log_prob(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from g2rpo.evaluation.heldout import Evaluation, verdicts
 from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.guidance import guided_by
-from g2rpo.rollout.scoring import decode, score_in_batches
+from g2rpo.rollout.scoring import decode, score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Sampler:
             latents = self._latents(part, first + start, control)
             with torch.no_grad():
                 images = decode(self.policy, latents, self.decode_batch_size)
-            scores.append(score_in_batches(rewards, images, part, self.decode_batch_size, latents))
+            scores.append(score(rewards, images, part, latents, self.decode_batch_size))
             pictures.append(kept(images))
         by_reward = dict(zip(rewards, torch.cat(scores, 1), strict=True))
         return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(as_rewards(rewards), by_reward))

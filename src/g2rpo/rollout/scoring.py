@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from g2rpo.core.errors import RewardFailed, UserError, counted, out_of_device_memory, where
 from g2rpo.core.types import Frames, Policy, Reward, Rollout, Scorer, as_rewards
-from g2rpo.runtime.memory import bounded_by
+from g2rpo.runtime.memory import BatchSizes, bounded_by
 
 AT_ONCE = 16
 """The largest number of frames in one call of a reward."""
@@ -24,23 +24,35 @@ def decode(policy: Policy, latents: Tensor, batch_size: int) -> Tensor:
 
 
 def score(
-    rewards: Mapping[str, Scorer], images: Tensor | None, prompts: Sequence[str], latents: Tensor | None = None
+    rewards: Mapping[str, Scorer],
+    images: Tensor | None,
+    prompts: Sequence[str],
+    latents: Tensor | None = None,
+    batch_size: int | None = None,
 ) -> Tensor:
     """Scores [R, N] of N images and their latents, rewards in their order; infinite scores become NaN.
 
-    `images` may be None if all rewards take latents, `latents` if none does.
-    Raises `RewardFailed` with the reward's name if it raises an exception or returns another shape. Out-of-memory errors are
-    passed on.
+    `images` may be None if all rewards take latents, `latents` if none does. A reward sees at most `batch_size` pictures at
+    once, and an out-of-memory error names this size; without one it sees all, and such errors are passed on.
+    Raises `RewardFailed` with the reward's name if it raises an exception or returns another shape.
     """
-    rows = []
-    for name, reward in as_rewards(rewards).items():
-        if (given := latents if reward.latent else images) is None:
-            raise UserError(f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here")
-        with naming_reward(name, f"failed on {counted(len(prompts), 'picture')}"):
-            of_frames = given.ndim == 5 and not (reward.video or reward.latent)
-            # a reward may write into its argument, so it gets a copy
-            rows.append(_by_frames(reward, given, prompts) if of_frames else reward.scores(given.clone(), prompts))
-    return torch.stack(rows)
+    scored, parts = as_rewards(rewards), []
+    for start in range(0, len(prompts), batch_size) if batch_size else [0]:
+        part = slice(start, start + batch_size if batch_size else None)
+        rows = []
+        for name, reward in scored.items():
+            if (every := latents if reward.latent else images) is None:
+                raise UserError(
+                    f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here"
+                )
+            given, texts = every[part], prompts[part]
+            bounded = bounded_by("decode") if batch_size else nullcontext()
+            with naming_reward(name, f"failed on {counted(len(texts), 'picture')}"), bounded:
+                of_frames = given.ndim == 5 and not (reward.video or reward.latent)
+                # a reward may write into its argument, so it gets a copy
+                rows.append(_by_frames(reward, given, texts) if of_frames else reward.scores(given.clone(), texts))
+        parts.append(torch.stack(rows))
+    return torch.cat(parts, 1)
 
 
 def _by_frames(reward: Reward, clips: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -81,45 +93,28 @@ def naming_reward(name: str, what: str) -> Iterator[None]:
         raise RewardFailed(f"reward '{name}' {what}: {type(error).__name__}: {error}{where(error)}") from error
 
 
-def score_in_batches(
-    rewards: Mapping[str, Scorer],
-    images: Tensor | None,
-    prompts: Sequence[str],
-    batch_size: int,
-    latents: Tensor | None = None,
-) -> Tensor:
-    """`score` of at most `batch_size` pictures at a time; an out-of-memory error names this size."""
-
-    def part(values: Tensor | None, start: int) -> Tensor | None:
-        return None if values is None else values[start : start + batch_size]
-
-    with bounded_by("decode"):
-        starts = range(0, len(prompts), batch_size)
-        parts = [score(rewards, part(images, i), prompts[i : i + batch_size], part(latents, i)) for i in starts]
-    return torch.cat(parts, 1)
-
-
 def score_rollouts(
     policy: Policy,
     rollouts: Sequence[Rollout],
     rewards: Mapping[str, Scorer],
     prompts: Sequence[str],
-    batch_size: int,
+    sizes: BatchSizes,
     lap: Callable[[str], None] = lambda phase: None,
 ) -> Tensor:
     """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning that they refer to.
 
-    Nothing is decoded if all rewards take latents. `lap` is called at the end of each phase, "decode" or "rewards".
+    At most `sizes.decode` pictures are decoded at a time: an iteration's are gigabytes. Nothing is if all rewards take latents.
+    `lap` is called at the end of each phase, "decode" or "rewards".
     """
     scored = as_rewards(rewards)
     seen = not all(reward.latent for reward in scored.values())
     latents = torch.cat([rollout.finals.flatten(0, 1) for rollout in rollouts])
-    asked = [prompts[rollout.prompt] for rollout in rollouts for _ in range(rollout.finals.shape[:2].numel())]
-    parts = []
-    for start in range(0, len(latents), batch_size):  # pictures of one batch at a time: an iteration's are gigabytes
-        own = latents[start : start + batch_size]
-        images = decode(policy, own, batch_size) if seen else None
+    texts = [prompts[rollout.prompt] for rollout in rollouts for _ in range(rollout.finals.shape[:2].numel())]
+    batch_size, parts = sizes.decode, []
+    for start in range(0, len(latents), batch_size):
+        batch = latents[start : start + batch_size]
+        images = decode(policy, batch, batch_size) if seen else None
         lap("decode")
-        parts.append(score_in_batches(scored, images, asked[start : start + batch_size], batch_size, own))
+        parts.append(score(scored, images, texts[start : start + batch_size], batch, batch_size))
         lap("rewards")
     return torch.cat(parts, 1).unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2])).transpose(0, 1)

@@ -38,7 +38,7 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RolloutSpec:
     """The samples to draw for every prompt."""
 
     plans: Sequence[Plan]
@@ -69,28 +69,27 @@ class Collector:
     first: int
     on_evaluations: Callable[[int], None]
 
-    def collect(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
-        """The rollouts of all prompts, one per row of `cond`.
-
-        If rewards wait for answers, another thread decodes and scores some prompts' pictures while the next are rolled out.
-        The last ones are scored here, after that thread has ended, so that no reward is called by two threads at once.
-        """
+    def spec(self, algorithm: Algorithm, iteration: int) -> RolloutSpec:
+        """The algorithm's plans of an iteration."""
         plans = plans_of(algorithm, self.config.num_steps, iteration, self.seed)
-        noise = partial(self.noise, iteration)
-        drawn = Drawn(plans, algorithm.group_size, algorithm.kernel(self.sigmas), noise, self.first)
-        return self._collect(drawn, cond, prompts, watch)
+        kernel = algorithm.kernel(self.sigmas)
+        return RolloutSpec(plans, algorithm.group_size, kernel, partial(self.noise, iteration), self.first)
 
-    def anchors(self, candidates: int, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
+    def spec_of_anchors(self, candidates: int, iteration: int) -> RolloutSpec:
         """The ODE's picture of each prompt, `candidates` for every place, from the noise of that place's anchor."""
 
         def noise(place: int, *purpose: Any) -> torch.Generator:
             return self.noise(iteration, place // candidates, "initial")
 
-        drawn = Drawn([anchor_walk(self.config.num_steps)], 1, no_kernel, noise, candidates * self.first)
-        return self._collect(drawn, cond, prompts, watch)
+        return RolloutSpec([anchor_walk(self.config.num_steps)], 1, no_kernel, noise, candidates * self.first)
 
-    def _collect(self, drawn: Drawn, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
-        size = self.prompts_at_once(drawn, len(prompts))
+    def collect(self, spec: RolloutSpec, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
+        """The rollouts of all prompts, one per row of `cond`.
+
+        If rewards wait for answers, another thread decodes and scores some prompts' pictures while the next are rolled out.
+        The last ones are scored here, after that thread has ended, so that no reward is called by two threads at once.
+        """
+        size = self.prompts_at_once(spec, len(prompts))
         parts = [range(len(prompts))[start : start + size] for start in range(0, len(prompts), size)]
         # with sharded weights a rank takes part in the others' calls until all have sampled, and scores meanwhile
         together = "rollout" in self.shards.in_step
@@ -98,19 +97,17 @@ class Collector:
         scoring: list[Future[Tensor]] = []
         evaluations, aside = 0, Stopwatch()
 
-        def score(part: Sequence[Rollout], watch: Stopwatch) -> Tensor:
-            return self.sizes.fit(
-                lambda: score_rollouts(self.policy, part, self.rewards, prompts, self.sizes.decode, watch.lap)
-            )
+        def scored(part: Sequence[Rollout], watch: Stopwatch) -> Callable[[], Tensor]:
+            return partial(score_rollouts, self.policy, part, self.rewards, prompts, self.sizes, watch.lap)
 
         def score_aside(part: Sequence[Rollout]) -> Tensor:
             aside.restart()
-            return score(part, aside)
+            return self.sizes.fit(scored(part, aside))
 
         with ThreadPoolExecutor(1, "scoring", initializer=same_device(self.policy.device)) as thread:
             with self.shards.sampling():
                 for rows in parts:
-                    rollouts, spent = self.sizes.fit(partial(self.roll_out, drawn, cond, rows))
+                    rollouts, spent = self.sizes.fit(partial(self.roll_out, spec, cond, rows))
                     rolled.append(rollouts)
                     evaluations += spent
                     watch.lap("rollout")
@@ -119,7 +116,7 @@ class Collector:
             watch.lap("rollout")
             rewards = [future.result() for future in scoring]
             watch.lap("waiting")
-            rewards += [score(part, watch) for part in rolled[len(rewards) :]]
+            rewards += map(self.sizes.fit, [scored(part, watch) for part in rolled[len(rewards) :]])
         return Collected([one for part in rolled for one in part], torch.cat(rewards), evaluations, sum(aside.seconds.values()))
 
     @property
@@ -129,14 +126,14 @@ class Collector:
         chosen = self.config.prompts_at_once is not None
         return chosen or any(waited_for(reward, self.policy.device) for reward in self.rewards.values())
 
-    def prompts_at_once(self, drawn: Drawn, every: int) -> int:
+    def prompts_at_once(self, spec: RolloutSpec, every: int) -> int:
         """`sampling.prompts_at_once`; by default all, or where another thread scores as many as fill a batch."""
         chosen = self.config.prompts_at_once
         if chosen is None and self.scores_aside:
-            chosen = max(1, self.sizes.rollout // (len(drawn.plans) * drawn.group_size))
+            chosen = max(1, self.sizes.rollout // (len(spec.plans) * spec.group_size))
         return min(chosen or every, every)
 
-    def roll_out(self, drawn: Drawn, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
+    def roll_out(self, spec: RolloutSpec, cond: Cond, rows: Sequence[int]) -> tuple[list[Rollout], int]:
         """The rollouts of the prompts in `rows` of `cond`, and the number of network evaluations."""
         engine = Engine(
             policy=self.policy,
@@ -149,10 +146,10 @@ class Collector:
         )
         try:
             rollouts = engine.rollout(
-                drawn.plans,
-                drawn.group_size,
-                drawn.kernel,
-                lambda prompt, *purpose: drawn.noise(drawn.first + rows[prompt], *purpose),
+                spec.plans,
+                spec.group_size,
+                spec.kernel,
+                lambda prompt, *purpose: spec.noise(spec.first + rows[prompt], *purpose),
             )
         except OutOfMemory:
             self.on_evaluations(-engine.evaluations)  # they will be repeated

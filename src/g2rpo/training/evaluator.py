@@ -131,22 +131,19 @@ class Evaluator:
         """The held-out prompts that this rank evaluates: all of them if there are fewer prompts than ranks."""
         return self.shards.world.shard_or_all(self.heldout)
 
-    def evaluate(self, iteration: int, on_rows: Callable[[int], None]) -> Evaluation:
-        """Held-out pictures and all their scores; `on_rows` is called after every call of the network."""
-        return self._evaluated(self.heldout, iteration, on_rows)
-
-    def _evaluated(
+    def evaluate(
         self,
-        prompts: Sequence[str],
         iteration: int,
         on_rows: Callable[[int], None],
+        prompts: Sequence[str] | None = None,
         control: Control = PLAIN,
         seed: int | None = None,
         rewards: Mapping[str, Reward] | None = None,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
-        """An evaluation of some `prompts` with other sampler settings."""
-        world = self.shards.world
+        """Pictures of the held-out prompts and all their scores, or of other `prompts` and with other sampler settings.
+        `on_rows` is called after every call of the network."""
+        world, prompts = self.shards.world, self.heldout if prompts is None else prompts
         own = world.shard_or_all(prompts)
 
         def evaluated() -> Evaluation:
@@ -164,8 +161,8 @@ class Evaluator:
         if not self.spread_on:
             return None
         asked = [prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)]
-        images = self._evaluated(
-            asked, iteration, on_rows, seed=seed_for(self.sampler.seed, "spread"), rewards={"none": as_reward(_unscored)}
+        images = self.evaluate(
+            iteration, on_rows, asked, seed=seed_for(self.sampler.seed, "spread"), rewards={"none": as_reward(_unscored)}
         ).images
         world = self.shards.world
         found = spread_of(images.unflatten(0, (-1, SPREAD_NOISES))) if world.is_main else None
@@ -176,7 +173,7 @@ class Evaluator:
         prompts = self.heldout[: self.controls_on]
         scores: dict[str, Tensor] = {}
         for control in self.controls:
-            found = self._evaluated(prompts, iteration, on_rows, control, kept=lambda images: images.flatten(1)[:, :1])
+            found = self.evaluate(iteration, on_rows, prompts, control, kept=lambda images: images.flatten(1)[:, :1])
             scores |= {f"{control}/{name}": values for name, values in found.scores.items()}
             scores |= {} if found.right is None else {f"{control}/{RIGHT}": found.right}
         if self.files.writes:
