@@ -3,8 +3,10 @@
 import math
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runs.lifecycle import read_config
 from tests.support.commands import g2rpo
 from tests.support.runs import PROMPTS, brightness, darkness
+from tests.support.runs import trainer as small_trainer
 
 
 class Notes:
@@ -229,3 +232,18 @@ def test_a_study_from_python_is_the_commands(tmp_path, tiny_config, forked_jobs)
     assert cells["more"] == ["budget=2"]  # is left alone
     with pytest.raises(UserError, match="cell one: algorithm: branch_steps"):
         api.study(str(tiny_config), {"one": ["algorithm.branch_steps=[99]"]}, tmp_path / "other")
+
+
+def test_eight_calls_lead_from_training_to_a_reward():
+    """train, iterate, collect, fit, score_rollouts, score, scores, and the call of the function's wrapper."""
+    depths = []
+
+    def reward(images, prompts):
+        package = Path(api.__file__).parent
+        called = [frame.name for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(package)]
+        depths.append(len(called) if "iterate" in called else None)
+        return brightness(images, prompts)
+
+    run = small_trainer(None, "trainer.iterations=1", rewards={"bright": reward})
+    list(run.train())
+    assert {depth for depth in depths if depth is not None} == {8}

@@ -180,24 +180,20 @@ def _save_grid(judging: Judging, steps: int) -> None:
     """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with scores, one row per side."""
     shown = range(min(SHOWN, len(judging.prompts)))
     scored = {(row["side"], row["index"]): row["scores"] for row in judging.rows() if row["steps"] == steps}
-    picture_rows = [
-        PictureRow(
-            torch.stack([_read_picture(judging.directory, Chunk(side, steps, 0, 1), index) for index in shown]),
-            side,
-            {name: torch.tensor([_number(scored[side, i][name]) for i in shown]) for name in judging.config.rewards},
-        )
-        for side in judging.sides
-    ]
+    picture_rows = []
+    for side in judging.sides:
+        images = torch.stack([_read_picture(judging.directory, Chunk(side, steps, 0, 1), index) for index in shown])
+        by_reward = {name: [scored[side, index][name] for index in shown] for name in judging.config.rewards}
+        scores = {
+            name: torch.tensor([math.nan if one is None else one for one in values]) for name, values in by_reward.items()
+        }
+        picture_rows.append(PictureRow(images, side, scores))
     note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
     path, prompts = judging.directory / f"grid_steps_{steps:03d}.png", judging.prompts[: len(shown)]
     save_grid(path, picture_rows, prompts, note)
     first = judging.directory / Chunk(judging.sides[0], steps, 0, 1).clip(0)
     if first.is_file():
         save_moving_grid(path.with_suffix(".webp"), picture_rows, prompts, note, read_clip(first)[1])
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _read_picture(folder: Path, chunk: Chunk, index: int) -> Tensor:

@@ -20,7 +20,6 @@ from g2rpo.runtime.folders import is_empty, whole, writing
 from g2rpo.training.model_card import copy_card
 
 FORMATS = ("diffusers", "comfyui", "merged")
-Base = Callable[[], Path]
 
 
 def export(run: Path, format: str, checkpoint: str | None, out: Path | None) -> tuple[Path, Rounding | None]:
@@ -40,7 +39,7 @@ def export(run: Path, format: str, checkpoint: str | None, out: Path | None) -> 
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out) if format == "comfyui" else whole(out) as unfinished:
-            rounding = _WRITERS[format](tuned, base, unfinished, finished, config.policy.kind)
+            rounding = _write(format, tuned, base, unfinished, finished, config.policy.kind)
     return out, rounding
 
 
@@ -60,7 +59,18 @@ def _check_new(out: Path, format: str) -> None:
         raise UserError(f"{out} exists; name another --out")
 
 
-def _diffusers(tuned: Tuned, base: Base, out: Path, finished: Path | None, kind: str | None) -> Rounding | None:
+def _write(
+    format: str, tuned: Tuned, base: Callable[[], Path], out: Path, finished: Path | None, kind: str | None
+) -> Rounding | None:
+    """Writes a format; `finished` are the final weights of a run, where they are what is exported."""
+    if format == "merged":
+        return merge(tuned, base(), out)
+    if format == "comfyui":
+        names = names_for(tuned.kind, kind)
+        if tuned.adapter is None:
+            return merge_into_one(tuned, base(), out, whole_names(names))
+        for_comfyui(tuned.adapter, names).write(out)
+        return None
     if tuned.adapter is not None:
         tuned.adapter.write(out / ADAPTER, PREFIX)
     elif finished is None:
@@ -70,18 +80,3 @@ def _diffusers(tuned: Tuned, base: Base, out: Path, finished: Path | None, kind:
     if finished is not None:
         copy_card(finished, out)
     return None
-
-
-def _comfyui(tuned: Tuned, base: Base, out: Path, finished: Path | None, kind: str | None) -> Rounding | None:
-    names = names_for(tuned.kind, kind)
-    if tuned.adapter is not None:
-        for_comfyui(tuned.adapter, names).write(out)
-        return None
-    return merge_into_one(tuned, base(), out, whole_names(names))
-
-
-def _merged(tuned: Tuned, base: Base, out: Path, finished: Path | None, kind: str | None) -> Rounding | None:
-    return merge(tuned, base(), out)
-
-
-_WRITERS = {"diffusers": _diffusers, "comfyui": _comfyui, "merged": _merged}

@@ -128,13 +128,10 @@ def _write_all(sampler: Sampler, prompts: Sequence[str], video: str, out: Path) 
             shown += reduced(images[: max(0, SHOWN - start)])
             for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
                 name = _save(out / f"{number:04d}", image, seconds, video).name
-                line = {"file": name, "prompt": prompt, **_inputs(prompt), "seed": sampler.seed, "index": number}
+                inputs = {"images": list(images_of(prompt))} if images_of(prompt) else {}
+                line = {"file": name, "prompt": prompt, **inputs, "seed": sampler.seed, "index": number}
                 listing.write(json.dumps(line, ensure_ascii=False) + "\n")
     return torch.stack(shown), seconds
-
-
-def _inputs(prompt: str) -> dict[str, list[str]]:
-    return {"images": list(images)} if (images := images_of(prompt)) else {}
 
 
 def _save(path: Path, image: Tensor, seconds: float, video: str) -> Path:

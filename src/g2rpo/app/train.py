@@ -220,7 +220,7 @@ def _run(
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
     rewards = counted(len(config.rewards), "reward")
     emit(Line(f"{ranks}: building the policy, {rewards} and the prompts ...", title=name))
-    notify = cautions(emit) if world.is_main else partial(_warn_from, world.rank)
+    notify = cautions(emit) if world.is_main else lambda text: print(f"rank {world.rank}: {text}", file=sys.stderr)
     trainer = open_run(config, directory, resume, accept_changes, notify, world, emit=emit)
     if resume:
         emit(Line(f"resuming after iteration {trainer.iteration}" if trainer.iteration else "nothing to resume: it begins"))
@@ -271,7 +271,3 @@ def train_all(trainer: Trainer, emit: Emit) -> None:
         if row["kind"] == "train":
             iteration = row["iteration"]
         report(row=row)
-
-
-def _warn_from(rank: int, message: str) -> None:
-    print(f"rank {rank}: {message}", file=sys.stderr)

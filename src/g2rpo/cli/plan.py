@@ -135,15 +135,11 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
     table.add_row(f"there is, on {target.name}", in_bytes(target.capacity))
     table.add_section()
     table.add_row("the machine's own memory, to load the models", in_bytes(memory.host))
-    table.add_row(f"disk: {plan.config.trainer.keep_checkpoints + 1} checkpoints at a time", in_bytes(_disk(plan)))
+    copies = plan.config.trainer.keep_checkpoints + 1  # those that are kept, and the next one
+    table.add_row(f"disk: {copies} checkpoints at a time", in_bytes(copies * memory.checkpoint))
     if memory.embeddings:
         table.add_row(f"disk: embeddings of {plan.distinct_prompts:,} prompts", in_bytes(memory.embeddings))
     return table
-
-
-def _disk(plan: Estimate) -> int:
-    """Bytes of the kept checkpoints and the next one."""
-    return plan.memory.checkpoint * (plan.config.trainer.keep_checkpoints + 1)
 
 
 def _time_table(seconds: Seconds, counts: Counts) -> Table:

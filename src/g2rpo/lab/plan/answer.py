@@ -104,7 +104,11 @@ def plan(
     components.check_sharding(config, ranks, nodes_of(ranks, ranks_per_node))
     components.check_plans(config.algorithm, config.sampling)
     target = find_target(device or config.policy.device)
-    _check_quantized(config, target, device)
+    if target.card and config.policy.quantize == "fp8" and not target.card.float8:
+        raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
+    # as for a run, on the device that is planned for
+    there = config.policy.model_copy(update={"device": (device or config.policy.device) if target.own else "cpu"})
+    components.check_quantized(config.model_copy(update={"policy": there}))
     if probe and not target.own:
         raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")
     if probe and ranks > 1:
@@ -136,14 +140,6 @@ def plan(
         alternative=alternative,
         notes=[*notes, *components.cautions(config.policy), *_cautions(result, config)],
     )
-
-
-def _check_quantized(config: Config, target: Target, device: str | None) -> None:
-    """As for a run, on the device that is planned for."""
-    if target.card and config.policy.quantize == "fp8" and not target.card.float8:
-        raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
-    here = config.policy.model_copy(update={"device": (device or config.policy.device) if target.own else "cpu"})
-    components.check_quantized(config.model_copy(update={"policy": here}))
 
 
 def _alternative(

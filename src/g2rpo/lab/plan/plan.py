@@ -147,7 +147,9 @@ def make_plan(
     node = nodes_of(ranks, ranks_per_node)
     components.check_sharding(config, ranks, node)
     group = components.shard_group(config, ranks, node) if config.trainer.sharding != "none" else 1
-    config = _dealt(settled(config, cuda), ranks)
+    config = settled(config, cuda)
+    share = World(size=ranks).share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": share})})
     heldout = math.ceil(heldout / ranks) if heldout >= ranks else heldout
     counts = count(config, heldout)
     blueprint = read_blueprint(config.policy)
@@ -202,9 +204,3 @@ def remembering(**settings: Any) -> Callable[..., Estimate]:
 def _calls(config: Config, counts: Counts, cuda: bool) -> tuple[Any, ...]:
     """What calls of one model are traced from."""
     return config.algorithm, config.sampling, config.trainer.sharding, counts, cuda
-
-
-def _dealt(config: Config, ranks: int) -> Config:
-    """`config` with one rank's share of the prompts."""
-    own = World(size=ranks).share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": own})})
