@@ -30,14 +30,14 @@ def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], 
         f"rewards.{name}": source_of(rewards[name]) if name in rewards else _of_options(name, entry)
         for name, entry in named.items()
     }
-    found = {
+    digests = {
         "prompts.train": f"{len(prompts)} prompts, {_short(digest_of_prompts(prompts))}",
         "evaluation.prompts": f"{len(heldout)} prompts, {_short(digest_of_prompts(heldout))}",
         "policy.path": source_of(given["policy"]) if "policy" in given else pipeline_identity(config.policy.path),
         "algorithm": source_of(config.algorithm),
         **of_rewards,
     }
-    return {key: words for key, words in found.items() if words}
+    return {key: words for key, words in digests.items() if words}
 
 
 def source_of(thing: Any) -> str:

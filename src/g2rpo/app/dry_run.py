@@ -67,12 +67,12 @@ def _own(rewards: Mapping[str, Scorer]) -> dict[str, Scorer]:
 
 def _functions(table: Mapping[str, RewardConfig], device: str) -> dict[str, Scorer]:
     """The rewards of a config that are functions; a class might load a model."""
-    found: dict[str, Scorer] = {}
+    functions: dict[str, Scorer] = {}
     for name, entry in table.items():
         kind = load_function(entry.options["target"]) if entry.kind == "function" else reward_kind(name, entry)
         if not isinstance(kind, type):
-            found |= build_rewards({name: entry}, device)
-    return found
+            functions |= build_rewards({name: entry}, device)
+    return functions
 
 
 def _try_reward(name: str, reward: Scorer, config: Config, given: Mapping[str, Any]) -> None:

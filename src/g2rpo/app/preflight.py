@@ -44,22 +44,22 @@ def check(config: Config, given: Collection[str] = (), directory: Path | None = 
     Objects in `given` (policy, rewards, judges, prompts, heldout, trackers) are not checked. If the run's `directory` is given,
     its disk must have space for the checkpoints.
     """
-    found = _Findings()
-    _check_settings(found, config, given)
-    folder = None if "policy" in given else found.tried(_check_pipeline, config.policy)
+    findings = _Findings()
+    _check_settings(findings, config, given)
+    folder = None if "policy" in given else findings.tried(_check_pipeline, config.policy)
     prompts = _Prompts(config, given)
-    prompts.read(found, far=False)
+    prompts.read(findings, far=False)
     for name, entry in _rewards(config, given).items():
-        found.tried(_check_reward, name, entry, found.questions)
-        found.tried(check_devices, {name: entry})  # apart, so that it hides no missing weights
-    found.ask()
+        findings.tried(_check_reward, name, entry, findings.questions)
+        findings.tried(check_devices, {name: entry})  # apart, so that it hides no missing weights
+    findings.ask()
     if folder is not None and directory is not None:
-        found.tried(_check_room, config, folder, directory)
-    found.refuse()
-    prompts.read(found, far=True)
-    found.refuse()
-    prompts.check_targets(found, config, given)
-    found.refuse()
+        findings.tried(_check_room, config, folder, directory)
+    findings.refuse()
+    prompts.read(findings, far=True)
+    findings.refuse()
+    prompts.check_targets(findings, config, given)
+    findings.refuse()
     return prompts.train, prompts.heldout
 
 
@@ -109,27 +109,27 @@ class _Prompts:
         self.sources["heldout"] = ("evaluation.prompts", config.evaluation.prompts)
         self.sources = {name: source for name, source in self.sources.items() if name not in given}
 
-    def read(self, found: _Findings, far: bool) -> None:
+    def read(self, findings: _Findings, far: bool) -> None:
         """Reads local sources or, with `far`, those that may have to be downloaded (only if nothing else is missing)."""
         for name, (key, source) in self.sources.items():
             if source.startswith("hf:") is not far:
                 if not far and importlib.util.find_spec("datasets") is None:
-                    found.add(f"{key}={source}: reading datasets needs a library: pip install datasets")
+                    findings.add(f"{key}={source}: reading datasets needs a library: pip install datasets")
                 continue
-            read = found.tried(build_prompts, source, key) or []
+            read = findings.tried(build_prompts, source, key) or []
             if name == "prompts":
                 self.train = read
             else:
                 self.heldout = read[: self.most]
 
-    def check_targets(self, found: _Findings, config: Config, given: Collection[str]) -> None:
+    def check_targets(self, findings: _Findings, config: Config, given: Collection[str]) -> None:
         """Refuses rewards for which no prompt has what they need, such as a text in quotes."""
         for name, (key, source) in self.sources.items():
             texts = self.train if name == "prompts" else self.heldout
             for reward, entry in _rewards(config, {*given, "judges"} if name == "prompts" else given).items():
                 declared = declared_by(reward_kind(reward, entry))
                 if declared.wants and texts:
-                    found.tried(_check_targets, f"rewards.{reward}", declared, texts, f"{key}={source}")
+                    findings.tried(_check_targets, f"rewards.{reward}", declared, texts, f"{key}={source}")
 
 
 def _check_targets(reward: str, kind: type[Reward], texts: Sequence[str], source: str) -> None:
@@ -150,21 +150,21 @@ def _rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:
     return {name: entry for key, table in tables.items() if key not in given for name, entry in table.items()}
 
 
-def _check_settings(found: _Findings, config: Config, given: Collection[str]) -> None:
+def _check_settings(findings: _Findings, config: Config, given: Collection[str]) -> None:
     """Checks settings of the config, alone and against this machine."""
-    found.tried(components.pick_device, config.policy.device)
+    findings.tried(components.pick_device, config.policy.device)
     for name in sorted(set(config.rewards) & set(config.evaluation.rewards)):
-        found.add(f"evaluation.rewards.{name}: a trained reward has this name already; it is judged anyway")
+        findings.add(f"evaluation.rewards.{name}: a trained reward has this name already; it is judged anyway")
     if not config.rewards:
-        found.add("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
-    found.tried(components.check_plans, config.algorithm, config.sampling)
+        findings.add("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
+    findings.tried(components.check_plans, config.algorithm, config.sampling)
     if "rewards" not in given and not isinstance(config.algorithm, Mentioned) and differentiates_rewards(config.algorithm):
-        found.tried(_check_gradients, config)
+        findings.tried(_check_gradients, config)
     if "policy" not in given:
-        found.tried(components.check_quantized, config)
-        found.tried(components.check_attention, config.policy)
+        findings.tried(components.check_quantized, config)
+        findings.tried(components.check_attention, config.policy)
     for name in config.trackers if "trackers" not in given else ():
-        found.tried(check_trackers, [name])
+        findings.tried(check_trackers, [name])
 
 
 def _check_gradients(config: Config) -> None:

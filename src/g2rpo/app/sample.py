@@ -71,8 +71,8 @@ def sample(
     """Writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and `out/grid.png`. Clips are
     NNNN.webp, which needs no further library, or NNNN.mp4. Without `out` it is the first of samples, samples-2 ... that does
     not exist."""
-    asked = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
-    options = resolve_as(SampleOptions, asked, source="sample")
+    values = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
+    options = resolve_as(SampleOptions, values, source="sample")
     config = read_config(run) if run is not None else None
     out = out or fresh_directory(Path(), "samples")
     _check(prompts, options, out)

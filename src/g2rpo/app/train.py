@@ -89,8 +89,8 @@ def _assembled(
         raise UserError(
             f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
         )
-    if world.is_main and (said := prompts_caution(config.prompts.train, config.evaluation.prompts)) is not None:
-        notify(said)
+    if world.is_main and (caution := prompts_caution(config.prompts.train, config.evaluation.prompts)) is not None:
+        notify(caution)
     try_own_code(config, given)
     sharding = components.build_sharding(config, world)
     if "policy" in given:

@@ -222,12 +222,12 @@ def sample(
     if image and not prompts:
         raise UserError("--image belongs to prompts that are given as arguments; a file of prompts names its own pictures")
     inputs = [str(path) for path in image or []]
-    asked = [*(Prompt(text, inputs) for text in prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
+    texts = [*(Prompt(text, inputs) for text in prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
     policy = None
     if model is not None:
         policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
     sampled = draw(
-        asked,
+        texts,
         run=run,
         policy=policy,
         weights=weights,

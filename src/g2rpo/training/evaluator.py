@@ -66,18 +66,18 @@ SHOWN = 8
 
 def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes: bool) -> dict[str, Any]:
     """The controls of an evaluator, and the numbers of `heldout` prompts for them and for the spread within a prompt."""
-    asked = config.evaluation.controls
-    if asked is False:
+    setting = config.evaluation.controls
+    if setting is False:
         return {}
     controls = run_controls(steps, guidance_of(policy))
     evaluations = work_of_run(config)
     cost = sum(control.steps or steps for control in controls)
     looks = 1 + math.ceil(config.trainer.iterations / config.evaluation.every)
     spread_on = min(SPREAD_PROMPTS, heldout)
-    affordable = asked is True or spread_on * SPREAD_NOISES * steps * looks <= SHARE * evaluations
+    affordable = setting is True or spread_on * SPREAD_NOISES * steps * looks <= SHARE * evaluations
     return {
         "controls": controls,
-        "controls_on": prompts_within(asked, heldout, cost, evaluations) if writes else 0,
+        "controls_on": prompts_within(setting, heldout, cost, evaluations) if writes else 0,
         "spread_on": spread_on if affordable else 0,
     }
 
@@ -144,38 +144,38 @@ class Evaluator:
         """Pictures of the held-out prompts and all their scores, or of other `prompts` and with other sampler settings.
         `on_rows` is called after every call of the network."""
         world, prompts = self.shards.world, self.heldout if prompts is None else prompts
-        own = world.shard_or_all(prompts)
+        part = world.shard_or_all(prompts)
 
         def evaluated() -> Evaluation:
             sampler = self.sampler_now(seed=self.sampler.seed if seed is None else seed, on_rows=on_rows)
             judged_by = self.judged_by if rewards is None else rewards
-            first = world.first(len(prompts)) if len(own) < len(prompts) else 0
-            return sampler.evaluate(own, judged_by, first=first, control=control, kept=kept)
+            first = world.first(len(prompts)) if len(part) < len(prompts) else 0
+            return sampler.evaluate(part, judged_by, first=first, control=control, kept=kept)
 
         with self.learner.averaged(), self.files.naming(iteration), self.shards.sampling():
             evaluation = self.sizes.fit(evaluated)
-        return evaluation_of_all(world, evaluation, prompts) if len(own) < len(prompts) else evaluation
+        return evaluation_of_all(world, evaluation, prompts) if len(part) < len(prompts) else evaluation
 
     def spread(self, iteration: int, on_rows: Callable[[int], None]) -> float | None:
         """How much pictures of one prompt differ (`image_statistics.spread`), on every rank; None if it is not sampled."""
         if not self.spread_on:
             return None
-        asked = [prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)]
+        repeated = [prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)]
         images = self.evaluate(
-            iteration, on_rows, asked, seed=seed_for(self.sampler.seed, "spread"), rewards={"none": as_reward(_unscored)}
+            iteration, on_rows, repeated, seed=seed_for(self.sampler.seed, "spread"), rewards={"none": as_reward(_unscored)}
         ).images
         world = self.shards.world
-        found = spread_of(images.unflatten(0, (-1, SPREAD_NOISES))) if world.is_main else None
-        return float(json.loads(world.broadcast_text(json.dumps(found))))
+        diversity = spread_of(images.unflatten(0, (-1, SPREAD_NOISES))) if world.is_main else None
+        return float(json.loads(world.broadcast_text(json.dumps(diversity))))
 
     def sample_controls(self, iteration: int, on_rows: Callable[[int], None]) -> None:
         """Stores the scores of all `controls`; to be called while the policy is the base model."""
         prompts = self.heldout[: self.controls_on]
         scores: dict[str, Tensor] = {}
         for control in self.controls:
-            found = self.evaluate(iteration, on_rows, prompts, control, kept=lambda images: images.flatten(1)[:, :1])
-            scores |= {f"{control}/{name}": values for name, values in found.scores.items()}
-            scores |= {} if found.right is None else {f"{control}/{RIGHT}": found.right}
+            evaluation = self.evaluate(iteration, on_rows, prompts, control, kept=lambda images: images.flatten(1)[:, :1])
+            scores |= {f"{control}/{name}": values for name, values in evaluation.scores.items()}
+            scores |= {} if evaluation.right is None else {f"{control}/{RIGHT}": evaluation.right}
         if self.files.writes:
             with self.files.written(self.files.run.control_scores) as path:
                 save_file(scores, path)
@@ -248,8 +248,8 @@ class Evaluator:
             self.against = results["controls"] = against
         spreads = {row["iteration"]: row["diversity"] for row in read_metrics(self.files.run.path) if "diversity" in row}
         if spreads.keys() >= {0, iteration}:
-            found = {"base": spreads[0], "tuned": spreads[iteration]}
-            results["diversity"] = {"prompts": self.spread_on, "noises": SPREAD_NOISES, **found}
+            means = {"base": spreads[0], "tuned": spreads[iteration]}
+            results["diversity"] = {"prompts": self.spread_on, "noises": SPREAD_NOISES, **means}
         self._save_grid(self.files.run.before_after, {"base": base, "tuned": tuned}, "Both rows from the same noise", right)
         if rolled_back_from is not None:
             results["rolled_back_from"] = rolled_back_from
@@ -312,5 +312,5 @@ def chosen(right: Sequence[Tensor | None], shown: int, total: int) -> tuple[list
     of_shown = [became[place] for place in places]
     kinds = [*OUTCOMES.values(), *([UNKNOWN] if UNKNOWN in became else [])]
     counts = [f"{of_shown.count(kind)} of {n}" if (n := became.count(kind)) else "none" for kind in kinds]
-    told = ", ".join(f"{count} that {kind}" for count, kind in zip(counts, kinds, strict=True))
-    return places, f"{len(places)} of {total} held-out prompts, in the proportions of all: {told}"
+    counted = ", ".join(f"{count} that {kind}" for count, kind in zip(counts, kinds, strict=True))
+    return places, f"{len(places)} of {total} held-out prompts, in the proportions of all: {counted}"

@@ -61,12 +61,12 @@ def own_budgets(cells: Mapping[str, Sequence[str]], unit: Unit) -> tuple[dict[st
     overrides: dict[str, list[str]] = {}
     budgets: dict[str, float] = {}
     for name, words in cells.items():
-        own = [word for word in words if word.startswith(BUDGET)]
-        if len(own) > 1:
-            raise UserError(f"--cell {name}: has more than one budget: {' '.join(own)}")
-        for word in own:
+        budget_words = [word for word in words if word.startswith(BUDGET)]
+        if len(budget_words) > 1:
+            raise UserError(f"--cell {name}: has more than one budget: {' '.join(budget_words)}")
+        for word in budget_words:
             budgets[name] = _amount(f"--cell {name}: {word}", BUDGET[:-1], word.removeprefix(BUDGET), unit)
-        overrides[name] = [word for word in words if word not in own]
+        overrides[name] = [word for word in words if word not in budget_words]
     return overrides, budgets
 
 

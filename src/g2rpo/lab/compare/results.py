@@ -98,13 +98,13 @@ def write_results(
         "intervals": "95% over training seeds and held-out prompts: crossed bootstrap, 2000 resamples; of one seed Student's t",
         "evaluations_count": "rollout evaluations, and 3 for each latent of a training pass (4 with a KL term)",
         "seconds_per_evaluation": dict(prices),
-        "pilots": {name: {f"{rate:g}": list(values) for rate, values in own.items()} for name, own in gains.items()},
+        "pilots": {name: {f"{rate:g}": list(values) for rate, values in by_rate.items()} for name, by_rate in gains.items()},
         "spent": spent,
         "judged": [asdict(line) for line in table],
         **({"controls": [asdict(knob) for knob in knobs]} if knobs else {}),
         "curves": {
-            reward: {name: [asdict(point) for point in points] for name, points in own.items()}
-            for reward, own in curves.items()
+            reward: {name: [asdict(point) for point in points] for name, points in by_cell.items()}
+            for reward, by_cell in curves.items()
         },
     }
     text = markdown(study, table, spent, gains, prompts, trained, knobs)
@@ -124,7 +124,9 @@ def markdown(
     knobs: Sequence[Knob] = (),
 ) -> str:
     """The results as a page."""
-    budget = ", ".join([f"{study.budget:g} {study.unit}", *(f"{own:g} for {cell}" for cell, own in study.budgets.items())])
+    budget = ", ".join(
+        [f"{study.budget:g} {study.unit}", *(f"{amount:g} for {cell}" for cell, amount in study.budgets.items())]
+    )
     parts = [
         f"# {', '.join(study.cells)} on {study.recipe}",
         f"Budget of a run: {budget}. {study.seeds} seeds, {prompts} held-out prompts, one noise for all. Brackets: 95 % "
@@ -135,13 +137,13 @@ def markdown(
             [
                 [
                     cell,
-                    f"{own['learning_rate']:g}" + (" (edge of the sweep)" if own["at_edge"] else ""),
-                    str(own["iterations"]),
-                    f"{own['evaluations']:,.0f}",
-                    f"{own['pictures']:,.0f}",
-                    f"{own['seconds']:,.0f}",
+                    f"{cost['learning_rate']:g}" + (" (edge of the sweep)" if cost["at_edge"] else ""),
+                    str(cost["iterations"]),
+                    f"{cost['evaluations']:,.0f}",
+                    f"{cost['pictures']:,.0f}",
+                    f"{cost['seconds']:,.0f}",
                 ]
-                for cell, own in spent.items()
+                for cell, cost in spent.items()
             ],
         ),
         "\\* of rollouts, and three for each latent of a training pass, four with a KL term.",
@@ -167,8 +169,8 @@ def markdown(
             _rows(
                 ["cell", *(f"{rate:g}" for rate in study.rates)],
                 [
-                    [cell, *(_pilot(own[rate], rate == spent[cell]["learning_rate"]) for rate in study.rates)]
-                    for cell, own in gains.items()
+                    [cell, *(_pilot(by_rate[rate], rate == spent[cell]["learning_rate"]) for rate in study.rates)]
+                    for cell, by_rate in gains.items()
                 ],
             )
         )
@@ -195,7 +197,10 @@ def _read_controls(folder: Path) -> dict[str, dict[str, Scores]]:
     for row in _read_rows(folder):
         if row["side"] == "control":
             rows.setdefault(row["control"], []).append(row)
-    return {control: {name: values for (_, name), values in judged_scores(own).items()} for control, own in rows.items()}
+    return {
+        control: {name: values for (_, name), values in judged_scores(of_control).items()}
+        for control, of_control in rows.items()
+    }
 
 
 def _read_judged(folder: Path) -> Judged:

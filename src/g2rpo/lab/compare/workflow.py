@@ -141,7 +141,7 @@ def compare(
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
     cells, budgets = own_budgets(cells, budget[0])
-    configs = {cell: load_config(recipe, [*overrides, *own], partial(_note, emit, cell)) for cell, own in cells.items()}
+    configs = {cell: load_config(recipe, [*overrides, *variant], partial(_note, emit, cell)) for cell, variant in cells.items()}
     _check(configs)
     config = next(iter(configs.values()))
     study = resolve_as(
@@ -177,7 +177,9 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
     if study.unit == "seconds":
         probes = {cell: workspace.probe(cell) for cell in study.cells}
         workers.run(_some(workspace.training(f"probe of {cell}", *probe) for cell, probe in probes.items()))
-        prices = {cell: seconds_per_evaluation(workspace.config(own), folder) for cell, (folder, own) in probes.items()}
+        prices = {
+            cell: seconds_per_evaluation(workspace.config(overrides), folder) for cell, (folder, overrides) in probes.items()
+        }
     iterations = _spend(study, configs, prices)
 
     gains: dict[str, dict[float, list[float]]] = {cell: {} for cell in study.cells}
@@ -186,28 +188,30 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
         workers.run(
             _some(
                 workspace.training(f"pilot of {cell}, rate {rate:g}, seed {seed}", *pilot)
-                for cell, own in pilots.items()
-                for (rate, seed), pilot in own.items()
+                for cell, by_setting in pilots.items()
+                for (rate, seed), pilot in by_setting.items()
             )
         )
-        gains = {cell: _gains(workspace, configs[cell], own) for cell, own in pilots.items()}
-    chosen = {cell: best_rate(own) if own else study.rates[0] for cell, own in gains.items()}
+        gains = {cell: _gains(workspace, configs[cell], by_setting) for cell, by_setting in pilots.items()}
+    chosen = {cell: best_rate(by_rate) if by_rate else study.rates[0] for cell, by_rate in gains.items()}
 
     runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in study.cells}
     workers.run(
         _some(
             workspace.training(f"{cell}, rate {chosen[cell]:g}, seed {seed}", *run)
-            for cell, own in runs.items()
-            for seed, run in own.items()
+            for cell, by_seed in runs.items()
+            for seed, run in by_seed.items()
         )
     )
     base = workspace.out / "judged" / "base"
-    judged = {cell: {seed: workspace.out / "judged" / cell / f"seed_{seed}" for seed in own} for cell, own in runs.items()}
+    judged = {
+        cell: {seed: workspace.out / "judged" / cell / f"seed_{seed}" for seed in by_seed} for cell, by_seed in runs.items()
+    }
     some_run, _ = next(iter(next(iter(runs.values())).values()))
     tuned = (
         workspace.judging(f"judging {cell}, seed {seed}", folder, judged[cell][seed], "base=false")
-        for cell, own in runs.items()
-        for seed, (folder, _) in own.items()
+        for cell, by_seed in runs.items()
+        for seed, (folder, _) in by_seed.items()
     )
     free = workspace.out / "judged" / "controls"
     untrained = [workspace.judging("judging the base", some_run, base, "weights=")]
@@ -219,11 +223,11 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
         cell: Cell(
             chosen[cell],
             gains[cell],
-            [folder for folder, _ in own.values()],
-            [read_run(workspace.config(overrides), folder) for folder, overrides in own.values()],
+            [folder for folder, _ in by_seed.values()],
+            [read_run(workspace.config(overrides), folder) for folder, overrides in by_seed.values()],
             list(judged[cell].values()),
         )
-        for cell, own in runs.items()
+        for cell, by_seed in runs.items()
     }
     trained = sorted({name for config in configs.values() for name in config.rewards})
     knobs = free if (free / "results.json").is_file() else None
@@ -263,9 +267,9 @@ def _check_same(study: Study, out: Path) -> None:
             raise UserError(f"{out} is not empty and holds no study (no {STUDY}); name another --out")
         return
     other = resolve_as(Study, read_yaml(path), source=str(path))
-    known = {name: own for name, own in study.cells.items() if name in other.cells}
-    budgets = {name: own for name, own in study.budgets.items() if name in other.cells}
-    ours = study.model_copy(update={"cells": known or study.cells, "budgets": budgets, "seeds": other.seeds})
+    shared = {name: variant for name, variant in study.cells.items() if name in other.cells}
+    budgets = {name: amount for name, amount in study.budgets.items() if name in other.cells}
+    ours = study.model_copy(update={"cells": shared or study.cells, "budgets": budgets, "seeds": other.seeds})
     changed = differences(ours, other)
     gone = sorted(set(other.cells) - set(study.cells))
     if gone:
@@ -297,8 +301,8 @@ def _gains(
     """The pilots' gains by rate."""
     weights = {name: entry.weight for name, entry in config.rewards.items()}
     gains: dict[float, list[float]] = {}
-    for (rate, _), (folder, own) in pilots.items():
-        gains.setdefault(rate, []).append(gain(read_run(workspace.config(own), folder), weights))
+    for (rate, _), (folder, overrides) in pilots.items():
+        gains.setdefault(rate, []).append(gain(read_run(workspace.config(overrides), folder), weights))
     return gains
 
 

@@ -94,10 +94,10 @@ def _view(tab: gr.Tab, name: str) -> gr.Column:
 def _draw_view(content: Content, session: Session, prompt: str) -> None:
     with gr.Row():
         with gr.Column(scale=4, min_width=300):
-            asked = _prompt(prompt)
+            box = _prompt(prompt)
             picture = _picture(session)
             go = gr.Button("Draw", variant="primary", elem_id="draw")
-            _examples(content, asked)
+            _examples(content, box)
             toggle = gr.Button("Settings", size="sm", elem_id="to-settings")
             toggle.click(None, js=TO_SETTINGS, api_visibility="private")
             with gr.Column(elem_id="settings"):
@@ -115,8 +115,8 @@ def _draw_view(content: Content, session: Session, prompt: str) -> None:
         settings = {"seed": seed, "steps": steps, "guidance": guidance, "strength": strength}
         return views.drawing_html(draw(session, prompt, images=[picture] if picture else [], **settings))
 
-    gr.on([go.click, asked.submit], None, js=CLEAR, api_visibility="private")
-    asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, seed, steps, guidance, strength], out, **QUESTION)
+    gr.on([go.click, box.submit], None, js=CLEAR, api_visibility="private")
+    asks = gr.on([go.click, box.submit], _told(answer), [box, picture, seed, steps, guidance, strength], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "drawing")
 
 
@@ -125,9 +125,9 @@ def _learn_view(content: Content, session: Session, prompt: str) -> None:
     sides = ["base model", "after training"]
     with gr.Row(equal_height=False):
         with gr.Column(scale=4, min_width=300):
-            asked = _prompt(prompt)
+            box = _prompt(prompt)
             picture = _picture(session)
-            _examples(content, asked)
+            _examples(content, box)
         with gr.Column(scale=6, min_width=300):
             with gr.Row():
                 plan = gr.Dropdown(list(zip(labels, range(len(labels)), strict=True)), value=0, label="Noise enters at")
@@ -149,15 +149,15 @@ def _learn_view(content: Content, session: Session, prompt: str) -> None:
         grains: list[int],
         progress: Any = gr.Progress(),  # noqa: B008
     ) -> str:
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             progress((done, total), unit="evaluations")
 
         tuned, chosen = side == sides[1], grains if session.offered else None
-        group = trace_group(session, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=told)
+        group = trace_group(session, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=report)
         return views.group_html(group)
 
-    gr.on([go.click, asked.submit], None, js=CLEAR, api_visibility="private")
-    asks = gr.on([go.click, asked.submit], _told(answer), [asked, picture, plan, seed, side, grains], out, **QUESTION)
+    gr.on([go.click, box.submit], None, js=CLEAR, api_visibility="private")
+    asks = gr.on([go.click, box.submit], _told(answer), [box, picture, plan, seed, side, grains], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "group")
 
 
@@ -182,9 +182,9 @@ def _seed(value: int) -> gr.Number:
     return gr.Number(value, label="Seed")  # without bounds, because `session.checked` has the better message
 
 
-def _examples(content: Content, asked: gr.Textbox) -> None:
+def _examples(content: Content, box: gr.Textbox) -> None:
     if content.examples:
-        gr.Examples([[example] for example in content.examples], asked, label="Held-out prompts", api_visibility="private")
+        gr.Examples([[example] for example in content.examples], box, label="Held-out prompts", api_visibility="private")
 
 
 def _empty(words: str) -> str:
@@ -213,7 +213,7 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
     def allowed(name: str, given: str) -> bool:
         return hmac.compare_digest(given.encode(), (token or "").encode())
 
-    def known(scope: Scope) -> bool:
+    def logged_in(scope: Scope) -> bool:
         cookies = Headers(scope=scope).get("cookie", "")
         return not token or any(given in cookies for given in app.tokens)
 
@@ -236,5 +236,5 @@ def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: boo
         css=views.style(),
     )
     config = page.server.config
-    config.http_protocol_class = bounded(config.http_protocol_class, lambda connection: known(connection.scope), STRANGERS)
+    config.http_protocol_class = bounded(config.http_protocol_class, lambda connection: logged_in(connection.scope), STRANGERS)
     return address

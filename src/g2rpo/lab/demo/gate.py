@@ -81,14 +81,14 @@ class Gate:
         """Why a request may not pass, if it may not."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host, origin, length = headers.get("host", ""), headers.get("origin"), headers.get("content-length", "0")
-        known = {"GET": READ, "HEAD": READ, "POST": WRITE}.get(scope["method"])
+        allowed = {"GET": READ, "HEAD": READ, "POST": WRITE}.get(scope["method"])
         if self.local and not is_loopback(host_of(host)):
             return 421, "without a token, only this machine's own names (localhost, 127.0.0.1) are served"
         if origin is not None and origin.partition("://")[2] != host:
             return 403, "other sites may not ask"
         path = scope["path"].rstrip("/") or "/"
         upload = self.uploads and UPLOAD.fullmatch(f"{scope['method']} {path}") is not None
-        if not upload and (known is None or not known.fullmatch(path)):
+        if not upload and (allowed is None or not allowed.fullmatch(path)):
             return 404, "there is nothing but the page"
         if "transfer-encoding" in headers or not (length.isascii() and length.isdecimal()):
             return 411, "a Content-Length is needed"

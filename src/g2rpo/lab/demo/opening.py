@@ -33,8 +33,8 @@ def opening_of(run: Run, rewards: Mapping[str, Reward], trained: Sequence[str]) 
     if not all(path.is_file() for path in paths):  # runs of older versions have no scores
         return Opening()
     base, tuned = map(load_tensors, paths)
-    known = {name: reward for name, reward in rewards.items() if name in base.keys() & tuned.keys()}
-    return opening(base, tuned, known, [name for name in trained if name in known])
+    scored = {name: reward for name, reward in rewards.items() if name in base.keys() & tuned.keys()}
+    return opening(base, tuned, scored, [name for name in trained if name in scored])
 
 
 def opening(base: Scores, tuned: Scores, rewards: Mapping[str, Reward], trained: Sequence[str]) -> Opening:

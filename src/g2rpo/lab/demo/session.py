@@ -92,7 +92,7 @@ class Session:
     @property
     def granularities(self) -> tuple[int, ...]:
         """The granularities of the algorithm's first iteration; none if it has none."""
-        return tuple(sorted({own for plan in self.plans for own in plan.granularities}))
+        return tuple(sorted({granularity for plan in self.plans for granularity in plan.granularities}))
 
     @property
     def offered(self) -> list[int]:
@@ -195,14 +195,14 @@ def draw(
         *([f"strength {strength:g}"] if session.tuned == "adapter" else []),
     ]
     seconds = seconds_of(session.policy, base.images.shape[1])
-    meanings = {name: said for name, reward in rewards.items() if (said := meaning_of(reward))}
+    meanings = {name: meaning for name, reward in rewards.items() if (meaning := meaning_of(reward))}
     return Drawing(base, tuned, tuple(session.rewards), session.explain(prompt), meanings, " · ".join(settings), seconds)
 
 
 def meaning_of(reward: Reward) -> str:
     """The first sentences of a reward's documentation; "" if it has none."""
-    said = inspect.getdoc(reward) or ""
-    return " ".join(said.split("\n\n")[0].split())
+    text = inspect.getdoc(reward) or ""
+    return " ".join(text.split("\n\n")[0].split())
 
 
 @dataclass(frozen=True, kw_only=True)

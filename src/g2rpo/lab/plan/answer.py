@@ -116,8 +116,8 @@ def plan(
     heldout, distinct = listed_prompts(config, notes)
 
     plans = remembering(heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node, network=network)
-    made = partial(plans, cuda=target.cuda)
-    result = made(config)
+    estimate = partial(plans, cuda=target.cuda)
+    result = estimate(config)
     alone = ranks == 1 and target.own and target.holds(result)
     quick = alone and _on_disk(config) and (target.cuda or result.parameters < SMALL)
     seconds = result.seconds(target.card) if target.card else None
@@ -129,7 +129,7 @@ def plan(
                 raise
             notes.append(f"No probe of this machine: {error}")
     cards = {} if seconds else _cards(result if target.cuda else plans(config, cuda=True))
-    alternative = None if target.holds(result) else _alternative(recipe, overrides, config, ranks, made, target)
+    alternative = None if target.holds(result) else _alternative(recipe, overrides, config, ranks, estimate, target)
     return Answer(
         recipe=recipe,
         plan=result,
@@ -147,14 +147,14 @@ def _alternative(
     overrides: Sequence[str],
     config: Config,
     ranks: int,
-    made: Callable[[Config], Estimate],
+    estimate: Callable[[Config], Estimate],
     target: Target,
 ) -> Alternative | None:
     """Overrides of `config` that fit, and their cost."""
 
     @cache
     def changed(*extra: str) -> Estimate:
-        return made(load_config(recipe, [*overrides, *extra]))
+        return estimate(load_config(recipe, [*overrides, *extra]))
 
     extra = what_fits(config, ranks, lambda extra: target.holds(changed(*extra)))
     if extra is None:
@@ -205,19 +205,19 @@ def _cards(result: Estimate) -> dict[str, tuple[bool, Seconds]]:
     }
 
 
-def _cautions(result: Estimate, asked: Config) -> Iterator[str]:
+def _cautions(result: Estimate, config: Config) -> Iterator[str]:
     """Assumptions of the plan, and what it does not count."""
     if result.memory.unknown:
         yield f"Not known, so neither weights nor time are counted: {', '.join(result.memory.unknown)}."
-    elsewhere = [name for name, known in result.reward_costs.items() if known and known.device not in ("cpu", "cuda", "cuda:0")]
+    elsewhere = [name for name, cost in result.reward_costs.items() if cost and cost.device not in ("cpu", "cuda", "cuda:0")]
     if elsewhere:
         yield f"On another device, so not in this one's memory: {', '.join(elsewhere)}."
-    if on_cpu := [name for name, known in result.reward_costs.items() if known and known.bytes and known.device == "cpu"]:
+    if on_cpu := [name for name, cost in result.reward_costs.items() if cost and cost.bytes and cost.device == "cpu"]:
         yield f"On the CPU, whose time a datasheet does not tell: {', '.join(on_cpu)}."
     for name in ("batch_size", "decode_batch_size"):
-        if getattr(asked.sampling, name) == "auto":
+        if getattr(config.sampling, name) == "auto":
             taken = getattr(result.config.sampling, name)
             yield f"sampling.{name}=auto is planned as {taken}; the run asks its GPU, and leaves a fifth of it free."
     for minutes in ("evaluation.every_minutes", "evaluation.first_minutes"):
-        if getattr(asked.evaluation, minutes.rpartition(".")[2]) is not None:
+        if getattr(config.evaluation, minutes.rpartition(".")[2]) is not None:
             yield f"{minutes}: evaluations that the clock adds are not counted."

@@ -39,11 +39,11 @@ def on_cards(recipe: str, overrides: Sequence[str], ranks: int, ranks_per_node: 
     components.check_sharding(config, ranks, nodes_of(ranks, ranks_per_node))
     heldout, distinct = listed_prompts(config, [])
 
-    made = remembering(cuda=True, heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node)
+    estimate = remembering(cuda=True, heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node)
 
     @cache
     def changed(*extra: str) -> Estimate:
-        return made(load_config(recipe, [*overrides, *extra]))
+        return estimate(load_config(recipe, [*overrides, *extra]))
 
     @cache
     def fitting(capacity: int) -> list[str] | None:
@@ -51,12 +51,12 @@ def on_cards(recipe: str, overrides: Sequence[str], ranks: int, ranks_per_node: 
             return []
         return what_fits(config, ranks, lambda extra: changed(*extra).memory.needed <= capacity)
 
-    found = {}
+    rows = {}
     for key, card in CARDS.items():
         if config.policy.quantize == "fp8" and not card.float8:
             continue
         capacity = find_target(key).capacity
         extra = fitting(capacity)
         run = changed(*(extra or ()))
-        found[key] = OnCard(extra, run.memory.needed, capacity, run.seconds(card).run)
-    return found
+        rows[key] = OnCard(extra, run.memory.needed, capacity, run.seconds(card).run)
+    return rows
