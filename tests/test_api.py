@@ -234,14 +234,14 @@ def test_a_study_from_python_is_the_commands(tmp_path, tiny_config, forked_jobs)
         api.study(str(tiny_config), {"one": ["algorithm.branch_steps=[99]"]}, tmp_path / "other")
 
 
-def test_eight_calls_lead_from_training_to_a_reward():
-    """train, iterate, collect, fit, score_rollouts, score, scores, and the call of the function's wrapper."""
+def test_a_reward_is_called_below_eight_calls_of_the_package():
+    """train, iterate, collect, _collect, fit, score_rollouts, score, scores; then the reward, here a function's wrapper."""
     depths = []
 
     def reward(images, prompts):
         package = Path(api.__file__).parent
         called = [frame.name for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(package)]
-        depths.append(len(called) if "iterate" in called else None)
+        depths.append(len(called) - 1 if "iterate" in called else None)
         return brightness(images, prompts)
 
     run = small_trainer(None, "trainer.iterations=1", rewards={"bright": reward})

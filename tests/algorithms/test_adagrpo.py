@@ -87,11 +87,12 @@ def test_scores_that_are_missing_are_farthest_and_move_nothing():
 
 def test_the_chosen_prompt_starts_from_the_noise_that_it_was_chosen_with():
     """The ODE from the branch point of step 0, which is the initial noise, leads to the picture that was scored."""
-    t, calls = made(), []
-    collect = t.collector.collect
-    t.collector.collect = lambda *given: calls.append((given, collect(*given))) or calls[-1][1]
+    t, seen = made(), {}
+    walk, sample = t.collector.anchors, t.collector.collect
+    t.collector.anchors = lambda *given: seen.setdefault("walked", walk(*given))
+    t.collector.collect = lambda *given: seen.setdefault("sampled", (given, sample(*given)))[1]
     t.iterate()
-    (_, walked), ((_, cond, prompts, _), sampled) = calls
+    (_, _, cond, prompts, *_), sampled = seen["sampled"]
     drawn, chosen = t.order.batch(0, 6), {}
     for rollout in sampled.rollouts:
         if rollout.plan.branch == 0:
@@ -102,7 +103,7 @@ def test_the_chosen_prompt_starts_from_the_noise_that_it_was_chosen_with():
         for step in range(6):
             v = fresh.policy.velocity(x, t.sigmas[step : step + 1], cond.rows([place]))
             x = ode_step(x, v, t.sigmas[step], t.sigmas[step + 1])
-        torch.testing.assert_close(x[0], walked.rollouts[row].finals[0, 0])
+        torch.testing.assert_close(x[0], seen["walked"].rollouts[row].finals[0, 0])
 
 
 @pytest.mark.parametrize("more", [(), ("algorithm.granularities=[1,2]",)])

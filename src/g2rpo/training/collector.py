@@ -69,26 +69,27 @@ class Collector:
     first: int
     on_evaluations: Callable[[int], None]
 
-    def spec(self, algorithm: Algorithm, iteration: int) -> RolloutSpec:
-        """The algorithm's plans of an iteration."""
-        plans = plans_of(algorithm, self.config.num_steps, iteration, self.seed)
-        kernel = algorithm.kernel(self.sigmas)
-        return RolloutSpec(plans, algorithm.group_size, kernel, partial(self.noise, iteration), self.first)
-
-    def spec_of_anchors(self, candidates: int, iteration: int) -> RolloutSpec:
-        """The ODE's picture of each prompt, `candidates` for every place, from the noise of that place's anchor."""
-
-        def noise(place: int, *purpose: Any) -> torch.Generator:
-            return self.noise(iteration, place // candidates, "initial")
-
-        return RolloutSpec([anchor_walk(self.config.num_steps)], 1, no_kernel, noise, candidates * self.first)
-
-    def collect(self, spec: RolloutSpec, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
+    def collect(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
         """The rollouts of all prompts, one per row of `cond`.
 
         If rewards wait for answers, another thread decodes and scores some prompts' pictures while the next are rolled out.
         The last ones are scored here, after that thread has ended, so that no reward is called by two threads at once.
         """
+        plans = plans_of(algorithm, self.config.num_steps, iteration, self.seed)
+        noise = partial(self.noise, iteration)
+        spec = RolloutSpec(plans, algorithm.group_size, algorithm.kernel(self.sigmas), noise, self.first)
+        return self._collect(spec, cond, prompts, watch)
+
+    def anchors(self, candidates: int, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
+        """The ODE's picture of each prompt, `candidates` for every place, from the noise of that place's anchor."""
+
+        def noise(place: int, *purpose: Any) -> torch.Generator:
+            return self.noise(iteration, place // candidates, "initial")
+
+        spec = RolloutSpec([anchor_walk(self.config.num_steps)], 1, no_kernel, noise, candidates * self.first)
+        return self._collect(spec, cond, prompts, watch)
+
+    def _collect(self, spec: RolloutSpec, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
         size = self.prompts_at_once(spec, len(prompts))
         parts = [range(len(prompts))[start : start + size] for start in range(0, len(prompts), size)]
         # with sharded weights a rank takes part in the others' calls until all have sampled, and scores meanwhile

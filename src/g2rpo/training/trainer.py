@@ -231,8 +231,7 @@ class Trainer:
         with self.files.naming(self.iteration), self._sampling_weights(), guided_by(self.policy, guidance):
             prompts, cond, choice = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
-            spec = self.collector.spec(algorithm, self.iteration)
-            collected = self.collector.collect(spec, cond, prompts, watch)
+            collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
             rewards = self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
             watch.lap("waiting")
             observe(self.rewards, self.iteration, rewards)
@@ -310,8 +309,7 @@ class Trainer:
         each = candidates_of(self.algorithm)
         if each == 1:
             return prompts, cond, []
-        spec = self.collector.spec_of_anchors(each, self.iteration)
-        anchors = self.collector.collect(spec, cond, prompts, watch)
+        anchors = self.collector.anchors(each, self.iteration, cond, prompts, watch)
         rewards = self.world.gather(anchors.rewards)[:, :, 0, 0].unflatten(0, (-1, each))
         chosen = choice_of(self.algorithm, self.memory, self.iteration, rewards, self.weights)
         first = self.world.first(len(chosen))
