@@ -160,7 +160,7 @@ MUTATIONS = [
     Mutation("training/checkpoint.py", "same = _digest(file) == digest", "same = True", TRAINER),
     Mutation("training/checkpoint.py", "kept < keep and _is_intact(path)", "kept < keep", CHECKPOINT),
     Mutation(
-        "training/collector.py", "drawn.first + rows[prompt]", "drawn.first + prompt", "tests/rollout/test_prompts_at_once.py"
+        "training/collector.py", "spec.first + rows[prompt]", "spec.first + prompt", "tests/rollout/test_prompts_at_once.py"
     ),
     Mutation(
         "core/data.py",
