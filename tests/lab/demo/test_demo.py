@@ -204,6 +204,12 @@ def test_a_group_is_rolled_out_in_the_dtypes_of_training(run, tmp_path):
     assert trace_group(session, PROMPT, seed=0, plan=1, tuned=False).finals.isfinite().all()
 
 
+def test_a_group_is_sampled_with_the_guidance_of_training(session):
+    other = replace(session, sampling=session.sampling.model_copy(update={"guidance_scale": 1.0}))
+    plain, guided = (trace_group(one, PROMPT, seed=0, plan=1, tuned=False).finals for one in (other, session))
+    assert plain.ne(guided).any() and session.policy.guidance_scale == 3.5
+
+
 def test_a_group_may_look_at_other_granularities(session):
     own = trace_group(session, PROMPT, seed=0, plan=1, tuned=False)
     assert session.offered == [1, 2, 3] and own.granularities == (1, 2)

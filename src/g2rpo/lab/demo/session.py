@@ -26,6 +26,7 @@ from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine, Noise
+from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import decode, score
 from g2rpo.runtime.memory import BatchSizes
@@ -120,17 +121,13 @@ class Session:
         )
 
     @contextmanager
-    def model(self, tuned: bool, guidance: float, strength: float = 1.0) -> Iterator[None]:
-        """While entered, the policy is the tuned or the base model, with this guidance and strength of its adapter."""
-        before = self.policy.guidance_scale
-        self.policy.guidance_scale = guidance
+    def model(self, tuned: bool, guidance: float | None, strength: float = 1.0) -> Iterator[None]:
+        """While entered, the policy is the tuned or the base model, with this guidance (None: its own) and strength of its
+        adapter."""
         if self.tuned == "adapter":
             self.policy.tuning.scale(strength)
-        try:
-            with nullcontext() if tuned else self.policy.base():
-                yield
-        finally:
-            self.policy.guidance_scale = before
+        with guided_by(self.policy, guidance), nullcontext() if tuned else self.policy.base():
+            yield
 
 
 @dataclass(frozen=True)
@@ -286,7 +283,7 @@ def trace_group(
             seconds=seconds_of(session.policy, finals.shape[1]),
         )
 
-    with session.model(tuned, session.policy.guidance_scale):
+    with session.model(tuned, s.guidance_scale):
         return session.sizes.fit(sampled)
 
 
