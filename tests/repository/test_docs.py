@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from g2rpo import api
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.cli.main import main
 from g2rpo.config import recipes
@@ -22,13 +23,8 @@ from tests.support.runs import brightness, trainer
 from tests.support.variants import few
 
 QUICK = ("recipes", "train", "sample", "evaluate", "report")
-SMALLEST = [
-    "algorithm.group_size=2",
-    "sampling.num_steps=6",
-    "trainer.iterations=1",
-    "trainer.prompts_per_iteration=1",
-    "evaluation.num_prompts=2",
-]
+FEW_PROMPTS = ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2"]
+SMALLEST = ["algorithm.group_size=2", "sampling.num_steps=6", "trainer.iterations=1", *FEW_PROMPTS]
 page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -96,8 +92,13 @@ in_the_suite = few(PAGES, lambda page: page.stem not in LONG_PAGES)
 
 @pytest.mark.parametrize("page", in_the_suite, ids=lambda page: page.stem)
 def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
-    """Python blocks in order, in one namespace and folder; commands of marked blocks in between, at the smallest size."""
+    """Python blocks in order, in one namespace and folder, their trainers with few prompts; commands of marked blocks in between,
+    at the smallest size."""
     monkeypatch.chdir(tmp_path)
+    trainer_of = api.trainer
+    monkeypatch.setattr(
+        api, "trainer", lambda recipe, given=(), *a, **more: trainer_of(recipe, [*given, *FEW_PROMPTS], *a, **more)
+    )
     names = {"__name__": page.stem}
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language == "python":

@@ -87,7 +87,7 @@ def comes_and_goes(folder, times, meetings):
 def test_processes_that_make_and_remove_one_folder_never_meet_in_it(tmp_path):
     """A lock on a file that its last holder has removed is no lock."""
     meetings = CONTEXT.Value("i", 0, lock=False)  # written by the holder alone
-    processes = [CONTEXT.Process(target=comes_and_goes, args=(tmp_path / "it", 1000, meetings)) for _ in range(3)]
+    processes = [CONTEXT.Process(target=comes_and_goes, args=(tmp_path / "it", 400, meetings)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
