@@ -92,7 +92,7 @@ in_the_suite = few(PAGES, lambda page: page.stem not in LONG_PAGES)
 
 @pytest.mark.parametrize("page", in_the_suite, ids=lambda page: page.stem)
 def test_what_a_page_shows_runs(page, tmp_path, monkeypatch):
-    """Python blocks in order, in one namespace and folder, their trainers with few prompts; commands of marked blocks in between,
+    """Python blocks in order, in one namespace and folder, trainers with few prompts; commands of marked blocks in between,
     at the smallest size."""
     monkeypatch.chdir(tmp_path)
     trainer_of = api.trainer
