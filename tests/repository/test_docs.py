@@ -23,7 +23,7 @@ from tests.support.runs import brightness, trainer
 from tests.support.variants import few
 
 QUICK = ("recipes", "train", "sample", "evaluate", "report")
-FEW_PROMPTS = ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2"]
+FEW_PROMPTS = ["trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "evaluation.controls=false"]
 SMALLEST = ["algorithm.group_size=2", "sampling.num_steps=6", "trainer.iterations=1", *FEW_PROMPTS]
 page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
