@@ -125,6 +125,9 @@ def plan(
         bool | None, typer.Option("--probe/--no-probe", help="Time a few calls on this machine; default where that is quick.")
     ] = None,
     cards: Annotated[bool, typer.Option("--cards", help="What fits on every known card, and how.")] = False,
+    within: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Overrides that fit a time such as 3h, and what they cost.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate a run's compute, memory and time before launching it."""
@@ -139,6 +142,19 @@ def plan(
             say(console, json.dumps({key: row.plain() for key, row in rows.items()}, indent=1))
         else:
             show_cards(recipe, rows, console)
+        return
+    if within is not None:
+        from g2rpo.cli.plan import show_within
+        from g2rpo.lab.plan.within import plan_within
+        from g2rpo.training.pace import seconds_in
+
+        if ranks > 1 or probe:
+            raise UserError("--within plans one process on a card; leave --ranks and --probe out")
+        fitted = plan_within(recipe, overrides or [], seconds_in(within), device)
+        if as_json:
+            say(console, json.dumps(fitted.plain(), indent=1))
+        else:
+            show_within(fitted, within, console)
         return
     from g2rpo.cli.plan import show_plan
     from g2rpo.lab.plan import answer

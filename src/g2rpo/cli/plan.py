@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from g2rpo.lab.plan.memory import RESERVE, SLACK
 from g2rpo.lab.plan.network import Limit
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
 from g2rpo.lab.plan.seconds import Seconds
+from g2rpo.lab.plan.within import Within
 from g2rpo.policies.catalogue import licence_of
 
 
@@ -54,6 +56,23 @@ def show_plan(answer: Answer, console: Console) -> None:
     _verdict(answer, console)
     for note in answer.notes:
         warn(console, note)
+
+
+def show_within(fitted: Within, time: str, console: Console) -> None:
+    """Prints every cut with the time that is left, and the command that trains so."""
+    table = Table(title=f"{fitted.recipe} on {fitted.card}: {duration(fitted.before)} as it is", title_justify="left")
+    for column in ("overrides", "the run", "what it costs"):
+        table.add_column(column, overflow="fold")
+    for step in fitted.steps:
+        table.add_row(escape(" ".join(step.overrides)), duration(step.seconds), step.worth)
+    if fitted.steps:
+        console.print(table)
+    needed, capacity = fitted.needed / 2**30, fitted.capacity / 2**30
+    say(
+        console,
+        f"{duration(fitted.seconds)} and {needed:.1f} of {capacity:.1f} GiB; train --within fits the iterations as it runs:",
+    )
+    say(console, " ".join(["g2rpo", "train", fitted.recipe, *map(shlex.quote, fitted.overrides), "--within", time]))
 
 
 def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> None:

@@ -94,8 +94,8 @@ class SamplingConfig(Section):
     num_steps: Annotated[int, Field(ge=2, le=250)]
     shift: Shift = 3.0
     guidance_scale: NonNegativeFloat | None = None
-    """The guidance scale of rollouts and training passes; held-out pictures keep policy.guidance_scale, which is the default. 1
-    halves the evaluations of training under classifier-free guidance."""
+    """The guidance scale of rollouts and training passes; held-out pictures keep policy.guidance_scale, which is the default. 0
+    turns classifier-free guidance off, which halves the evaluations of training."""
     batch_size: BatchSize = 64
     """Rows of one network call. "auto": as many as leave a fifth of the GPU's memory free; 64 on a CPU."""
     decode_batch_size: BatchSize = 64
