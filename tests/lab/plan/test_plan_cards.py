@@ -16,7 +16,7 @@ def test_the_recipe_for_24_gb_fits_on_24_gb_with_a_margin(monkeypatch):
     """As its comments say: 21.4 GiB of what drivers give of 24."""
     found = {key: cards.CARDS[key] for key in ("rtx4090", "rtx3090", "h100")}
     monkeypatch.setattr(by_card, "CARDS", found)
-    rows = by_card.on_cards("flux1-dev-lora-24gb", [], 1, 0.4)
+    rows = by_card.on_cards("flux1-dev-lora-24gb", [], 1)
     assert rows.keys() == found.keys() and all(row.overrides == [] for row in rows.values())
     assert rows["rtx4090"].capacity - rows["rtx4090"].needed > 2 * 2**30
     assert rows["rtx3090"].seconds > rows["rtx4090"].seconds > rows["h100"].seconds
