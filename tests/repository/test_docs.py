@@ -205,10 +205,15 @@ def test_the_page_of_recipes_has_every_one_and_no_other():
 
 
 def test_hours_in_the_readme_are_those_of_the_plans_on_the_cards_of_their_columns():
-    """Whole hours of benchmarks/results/recipes.json, on cards that hold the run, and no need below its memory."""
+    """Hours of benchmarks/results/recipes.json, on cards that hold the run, and no need below its memory."""
     plans = json.loads((ROOT / "benchmarks/results/recipes.json").read_text())
     readme = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\|[^|]*\| `([\w-]+-lora[\w-]*)` \| (\d+) GB \| (\d*) ?\| (\d+) \|", readme, re.MULTILINE)
+    rows = re.findall(r"^\|.*\| `([\w-]+-lora[\w-]*)` \| (\d+) GB \| (\d*) ?\| (\d+) \|", readme, re.MULTILINE)
+    evenings = re.findall(r"`([\w-]+-evening)` \| ([\d.]+) h, (\d+) min \|", readme)
+    for name, rtx4090, h100 in evenings:
+        runs = plans[name]["runs"]
+        assert (rtx4090, h100) == (f"{runs['rtx4090'] / 3600:.1f}", f"{runs['h100'] / 60:.0f}"), name
+    assert {name for name, *_ in evenings} == {name for name in plans if name.endswith("-evening")}
     assert len(rows) >= 10 and f"any of [{len(ALGORITHMS)} algorithms]" in readme
     for name, memory, rtx4090, h200 in rows:
         runs = {card: f"{seconds / 3600:.0f}" for card, seconds in plans[name]["runs"].items()}
