@@ -48,7 +48,7 @@ prompts = ["0", "0"]  # to this policy a prompt is a number that shifts the mean
 for iteration in range(ITERATIONS):
     engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas)  # anchors, branches, tails
     rollouts = engine.rollout(algorithm.plans(STEPS), algorithm.group_size, kernel, partial(generator_for, iteration))
-    rewards = score_rollouts(policy, rollouts, {"grey": greyness}, prompts, 64)  # [groups, 1, granularities, G]
+    rewards = score_rollouts(policy, rollouts, {"grey": greyness}, prompts, sizes)  # [groups, 1, granularities, G]
     advantages = algorithm.advantages(rewards, torch.ones(1))  # [groups, G]
     draw = partial(generator_for, iteration, "train")  # for losses that draw noise; this one does not
     examples = [e for rollout, own in zip(rollouts, advantages, strict=True) for e in algorithm.examples(rollout, own, draw)]
