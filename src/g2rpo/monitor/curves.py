@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g2rpo.core.statistics import Z
+from g2rpo.core.statistics import half_width
 from g2rpo.monitor.metrics import Row
 
 if TYPE_CHECKING:
@@ -22,17 +22,18 @@ LEFT, RIGHT, BELOW, ABOVE, BESIDE, BETWEEN = 0.6, 0.12, 0.6, 0.3, 0.65, 0.75
 KEY = "Points: held-out prompts. Band: 95 % interval of their change from the base. Faint: batches that were trained on."
 
 
-def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str]) -> None:
+def save_curves(path: Path, rows: Sequence[Row], trained: Sequence[str], prompts: int) -> None:
     """Writes `curves` as a picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure = curves(rows, trained)
+    figure = curves(rows, trained, prompts)
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=120, pil_kwargs={"compress_level": 1})
 
 
-def curves(rows: Sequence[Row], trained: Sequence[str]) -> Figure:
-    """One panel per reward: held-out evaluations with the 95 % interval of their change from the base, and training batches."""
+def curves(rows: Sequence[Row], trained: Sequence[str], prompts: int) -> Figure:
+    """One panel per reward: evaluations on `prompts` held-out prompts with the 95 % interval of their change from the base
+    (`half_width`), and training batches."""
     from matplotlib.figure import Figure
 
     evaluations = [row for row in rows if row["kind"] == "eval"]
@@ -59,7 +60,8 @@ def curves(rows: Sequence[Row], trained: Sequence[str]) -> Figure:
     for number, (name, (line, place)) in enumerate(zip(names, places, strict=True)):
         span = grid.ncols // across[line]
         axis = figure.add_subplot(grid[line, place * span : (place + 1) * span])
-        _panel(axis, name, evaluations, iterations, COLOURS[number % len(COLOURS)], name in trained)
+        half = {r["iteration"]: half_width(_number(r.get(f"stderr/{name}")), prompts) for r in evaluations}
+        _panel(axis, name, evaluations, iterations, half, COLOURS[number % len(COLOURS)], name in trained)
     figure.text(0.5, 0.06 / height, "\n".join(key), fontsize=8, color="#5d6069", ha="center")
     return figure
 
@@ -69,13 +71,20 @@ def _relative(gap: float, count: int, length: float) -> float:
     return gap * count / (length - gap * (count - 1))
 
 
-def _panel(axis: Axes, name: str, evaluations: Sequence[Row], iterations: Sequence[Row], colour: str, trained: bool) -> None:
+def _panel(
+    axis: Axes,
+    name: str,
+    evaluations: Sequence[Row],
+    iterations: Sequence[Row],
+    half: Mapping[int, float],
+    colour: str,
+    trained: bool,
+) -> None:
     key = f"reward/{name}"
     if trained:
         axis.plot([r["iteration"] for r in iterations], [r[key] for r in iterations], color=colour, alpha=0.3, linewidth=1)
     x, y = [r["iteration"] for r in evaluations], [_number(r.get(key)) for r in evaluations]
-    error = [Z * _number(r.get(f"stderr/{name}")) for r in evaluations]
-    low, high = ([value + side * e for value, e in zip(y, error, strict=True)] for side in (-1, 1))
+    low, high = ([value + side * half[at] for at, value in zip(x, y, strict=True)] for side in (-1, 1))
     curve_with_band(axis, x, y, low, high, colour)
     title = f"{name} ({'trained on' if trained else 'judged only'})"
     axis.set_title(title, fontsize=10, y=1)  # where matplotlib would put it after a search

@@ -256,7 +256,7 @@ class Evaluator:
         with self.files.written(self.files.run.results) as path:
             path.write_text(json.dumps(results, indent=1), encoding="utf-8")
         with self.files.written(self.files.run.curves) as path:
-            save_curves(path, read_metrics(self.files.run.path), list(self.rewards))
+            save_curves(path, read_metrics(self.files.run.path), list(self.rewards), len(base.prompts))
         return table
 
     def _picture_statistics(self, base: Evaluation, evaluation: Evaluation) -> Row:

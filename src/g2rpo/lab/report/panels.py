@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from g2rpo.core.statistics import Z
+from g2rpo.core.statistics import half_width
 from g2rpo.lab.report.charts import Line, compact, line_chart, thin
 from g2rpo.lab.report.history import Run, rollout_seconds
 from g2rpo.lab.report.seeds import SeedGroup, mean_of
@@ -81,7 +81,10 @@ def _heldout(label: str, run: SeedGroup, reward: str, style: int) -> Line:
         return Line(label, iterations, y, style, around, "marked")
     x, logged = run.series(f"reward/{reward}", "eval")
     errors = dict(zip(*run.series(f"stderr/{reward}", "eval"), strict=True))
-    return Line(label, x, logged, style, [Z * (errors.get(i) or 0.0) for i in x], "marked")
+    (alone,) = run.runs
+    prompts = alone.judged_prompts or alone.config.evaluation.num_prompts
+    half = [half_width(errors.get(i) or 0.0, prompts) for i in x]
+    return Line(label, x, logged, style, [width if math.isfinite(width) else None for width in half], "marked")
 
 
 def look_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
