@@ -184,16 +184,12 @@ def check_prompts(config: PolicyConfig, prompts: Sequence[str]) -> None:
 
 def check_guidance(config: Config) -> None:
     """Refuses a guidance scale of training for a model that is sampled without one, before anything is loaded."""
-    scale = config.sampling.guidance_scale
-    if scale is not None and not is_guided(config):
-        raise UserError(f"sampling.guidance_scale={scale:g}: the model is sampled without guidance; take it out")
-
-
-def is_guided(config: Config) -> bool:
-    """Whether the model of a config is sampled with a guidance scale, as far as its class tells; needs nothing loaded."""
+    if (scale := config.sampling.guidance_scale) is None:
+        return
     _, name = locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
-    spec, scale = catalogue.spec_of(config.policy.kind or name), config.policy.guidance_scale
-    return spec is None or (spec.guidance if scale is None else scale) > 1
+    spec, deployed = catalogue.spec_of(config.policy.kind or name), config.policy.guidance_scale
+    if spec is not None and (spec.guidance if deployed is None else deployed) <= 1:
+        raise UserError(f"sampling.guidance_scale={scale:g}: the model is sampled without guidance; take it out")
 
 
 def cautions(config: PolicyConfig) -> list[str]:

@@ -126,7 +126,8 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
             return traced(rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
 
         with guided_by(policy, config.sampling.guidance_scale):
-            largest, single = velocity(rows), velocity(1)
+            largest = velocity(rows)
+            single = largest if rows == 1 else velocity(1)
             training = traced(passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True)
         heldout = velocity(drawn) if config.sampling.guidance_scale is not None else largest
         decode = traced(pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent)))
