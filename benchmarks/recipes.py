@@ -17,18 +17,16 @@ from g2rpo.app.train import load_config
 from g2rpo.assembly.components import EMBEDDED
 from g2rpo.cli.plan import duration
 from g2rpo.config import recipes
-from g2rpo.lab.plan.answer import listed_prompts
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.plan import find_target, make_plan
+from g2rpo.lab.plan.plan import find_target
+from g2rpo.lab.plan.planner import Planner
 
 SHOWN = ("rtx4090", "rtx5090", "a100-40", "l40s", "rtx6000ada", "a100", "h100", "h200")
 
 
 def planned(recipe: str) -> dict[str, Any]:
     """Bytes needed, seconds of an iteration on an H200, and of the run on every card that holds it."""
-    config = load_config(recipe, [])
-    heldout, distinct = listed_prompts(config, [])
-    plan = make_plan(config, cuda=True, heldout=heldout, distinct_prompts=distinct)
+    plan = Planner(recipe, []).plan()
     runs = {key: plan.seconds(card).run for key, card in CARDS.items() if find_target(key).holds(plan)}
     h200 = plan.seconds(CARDS["h200"])
     return {"needed": plan.memory.needed, "iteration_h200": sum(h200.iteration.values()), "run_h200": h200.run, "runs": runs}

@@ -1,11 +1,17 @@
 """Training at another guidance scale than held-out pictures have."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 
 from g2rpo.app.train import build_trainer, load_config
+from g2rpo.assembly.components import check_guidance
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import make_plan
+from g2rpo.policies.catalogue import SPECS
+from g2rpo.rollout.guidance import guidance_of
 
 
 def rows(config, *overrides):
@@ -47,6 +53,20 @@ def test_a_plan_has_half_the_evaluations_in_training_alone(tiny_config, sd3_dire
     assert half.seconds(CARDS["h100"]).iteration["update"] <= guided.seconds(CARDS["h100"]).iteration["update"]
 
 
-def test_a_model_without_guidance_has_none_to_train_at(tiny_config, sd3_directory):
-    with pytest.raises(UserError, match=r"sampling\.guidance_scale=1: the model is sampled without guidance"):
-        rows(tiny_config, f"policy.path={sd3_directory}", "policy.guidance_scale=1", "sampling.guidance_scale=1")
+@pytest.mark.parametrize(
+    ("kind", "scale", "guided"),
+    [
+        ("StableDiffusion3Pipeline", 1.0, False),
+        ("StableDiffusion3Pipeline", 1.5, True),
+        ("ZImagePipeline", 0.0, False),
+        ("ZImagePipeline", 0.5, True),
+        ("FluxPipeline", 0.5, True),  # an input of the network
+    ],
+)
+def test_guidance_begins_where_the_models_does(tiny_config, kind, scale, guided):
+    """Training may have another scale, and controls of the base model vary it."""
+    asked = [f"policy.kind={kind}", f"policy.guidance_scale={scale}", "sampling.guidance_scale=2"]
+    refused = pytest.raises(UserError, match=r"sampling\.guidance_scale=2: the model is sampled without guidance")
+    with nullcontext() if guided else refused:
+        check_guidance(load_config(str(tiny_config), asked))
+    assert guidance_of(SimpleNamespace(guidance_scale=scale, spec=SPECS[kind])) == (scale if guided else None)

@@ -188,7 +188,7 @@ def check_guidance(config: Config) -> None:
         return
     _, name = locate_pipeline(config.policy.path, config.policy.pipeline, config.policy.kind)
     spec, deployed = catalogue.spec_of(config.policy.kind or name), config.policy.guidance_scale
-    if spec is not None and (spec.guidance if deployed is None else deployed) <= 1:
+    if spec is not None and not spec.guides(spec.guidance if deployed is None else deployed):
         raise UserError(f"sampling.guidance_scale={scale:g}: the model is sampled without guidance; take it out")
 
 

@@ -142,6 +142,10 @@ class PipelineSpec:
         scale = self.guidance if scale is None else scale
         return self.unguided is not None and scale > self.unguided and not self.distilled(pipeline)
 
+    def guides(self, scale: float) -> bool:
+        """Whether this scale is one of guidance; one that is an input of the network is, above 0."""
+        return scale > (self.unguided or 0.0)
+
     def check_pictures(self, prompt: str) -> None:
         """UserError for a prompt with more or fewer input pictures than the model takes."""
         (least, most), given = self.input_pictures, len(images_of(prompt))

@@ -11,8 +11,11 @@ from g2rpo.core.types import Policy
 
 def guidance_of(policy: object) -> float | None:
     """The guidance scale with which a policy samples; None without one."""
-    scale = getattr(_inner(policy), "guidance_scale", None)
-    return scale if scale is not None and scale > 1 else None
+    inner = _inner(policy)
+    scale, spec = getattr(inner, "guidance_scale", None), getattr(inner, "spec", None)
+    if scale is None:
+        return None
+    return scale if (scale > 1 if spec is None else spec.guides(scale)) else None
 
 
 @contextmanager

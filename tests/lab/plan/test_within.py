@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from g2rpo.app.train import load_config
 from g2rpo.core.errors import UserError
-from g2rpo.lab.plan.answer import listed_prompts
-from g2rpo.lab.plan.plan import find_target, make_plan
+from g2rpo.lab.plan.plan import find_target
+from g2rpo.lab.plan.planner import Planner
 from g2rpo.lab.plan.within import LEAST, cuts, plan_within
 from tests.support.commands import g2rpo
 
@@ -15,9 +14,7 @@ LONG = ["algorithm.branch_steps=[0,1]", "sampling.num_steps=4", "trainer.iterati
 
 
 def planned(recipe, overrides):
-    config = load_config(str(recipe), overrides)
-    heldout, distinct = listed_prompts(config, [])
-    return make_plan(config, cuda=True, heldout=heldout, distinct_prompts=distinct)
+    return Planner(str(recipe), overrides).plan()
 
 
 def test_a_run_within_its_time_is_left_alone(tiny_config):

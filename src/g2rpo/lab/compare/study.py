@@ -37,7 +37,7 @@ class Study(Section):
 
     recipe: str
     overrides: list[str]
-    """Training seeds of every cell."""
+    """Overrides of the recipe in every cell."""
     cells: Annotated[dict[str, list[str]], Field(min_length=1)]
     budget: PositiveFloat
     unit: Unit
@@ -46,6 +46,7 @@ class Study(Section):
     """Budgets of cells with their own."""
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     seeds: PositiveInt
+    """Training seeds of every cell."""
     pilots: PositiveInt
     """Pilot runs of each cell at each rate; none are needed for one rate."""
     steps: Annotated[list[PositiveInt], Field(min_length=1)]

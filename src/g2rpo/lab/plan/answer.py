@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
 from typing import Any
 
-from g2rpo.app.ahead import prompts_to_come
-from g2rpo.app.train import build_trainer, load_config
+from g2rpo.app.train import build_trainer
 from g2rpo.assembly import components
-from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import local
-from g2rpo.lab.plan.advice import what_fits
 from g2rpo.lab.plan.cards import CARDS
-from g2rpo.lab.plan.network import Limit, nodes_of
-from g2rpo.lab.plan.plan import COUNTED, SMALL, Estimate, Target, find_target, remembering
+from g2rpo.lab.plan.network import Limit
+from g2rpo.lab.plan.plan import COUNTED, SMALL, Estimate, Target, find_target
+from g2rpo.lab.plan.planner import Planner
 from g2rpo.lab.plan.probe import by_probe
 from g2rpo.lab.plan.seconds import Seconds
 from g2rpo.policies.quantized import NO_FLOAT8
@@ -98,11 +94,8 @@ def plan(
     limits it, and overrides that fit if it does not. With `probe` None it measures if
     that is quick: on this machine, with the model on disk and small enough for its CPU.
     """
-    notes: list[str] = []
-    config = load_config(recipe, overrides, notes.append)
-    check_rewards({**config.rewards, **config.evaluation.rewards})
-    components.check_sharding(config, ranks, nodes_of(ranks, ranks_per_node))
-    components.check_plans(config.algorithm, config.sampling)
+    planner = Planner(recipe, overrides, ranks, ranks_per_node, network)
+    config, notes = planner.config, planner.notes
     target = find_target(device or config.policy.device)
     if target.card and config.policy.quantize == "fp8" and not target.card.float8:
         raise UserError(f"policy.quantize=fp8: {target.name} has no float8; {NO_FLOAT8}")
@@ -113,11 +106,7 @@ def plan(
         raise UserError(f"--probe measures this machine, and --device {device} is a datasheet; leave one of them out")
     if probe and ranks > 1:
         raise UserError(f"--probe measures one process, and --ranks {ranks} are not alone on a machine; leave one of them out")
-    heldout, distinct = listed_prompts(config, notes)
-
-    plans = remembering(heldout=heldout, distinct_prompts=distinct, ranks=ranks, ranks_per_node=ranks_per_node, network=network)
-    estimate = partial(plans, cuda=target.cuda)
-    result = estimate(config)
+    result = planner.plan(cuda=target.cuda)
     alone = ranks == 1 and target.own and target.holds(result)
     quick = alone and _on_disk(config) and (target.cuda or result.parameters < SMALL)
     seconds = result.seconds(target.card) if target.card else None
@@ -128,8 +117,11 @@ def plan(
             if probe:
                 raise
             notes.append(f"No probe of this machine: {error}")
-    cards = {} if seconds else _cards(result if target.cuda else plans(config, cuda=True))
-    alternative = None if target.holds(result) else _alternative(recipe, overrides, config, ranks, estimate, target)
+    cards = {} if seconds else _cards(planner.plan())
+    alternative = None
+    if not target.holds(result) and (extra := planner.fitting(target)) is not None:
+        other = planner.plan(*extra, cuda=target.cuda)
+        alternative = Alternative(extra, other.memory.needed, other.seconds(target.card) if target.card else None)
     return Answer(
         recipe=recipe,
         plan=result,
@@ -140,42 +132,6 @@ def plan(
         alternative=alternative,
         notes=[*notes, *components.cautions(config.policy), *_cautions(result, config)],
     )
-
-
-def _alternative(
-    recipe: str,
-    overrides: Sequence[str],
-    config: Config,
-    ranks: int,
-    estimate: Callable[[Config], Estimate],
-    target: Target,
-) -> Alternative | None:
-    """Overrides of `config` that fit, and their cost."""
-
-    @cache
-    def changed(*extra: str) -> Estimate:
-        return estimate(load_config(recipe, [*overrides, *extra]))
-
-    extra = what_fits(config, ranks, lambda extra: target.holds(changed(*extra)))
-    if extra is None:
-        return None
-    plan = changed(*extra)
-    return Alternative(extra, plan.memory.needed, plan.seconds(target.card) if target.card else None)
-
-
-def listed_prompts(config: Config, notes: list[str]) -> tuple[int, int]:
-    """(held-out prompts, different prompts of the run); for a list that is missing, the numbers of the config."""
-    n = config.trainer.iterations * config.trainer.prompts_per_iteration
-    read: list[list[str]] = []
-    for key, source in (("prompts.train", config.prompts.train), ("evaluation.prompts", config.evaluation.prompts)):
-        try:
-            read.append(build_prompts(source, key))
-        except UserError as error:
-            notes.append(f"{str(error).split(';')[0]}. As many prompts as the config asks for are assumed, all different.")
-    if len(read) < 2:
-        return config.evaluation.num_prompts, n + config.evaluation.num_prompts
-    train, heldout = read[0], read[1][: config.evaluation.num_prompts]
-    return len(heldout), len(prompts_to_come(config, train, heldout))
 
 
 def _on_disk(config: Config) -> bool:

@@ -190,17 +190,6 @@ def make_plan(
     )
 
 
-def remembering(**settings: Any) -> Callable[..., Estimate]:
-    """`make_plan` with `settings`; its earlier plans are `known` to every later one."""
-    known: list[Estimate] = []
-
-    def made(config: Config, **more: Any) -> Estimate:
-        known.append(make_plan(config, known=known, **settings, **more))
-        return known[-1]
-
-    return made
-
-
 def _calls(config: Config, counts: Counts, cuda: bool) -> tuple[Any, ...]:
     """What calls of one model are traced from."""
     return config.algorithm, config.sampling, config.trainer.sharding, counts, cuda

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from g2rpo.app.train import load_config
-from g2rpo.assembly import components
-from g2rpo.assembly.rewards import check_rewards
-from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
-from g2rpo.lab.plan.advice import what_fits
-from g2rpo.lab.plan.answer import listed_prompts
-from g2rpo.lab.plan.plan import Estimate, Target, find_target, remembering
+from g2rpo.lab.plan.plan import Estimate, Target, find_target
+from g2rpo.lab.plan.planner import Planner
 
 LEAST = 40
 """Fewest iterations of a run: an assumption, a third below the shortest `-evening` recipe."""
@@ -90,26 +85,21 @@ def cuts(plan: Estimate, target: Target) -> Iterator[Cut]:
 
 def plan_within(recipe: str, overrides: Sequence[str], limit: float, device: str | None) -> Within:
     """Makes cuts until the run takes at most `limit` seconds; the last one is the number of iterations, at least `LEAST`."""
-    config = load_config(recipe, overrides)
-    check_rewards({**config.rewards, **config.evaluation.rewards})
-    components.check_plans(config.algorithm, config.sampling)
-    target = find_target(device or config.policy.device)
+    planner = Planner(recipe, overrides)
+    target = find_target(device or planner.config.policy.device)
     if target.card is None:
         raise UserError("--within: name a card, such as --device rtx4090; `g2rpo train --within` measures this machine")
-    heldout, distinct = listed_prompts(config, [])
-    made = remembering(cuda=True, heldout=heldout, distinct_prompts=distinct)
-
-    def planned(more: Sequence[str]) -> Estimate:
-        return made(load_config(recipe, [*overrides, *more]))
-
-    taken, plan = _fitting(config, target, planned)
+    taken = planner.fitting(target)
+    if taken is None:
+        raise UserError(f"--within: the run does not fit on {target.name}; `g2rpo plan --cards` lists those that hold it")
+    plan = planner.plan(*taken)
     before = seconds = plan.seconds(target.card).run
     steps = [Step(tuple(taken), "the run does not fit in the card's memory without", before)] if taken else []
     for cut in cuts(plan, target):
         if seconds <= limit:
             break
         try:
-            tried = planned([*taken, *cut.overrides])
+            tried = planner.plan(*taken, *cut.overrides)
         except UserError:  # not for this model or algorithm
             continue
         shorter = tried.seconds(target.card).run
@@ -126,7 +116,7 @@ def plan_within(recipe: str, overrides: Sequence[str], limit: float, device: str
                 f"with {' '.join(taken)}"
             )
         length = f"trainer.iterations={fitted}"
-        plan, taken = planned([*taken, length]), [*taken, length]
+        plan, taken = planner.plan(*taken, length), [*taken, length]
         seconds = plan.seconds(target.card).run
         steps.append(Step((length,), "fewer updates", seconds))
     return Within(
@@ -140,17 +130,6 @@ def plan_within(recipe: str, overrides: Sequence[str], limit: float, device: str
         capacity=target.capacity,
         seconds=seconds,
     )
-
-
-def _fitting(config: Config, target: Target, planned: Callable[[Sequence[str]], Estimate]) -> tuple[list[str], Estimate]:
-    """Overrides with which the run fits in memory, and its plan."""
-    plan = planned([])
-    if target.holds(plan):
-        return [], plan
-    extra = what_fits(config, 1, lambda more: target.holds(planned(more)))
-    if extra is None:
-        raise UserError(f"--within: the run does not fit on {target.name}; `g2rpo plan --cards` lists those that hold it")
-    return extra, planned(extra)
 
 
 def _shortened(plan: Estimate, target: Target, limit: float) -> int | None:
