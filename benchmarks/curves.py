@@ -20,9 +20,10 @@ from typing import Any
 
 from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
+from g2rpo.evaluation.gains import PILOT_SEEDS, best_rate
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.jobs import Workers, locked
-from g2rpo.lab.compare.study import PILOT_SEEDS, History, Point, Study, best_rate, curve, gain, read_run
+from g2rpo.lab.compare.study import History, Point, Study, curve, gain, read_run
 from g2rpo.lab.compare.workflow import Workspace
 from g2rpo.monitor.curves import COLOURS, curve_with_band
 

@@ -38,6 +38,8 @@ from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
 from g2rpo.training.pace import seconds_in
+from g2rpo.training.pilots import FACTORS, Pilots, pilot_config, pilot_prompts
+from g2rpo.training.rates import Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
 
 
@@ -68,21 +70,35 @@ def build_trainer(
     Prompts are encoded before policy and rewards are on the device, with progress by `emit`. `notify(message)` is called for
     problems with the embedding cache, batch sizes and trackers. `given` may have the keys listed in `preflight.check`.
     """
+    return Trainer(**parts_of(config, run_dir, notify, world, given, emit))
+
+
+def parts_of(
+    config: Config,
+    run_dir: Path | None,
+    notify: Callable[[str], None] = print,
+    world: World = ALONE,
+    given: Mapping[str, Any] | None = None,
+    emit: Emit = silent,
+) -> dict[str, Any]:
+    """The arguments of that trainer."""
     given = given or {}
     prompts, heldout = check(config, given)
     check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
-    return _assembled(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, emit)
+    return _parts(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, emit)
 
 
-def _assembled(
+def _parts(
     config: Config,
     run_dir: Path | None,
     notify: Callable[[str], None],
     world: World,
     given: Mapping[str, Any],
     emit: Emit,
-) -> Trainer:
-    """The trainer of a config that `preflight.check` has passed; `given` has the prompts."""
+    pilots: bool = False,
+) -> dict[str, Any]:
+    """The arguments of the trainer of a config that `preflight.check` has passed; `given` has the prompts. The prompts of
+    `pilots` are encoded with the others."""
     world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
     prompts, heldout = given["prompts"], given["heldout"]
     if "policy" in given and config.trainer.sharding != "none":
@@ -103,6 +119,8 @@ def _assembled(
         loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
         begun = newest_iteration(RunDirectory(run_dir).checkpoints) if run_dir is not None else 0
         to_come = prompts_to_come(config, prompts, heldout, world, begun)
+        if pilots:
+            to_come += prompts_to_come(pilot_config(config, 1.0), prompts, pilot_prompts(config, prompts), world)
         policy = policy_after_encoding(loaded, config.prompts.cache, to_come, notify, sharding, emit)
     if (takes := getattr(policy, "input_pictures", None)) is not None:
         check_counts([*prompts, *heldout], takes)
@@ -111,18 +129,18 @@ def _assembled(
     def rewards_of(key: str, table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
         return configured(given[key], table) if key in given else build_rewards(table, device)
 
-    return Trainer(
-        config=config,
-        policy=policy,
-        rewards=rewards_of("rewards", config.rewards),
-        prompts=prompts,
-        heldout=heldout,
-        judges=rewards_of("judges", config.evaluation.rewards),
-        run_dir=run_dir,
-        notify=notify,
-        shards=sharding or Replicated(world),
-        trackers=given["trackers"] if "trackers" in given else build_trackers(config.trackers),
-    )
+    return {
+        "config": config,
+        "policy": policy,
+        "rewards": rewards_of("rewards", config.rewards),
+        "prompts": prompts,
+        "heldout": heldout,
+        "judges": rewards_of("judges", config.evaluation.rewards),
+        "run_dir": run_dir,
+        "notify": notify,
+        "shards": sharding or Replicated(world),
+        "trackers": given["trackers"] if "trackers" in given else build_trackers(config.trackers),
+    }
 
 
 def open_run(
@@ -134,8 +152,11 @@ def open_run(
     world: World = ALONE,
     given: Mapping[str, Any] | None = None,
     emit: Emit = silent,
+    sweep: Sweep | None = None,
+    ends_at: float | None = None,
 ) -> Trainer:
-    """A trainer for a new or resumed run in `directory`, whose lock the caller must hold."""
+    """A trainer for a new or resumed run in `directory`, whose lock the caller must hold. The rate of a run that has not begun
+    is chosen by the pilots of `sweep`, of which those that are missing are run."""
     given = given or {}
     prompts, heldout = check(config, given, directory)
     given = {"prompts": prompts, "heldout": heldout, **given}
@@ -143,15 +164,33 @@ def open_run(
     if resume and world.is_main:
         for change in check_contents(directory, contents, accept_changes):
             notify(f"goes on with {change}")
-    trainer = _assembled(config, directory, notify, world, given, emit)
+    parts = _parts(config, directory, notify, world, given, emit, sweep is not None)
+    trainer = Trainer(**parts)
     if world.is_main:
         claim(directory, config)  # only now: wrong input leaves nothing behind
+    if sweep is not None and sweep.rate is None:
+        del trainer  # its average and old weights
+        trainer = Trainer(**{**parts, "config": _with_found_rate(parts, directory, sweep, ends_at, emit)})
     if resume:
         for complaint in trainer.resume():
             notify(complaint)
     if world.is_main:
         record_start(directory, trainer.iteration, trainer.policy.device, contents)
     return trainer
+
+
+def _with_found_rate(parts: Mapping[str, Any], directory: Path, sweep: Sweep, ends_at: float | None, emit: Emit) -> Config:
+    """The config with the best rate of `sweep`; both are written."""
+    config, run = parts["config"], RunDirectory(directory)
+    emit(Line(f"short runs at {len(sweep.rates)} learning rates on training prompts; gain in standard deviations of the base:"))
+    rate = Pilots(parts).find(sweep, run, ends_at, lambda line: emit(Line(f"  {line}")))
+    emit(Line(f"{rate:g} is taken: the highest gain of the rates that gain more than their error, without an alarm"))
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"learning_rate": rate})})
+    if parts["shards"].world.is_main:
+        claim(directory, config)
+        sweep.rate = rate
+        sweep.write(run)
+    return config
 
 
 def train(
@@ -163,12 +202,14 @@ def train(
     stopping: Stopping | None = None,
     within: str | None = None,
     emit: Emit = silent,
+    find_rate: bool = False,
 ) -> Path | None:
     """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks other than 0.
 
     With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own recipe; if there is none
     yet, that of `recipe` begins. A stop signal (`stopping`) saves a checkpoint first. `within` is the time that the run may
-    take, with its earlier starts: its number of iterations and its evaluations are fitted to it.
+    take, with its earlier starts: its number of iterations and its evaluations are fitted to it. With `find_rate` pilots around
+    the config's learning rate choose one first; a resumed run finishes the pilots that it began.
     """
     ends_at = None if within is None else time.monotonic() + seconds_in(within)
     notes: list[str] = []
@@ -191,7 +232,7 @@ def train(
             )
         chosen = stack.enter_context(entered(config, run_dir, resume, cautions(emit))) if world.is_main else ""
         directory = Path(world.broadcast_text(str(chosen)))
-        _run(config, directory, resume, world, accept_changes, stopping, ends_at, emit)
+        _run(config, directory, resume, world, accept_changes, stopping, ends_at, emit, find_rate)
         return directory if world.is_main else None
 
 
@@ -213,15 +254,24 @@ def _run(
     stopping: Stopping | None = None,
     ends_at: float | None = None,
     emit: Emit = silent,
+    find_rate: bool = False,
 ) -> None:
     """Trains on one rank."""
     stopping = stopping or Stopping("")
+    run = RunDirectory(directory)
+    sweep = read_sweep(run)
+    if sweep is None and find_rate and not newest_iteration(run.checkpoints):
+        sweep = Sweep([factor * config.optim.learning_rate for factor in FACTORS])
+    if ends_at is not None and sweep is not None:
+        ends_at -= sweep.seconds  # of earlier starts
     name = config.recipe or "training"
     ranks = f" on {world.size} ranks" if world.size > 1 else ""
     rewards = counted(len(config.rewards), "reward")
     emit(Line(f"{ranks}: building the policy, {rewards} and the prompts ...", title=name))
     notify = cautions(emit) if world.is_main else lambda text: print(f"rank {world.rank}: {text}", file=sys.stderr)
-    trainer = open_run(config, directory, resume, accept_changes, notify, world, emit=emit)
+    if sweep is not None:
+        stopping.message = f"stopped while pilots were run; `g2rpo resume {directory}` goes on with those that are missing"
+    trainer = open_run(config, directory, resume, accept_changes, notify, world, emit=emit, sweep=sweep, ends_at=ends_at)
     if resume:
         emit(Line(f"resuming after iteration {trainer.iteration}" if trainer.iteration else "nothing to resume: it begins"))
     if ends_at is not None:

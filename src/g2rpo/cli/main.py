@@ -70,12 +70,15 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir if there is one.")] = False,
     accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
     within: options.Within = None,
+    find_rate: Annotated[
+        bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at .25 to 4 times it.")
+    ] = False,
     push_to_hub: options.PushToHub = None,
 ) -> None:
     """Train a model on rewards."""
     if resume and recipe is not None and "=" in recipe:
         overrides, recipe = [recipe, *(overrides or [])], None
-    _train(recipe, overrides, run_dir, resume, accept_changes, within, push_to_hub)
+    _train(recipe, overrides, run_dir, resume, accept_changes, within, push_to_hub, find_rate)
 
 
 @app.command("resume", cls=options.WithSettings)
@@ -100,6 +103,7 @@ def _train(
     accept_changes: bool,
     within: str | None,
     push_to_hub: str | None,
+    find_rate: bool = False,
 ) -> None:
     with stoppable("stopped before training began; the same command begins again") as stopping:  # loading is slow
         from g2rpo.app.push import check_push
@@ -108,7 +112,7 @@ def _train(
         if push_to_hub is not None:
             check_push(push_to_hub)
         with Output() as emit:
-            directory = run(recipe, overrides or [], run_dir, resume, accept_changes, stopping, within, emit)
+            directory = run(recipe, overrides or [], run_dir, resume, accept_changes, stopping, within, emit, find_rate)
     if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
 

@@ -90,7 +90,7 @@ def evaluation_due(config: EvaluationConfig, iteration: int, iterations: int, ro
     spent = sum(row["seconds"] for row in rows if row["kind"] == "train" and row["iteration"] > last)
     late = minutes is not None and spent >= 60 * minutes
     due = iteration % config.every == 0 or iteration >= iterations or late
-    return iteration == 0 or (due and iteration not in evaluated)
+    return iteration not in evaluated and (iteration == 0 or due)
 
 
 @dataclass(kw_only=True)

@@ -19,6 +19,7 @@ from g2rpo.evaluation.controls import in_words, told
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.policies.catalogue import licence_of
 from g2rpo.runs.directory import RunDirectory, moving
+from g2rpo.training.rates import read_sweep
 
 CARD = "README.md"
 
@@ -79,7 +80,7 @@ def write_card(
             [
                 f"---\n{yaml.safe_dump(header, sort_keys=False).strip()}\n---",
                 f"# {_code(config.policy.path)}, tuned with {title_of(config.algorithm)[0]}",
-                _what(config),
+                _what(config) + _how_rated(run_dir),
                 f"![before and after]({(clips if moves else still).name})",
                 _results(config, table, prompts),
                 *([in_words([dict(against)], told(against, list(config.rewards)))] if against else []),
@@ -126,6 +127,15 @@ def _what(config: Config) -> str:
         f"{config.trainer.iterations} iterations of {config.trainer.prompts_per_iteration} prompts. Trained on: {rewards}. "
         f"The licence of the base model applies{f': {licence}' if licence else ''}."
     )
+
+
+def _how_rated(run_dir: Path) -> str:
+    """A sentence on the pilots of a run, if it had any."""
+    sweep = read_sweep(RunDirectory(run_dir))
+    if sweep is None or sweep.rate is None:
+        return ""
+    tried = ", ".join(f"{rate:g}" for rate in sorted(sweep.rates))
+    return f" The learning rate, {sweep.rate:g}, is the best of {tried} in short runs on training prompts."
 
 
 def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> str:

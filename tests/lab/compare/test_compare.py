@@ -14,10 +14,11 @@ from g2rpo.app.train import load_config
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.errors import UserError
+from g2rpo.evaluation.gains import best_rate
 from g2rpo.evaluation.work import iterations_within, work, work_of_run
 from g2rpo.lab.compare.arguments import own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.lab.compare.jobs import environment
-from g2rpo.lab.compare.study import History, best_rate, curve, gain, lines, read_run, seconds_per_evaluation
+from g2rpo.lab.compare.study import History, curve, gain, lines, read_run, seconds_per_evaluation
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
 from g2rpo.runs.lifecycle import read_config

@@ -14,12 +14,12 @@ import numpy as np
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import parse_json, read_text
+from g2rpo.evaluation.gains import Scores
 from g2rpo.lab.compare.study import (
     History,
     Judged,
     Knob,
     Outcome,
-    Scores,
     Study,
     best_knobs,
     curve,

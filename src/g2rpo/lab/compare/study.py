@@ -13,23 +13,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from g2rpo.config.schema import Config, Section
 from g2rpo.core.files import whole_file
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.controls import highest
+from g2rpo.evaluation.gains import Scores, gains
 from g2rpo.evaluation.heldout import load_tensors
 from g2rpo.evaluation.work import work
 from g2rpo.monitor.curves import COLOURS, curve_with_band
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.directory import RunDirectory
 
-Scores = NDArray[np.float64]
 Unit = Literal["iterations", "evaluations", "seconds"]
-PILOT_SEEDS = 1000
-"""Offset of the pilots' seeds from the comparison's."""
 
 
 class Study(Section):
@@ -95,19 +92,8 @@ def read_run(config: Config, run_dir: Path) -> History:
 
 
 def gain(run: History, weights: Mapping[str, float]) -> float:
-    """The gain of a run in its trained rewards: the sum of their mean changes in units of the base's standard deviation over
-    prompts, weighted as in training. Missing scores are left out; a reward without variance is not scaled."""
-    first, last = run.scores[0], run.scores[-1]
-    total = 0.0
-    for name, weight in weights.items():
-        spread = float(np.nanstd(first[name]))
-        total += weight * float(np.nanmean(last[name] - first[name])) / (spread if spread > 0 else 1.0)
-    return total
-
-
-def best_rate(gains: Mapping[float, Sequence[float]]) -> float:
-    """The rate with the highest mean gain of its pilots; the smallest of ties."""
-    return max(sorted(gains), key=lambda rate: float(np.mean(gains[rate])))
+    """The mean of `gains` over prompts, from the start of a run to its end."""
+    return float(np.nanmean(gains(run.scores[0], run.scores[-1], weights)))
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ from g2rpo.config.resolve import differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
+from g2rpo.evaluation.gains import PILOT_SEEDS, best_rate
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.arguments import own_budgets
 from g2rpo.lab.compare.jobs import Job, Workers, locked
 from g2rpo.lab.compare.results import Cell, StudyResults, write_results
-from g2rpo.lab.compare.study import PILOT_SEEDS, Study, Unit, best_rate, gain, read_run, seconds_per_evaluation
+from g2rpo.lab.compare.study import Study, Unit, gain, read_run, seconds_per_evaluation
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import check_directory, first_usable
 from g2rpo.runtime.folders import is_empty

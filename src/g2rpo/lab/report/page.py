@@ -27,6 +27,7 @@ from g2rpo.lab.report.verdict import summary, verdict
 from g2rpo.lab.report.words import decimals, figures, fixed, model_name, signed, span
 from g2rpo.monitor.alarms import ADVICE
 from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.rates import read_sweep
 
 ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
 
@@ -145,6 +146,7 @@ def facts(run: Run) -> dict[str, str]:
         "Iterations": f"{run.iteration} of {c.trainer.iterations}",
         "Time": span(run.seconds),
         "Seed": str(c.trainer.seed),
+        **pilots(run),
     }
     if run.starts:
         unknown = {**dict.fromkeys(("time", "g2rpo", "torch", "python", "device"), "unknown"), "commit": None}
@@ -160,6 +162,17 @@ def facts(run: Run) -> dict[str, str]:
         if last["commit"]:
             told["Commit"] = last["commit"]
     return told
+
+
+def pilots(run: Run) -> dict[str, str]:
+    """The rate that pilots chose, and their gains in standard deviations of the base."""
+    sweep = read_sweep(RunDirectory(run.directory))
+    if sweep is None or sweep.rate is None:
+        return {}
+    tried = sorted(sweep.pilots, key=lambda pilot: pilot.rate)
+    rates = ", ".join(f"{pilot.rate:g}" for pilot in tried)
+    gains = ", ".join(f"{pilot.gain:+.2f}{' (alarm)' if pilot.alarms else ''}" for pilot in tried)
+    return {"Learning rate": f"{sweep.rate:g}, the best of {rates} in short runs on training prompts, with gains of {gains}"}
 
 
 def results(lines: Sequence[SeedGroup]) -> list[dict[str, Any]]:

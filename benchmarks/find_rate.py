@@ -1,0 +1,138 @@
+"""Whether `g2rpo train --find-rate` picks a good rate: its pilots of many seeds beside whole runs at the same rates.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.find_rate scenes-fast words --out runs/find_rate    # an hour for each world
+
+In each world, whole runs of `--whole` seeds at every rate give the final gain on held-out prompts, and pilots of `--pilots`
+seeds pick a rate each. Runs are shorter than the recipes' (WORLDS). Every run is kept in the folder, and an interrupted command
+goes on. Writes find_rate.json, of what is there; with `--whole 0 --pilots 0` it only does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from g2rpo.app.train import load_config, parts_of
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import write_whole
+from g2rpo.evaluation.gains import PILOT_SEEDS, gains
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.pilots import FACTORS, Pilots
+from g2rpo.training.rates import Sweep, read_sweep
+from g2rpo.training.trainer import Trainer
+
+WORLDS = {
+    "scenes-fast": ["trainer.iterations=36", "evaluation.rewards.scene_preference="],
+    "words": ["trainer.iterations=24", "trainer.prompts_per_iteration=4"],
+}
+COMMON = ["evaluation.num_prompts=96", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]
+
+
+def config_of(recipe: str, seed: int, factor: float = 1.0) -> Any:
+    own = load_config(recipe, [*WORLDS[recipe], *COMMON, f"trainer.seed={seed}"])
+    optim = own.optim.model_copy(update={"learning_rate": factor * own.optim.learning_rate})
+    return own.model_copy(update={"optim": optim})
+
+
+def whole_run(parts: dict[str, Any], seed: int, factor: float, recipe: str) -> dict[str, Any]:
+    """The gain on each held-out prompt, and the alarms."""
+    trainer = Trainer(**{**parts, "config": config_of(recipe, seed, factor)})
+    alarms: dict[str, str] = {}
+    for row in trainer.train():
+        alarms |= row.get("alarms", {})
+    base, final = trainer.evaluator.baseline, trainer.final
+    assert base is not None and final is not None
+    weights = {name: entry.weight for name, entry in trainer.config.rewards.items()}
+    before, after = ({name: it.scores[name].double().numpy() for name in weights} for it in (base, final))
+    return {"gains": [round(float(value), 4) for value in gains(before, after, weights)], "alarms": alarms}
+
+
+def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
+    """Runs what is missing, seed by seed."""
+    first = config_of(recipe, 42)
+    parts = parts_of(first, None)
+    start, rates = Pilots(parts), [factor * first.optim.learning_rate for factor in FACTORS]
+    for seed in range(42, 42 + max(whole, pilots)):
+        for factor in FACTORS if seed < 42 + whole else ():
+            path = out / recipe / f"whole_{seed}_{factor:g}.json"
+            if not path.is_file():
+                start.reset()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps(whole_run(parts, seed, factor, recipe)).encode())
+                print(path, flush=True)
+        if seed < 42 + pilots:
+            run = RunDirectory(out / recipe / f"pilots_{seed + PILOT_SEEDS}")
+            run.path.mkdir(parents=True, exist_ok=True)
+            sweep = read_sweep(run) or Sweep(rates)
+            start.reset()
+            try:
+                Pilots({**parts, "config": config_of(recipe, seed)}).find(sweep, run, tell=lambda line: print(line, flush=True))
+            except UserError as error:
+                print(error)
+
+
+def summary(recipe: str, out: Path) -> dict[str, Any]:
+    """By rate the mean final gain of all whole seeds; each pilot seed's choice, and whether it is within one standard error of
+    the best."""
+    rates = [factor * config_of(recipe, 42).optim.learning_rate for factor in FACTORS]
+    files = {rate: sorted((out / recipe).glob(f"whole_*_{factor:g}.json")) for rate, factor in zip(rates, FACTORS, strict=True)}
+    seeds = set.intersection(*({path.name.split("_")[1] for path in of} for of in files.values()))
+    runs = {
+        rate: [json.loads(path.read_text()) for path in of if path.name.split("_")[1] in seeds] for rate, of in files.items()
+    }
+    if not seeds:
+        return {}
+    tables = {rate: np.array([run["gains"] for run in of]) for rate, of in runs.items()}
+    mean = {rate: float(table.mean()) for rate, table in tables.items()}
+    error = {rate: float(table.mean(0).std(ddof=1) / np.sqrt(table.shape[1])) for rate, table in tables.items()}
+    best = max(mean, key=lambda rate: mean[rate])
+    choices = []
+    for folder in sorted((out / recipe).glob("pilots_*")):
+        sweep = read_sweep(RunDirectory(folder))
+        if sweep is None or len(sweep.pilots) < len(sweep.rates):
+            continue
+        try:
+            rate = sweep.best()
+        except UserError:
+            rate = None
+        good = rate is not None and mean[rate] >= mean[best] - error[best]
+        choices.append({"seed": folder.name[7:], "rate": rate, "good": good, "pilots": [asdict(it) for it in sweep.pilots]})
+    return {
+        "config": [*WORLDS[recipe], *COMMON],
+        "whole": {
+            f"{rate:g}": {
+                "seeds": len(seeds),
+                "gain": mean[rate],
+                "error": error[rate],
+                "by_seed": [round(float(value), 4) for value in tables[rate].mean(1)],
+                "alarms": [sorted(run["alarms"]) for run in runs[rate]],
+            }
+            for rate in rates
+        },
+        "best": best,
+        "good": sum(choice["good"] for choice in choices),
+        "of": len(choices),
+        "choices": choices,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("worlds", nargs="*", default=list(WORLDS))
+    parser.add_argument("--whole", type=int, default=2)
+    parser.add_argument("--pilots", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("runs/find_rate"))
+    args = parser.parse_args()
+    for world in args.worlds if args.whole or args.pilots else ():
+        work(world, args.whole, args.pilots, args.out)
+    found = {world: summary(world, args.out) for world in WORLDS if (args.out / world).is_dir()}
+    write_whole(args.out / "find_rate.json", json.dumps(found, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()

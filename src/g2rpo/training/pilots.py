@@ -1,0 +1,154 @@
+"""Chooses a learning rate by pilots: short runs on training prompts, before a run begins (`g2rpo train --find-rate`)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from g2rpo.config.schema import Config
+from g2rpo.core.errors import Stopped
+from g2rpo.core.statistics import interval
+from g2rpo.evaluation.gains import PILOT_SEEDS, gains
+from g2rpo.evaluation.heldout import Evaluation
+from g2rpo.monitor.metrics import Row
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.pace import MEASURED, with_length
+from g2rpo.training.rates import STOPPED, Pilot, Sweep
+from g2rpo.training.reward_states import restore, states
+from g2rpo.training.trainer import Trainer
+
+FACTORS = (0.25, 0.5, 1, 2, 4)
+"""The rates of the pilots, as multiples of the config's."""
+PART = 4
+"""The run has so many times the iterations of a pilot."""
+SHARE = 1 / 3
+"""The share of a given time that all pilots may take."""
+MOST_PROMPTS = 64
+"""The most training prompts on which a pilot is evaluated."""
+
+
+def pilot_config(config: Config, rate: float, iterations: int | None = None) -> Config:
+    """The config of a pilot, of a quarter of the run's iterations; it is evaluated at its end alone."""
+    c = config.trainer
+    iterations = iterations or max(MEASURED, math.ceil(c.iterations / PART))
+    share = min(1.0, iterations / c.iterations)  # of the run: warm-up and average are shorter alike
+    optim = {
+        "learning_rate": rate,
+        "warmup_iterations": int(config.optim.warmup_iterations * share),
+        "ema_decay": max(0.0, 1 - (1 - config.optim.ema_decay) / share),
+    }
+    looks = {"controls": False, "every_minutes": None, "first_minutes": None}
+    alarms = {name: "off" if action == "off" else "warn" for name, action in config.alarms.items()}
+    changed = config.model_copy(
+        update={
+            "optim": config.optim.model_copy(update=optim),
+            "trainer": c.model_copy(update={"seed": c.seed + PILOT_SEEDS, "checkpoint_minutes": None}),
+            "evaluation": config.evaluation.model_copy(update=looks),
+            "alarms": alarms,
+        }
+    )
+    return with_length(changed, iterations, iterations)
+
+
+def pilot_prompts(config: Config, prompts: Sequence[str]) -> Sequence[str]:
+    """The training prompts on which pilots are evaluated."""
+    return prompts[: min(MOST_PROMPTS, config.evaluation.num_prompts)]
+
+
+class Pilots:
+    """Runs pilots with the objects of a run: `parts` are the arguments of its trainer. The policy's weights and the rewards'
+    states are those of the beginning before each pilot, and after the last."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self.config: Config = parts["config"]
+        self.parts = parts
+        self.parameters = list(parts["policy"].trainable_parameters())
+        self.weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
+        self.world = parts["shards"].world
+        self.states = copy.deepcopy(states(parts["rewards"] | parts["judges"], self.world))
+        self.base: tuple[Row, Evaluation] | None = None
+
+    def find(
+        self, sweep: Sweep, run: RunDirectory, ends_at: float | None = None, tell: Callable[[str], None] = lambda line: None
+    ) -> float:
+        """The best rate of `sweep`, whose missing pilots are run; each is stored in `run` and told as it ends. They are
+        shorter if their `SHARE` of the time until `ends_at` (`time.monotonic`) is short."""
+        length = sweep.pilots[0].iterations if sweep.pilots else None
+        for rate in sweep.rates:
+            if any(pilot.rate == rate for pilot in sweep.pilots):
+                continue
+            began = time.monotonic()
+            if length is None and ends_at is not None:
+                length = self._length(rate, (ends_at - began) * SHARE / len(sweep.rates))
+            pilot = self._pilot(rate, length, began)
+            tell(str(pilot))
+            sweep.pilots.append(pilot)
+            if self.world.is_main:
+                sweep.write(run)
+        self.reset()
+        return sweep.best()
+
+    def _length(self, rate: float, seconds: float) -> int:
+        """The iterations of a pilot that takes `seconds`, by the first iterations of one."""
+        trainer = self._begun(rate, None)
+        times = [trainer.iterate()["seconds"] for _ in range(MEASURED)]
+        look = trainer.alarms.rows[0]["seconds"]
+        most = trainer.config.trainer.iterations
+        fits = math.floor((seconds - look) / statistics.median(times[1:]))
+        return int(self.world.broadcast_text(str(min(most, max(MEASURED, fits)))))
+
+    def _pilot(self, rate: float, length: int | None, began: float) -> Pilot:
+        trainer = self._begun(rate, length)
+        assert self.base is not None
+        alarms: dict[str, str] = {}
+        try:
+            for row in trainer.train():
+                alarms |= row.get("alarms", {})
+        except Stopped as error:
+            if type(error) is not Stopped:
+                raise
+            alarms[STOPPED] = str(error)
+        found = [math.nan] * len(trainer.heldout)
+        if trainer.final is not None:
+            weights = {name: entry.weight for name, entry in self.config.rewards.items()}
+            sides = (self.base[1].scores, trainer.final.scores)
+            before, after = ({name: scores[name].double().numpy() for name in weights} for scores in sides)
+            found = list(gains(before, after, weights))
+        gain = interval(found)
+        seconds = time.monotonic() - began
+        return Pilot(rate, gain.mean, gain.low, gain.high, alarms, trainer.config.trainer.iterations, seconds)
+
+    def _begun(self, rate: float, length: int | None) -> Trainer:
+        """A trainer at the beginning of a pilot; its evaluation of the base model is that of the first pilot."""
+        self.reset()
+        said = self.parts["notify"]
+        trainer = Trainer(
+            **{
+                **self.parts,
+                "config": pilot_config(self.config, rate, length),
+                "heldout": pilot_prompts(self.config, self.parts["prompts"]),
+                "run_dir": None,
+                "trackers": [],
+                "notify": lambda message: said(f"pilot at {rate:g}: {message}"),
+            }
+        )
+        if self.base is None:
+            row = trainer.evaluate()
+            assert trainer.evaluator.baseline is not None
+            self.base = row, trainer.evaluator.baseline
+        row, base = self.base
+        trainer.alarms.rows, trainer.alarms.history, trainer.evaluator.baseline = [row], {0: base.scores}, base
+        return trainer
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Weights and states as at the beginning."""
+        for parameter, weight in zip(self.parameters, self.weights, strict=True):
+            parameter.copy_(weight)
+        restore(self.parts["rewards"] | self.parts["judges"], self.states)

@@ -1,0 +1,81 @@
+"""The pilots that chose a run's learning rate, as its rates.json holds them (`training.pilots` runs them)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import write_whole
+from g2rpo.core.plain import parse_json, read_text
+from g2rpo.evaluation.gains import best_rate
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runtime.folders import writing
+
+WRONG = ("hacking", "decline", "pictures")
+"""Alarms by which a rate is not taken: those that say that the model gets worse."""
+
+
+STOPPED = "stopped"
+"""In place of an alarm: the pilot could not be finished."""
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """A pilot at a rate: its gain (`gains`) with the ends of its interval over prompts, and its alarms."""
+
+    rate: float
+    gain: float
+    low: float
+    high: float
+    alarms: dict[str, str]
+    iterations: int
+    seconds: float
+
+    @property
+    def learns(self) -> bool:
+        """Whether it gains more than its error, and no alarm says that the model gets worse."""
+        return self.low > 0 and not any(name in self.alarms for name in (*WRONG, STOPPED))
+
+    def __str__(self) -> str:
+        alarms = f"  alarms: {', '.join(self.alarms)}" if self.alarms else ""
+        return f"{self.rate:<10.3g} {self.gain:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{alarms}"
+
+
+@dataclass
+class Sweep:
+    """The pilots of a run at `rates`, so far, and the rate that was taken."""
+
+    rates: list[float]
+    pilots: list[Pilot] = field(default_factory=list)
+    rate: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(pilot.seconds for pilot in self.pilots)
+
+    def best(self) -> float:
+        """The rate with the highest gain of those that learn, the smallest of ties; UserError if none does."""
+        learning = {pilot.rate: [pilot.gain] for pilot in self.pilots if pilot.learns}
+        if not learning:
+            listed = "\n".join(f"  {pilot}" for pilot in sorted(self.pilots, key=lambda pilot: pilot.rate))
+            raise UserError(
+                "--find-rate: no rate learns: each gains no more than its error, or has an alarm (hacking, decline, pictures); "
+                f"longer pilots (trainer.iterations), other rewards or another optim.learning_rate may\n{listed}"
+            )
+        return best_rate(learning)
+
+    def write(self, run: RunDirectory) -> None:
+        with writing(run.rates):
+            write_whole(run.rates, json.dumps(asdict(self), indent=1).encode())
+
+
+def read_sweep(run: RunDirectory) -> Sweep | None:
+    """The sweep of a run; None if its rate was given."""
+    if not run.rates.is_file():
+        return None
+    try:
+        stored = dict(parse_json(read_text(run.rates)))
+        return Sweep(stored["rates"], [Pilot(**pilot) for pilot in stored["pilots"]], stored["rate"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{run.rates}: is damaged ({error}); delete it, and the pilots begin again") from None

@@ -1,0 +1,173 @@
+"""Pilots that choose a learning rate: on training prompts, all from one beginning, continued after an interruption."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from g2rpo.app.train import open_run
+from g2rpo.core.errors import Interrupted, UserError
+from g2rpo.lab.report.page import write_page
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import read_config
+from g2rpo.training.model_card import CARD
+from g2rpo.training.pilots import FACTORS, PART, Pilots, pilot_config
+from g2rpo.training.rates import Pilot, Sweep, read_sweep
+from tests.support.commands import g2rpo
+from tests.support.runs import brightness, config, mean, trainer
+
+TRAIN = [f"{0.01 * place:g}" for place in range(12)]
+HELDOUT = ["-1", "-2", "-3"]
+WORDS = ["trainer.iterations=12", "evaluation.num_prompts=10", "optim.learning_rate=0.02"]
+
+
+class Seen(GaussianPolicy):
+    """Records what it encodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompts = []
+
+    def encode(self, prompts):
+        self.prompts += prompts
+        return super().encode(prompts)
+
+
+def parts(*overrides, policy=None, rewards=None):
+    t = trainer(
+        None, *WORDS, *overrides, policy=policy, rewards=rewards, prompts=TRAIN, heldout=HELDOUT, judges={"dark": brightness}
+    )
+    names = ("config", "policy", "rewards", "prompts", "heldout", "judges", "run_dir", "notify", "shards", "trackers")
+    return {name: getattr(t, name) for name in names}
+
+
+def sweep_of(one):
+    return Sweep([factor * one["config"].optim.learning_rate for factor in FACTORS])
+
+
+def opened(folder, sweep, *overrides, resume=False, policy=None):
+    given = {"policy": policy or Seen(), "rewards": {"bright": brightness}, "judges": {"dark": brightness}}
+    given |= {"prompts": TRAIN, "heldout": HELDOUT, "trackers": []}
+    said = []
+    return open_run(config(*WORDS, *overrides), folder, resume, False, said.append, given=given, sweep=sweep)
+
+
+def test_a_run_with_a_found_rate_is_the_run_at_that_rate_bit_for_bit(tmp_path):
+    policy = Seen()
+    found = opened(tmp_path / "a", sweep_of(parts()), policy=policy)
+    rate = found.config.optim.learning_rate
+    assert not set(policy.prompts) & set(HELDOUT)
+    assert read_config(tmp_path / "a").optim.learning_rate == rate and rate != 0.02
+    sweep = read_sweep(RunDirectory(tmp_path / "a"))
+    assert sweep.rate == rate == max(sweep.pilots, key=lambda pilot: pilot.gain).rate
+    plain = opened(tmp_path / "b", None, f"optim.learning_rate={rate}")
+    for t in (found, plain):
+        list(t.train())
+    assert torch.equal(mean(found), mean(plain)) and found.alarms.rows[-1]["iteration"] == 12
+    page = write_page([tmp_path / "a"], tmp_path / "page.html").read_text()
+    assert f"{rate:g}, the best of 0.005, 0.01, 0.02, 0.04, 0.08" in page
+    for t in (found, plain):
+        t.finish()
+    cards = [(t.files.run.weights / CARD).read_text() for t in (found, plain)]
+    assert [f"The learning rate, {rate:g}, is the best of 0.005, 0.01" in card for card in cards] == [True, False]
+
+
+def test_pilots_are_short_runs_from_one_beginning_and_share_the_evaluation_of_the_base(tmp_path):
+    calls = []
+
+    def counted(images, prompts):
+        calls.append(prompts)
+        return brightness(images, prompts)
+
+    one = parts(rewards={"bright": counted})
+    before = mean(trainer(None, policy=one["policy"]))
+    calls.clear()
+    (tmp_path / "run").mkdir()
+    sweep, told = sweep_of(one), []
+    Pilots(one).find(sweep, RunDirectory(tmp_path / "run"), tell=told.append)
+    assert len(told) == len(FACTORS) and torch.equal(one["policy"].mean.detach(), before)
+    assert {pilot.iterations for pilot in sweep.pilots} == {12 // PART}
+    judged = [prompts for prompts in calls if list(prompts) == TRAIN[:10]]
+    assert len(judged) == 1 + len(FACTORS)
+    alone = Sweep(sweep.rates[3:4])
+    Pilots(one).find(alone, RunDirectory(tmp_path / "run"))
+    assert replace(alone.pilots[0], seconds=0) == replace(sweep.pilots[3], seconds=0)
+
+
+def test_pilots_that_are_done_are_kept_when_the_others_are_interrupted(tmp_path, monkeypatch):
+    whole = opened(tmp_path / "a", sweep_of(parts())).config.optim.learning_rate
+    own, ended = Pilots._pilot, []
+
+    def twice(self, *arguments):
+        if len(ended) == 2:
+            raise Interrupted("stopped", 130)
+        ended.append(own(self, *arguments))
+        return ended[-1]
+
+    monkeypatch.setattr(Pilots, "_pilot", twice)
+    with pytest.raises(Interrupted):
+        opened(tmp_path / "b", sweep_of(parts()))
+    monkeypatch.setattr(Pilots, "_pilot", own)
+    rest = read_sweep(RunDirectory(tmp_path / "b"))
+    assert [pilot.rate for pilot in rest.pilots] == rest.rates[:2] and rest.rate is None
+    assert opened(tmp_path / "b", rest, resume=True).config.optim.learning_rate == whole
+    assert rest.pilots[:2] == ended and len(rest.pilots) == len(FACTORS)
+
+
+def test_pilots_are_as_long_as_their_share_of_the_time(tmp_path):
+    one = parts("trainer.iterations=4000")
+    sweep, began = sweep_of(one), time.monotonic()
+    Pilots(one).find(sweep, RunDirectory(tmp_path), ends_at=began + 6)
+    assert 3 <= sweep.pilots[0].iterations < 1000 == -(-4000 // PART)
+    assert {pilot.iterations for pilot in sweep.pilots} == {sweep.pilots[0].iterations} and sweep.seconds < 6
+
+
+def test_a_pilot_is_the_run_in_small():
+    c = config(
+        "trainer.iterations=40", "optim.warmup_iterations=8", "optim.ema_decay=0.9", "alarms.action=stop", "alarms.drift=off"
+    )
+    p = pilot_config(c, 0.5)
+    assert (p.trainer.iterations, p.evaluation.every, p.optim.warmup_iterations, p.optim.learning_rate) == (10, 10, 2, 0.5)
+    assert p.optim.ema_decay == pytest.approx(0.6) and p.trainer.seed == c.trainer.seed + 1000
+    assert p.alarms == {"action": "warn", "drift": "off"}
+
+
+def pilot(rate, gain, error=0.1, *alarms):
+    return Pilot(rate, gain, gain - error, gain + error, dict.fromkeys(alarms, "..."), 3, 1.0)
+
+
+def test_the_rate_taken_has_the_highest_gain_of_those_that_learn():
+    sweep = Sweep(
+        [1, 2, 3, 4, 5], [pilot(1, 0.2), pilot(2, 0.5), pilot(3, 0.5), pilot(4, 0.9, 1.0), pilot(5, 0.8, 0.1, "pictures")]
+    )
+    assert sweep.best() == 2
+    sweep.pilots[1] = pilot(2, 0.5, 0.1, "saturated", "silent")  # says nothing of the model
+    assert sweep.best() == 2
+    sweep.pilots[1:3] = [pilot(2, 0.5, 0.1, "decline"), pilot(3, 0.5, 0.1, "hacking")]
+    assert sweep.best() == 1
+    sweep.pilots[0] = pilot(1, 0.05)
+    with pytest.raises(UserError, match=r"no rate learns(.|\n)*\n  1 .*\n  2 .*decline\n  3 .*hacking\n  4 .*\n  5 .*pictures"):
+        sweep.best()
+
+
+def test_a_pilot_that_stops_is_no_choice_but_does_not_end_the_others(tmp_path, monkeypatch):
+    one = parts()
+    monkeypatch.setattr("g2rpo.training.early_stop.SKIPPED", 0)  # every update counts as too many without one
+    with pytest.raises(UserError, match="no rate learns.*|stopped"):
+        Pilots(one).find(sweep := sweep_of(one), RunDirectory(tmp_path))
+    assert all("stopped" in pilot.alarms for pilot in sweep.pilots) and len(sweep.pilots) == len(FACTORS)
+
+
+def test_where_nothing_learns_the_command_says_so(capsys, tmp_path, tiny_config):
+    """The tiny random FLUX learns nothing in three iterations of one prompt."""
+    folder = tmp_path / "run"
+    code, out, err = g2rpo(capsys, "train", tiny_config, "--find-rate", "--run-dir", folder)
+    assert code == 2 and "no rate learns" in err and "Traceback" not in err
+    assert "0.00025" in out and len(read_sweep(RunDirectory(folder)).pilots) == len(FACTORS)
+    code, _, err = g2rpo(capsys, "resume", folder)
+    assert code == 2 and "no rate learns" in err
+    (folder / "rates.json").write_text("{")
+    code, _, err = g2rpo(capsys, "resume", folder)
+    assert code == 2 and "rates.json: is damaged" in err
