@@ -49,6 +49,9 @@ def test_spread_by_hand():
     pictures[1, 2] = 0.5
     assert spread(pictures) == pytest.approx((0 + (0 + 0.5 + 0.5) / 3) / 2)
     assert spread((pictures * 255).to(torch.uint8)) == pytest.approx(1 / 6, abs=1 / 255)
+    right = torch.tensor([[True, False, False], [True, False, True]])
+    assert spread(pictures, right) == pytest.approx(0.5)  # the first prompt has no pair
+    assert math.isnan(spread(pictures[:1], right[:1]))
     fine = torch.zeros(1, 2, 3, 64, 64)
     fine[0, 0, :, ::2, ::2] = fine[0, 0, :, 1::2, 1::2] = 1
     fine[0, 1] = 0.5

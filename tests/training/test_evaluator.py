@@ -6,9 +6,12 @@ import math
 import pytest
 import torch
 
+from g2rpo.core.seeding import seed_for
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.controls import FEWEST, PROMPTS, prompts_within
+from g2rpo.monitor.alarms import diversity_alarm
 from g2rpo.monitor.grids import read_grid
+from g2rpo.monitor.image_statistics import spread
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.evaluator import chosen
@@ -67,6 +70,22 @@ def test_a_policy_whose_pictures_become_alike_raises_an_alarm(tmp_path, share, r
     assert found["tuned"] / found["base"] == pytest.approx(share, rel=0.1) and (found["prompts"], found["noises"]) == (3, 4)
 
 
+@pytest.mark.parametrize(
+    ("base", "now", "said"),
+    [
+        ((0.4, 0.1), (0.1, 0.09), ""),
+        ((0.4, 0.1), (0.3, 0.04), "right pictures"),
+        ((0.4, None), (0.1, 0.09), "pictures"),
+        ((0.4, 0.1), (0.3, None), ""),
+    ],
+)
+def test_where_right_pictures_are_known_their_diversity_raises_the_alarm(base, now, said):
+    """Wrong pictures differ from right ones, so pictures become alike when more of them are right."""
+    rows = [{"diversity": every} | ({} if right is None else {"diversity_right": right}) for every, right in (base, now)]
+    found = diversity_alarm(rows).get("diversity", "")
+    assert found.startswith(f"{said} of one prompt" if said else "") and bool(found) == bool(said)
+
+
 class Half(Reward):
     """A picture is right if it is at least half bright."""
 
@@ -74,6 +93,23 @@ class Half(Reward):
 
     def __call__(self, images, prompts):
         return brightness(images, prompts)
+
+
+class Bright(Half):
+    right = 0.54
+
+
+def test_the_diversity_of_right_pictures(tmp_path):
+    """That of pictures whose mean is at least .54: one, three and four of the four of each prompt."""
+    run = finished(trainer(tmp_path, "evaluation.controls=true", rewards={"bright": Bright()}))
+    row = [row for row in read_metrics(tmp_path) if row["kind"] == "eval"][-1]
+    four = [prompt for prompt in run.heldout for _ in range(4)]
+    with run.learner.averaged():
+        images = run.evaluator.sampler_now(seed=seed_for(run.evaluator.sampler.seed, "spread")).pictures(four)
+    right = (images.mean((1, 2, 3)) >= Bright.right).unflatten(0, (-1, 4))
+    images = (images * 255).round().to(torch.uint8).unflatten(0, (-1, 4))
+    assert right.sum(1).tolist() == [1, 3, 4]
+    assert row["diversity_right"] == pytest.approx(spread(images, right)) != pytest.approx(row["diversity"])
 
 
 def test_a_run_says_how_many_pictures_are_right(tmp_path):

@@ -96,8 +96,8 @@ class Best:
 PROMPTS, FEWEST, SHARE = 64, 16, 0.1
 """The most and the fewest held-out prompts of a run's controls, and the largest share of the run's network evaluations for
 them; the same share applies to the spread within a prompt."""
-SPREAD_PROMPTS, SPREAD_NOISES = 8, 4
-"""Held-out prompts, and first noises of each, for the spread within a prompt."""
+SPREAD_PROMPTS, SPREAD_NOISES, SPREAD_RIGHT = 8, 4, 2
+"""Held-out prompts, and first noises of each, for the spread within a prompt; the fewest prompts for that of right pictures."""
 
 
 def run_controls(num_steps: int, guidance: float | None) -> list[Control]:

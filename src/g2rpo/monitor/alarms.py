@@ -35,6 +35,7 @@ LEVEL = 0.05
 """The probability of a false alarm by falling rewards in a whole run without any change, for any number of evaluations."""
 ALIKE = 0.5
 """The alarm `diversity`: the least spread of a prompt's pictures, as a share of the base's."""
+DIVERSITIES = {"right pictures": "diversity_right", "pictures": "diversity"}
 CROWD, CROWD_LEVEL = 0.25, 1e-4
 
 ADVICE = {
@@ -187,13 +188,15 @@ def picture_alarms(row: Row, count: int) -> dict[str, str]:
 
 
 def diversity_alarm(rows: Sequence[Row]) -> dict[str, str]:
-    """Whether pictures of one prompt differ less than half as much in the last of these rows as in the first, the base's."""
+    """Whether pictures of one prompt differ less than half as much in the last of these rows as in the first, the base's: its
+    right pictures if both rows know it, because wrong ones differ from them as well, and all of them else."""
     if len(rows) < 2:
         return {}
-    base, now = (_number(row, "diversity") for row in (rows[0], rows[-1]))
+    pairs = {which: [_number(row, key) for row in (rows[0], rows[-1])] for which, key in DIVERSITIES.items()}
+    which, (base, now) = next(item for item in pairs.items() if item[0] == "pictures" or not math.isnan(sum(item[1])))
     if not now < ALIKE * base:
         return {}
-    return {"diversity": f"pictures of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {ALIKE:.0%} of that"}
+    return {"diversity": f"{which} of one prompt differ by {now:.3g}, the base's by {base:.3g}; limit {ALIKE:.0%} of that"}
 
 
 def crowd(count: int) -> float:

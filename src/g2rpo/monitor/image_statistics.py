@@ -59,15 +59,20 @@ def _statistics(image: Tensor) -> dict[str, Tensor]:
     }
 
 
-def spread(images: Tensor) -> float:
+def spread(images: Tensor, counted: Tensor | None = None) -> float:
     """How much pictures of one prompt differ, from pictures [P, J, 3, H, W], or clips [P, J, T, 3, H, W], 8 bit or in [0, 1]:
     the root mean square difference of pixels in [0, 1] of pictures reduced to at most 32 x 32 by averaging, mean
-    over the pairs of a prompt's J pictures, mean over prompts."""
+    over the pairs of a prompt's J pictures, mean over prompts; only of pictures in `counted` [P, J], NaN without a pair."""
     side = min(SIDE, images.shape[-2]), min(SIDE, images.shape[-1])
     scale = 255.0 if images.dtype == torch.uint8 else 1.0
     small = torch.nn.functional.adaptive_avg_pool2d(images.cpu().double().flatten(0, -4) / scale, side)
     rows = small.reshape(*images.shape[:2], -1)
-    return float(torch.stack([torch.pdist(row) for row in rows]).mean() / math.sqrt(rows.shape[-1]))
+    groups = list(rows) if counted is None else [row[own] for row, own in zip(rows, counted, strict=True) if own.sum() > 1]
+    return (
+        float(torch.stack([torch.pdist(row).mean() for row in groups]).mean() / math.sqrt(rows.shape[-1]))
+        if groups
+        else math.nan
+    )
 
 
 def statistics_row(base: dict[str, Tensor], own: dict[str, Tensor]) -> Row:

@@ -23,6 +23,7 @@ from g2rpo.evaluation.controls import (
     SHARE,
     SPREAD_NOISES,
     SPREAD_PROMPTS,
+    SPREAD_RIGHT,
     Control,
     against_controls,
     prompts_within,
@@ -43,7 +44,7 @@ from g2rpo.evaluation.heldout import (
 )
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.evaluation.work import work_of_run
-from g2rpo.monitor.alarms import judged_gain
+from g2rpo.monitor.alarms import DIVERSITIES, judged_gain
 from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.monitor.curves import save_curves
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
@@ -156,17 +157,24 @@ class Evaluator:
             evaluation = self.sizes.fit(evaluated)
         return evaluation_of_all(world, evaluation, prompts) if len(part) < len(prompts) else evaluation
 
-    def spread(self, iteration: int, on_rows: Callable[[int], None]) -> float | None:
-        """How much pictures of one prompt differ (`image_statistics.spread`), on every rank; None if it is not sampled."""
+    def spread(self, iteration: int, on_rows: Callable[[int], None]) -> Row:
+        """How much pictures of one prompt differ (`image_statistics.spread`), for the log of every rank: `diversity`, and
+        `diversity_right` of right ones if `SPREAD_RIGHT` prompts have two; empty if it is not sampled."""
         if not self.spread_on:
-            return None
+            return {}
         repeated = [prompt for prompt in self.heldout[: self.spread_on] for _ in range(SPREAD_NOISES)]
-        images = self.evaluate(
-            iteration, on_rows, repeated, seed=seed_for(self.sampler.seed, "spread"), rewards={"none": as_reward(_unscored)}
-        ).images
-        world = self.shards.world
-        diversity = spread_of(images.unflatten(0, (-1, SPREAD_NOISES))) if world.is_main else None
-        return float(json.loads(world.broadcast_text(json.dumps(diversity))))
+        verdict = least_scores(self.judged_by)
+        rewards = {name: self.judged_by[name] for name in verdict} or {"none": as_reward(_unscored)}
+        seed = seed_for(self.sampler.seed, "spread")
+        found = self.evaluate(iteration, on_rows, repeated, seed=seed, rewards=rewards)
+        row, world = {}, self.shards.world
+        if world.is_main:
+            images = found.images.unflatten(0, (-1, SPREAD_NOISES))
+            row["diversity"] = spread_of(images)
+            right = torch.zeros(images.shape[:2]) if found.right is None else found.right.view(-1, SPREAD_NOISES)
+            if (right.nansum(1) > 1).sum() >= SPREAD_RIGHT:
+                row["diversity_right"] = spread_of(images, right == 1)
+        return dict(json.loads(world.broadcast_text(json.dumps(row))))
 
     def sample_controls(self, iteration: int, on_rows: Callable[[int], None]) -> None:
         """Stores the scores of all `controls`; to be called while the policy is the base model."""
@@ -199,8 +207,8 @@ class Evaluator:
         first = [{name: values[:count] for name, values in side.items()} for side in sides]
         return against_controls(controls, *first)
 
-    def row(self, iteration: int, evaluation: Evaluation, spread: float | None = None) -> Row:
-        """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log, with the `spread`."""
+    def row(self, iteration: int, evaluation: Evaluation, spread: Row | None = None) -> Row:
+        """Stores an evaluation (at iteration 0 the base model's) and returns its row for the log, with that of `spread`."""
         if iteration == 0:
             self.baseline = evaluation
         if self.files.writes:
@@ -218,8 +226,7 @@ class Evaluator:
         row |= {f"stderr/{name}": change.error for name, change in compare(base, evaluation).items()}
         if (right := compare_right(base, evaluation)) is not None:
             row |= {"right": right.tuned, "right_stderr": right.error}
-        if spread is not None:
-            row["diversity"] = spread
+        row |= spread or {}
         row["judged_gain"] = judged_gain(base.scores, evaluation.scores, list(self.judges or self.rewards))
         return row | self._picture_statistics(base, evaluation)
 
@@ -246,10 +253,11 @@ class Evaluator:
                 results["right"]["in_words"] = words
         if (against := self._against(base, tuned)) is not None:
             self.against = results["controls"] = against
-        spreads = {row["iteration"]: row["diversity"] for row in read_metrics(self.files.run.path) if "diversity" in row}
-        if spreads.keys() >= {0, iteration}:
-            means = {"base": spreads[0], "tuned": spreads[iteration]}
-            results["diversity"] = {"prompts": self.spread_on, "noises": SPREAD_NOISES, **means}
+        for key in DIVERSITIES.values():
+            spreads = {row["iteration"]: row[key] for row in read_metrics(self.files.run.path) if key in row}
+            if spreads.keys() >= {0, iteration}:
+                means = {"base": spreads[0], "tuned": spreads[iteration]}
+                results[key] = {"prompts": self.spread_on, "noises": SPREAD_NOISES, **means}
         self._save_grid(self.files.run.before_after, {"base": base, "tuned": tuned}, "Both rows from the same noise", right)
         if rolled_back_from is not None:
             results["rolled_back_from"] = rolled_back_from

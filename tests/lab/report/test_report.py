@@ -332,11 +332,14 @@ def test_the_summary_sets_the_best_free_knob_against_the_tuned_model(tmp_path, l
     row = {"control": "first noise x 0.5", "mean": 0.5, "lead": lead, "base": 0.4, "tuned": 0.5 + lead["mean"]}
     controls = {"prompts": 32, "means": {"first noise x 0.5": {}, "steps 20": {}}, "best": {"right pictures": row}}
     spread = {"prompts": 8, "noises": 4, "base": 0.1, "tuned": 0.08}
-    told = said(tmp_path / "a", {"one": (True, 0.5, 0.7, 0.05)}, right=(0.4, 0.7, 0.03), controls=controls, diversity=spread)
+    found = {"diversity": spread, "diversity_right": spread | {"tuned": 0.11}}
+    told = said(tmp_path / "a", {"one": (True, 0.5, 0.7, 0.05)}, right=(0.4, 0.7, 0.03), controls=controls, **found)
     numbers = f"{(low + high) / 2:+.0f} points, {low:+d} to {high:+d}".replace("-", "\N{MINUS SIGN}")
     best = "Without training, the best of 2 free knobs (first noise x 0.5) makes 50 % right on 32 of these prompts"
     assert f"{best}, the tuned model {50 + (low + high) / 2:.0f} %: {judged} ({numbers})." in told
-    assert "Pictures of one prompt differ by 0.080, the base's by 0.100." in told
+    assert (
+        "Pictures of one prompt differ by 0.080, the base's by 0.100; right pictures of one prompt differ by 0.110, the" in told
+    )
 
 
 def test_free_knobs_are_a_table_and_where_none_was_tried_a_command(tmp_path, html, run_dir):

@@ -150,9 +150,10 @@ class Run:
         found = (self.newest_results or {}).get("controls")
         return [found] if found else []
 
-    def spreads(self) -> list[tuple[float, float]]:
-        """How much pictures of one prompt differ, base and tuned, in a list; an empty one if it is not known."""
-        found = (self.newest_results or {}).get("diversity")
+    def spreads(self, key: str) -> list[tuple[float, float]]:
+        """How much pictures of one prompt differ, base and tuned, by a key of `DIVERSITIES`, in a list; an empty one if it
+        is not known."""
+        found = (self.newest_results or {}).get(key)
         return [(found["base"], found["tuned"])] if found else []
 
     def changes(self) -> list[Change]:

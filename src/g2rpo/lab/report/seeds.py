@@ -80,9 +80,10 @@ class SeedGroup:
         """Of every run that sampled any."""
         return [found for run in self.runs for found in run.controls()]
 
-    def spreads(self) -> list[tuple[float, float]]:
-        """As `Run.spreads`, of every run."""
-        return [found for run in self.runs for found in run.spreads()]
+    def spreads(self, key: str) -> list[tuple[float, float]]:
+        """As `Run.spreads`, of every run; an empty list unless all know it."""
+        found = [spread for run in self.runs for spread in run.spreads(key)]
+        return found if len(found) == len(self.runs) else []
 
     def changes(self) -> list[Change]:
         """As `Run.changes`."""

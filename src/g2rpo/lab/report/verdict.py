@@ -12,6 +12,7 @@ from g2rpo.evaluation.controls import in_words, told
 from g2rpo.lab.report.history import Change, Run
 from g2rpo.lab.report.seeds import SeedGroup
 from g2rpo.lab.report.words import decimals, fixed, signed
+from g2rpo.monitor.alarms import DIVERSITIES
 
 
 def verdict(change: Change) -> str:
@@ -59,10 +60,13 @@ def _untried(run: Run | SeedGroup) -> str:
 
 
 def _spread(run: Run | SeedGroup) -> str:
-    if not (spreads := run.spreads()):
-        return ""
-    base, tuned = (sum(side) / len(spreads) for side in zip(*spreads, strict=True))
-    return f"Pictures of one prompt differ by {tuned:.3f}, the base's by {base:.3f}."
+    """How much pictures of one prompt differ, and right ones if that is known of every run."""
+    said = []
+    for which, key in reversed(DIVERSITIES.items()):
+        if spreads := run.spreads(key):
+            base, tuned = (sum(side) / len(spreads) for side in zip(*spreads, strict=True))
+            said.append(f"{which} of one prompt differ by {tuned:.3f}, the base's by {base:.3f}")
+    return f"{'; '.join(said).capitalize()}." if said else ""
 
 
 def _right(change: Change, words: str, unseen: str) -> str:
