@@ -19,8 +19,7 @@ from g2rpo.core.input_pictures import digest_of_prompts, read_inputs
 from g2rpo.core.types import Cond, Frames, Prompt
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
-from g2rpo.monitor.grids import read_grid
-from g2rpo.monitor.pictures import PictureRow, save_grid
+from g2rpo.monitor.pictures import beside
 from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards.analytic import Similarity
@@ -190,9 +189,9 @@ def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):
     claim(tmp_path / "run", config())
     record_start(tmp_path / "run", 0, torch.device("cpu"))
     finished(trainer(tmp_path / "run", policy=Editing(), prompts=prompts, rewards={"bright": Similarity()}))
-    grid = read_grid(tmp_path / "run" / "samples" / "before_after.png")
-    assert [each.size for each in grid.inputs] == [(64, 128)] * 3 and len(grid.rows) == 2
-    assert [each.getpixel((30, 60)) for each in grid.inputs] == [(255, 0, 0), (128, 128, 128), (0, 0, 255)]
+    kept = [Image.open(tmp_path / "run" / "samples" / "iteration_000000" / f"{i:06d}_input.png") for i in range(3)]
+    assert [each.size for each in kept] == [(128, 256)] * 3
+    assert [each.getpixel((60, 120)) for each in kept] == [(255, 0, 0), (128, 128, 128), (0, 0, 255)]
     page = render(read_runs([tmp_path / "run"]))
     assert page.count('alt="Input picture: ') == 3 and "From the left the input picture" in page
     card = (tmp_path / "run" / "adapter" / "README.md").read_text()
@@ -201,9 +200,8 @@ def test_a_run_shows_input_pictures_beside_what_was_made_of_them(tmp_path):
 
 def test_several_input_pictures_share_a_cell(tmp_path):
     both = [picture(tmp_path / "red.png", (255, 0, 0), (8, 8)), picture(tmp_path / "blue.png", (0, 0, 255), (8, 8))]
-    save_grid(tmp_path / "grid.png", [PictureRow(torch.rand(2, 3, 8, 8))], [Prompt("a", both), "b"])
-    first, second = read_grid(tmp_path / "grid.png").inputs
-    assert second is None and first.size == (128, 64)
+    first = beside(Prompt("a", both), 128, 128)
+    assert beside("b", 128, 128) is None and first.size == (128, 64)
     assert (first.getpixel((9, 9)), first.getpixel((99, 9))) == ((255, 0, 0), (0, 0, 255))
 
 
@@ -213,7 +211,7 @@ def test_sample_takes_an_input_picture(tmp_path, capsys, monkeypatch):
     code, _, _ = g2rpo(capsys, "sample", "darker", "--image", picture(tmp_path / "a.png"), *options)
     (line,) = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
     assert code == 0 and json.loads(line)["images"] == [str(tmp_path / "a.png")]
-    assert read_grid(tmp_path / "out" / "grid.png").inputs[0].getpixel((0, 0)) == (255, 0, 0)
+    assert Image.open(tmp_path / "out" / "grid.png").getpixel((66, 48)) == (255, 0, 0)
 
 
 def test_embeddings_of_edits_depend_on_the_size_and_the_vae(tmp_path):

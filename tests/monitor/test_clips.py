@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from g2rpo.app.evaluate import _save_grid
@@ -14,10 +13,9 @@ from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
 from g2rpo.monitor import clips
 from g2rpo.monitor.clips import FRAMES, SIDE, read_clip, read_webp, reduced, save_clip, stills
-from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.image_statistics import image_statistics
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid
+from g2rpo.monitor.pictures import PictureRow, _canvas, save_moving_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.runs.lifecycle import claim, record_start
@@ -68,20 +66,16 @@ def test_a_clip_that_stands_still_is_read_as_long_as_asked(tmp_path):
 def test_a_moving_grid_has_every_clip_in_its_place(tmp_path):
     values = [[(0.0, 0.4), (0.2, 0.6)], [(0.8, 0.1), (1.0, 0.5)]]
     strips = [PictureRow(torch.stack([flat(*clip) for clip in row]), label) for row, label in zip(values, "ab", strict=True)]
-    save_grid(tmp_path / "grid.png", strips, ["one", "two"])
-    assert read_grid(tmp_path / "grid.png").moving is None
     save_moving_grid(tmp_path / "grid.webp", strips, ["one", "two"], "", seconds=2)
-    grid = read_grid(tmp_path / "grid.png")
-    assert grid.moving.durations == [1000, 1000]
-    for row, expected, shown in zip(grid.moving.rows, values, grid.rows, strict=True):
-        for frames, clip, still in zip(row, expected, shown, strict=True):
+    frames, durations = read_webp(tmp_path / "grid.webp")
+    assert durations == [1000, 1000]
+    canvas, corners, (width, height) = _canvas(strips, ["one", "two"], "")
+    for places, clips_of_row in zip(corners, values, strict=True):
+        for (x, y), clip in zip(places, clips_of_row, strict=True):
             for frame, value in zip(frames, clip, strict=True):
-                inner = np.asarray(frame.crop((8, 8, frame.width - 8, frame.height - 8)))
+                inner = np.asarray(frame.crop((x + 8, y + 8, x + width - 8, y + height - 8)))
                 assert np.abs(inner.astype(int) - 255 * value).max() <= LOSSY
-            assert still.getpixel((0, 0))[0] == round(255 * clip[1])  # the middle one of two
-    Image.new("RGB", (9, 9)).save(tmp_path / "grid.webp")
-    with pytest.raises(ValueError, match=r"grid\.webp differ in size"):
-        read_grid(tmp_path / "grid.png")
+            assert canvas.getpixel((x, y))[0] == round(255 * clip[1])  # the middle one of two
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +91,10 @@ def run(tmp_path_factory):
 def test_a_run_keeps_its_clips(run):
     names = sorted(path.name for path in (run / "samples").iterdir())
     stems = ["before_after", *(f"iteration_{i:06d}" for i in (0, 2, 4))]
-    assert names == sorted(["first_group.png", *(f"{stem}.{kind}" for stem in stems for kind in ("png", "webp"))])
+    grids = ["first_group.png", *(f"{stem}.{kind}" for stem in stems for kind in ("png", "webp"))]
+    assert names == sorted([*grids, "first_group", *stems[1:]])
+    kept = [f"{number:06d}.{kind}" for number in range(3) for kind in ("png", "webp")]
+    assert sorted(path.name for path in (run / "samples" / "iteration_000002").iterdir()) == kept
     frames, durations = read_webp(run / "samples" / "before_after.webp")
     assert len(frames) == 3 and durations == [500] * 3
     baseline = load_file(run / "baseline.safetensors")["images"]
@@ -118,7 +115,7 @@ def test_a_resumed_run_has_its_clips(tmp_path):
     again = resumed(tmp_path, policy=Clips())
     assert again.iteration == 2 and again.evaluator.base().images.shape == (3, 3, 3, 4, 4)
     finished(again)
-    assert len(read_grid(tmp_path / "samples" / "before_after.png").moving.rows) == 2
+    assert len(read_webp(tmp_path / "samples" / "before_after.webp")[0]) == 3
 
 
 def test_the_report_shows_them_moving_and_stills_to_who_asked_for_no_motion(run):
@@ -141,8 +138,8 @@ def test_an_evaluation_keeps_whole_clips_and_a_moving_grid(tmp_path):
     first = tmp_path / rows[0]["clip"]
     assert read_webp(first)[1][0] % 50 == 0 and read_clip(first)[1] == 1.5  # 30 frames
     _save_grid(judged, 2)
-    moving = read_grid(tmp_path / "grid_steps_002.png").moving
-    assert 9 < len(moving.durations) <= FRAMES and sum(moving.durations) == pytest.approx(1500, abs=FRAMES)
+    durations = read_webp(tmp_path / "grid_steps_002.webp")[1]
+    assert 9 < len(durations) <= FRAMES and sum(durations) == pytest.approx(1500, abs=FRAMES)
     (tmp_path / rows[4]["clip"]).unlink()
     assert [chunk.start for chunk in judged.missing()] == [3]
     judge()
@@ -164,7 +161,7 @@ def test_sample_writes_clips_and_a_moving_grid(tmp_path, capsys, monkeypatch):
     frames, durations = read_webp(folder / "0001.webp")
     assert len(frames) == 5 and durations == [300] * 5
     names = [json.loads(line)["file"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    assert names == ["0000.webp", "0001.webp"] and len(read_grid(folder / "grid.png").moving.rows[0]) == 2
+    assert names == ["0000.webp", "0001.webp"] and len(read_webp(folder / "grid.webp")[0]) == 5
 
 
 def test_sample_writes_mp4_if_asked(tmp_path, capsys, monkeypatch):

@@ -26,7 +26,6 @@ from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.report.history import read_runs
-from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.rewards.remote import RemoteReward
@@ -557,18 +556,6 @@ def test_a_damaged_base_evaluation_is_named(run, damage):
     again = resumed(run)
     with pytest.raises(UserError, match=r"baseline\.safetensors: (cannot be read|does not hold 3 pictures)"):
         again.finish()
-
-
-def test_a_grid_that_names_places_outside_of_itself_is_refused(tmp_path):
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
-
-    for note in ({"size": [10**9, 10**9], "prompts": ["a"], "boxes": [[[0, 0]]]}, {"size": 1}, []):
-        info = PngInfo()
-        info.add_itxt("g2rpo-grid", json.dumps(note))
-        Image.new("RGB", (8, 8)).save(tmp_path / "grid.png", pnginfo=info)
-        with pytest.raises(ValueError, match=r"grid\.png"):
-            read_grid(tmp_path / "grid.png")
 
 
 def test_nothing_in_a_card_ends_its_code_block():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from g2rpo.app.ahead import policy_after_encoding
@@ -26,15 +24,14 @@ from g2rpo.core.files import FileDigests, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
 from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
-from g2rpo.monitor.clips import read_clip, reduced
+from g2rpo.monitor.clips import read_clip
 from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid
-from g2rpo.rewards.pixels import to_tensor
+from g2rpo.monitor.scores import SHOWN, clip_of, picture_of, read_picture, right_of, scores_of
 from g2rpo.runs.directory import RunDirectory, check_weights
 from g2rpo.runs.lifecycle import first_usable, read_config
 from g2rpo.runtime.folders import held, is_empty
 
 SETTINGS = "settings.yaml"
-SHOWN = 8  # pictures in a grid
 EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
 """Height and width of what the embedded models draw, and tokens of their longest prompts."""
 
@@ -179,31 +176,22 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
 def _save_grid(judging: Judging, steps: int) -> None:
     """Writes grid_steps_NNN.png, for clips also .webp: pictures of the first prompts with scores, one row per side."""
     shown = range(min(SHOWN, len(judging.prompts)))
-    scored = {(row["side"], row["index"]): row["scores"] for row in judging.rows() if row["steps"] == steps}
-    picture_rows = []
-    for side in judging.sides:
-        images = torch.stack([_read_picture(judging.directory, Chunk(side, steps, 0, 1), index) for index in shown])
-        by_reward = {name: [scored[side, index][name] for index in shown] for name in judging.config.rewards}
-        scores = {
-            name: torch.tensor([math.nan if one is None else one for one in values]) for name, values in by_reward.items()
-        }
-        picture_rows.append(PictureRow(images, side, scores))
+    folders = {side: judging.directory / Chunk(side, steps, 0, 1).folder for side in judging.sides}
+    of = {side: [row for row in judging.rows() if (row["side"], row["steps"]) == (side, steps)][:SHOWN] for side in folders}
+    picture_rows = [
+        PictureRow(torch.stack([_read(picture_of(folders[side], i)) for i in shown]), side, scores_of(rows), right_of(rows))
+        for side, rows in of.items()
+    ]
     note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
     path, prompts = judging.directory / f"grid_steps_{steps:03d}.png", judging.prompts[: len(shown)]
     save_grid(path, picture_rows, prompts, note)
-    first = judging.directory / Chunk(judging.sides[0], steps, 0, 1).clip(0)
+    first = clip_of(picture_of(folders[judging.sides[0]], 0))
     if first.is_file():
-        save_moving_grid(path.with_suffix(".webp"), picture_rows, prompts, note, read_clip(first)[1])
+        save_moving_grid(clip_of(path), picture_rows, prompts, note, read_clip(first)[1])
 
 
-def _read_picture(folder: Path, chunk: Chunk, index: int) -> Tensor:
-    """A stored picture [3, H, W], or the clip [T, 3, H, W] that it is a frame of, 8 bit."""
-    clip = folder / chunk.clip(index)
-    path = clip if clip.is_file() else folder / chunk.picture(index)
+def _read(path: Path) -> Tensor:
     try:
-        if path == clip:
-            return reduced(read_clip(path)[0][None] / 255)[0]
-        with Image.open(path, formats=["PNG"]) as picture:
-            return to_tensor([picture])[0]
-    except (OSError, SyntaxError, ValueError) as error:
+        return read_picture(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: is damaged ({error}); delete it and the same command paints it again") from None

@@ -20,7 +20,8 @@ from g2rpo.evaluation.sweep import Judging
 from g2rpo.lab.compare.results import FREE, StudyResults, knob_cells
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
-from g2rpo.runs.directory import RunDirectory, moving
+from g2rpo.monitor.scores import clip_of
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import fresh_directory
 
 
@@ -31,7 +32,7 @@ def show_run(results: Results, console: Console) -> None:
     say(console, summary(*read_runs([directory])))
     again, code = fresh_directory(directory.parent, directory.resolve().name), plugins.repeated()
     for what, where in (
-        ("before/after", next(path for path in (moving(run.before_after), run.before_after) if path.is_file())),
+        ("before/after", next(path for path in (clip_of(run.before_after), run.before_after) if path.is_file())),
         ("curves", run.curves),
         ("weights", run.weights),
         ("metrics", run.log),

@@ -91,12 +91,6 @@ def save_evaluation(path: Path, evaluation: Evaluation) -> None:
     save_file({"images": evaluation.images.contiguous(), **scores, **right}, path)
 
 
-def save_scores(path: Path, evaluation: Evaluation) -> None:
-    """Writes the scores by reward to one safetensors file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(evaluation.scores, path)
-
-
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a run's own safetensors file; UserError if it is missing or damaged."""
     try:

@@ -6,7 +6,6 @@ A chunk is finished when its file of scores exists; an interrupted evaluation co
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,24 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import whole_file, write_whole
-from g2rpo.core.input_pictures import images_of
+from g2rpo.core.files import write_whole
 from g2rpo.core.plain import parse_json, read_text
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.core.types import Policy, Reward
-from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control, finite, numbers
+from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control, numbers
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.monitor.clips import save_clip, seconds_of, stills
-from g2rpo.monitor.pictures import to_pil
+from g2rpo.monitor.clips import seconds_of
+from g2rpo.monitor.scores import Row, clip_of, picture_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.rewards.pixels import to_uint8
 
 Side = Literal["base", "control", "tuned"]
-Row = dict[str, Any]
+PICTURES = "pictures.jsonl"
+"""The table of all pictures of an evaluation."""
 
 
 class JudgingConfig(Section):
@@ -82,13 +83,14 @@ class Chunk:
     def name(self) -> str:
         return f"steps_{self.steps:03d}_{self._whose}_{self.start:06d}"
 
-    def picture(self, index: int) -> str:
-        """The path of a prompt's picture (of a clip the middle frame) in the evaluation's folder."""
-        return f"pictures/steps_{self.steps:03d}/{self._whose}/{index:06d}.png"
+    @property
+    def folder(self) -> str:
+        """The folder of its pictures in the evaluation's."""
+        return f"pictures/steps_{self.steps:03d}/{self._whose}"
 
-    def clip(self, index: int) -> str:
-        """Where a prompt's clip lies."""
-        return self.picture(index).removesuffix(".png") + ".webp"
+    def picture(self, index: int) -> str:
+        """The path of a prompt's picture (of a clip the middle frame, beside the clip)."""
+        return str(picture_of(Path(self.folder), index))
 
 
 @dataclass
@@ -159,35 +161,24 @@ class Judging:
     def results(self) -> list[Row]:
         """Per step count and reward the means of base and tuned (those evaluated), and of their paired change, with
         intervals."""
-        scores: dict[tuple[int, str, str], list[float]] = {}
-        for row in self.rows():
-            for name, value in row["scores"].items():
-                key = (row["steps"], name, row["side"])
-                scores.setdefault(key, []).append(math.nan if value is None else value)
-        table = []
+        rows, table = list(self.rows()), []
         for steps in sorted(set(self.config.steps)):
+            scores = {side: _scores(rows, side=side, steps=steps) for side in self.sides}
             for name in self.config.rewards:
-                of = {side: scores[steps, name, side] for side in self.sides}
+                of = {side: by_reward[name] for side, by_reward in scores.items()}
                 line: Row = {"steps": steps, "reward": name, **{side: interval(own) for side, own in of.items()}}
                 if len(of) == 2:
-                    pairs = zip(of["base"], of["tuned"], strict=True)
-                    line["change"] = interval([after - before for before, after in pairs])
+                    line["change"] = interval(of["tuned"] - of["base"])
                 table.append(line)
         return table
 
     def controls(self) -> tuple[list[Row], dict[str, Best]]:
         """The means of every control by reward; and by reward the best control against the tuned model at the smallest of
         `steps`, on the same prompts and noise."""
-        at = min(self.config.steps)
-        tuned: dict[str, list[float]] = {}
-        scores: dict[str, dict[str, list[float]]] = {name: {} for name in self.config.rewards}
-        for row in self.rows():
-            for name, value in row["scores"].items():
-                score = math.nan if value is None else value
-                if row["side"] == "control":
-                    scores[name].setdefault(row["control"], []).append(score)
-                elif row["side"] == "tuned" and row["steps"] == at:
-                    tuned.setdefault(name, []).append(score)
+        at, rows = min(self.config.steps), list(self.rows())
+        tuned = _scores(rows, side="tuned", steps=at)
+        by_control = {str(control): _scores(rows, control=str(control)) for control in self.config.controls}
+        scores = {name: {of: own[name] for of, own in by_control.items()} for name in self.config.rewards}
         table = [
             {
                 "control": str(control),
@@ -219,7 +210,7 @@ class Judging:
             report["best_control"] = {name: _plain(vars(found)) for name, found in best.items()}
         path = self.directory / "results.json"
         with self._writing():
-            write_whole(self.directory / "pictures.jsonl", "".join(_json(row) + "\n" for row in self.rows()).encode())
+            save_rows(self.directory / PICTURES, self.rows())
             write_whole(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
         return path
 
@@ -241,31 +232,22 @@ class Judging:
         moving = evaluation.images.ndim == 5
         rows = [
             {
-                "picture": chunk.picture(chunk.start + place),
-                **({"clip": chunk.clip(chunk.start + place)} if moving else {}),
-                "prompt": prompt,
-                **({"images": list(images)} if (images := images_of(prompt)) else {}),
-                "index": chunk.start + place,
+                "picture": (picture := chunk.picture(row["index"])),
+                **({"clip": str(clip_of(Path(picture)))} if moving else {}),
+                **row,
                 "seed": self.config.seed,
                 "side": chunk.side,
                 "steps": chunk.steps,
                 **({"control": str(chunk.control)} if chunk.side == "control" else {}),
-                "scores": {name: finite(float(values[place])) for name, values in evaluation.scores.items()},
             }
-            for place, prompt in enumerate(evaluation.prompts)
+            for row in score_rows(evaluation.prompts, evaluation.scores, evaluation.right, chunk.start)
         ]
         with self._writing():
-            for row, image, still in zip(rows, evaluation.images, stills(evaluation.images), strict=True):
-                path = self.directory / str(row["picture"])
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with whole_file(path) as unfinished:
-                    to_pil(still).save(unfinished)
-                if moving:
-                    with whole_file(self.directory / str(row["clip"])) as unfinished:
-                        save_clip(unfinished, image, seconds_of(policy, len(image)))
+            indices, seconds = range(chunk.start, chunk.stop), seconds_of(policy, evaluation.images.shape[1])
+            save_pictures(self.directory / chunk.folder, evaluation.images, indices, seconds)
             scores = self._scores(chunk)
             scores.parent.mkdir(exist_ok=True)
-            write_whole(scores, _json(rows).encode())
+            write_whole(scores, json.dumps(rows, ensure_ascii=False, allow_nan=False).encode())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -280,8 +262,10 @@ class Judging:
         return self.directory / "chunks" / f"{chunk.name}.json"
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+def _scores(rows: Sequence[Row], **of: Any) -> dict[str, NDArray[np.float64]]:
+    """Scores [N] by reward of the rows that have these values."""
+    chosen = [row for row in rows if all(row.get(key) == value for key, value in of.items())]
+    return {name: values.double().numpy() for name, values in scores_of(chosen).items()}
 
 
 def _plain(line: Mapping[str, Any]) -> Row:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from g2rpo.core.input_pictures import read_inputs
@@ -23,7 +20,6 @@ RIGHT, WRONG = (0, 97, 158), (182, 70, 0)
 LINE = 15  # pixels from one line of text to the next
 HEAD = 46  # pixels above the first row, for the prompts
 CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice as many
-NOTE = "g2rpo-grid"  # the PNG text chunk with the layout
 
 
 def to_pil(image: Tensor) -> Image.Image:
@@ -57,27 +53,30 @@ def figure(value: float) -> str:
 
 def save_grid(path: Path, rows: Sequence[PictureRow], prompts: Sequence[str], note: str = "") -> None:
     """Writes rows of pictures (of clips their middle frames) as a PNG, one column per prompt: the prompt, its input picture
-    if it has one, and each picture with its verdict and scores below; below all the `note`. The file contains all this and
-    the layout as text, so that `grids.read_grid` can separate it again.
-    """
-    canvas, layout = _canvas(rows, prompts, note)
-    info = PngInfo()
-    info.add_itxt(NOTE, json.dumps(layout, ensure_ascii=False))
+    if it has one, and each picture with its verdict and scores below; below all the `note`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path, pnginfo=info, compress_level=1)  # files are a seventh larger than by default, written in half the time
+    canvas, _, _ = _canvas(rows, prompts, note)
+    canvas.save(path, compress_level=1)  # files are a seventh larger than by default, written in half the time
 
 
 def save_moving_grid(path: Path, rows: Sequence[PictureRow], prompts: Sequence[str], note: str, seconds: float) -> None:
     """Writes the same grid of clips as an animated WebP that lasts so many seconds."""
-    canvas, layout = _canvas(rows, prompts, note)
-    frames = [_at_frame(canvas, rows, layout, number) for number in range(rows[0].images.shape[1])]
+    canvas, corners, size = _canvas(rows, prompts, note)
+    frames = []
+    for number in range(rows[0].images.shape[1]):
+        frames.append(canvas.copy())
+        for row, places in zip(rows, corners, strict=True):
+            for clip, corner in zip(row.images, places, strict=True):
+                frames[-1].paste(_small(clip[number], size), corner)
     path.write_bytes(webp(frames, round(1000 * seconds / len(frames))))
 
 
-def _canvas(rows: Sequence[PictureRow], prompts: Sequence[str], note: str) -> tuple[Image.Image, dict[str, Any]]:
-    """A grid, and the positions of its parts."""
+def _canvas(
+    rows: Sequence[PictureRow], prompts: Sequence[str], note: str
+) -> tuple[Image.Image, list[list[tuple[int, int]]], tuple[int, int]]:
+    """A grid, the corners of its pictures by row, and their size."""
     width, height = _cell(rows[0].images)
-    inputs = [_beside(read_inputs(prompt), width, height) for prompt in prompts]
+    inputs = [beside(prompt, width, height) for prompt in prompts]
     labelled = any(inputs) or any(row.label for row in rows)
     left, gap = (64 if labelled else 8), 8
     top = HEAD + (height + gap if any(inputs) else 0)
@@ -86,7 +85,7 @@ def _canvas(rows: Sequence[PictureRow], prompts: Sequence[str], note: str) -> tu
     bottom = top + len(rows) * step
     words = [line for part in note.split("\n") for line in textwrap.wrap(part, max(20, (right - 16) // 6))]
     columns = [left + c * (width + gap) for c in range(len(prompts))]
-    boxes = [[(x, top + r * step) for x in columns] for r in range(len(rows))]
+    corners = [[(x, top + r * step) for x in columns] for r in range(len(rows))]
 
     canvas = Image.new("RGB", (right, bottom + LINE * len(words)), PAPER)
     draw = ImageDraw.Draw(canvas)
@@ -98,25 +97,14 @@ def _canvas(rows: Sequence[PictureRow], prompts: Sequence[str], note: str) -> tu
     for picture, x in zip(inputs, columns, strict=True):
         if picture is not None:
             canvas.paste(picture, (x, HEAD))
-    for row, corners in zip(rows, boxes, strict=True):
-        _label(draw, row.label, corners[0][1], height)
-        for index, corner in enumerate(corners):
-            canvas.paste(_small(stills(row.images)[index], (width, height)), corner)
-            _draw_scores(draw, row, index, corner[0], corner[1] + height + 1)
+    for row, places in zip(rows, corners, strict=True):
+        _label(draw, row.label, places[0][1], height)
+        for index, (x, y) in enumerate(places):
+            canvas.paste(_small(stills(row.images)[index], (width, height)), (x, y))
+            _draw_scores(draw, row, index, x, y + height + 1)
     for number, line in enumerate(words):
         draw.text((8, bottom + LINE * number - 2), line, fill=INK)
-
-    layout: dict[str, Any] = {
-        "prompts": list(prompts),
-        "size": [width, height],
-        "boxes": boxes,
-        "scores": [[_plain(row.scores, i) for i in range(len(prompts))] for row in rows],
-        "right": [[row.verdict(i) for i in range(len(prompts))] for row in rows],
-        "note": note,
-    }
-    if any(inputs):
-        layout["inputs"] = [[x, HEAD, *picture.size] if picture else None for picture, x in zip(inputs, columns, strict=True)]
-    return canvas, layout
+    return canvas, corners, (width, height)
 
 
 def _three_lines(prompt: str, width: int) -> str:
@@ -150,8 +138,9 @@ def _small(image: Tensor, size: tuple[int, int]) -> Image.Image:
     return to_pil(image).resize(size, Image.Resampling.LANCZOS)
 
 
-def _beside(pictures: Sequence[Image.Image], width: int, height: int) -> Image.Image | None:
-    """Pictures side by side in a cell; None where there are none."""
+def beside(prompt: str, width: int, height: int) -> Image.Image | None:
+    """The input pictures of a prompt side by side, at most so large; None where it has none."""
+    pictures = read_inputs(prompt)
     if not pictures:
         return None
     fitted = [ImageOps.contain(picture, (width // len(pictures), height)) for picture in pictures]
@@ -159,15 +148,6 @@ def _beside(pictures: Sequence[Image.Image], width: int, height: int) -> Image.I
     for number, each in enumerate(fitted):
         row.paste(each, (sum(before.width for before in fitted[:number]), 0))
     return row
-
-
-def _at_frame(canvas: Image.Image, rows: Sequence[PictureRow], layout: Mapping[str, Any], number: int) -> Image.Image:
-    """The grid with a frame of every clip."""
-    moved = canvas.copy()
-    for row, corners in zip(rows, layout["boxes"], strict=True):
-        for clip, corner in zip(row.images, corners, strict=True):
-            moved.paste(_small(clip[number], layout["size"]), corner)
-    return moved
 
 
 def _mark(draw: ImageDraw.ImageDraw, x: int, y: int, right: bool | None) -> None:
@@ -180,8 +160,3 @@ def _mark(draw: ImageDraw.ImageDraw, x: int, y: int, right: bool | None) -> None
     for stroke in strokes:
         draw.line([(x + across, y + down) for across, down in stroke], fill=colour, width=2)
     draw.text((x + 15, y), "right" if right else "wrong", fill=colour)
-
-
-def _plain(scores: Mapping[str, Tensor], index: int) -> dict[str, float | None]:
-    values = {name: float(each[index]) for name, each in scores.items()}
-    return {name: None if math.isnan(value) else value for name, value in values.items()}

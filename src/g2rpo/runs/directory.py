@@ -36,7 +36,9 @@ class RunDirectory:
         "baseline.safetensors"
     )  # the base model's evaluation; so a comparison needs no second copy of the weights
     control_scores = _Inside("scores/controls.safetensors")  # scores of the base model's controls, by control and reward
-    first_group = _Inside("samples/first_group.png")  # one group of the first iteration
+    first_group = _Inside("samples/first_group")  # pictures of one group of the first iteration
+    group_scores = _Inside("samples/first_group/scores.jsonl")
+    group_grid = _Inside("samples/first_group.png")
     before_after = _Inside("samples/before_after.png")
     curves = _Inside("curves.png")
     results = _Inside("results.json")  # base against tuned; written when a run finishes
@@ -46,12 +48,16 @@ class RunDirectory:
     exports = _Inside("export")
 
     def scores(self, iteration: int) -> Path:
-        """Held-out scores of the evaluation after an iteration, prompt by prompt."""
-        return self.path / "scores" / f"{_named(iteration)}.safetensors"
+        """The table of held-out scores after an iteration (`monitor.scores`)."""
+        return self.path / "scores" / f"{_named(iteration)}.jsonl"
 
     def pictures(self, iteration: int) -> Path:
-        """The first held-out pictures after an iteration."""
-        return self.path / "samples" / f"{_named(iteration)}.png"
+        """The folder of the held-out pictures that are kept after an iteration."""
+        return self.path / "samples" / _named(iteration)
+
+    def grid(self, iteration: int) -> Path:
+        """The first of them side by side."""
+        return self.pictures(iteration).with_suffix(".png")
 
     def traceback(self, rank: int) -> Path:
         """Why a reward failed on a rank."""
@@ -64,11 +70,6 @@ class RunDirectory:
             if folder.is_dir():
                 return folder
         raise UserError(f"{self.path} has no weights yet (neither adapter/ nor transformer/); has it finished?")
-
-
-def moving(grid: Path) -> Path:
-    """The animated file beside a grid of clips."""
-    return grid.with_suffix(".webp")
 
 
 def _named(iteration: int) -> str:

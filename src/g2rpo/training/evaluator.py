@@ -15,7 +15,6 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config, EvaluationConfig
 from g2rpo.core.seeding import seed_for
-from g2rpo.core.statistics import in_proportion
 from g2rpo.core.types import Policy, Reward, as_reward
 from g2rpo.evaluation.controls import (
     PLAIN,
@@ -40,7 +39,6 @@ from g2rpo.evaluation.heldout import (
     load_tensors,
     right_in_words,
     save_evaluation,
-    save_scores,
 )
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.evaluation.work import work_of_run
@@ -51,18 +49,13 @@ from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid
+from g2rpo.monitor.scores import SHOWN, chosen, clip_of, save_inputs, save_pictures, save_rows, score_rows
 from g2rpo.rollout.guidance import guidance_of
-from g2rpo.runs.directory import moving
+from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.learner import Learner
 from g2rpo.training.run_files import RunFiles
-
-OUTCOMES = {(0, 1): "became right", (1, 0): "became wrong", (1, 1): "stayed right", (0, 0): "stayed wrong"}
-"""Outcomes of a picture by its verdicts before and after training."""
-UNKNOWN = "have no verdict"
-SHOWN = 8
-"""Pictures of a grid."""
 
 
 def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes: bool) -> dict[str, Any]:
@@ -98,7 +91,7 @@ def evaluation_due(config: EvaluationConfig, iteration: int, iterations: int, ro
 class Evaluator:
     """Evaluates the (averaged) weights on `heldout` prompts by `rewards`, which are trained on, and `judges`, which are not.
 
-    `SHOWN` of the pictures are kept as a grid.
+    `SHOWN` of the pictures are kept.
     """
 
     sampler: Sampler
@@ -216,8 +209,8 @@ class Evaluator:
                 with self.files.written(self.files.run.baseline) as path:
                     save_evaluation(path, evaluation)
             with self.files.written(self.files.run.scores(iteration)) as path:
-                save_scores(path, evaluation)
-            self._save_grid(self.files.run.pictures(iteration), {"": evaluation}, f"After iteration {iteration}")
+                save_rows(path, score_rows(evaluation.prompts, evaluation.scores, evaluation.right))
+            self._save_pictures(self.files.run.grid(iteration), [(iteration, evaluation)], f"After iteration {iteration}")
         row: Row = {"kind": "eval", "iteration": iteration}
         row |= {f"reward/{name}": mean for name, mean in evaluation.means().items()}
         base = self.base()
@@ -258,7 +251,8 @@ class Evaluator:
             if spreads.keys() >= {0, iteration}:
                 means = {"base": spreads[0], "tuned": spreads[iteration]}
                 results[key] = {"prompts": self.spread_on, "noises": SPREAD_NOISES, **means}
-        self._save_grid(self.files.run.before_after, {"base": base, "tuned": tuned}, "Both rows from the same noise", right)
+        sides = [(0, base), (iteration, tuned)]
+        self._save_pictures(self.files.run.before_after, sides, "Both rows from the same noise", right)
         if rolled_back_from is not None:
             results["rolled_back_from"] = rolled_back_from
         with self.files.written(self.files.run.results) as path:
@@ -276,19 +270,22 @@ class Evaluator:
             row = statistics_row(self._base_look, image_statistics(evaluation.images))
         return dict(json.loads(world.broadcast_text(json.dumps(row))))
 
-    def _save_grid(self, grid: Path, rows: Mapping[str, Evaluation], which: str, right: Comparison | None = None) -> None:
-        """Pictures of `chosen` held-out prompts with the scores that are trained on, a row for each labelled evaluation."""
-        places, how = chosen([one.right for one in rows.values()], SHOWN, len(self.heldout))
-        picture_rows = [
-            PictureRow(
-                one.images[places],
-                label,
-                {reward: one.scores[reward][places] for reward in self.rewards},
-                None if one.right is None else one.right[places],
-            )
-            for label, one in rows.items()
-        ]
+    def _save_pictures(
+        self, grid: Path, sides: Sequence[tuple[int, Evaluation]], which: str, right: Comparison | None = None
+    ) -> None:
+        """Keeps pictures of `chosen` held-out prompts, of evaluations by iteration, and draws a grid of them with the scores
+        that are trained on: a row for the base, and one for the tuned model."""
+        places, how = chosen([one.right for _, one in sides], SHOWN, len(self.heldout))
         prompts = [self.heldout[place] for place in places]
+        seconds = seconds_of(self.sampler.policy, sides[0][1].images.shape[1])
+        picture_rows = []
+        for label, (iteration, one) in zip(("base", "tuned") if len(sides) > 1 else ("",), sides, strict=True):
+            scores = {reward: one.scores[reward][places] for reward in self.rewards}
+            picture_rows.append(PictureRow(one.images[places], label, scores, None if one.right is None else one.right[places]))
+            folder = self.files.run.pictures(iteration)
+            with self.files.holding(), writing(folder):
+                save_pictures(folder, one.images[places], places, seconds)
+                save_inputs(folder, prompts, places)
         note = f"{how}.\n{which}."
         if least := least_scores(self.judged_by):
             note += f" Right: {' and '.join(f'{reward} at least {value:g}' for reward, value in least.items())}."
@@ -296,29 +293,11 @@ class Evaluator:
             shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
             note += f" Of all {len(self.heldout)}, {shares}."
         if picture_rows[0].images.ndim == 5:
-            with self.files.written(moving(grid)) as path:
-                save_moving_grid(
-                    path, picture_rows, prompts, note, seconds_of(self.sampler.policy, picture_rows[0].images.shape[1])
-                )
+            with self.files.written(clip_of(grid)) as path:
+                save_moving_grid(path, picture_rows, prompts, note, seconds)
         with self.files.written(grid) as path:
             save_grid(path, picture_rows, prompts, note)
 
 
 def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return torch.full((len(prompts),), torch.nan)
-
-
-def chosen(right: Sequence[Tensor | None], shown: int, total: int) -> tuple[list[int], str]:
-    """The places of the `shown` held-out prompts of a grid, and how they were chosen: in the proportions of all if `right` has
-    the verdicts before and after training, else the first ones."""
-    before, after = right if len(right) == 2 else (None, None)
-    if before is None or after is None:
-        places = list(range(min(shown, total)))
-        return places, f"The first {len(places)} of {total} held-out prompts, in their order"
-    became = [OUTCOMES.get(pair, UNKNOWN) for pair in zip(before.tolist(), after.tolist(), strict=True)]
-    places = in_proportion(became, shown)
-    of_shown = [became[place] for place in places]
-    kinds = [*OUTCOMES.values(), *([UNKNOWN] if UNKNOWN in became else [])]
-    counts = [f"{of_shown.count(kind)} of {n}" if (n := became.count(kind)) else "none" for kind in kinds]
-    counted = ", ".join(f"{count} that {kind}" for count, kind in zip(counts, kinds, strict=True))
-    return places, f"{len(places)} of {total} held-out prompts, in the proportions of all: {counted}"

@@ -12,7 +12,9 @@ from g2rpo.core.input_pictures import images_of
 from g2rpo.core.types import Plan, Policy
 from g2rpo.monitor.clips import reduced, stills
 from g2rpo.monitor.pictures import PictureRow, save_grid
+from g2rpo.monitor.scores import save_inputs, save_pictures, save_rows, score_rows
 from g2rpo.rollout.scoring import decode
+from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collected
 from g2rpo.training.run_files import RunFiles
@@ -30,8 +32,8 @@ def save_first_group(
     collected: Collected,
     advantages: Tensor,
 ) -> None:
-    """Writes the members of the first group whose `advantages` [N, G] differ (if none does, of the first group): a row for each
-    tail, with the scores of the rewards `names`; of clips their middle frames."""
+    """Keeps the pictures of the first group whose `advantages` [N, G] differ (if none does, of the first group), of clips their
+    middle frames, with the scores of the rewards `names`; and draws them, a row for each tail."""
     number = next((index for index, own in enumerate(advantages) if own.max() > own.min()), 0)
     rollout, scores = collected.rollouts[number], collected.rewards[number]
     shape, latents = rollout.finals.shape[:2], rollout.finals.flatten(0, 1)
@@ -46,8 +48,19 @@ def save_first_group(
     ]
     prompt = prompts[rollout.prompt]
     columns = [Prompt("member 1", images_of(prompt)), *(f"member {member}" for member in range(2, shape[1] + 1))]
-    with files.written(files.run.first_group) as path:
-        save_grid(path, picture_rows, columns, f"{prompt}\n{how(rollout.plan)}")
+    cells = {"tails": shape[0], "how": how(rollout.plan)}
+    rows = [
+        row | {"index": shape[1] * m + row["index"]} | cells
+        for m, tail in enumerate(picture_rows)
+        for row in score_rows([prompt] * shape[1], tail.scores)
+    ]
+    folder = files.run.first_group
+    with files.holding(), writing(folder):
+        save_pictures(folder, images.flatten(0, 1), range(len(rows)), 0)
+        save_inputs(folder, [prompt], [0])
+        save_rows(files.run.group_scores, rows)
+    with files.written(files.run.group_grid) as path:
+        save_grid(path, picture_rows, columns, f"{prompt}\n{cells['how']}")
 
 
 def how(plan: Plan) -> str:

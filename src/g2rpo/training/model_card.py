@@ -17,8 +17,9 @@ from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.plain import parse_json, read_text
 from g2rpo.evaluation.controls import in_words, told
 from g2rpo.evaluation.heldout import Comparison
+from g2rpo.monitor.scores import clip_of
 from g2rpo.policies.catalogue import licence_of
-from g2rpo.runs.directory import RunDirectory, moving
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.rates import read_sweep
 
 CARD = "README.md"
@@ -41,7 +42,7 @@ def copy_card(weights: Path, to: Path) -> None:
 
 def _pictures(run: RunDirectory) -> tuple[Path, ...]:
     """The pictures of a card; the last only for clips."""
-    return run.before_after, run.curves, moving(run.before_after)
+    return run.before_after, run.curves, clip_of(run.before_after)
 
 
 def write_card(

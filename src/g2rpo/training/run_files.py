@@ -83,7 +83,7 @@ class RunFiles:
 
             def logged(row: Row) -> Row:
                 log.write(row)
-                pictures = {"eval/samples": self.run.pictures(row["iteration"])}
+                pictures = {"eval/samples": self.run.grid(row["iteration"])}
                 feed.log(row, pictures if row["kind"] == "eval" else {})
                 return row
 

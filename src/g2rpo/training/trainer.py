@@ -20,10 +20,11 @@ from g2rpo.core.errors import Preempted
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout, as_rewards
-from g2rpo.evaluation.heldout import Comparison, Evaluation, load_tensors
+from g2rpo.evaluation.heldout import Comparison, Evaluation
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
+from g2rpo.monitor.scores import has_rows, read_rows, scores_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.guidance import guided_by
@@ -388,10 +389,8 @@ class Trainer:
         self.iteration, directory = found, self.files.run.path
         self.alarms.rows = [row for row in read_metrics(directory) if row["iteration"] <= found]
         evaluated = [row["iteration"] for row in self.alarms.rows if row["kind"] == "eval"]
-        scores = {iteration: self.files.run.scores(iteration) for iteration in evaluated}
-        self.alarms.history = {
-            i: load_tensors(path) for i, path in scores.items() if path.is_file()
-        }  # runs of older versions have none
+        tables = {iteration: self.files.run.scores(iteration) for iteration in evaluated}
+        self.alarms.history = {i: scores_of(read_rows(table)) for i, table in tables.items() if has_rows(table)}
         return [*complaints, *gaps(directory, self.alarms.rows, found)]
 
     def roll_back(self) -> int:

@@ -28,7 +28,6 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan, Reward, no_kernel
-from g2rpo.evaluation.heldout import load_tensors
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.demo.gate import MAX_BODY, Gate
 from g2rpo.lab.demo.opening import Opening, opening, opening_of
@@ -38,6 +37,7 @@ from g2rpo.lab.demo.settings import facts, of_model, of_run
 from g2rpo.lab.demo.views import digits, drawing_html, group_html, run_html
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
+from g2rpo.monitor.scores import read_rows, scores_of
 from g2rpo.rollout.engine import Engine
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.stopwatch import Stopwatch
@@ -117,7 +117,7 @@ def test_a_held_out_prompt_is_drawn_as_the_run_evaluated_it(run):
     for number, prompt in enumerate(heldout):
         drawing = draw(session, prompt, **asked)
         for evaluation, iteration in ((drawing.base, 0), (drawing.tuned, log.changes()[0].iteration)):
-            stored = load_tensors(RunDirectory(run).scores(iteration))
+            stored = scores_of(read_rows(RunDirectory(run).scores(iteration)))
             for name, value in evaluation.scores.items():  # other batches, so not to the last bit
                 torch.testing.assert_close(value, stored[name][number : number + 1], atol=1e-4, rtol=0, equal_nan=True)
         assert drawing.settings.startswith(

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 
 from g2rpo.config.recipes import settings
 from g2rpo.config.resolve import resolve
@@ -27,9 +25,9 @@ from g2rpo.lab.report.seeds import seed_groups
 from g2rpo.lab.report.verdict import summary, verdict
 from g2rpo.lab.report.words import decimals, signed, span
 from g2rpo.monitor.alarms import ADVICE
-from g2rpo.monitor.grids import read_grid
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.pictures import PictureRow, save_grid
+from g2rpo.monitor.scores import read_rows, right_of, save_pictures, save_rows, score_rows, scores_of
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import claim, record_start, source_commit
 from tests.support.commands import g2rpo
 from tests.support.runs import PLAIN, brightness, config, trainer
@@ -200,27 +198,29 @@ def test_pictures_are_shown_before_and_after(html):
 
 
 def test_a_group_of_the_first_iteration_is_shown_from_best_to_worst(run_dir, html, tmp_path):
-    grid, page = read_grid(run_dir / "samples" / "first_group.png"), Page(html)
-    assert len(grid.rows) == 2 and len(grid.prompts) == 6  # granularities, members
-    advantages = torch.tensor([cell["advantage"] for cell in grid.scores[0]])
-    scores = torch.tensor([[cell["bright"] for cell in row] for row in grid.scores])
+    rows, page = read_rows(RunDirectory(run_dir).group_scores), Page(html)
+    scores = scores_of(rows)["bright"].reshape(2, 6)  # granularities, members
+    advantages = scores_of(rows)["advantage"][:6]
     standard = (scores - scores.mean(1, keepdim=True)) / scores.std(1, keepdim=True)
     assert torch.allclose(advantages, standard.sum(0), atol=1e-4) and advantages.abs().max() > 0.5
     order = advantages.argsort(descending=True).tolist()
     shown = [a["alt"] for a in page.all("img") if a["alt"].startswith("member ")]
-    assert shown == [f"{grid.prompts[member]}, tail {tail}" for member in order for tail in (1, 2)]
+    assert shown == [f"member {member + 1}, tail {tail}" for member in order for tail in (1, 2)]
     told = page.words.partition("nothing else is random.")[2].partition("Any other prompt")[0]
     assert [words.split()[-1] for words in told.split("bright")[1:]] == [signed(float(advantages[m]), 2) for m in order]
-    (run_dir / "samples" / "first_group.png").rename(tmp_path / "aside")
-    assert "This run kept none." in Page(render(read_runs([run_dir]))).words
-    (tmp_path / "aside").rename(run_dir / "samples" / "first_group.png")
+    directory = shutil.copytree(run_dir, tmp_path / "run")
+    (directory / "samples" / "first_group" / "000003.png").unlink()
+    assert "000003.png" in Page(render(read_runs([directory]))).words
+    shutil.rmtree(directory / "samples" / "first_group")
+    (directory / "samples" / "first_group.png").unlink()
+    assert "This run kept none." in Page(render(read_runs([directory]))).words
 
 
 def test_the_verdict_comes_first_then_pictures_and_what_ran_comes_last(html):
     sections = [a["id"] for a in Page(html).all("section")]
     assert sections[:3] == ["pictures", "results", "alarms"] and sections[-1] == "config"
     words = Page(html).words
-    assert words.index("bright ") < words.index("Finished: 4 iterations.") < words.index("The first held-out prompts")
+    assert words.index("bright ") < words.index("Finished: 4 iterations.") < words.index("The first 3 of 3 held-out prompts")
     assert words.index("Model ") > words.index("Where the time went")
     links = [a["href"][1:] for a in Page(html).all("a")]
     assert links == [name for name in sections if name in links]
@@ -239,8 +239,8 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     below = page.words.partition("by the rewards that can tell")[2]
     marks = below.count("✓ right"), below.count("✗ wrong")
     judged = [t.evaluator.baseline.right, t.score_heldout().right]
-    middle = read_grid(tmp_path / "samples" / "iteration_000002.png")
-    expected = [bool(v) for side in judged for v in side] + list(middle.right[0])
+    middle = right_of(read_rows(RunDirectory(tmp_path).scores(2)))
+    expected = [bool(v) for side in [*judged, middle] for v in side]
     assert marks == (expected.count(True), expected.count(False)) and sum(marks) == 9 > marks[0] > 0
     for value in [*t.evaluator.baseline.scores["bright"], *t.score_heldout().scores["bright"]]:
         assert f"bright {float(value):.3f}" in page.words
@@ -251,29 +251,41 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
 
 
 def test_pictures_in_the_proportions_of_all_come_first_and_the_first_prompts_during_the_run_below(run_dir, tmp_path):
-    """A run whose before_after.png has other prompts than its evaluations, as where a reward tells right from wrong."""
+    """Where the first prompts are not those in the proportions of all, as a reward that tells right from wrong shows them."""
     directory = shutil.copytree(run_dir, tmp_path / "run")
-    how = "3 of 9 held-out prompts, in the proportions of all: 2 of 6 that became right, 1 of 3 that stayed wrong."
-    rows = [
-        PictureRow(torch.rand(3, 3, 4, 4), side, {}, torch.tensor(right))
-        for side, right in (("base", [0, 0, 0]), ("tuned", [1, 1, 0]))
-    ]
-    save_grid(directory / "samples" / "before_after.png", rows, ["a", "b", "c"], f"{how}\nBoth rows from the same noise.")
+    files, right = RunDirectory(directory), {0: [0] * 9, 2: [0] * 9, 4: [1] * 6 + [0] * 3}
+    for iteration, verdicts in right.items():
+        scores = {"bright": torch.rand(9)}
+        save_rows(files.scores(iteration), score_rows(list("abcdefghi"), scores, torch.tensor(verdicts, dtype=torch.float32)))
+        save_pictures(files.pictures(iteration), torch.rand(9, 3, 4, 4), range(9), 1)
     page = Page(render(read_runs([directory])))
     pictures = [a["alt"] for a in page.all("img") if not a["alt"].startswith("member ")]
-    assert pictures[:6] == [f"{side}: {prompt}" for prompt in "abc" for side in ("Base model", "After iteration 4")]
-    assert pictures[6:9] == ["Base model: 0", "After iteration 2: 0", "After iteration 4: 0"] and len(pictures) == 15
-    assert how in page.words and "Both rows" not in page.words and page.words.count("✓ right") == 2
+    assert pictures[:16] == [f"{side}: {prompt}" for prompt in "abcdeghi" for side in ("Base model", "After iteration 4")]
+    assert pictures[16:19] == ["Base model: a", "After iteration 2: a", "After iteration 4: a"] and len(pictures) == 16 + 24
+    how = "8 of 9 held-out prompts, in the proportions of all: 5 of 6 that became right"
+    assert how in page.words and page.words.count("✓ right") == 5 + 6
     (slider,) = [a for a in page.all("input") if "data-iterations" in a]
     assert slider["data-iterations"] == "0,2,4" and page.all("details", class_="progress")
-    shorter = make_run(tmp_path / "shorter", "evaluation.every=4")
-    (directory / "samples" / "before_after.png").rename(shorter / "samples" / "before_after.png")
-    page = Page(render(read_runs([shorter])))
-    assert len(page.all("img", alt="After iteration 4: a")) == 1 and not page.all(
-        "details", class_="progress"
-    )  # no evaluation between
-    (shorter / "results.json").unlink()  # unfinished
-    assert not Page(render(read_runs([shorter]))).all("img", alt="After iteration 4: a")
+    (directory / "results.json").unlink()  # unfinished
+    assert len(Page(render(read_runs([directory]))).all("img", alt="After iteration 4: a")) == 1
+
+
+def test_a_run_of_an_older_release_shows_its_grids(run_dir, tmp_path):
+    """It kept scores as tensors, and pictures on grids alone."""
+    directory = shutil.copytree(run_dir, tmp_path / "run")
+    files = RunDirectory(directory)
+    for iteration in (0, 2, 4):
+        save_file(scores_of(read_rows(files.scores(iteration))), files.scores(iteration).with_suffix(".safetensors"))
+        files.scores(iteration).unlink()
+        shutil.rmtree(files.pictures(iteration))
+    shutil.rmtree(files.first_group)
+    runs = read_runs([directory])
+    assert seed_groups(runs)[0].curve("bright")[:2] == seed_groups(read_runs([run_dir]))[0].curve("bright")[:2]
+    shown = [a["alt"] for a in Page(render(runs)).all("img")]
+    assert shown == [
+        *(f"{side}: Several prompts" for side in ("Base model", "After iteration 2", "After iteration 4")),
+        "A group of the first iteration",
+    ]
 
 
 def said(directory, rewards, right=None, alarms=(), prompts=192, words="", **further):
@@ -352,8 +364,9 @@ def test_free_knobs_are_a_table_and_where_none_was_tried_a_command(tmp_path, htm
 def test_markup_from_users_is_text(tmp_path):
     bad = "<script>alert('1')</script>&\"x"
     directory = make_run(tmp_path / "<b>bold", finish=False)
-    grid = directory / "samples" / "iteration_000000.png"
-    save_grid(grid, [PictureRow(torch.rand(1, 3, 4, 4))], [bad])
+    table = RunDirectory(directory).scores(0)
+    rows = read_rows(table)
+    save_rows(table, [row | {"prompt": bad} for row in rows])
     text = (directory / "metrics.jsonl").read_text()
     (directory / "metrics.jsonl").write_text(text.replace("bright", "<i>bright"))
     text = (directory / "config.yaml").read_text()
@@ -407,7 +420,7 @@ def seeds(tmp_path_factory):
 
 
 def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prompts(seeds):
-    scores = [[load_file(run / "scores" / f"iteration_{i:06d}.safetensors") for run in seeds] for i in (0, 2, 4)]
+    scores = [[scores_of(read_rows(RunDirectory(run).scores(i))) for run in seeds] for i in (0, 2, 4)]
     bright = np.stack([[one["bright"].double().numpy() for one in after] for after in scores])  # [evaluation, seed, prompt]
     change = interval(bright[2] - bright[0])
     (line,) = seed_groups(read_runs(seeds))
@@ -450,9 +463,9 @@ def test_only_runs_of_one_config_and_several_seeds_are_one_line(seeds, tmp_path)
     (starts := seeds[1] / "starts.jsonl").write_text(json.dumps({"contents": {"prompts.train": "others"}}) + "\n")
     assert names(seed_groups(read_runs(seeds))) == [["1", "3"], ["2"]]
     starts.unlink()
-    (seeds[2] / "scores" / "iteration_000002.safetensors").rename(tmp_path / "aside")
+    RunDirectory(seeds[2]).scores(2).rename(tmp_path / "aside")
     assert names(seed_groups(read_runs(seeds))) == [["1", "2"], ["3"]]
-    (tmp_path / "aside").rename(seeds[2] / "scores" / "iteration_000002.safetensors")
+    (tmp_path / "aside").rename(RunDirectory(seeds[2]).scores(2))
 
 
 def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of_all(seeds, tmp_path):
@@ -462,7 +475,7 @@ def test_unfinished_runs_with_other_seeds_are_compared_at_the_last_evaluation_of
     (shorter / "results.json").unlink()
     runs = read_runs([seeds[0], shorter])
     (line,) = seed_groups(runs)
-    both = [load_file(run / "scores" / "iteration_000002.safetensors")["bright"].double().mean() for run in (seeds[0], shorter)]
+    both = [scores_of(read_rows(RunDirectory(run).scores(2)))["bright"].double().mean() for run in (seeds[0], shorter)]
     assert [one.iteration for one in [*line.changes(), line.right()]] == [2, 2, 2]
     assert line.changes()[0].tuned == pytest.approx(float(sum(both)) / 2)
     words = Page(render(runs)).words
@@ -513,13 +526,14 @@ def test_a_run_that_logged_nothing_has_a_page(tmp_path):
     assert "nothing is logged yet of 4 iterations" in Page(render(read_runs([tmp_path]))).words
 
 
-def test_pictures_of_an_older_version_are_named(run_dir, tmp_path):
+def test_damaged_pictures_and_scores_are_named(run_dir, tmp_path):
     directory = shutil.copytree(run_dir, tmp_path / "run")
-    path = directory / "samples" / "iteration_000002.png"
-    Image.open(path).copy().save(path, pnginfo=PngInfo())
-    page = Page(render(read_runs([directory])))
-    assert f"Not shown: {path} does not say what it shows" in page.words
-    assert all(a["alt"].startswith("member ") for a in page.all("img"))
+    files = RunDirectory(directory)
+    for damage in (files.pictures(2) / "000000.png", files.scores(2)):
+        damage.write_bytes(b"no")
+        page = Page(render([*read_runs([directory])]))
+        assert "Not shown: " in page.words and str(damage) in page.words
+        assert all(a["alt"].startswith("member ") for a in page.all("img"))
 
 
 def test_missing_numbers_are_gaps(run_dir, tmp_path):
@@ -582,9 +596,10 @@ def test_many_large_pictures_are_thinned_and_shrunk(tmp_path):
     row = {"kind": "eval", "reward/bright": 0.5, "reward/dark": 0.5, "seconds": 1.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**row, "iteration": i}) + "\n" for i in range(20)))
     noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
-    save_grid(tmp_path / "samples" / "iteration_000000.png", [PictureRow(noise)], [str(n) for n in range(8)])
-    for i in range(1, 20):
-        shutil.copy(tmp_path / "samples" / "iteration_000000.png", tmp_path / "samples" / f"iteration_{i:06d}.png")
+    files = RunDirectory(tmp_path)
+    for i in range(20):
+        save_rows(files.scores(i), score_rows([str(n) for n in range(8)], {"bright": torch.rand(8)}))
+        save_pictures(files.pictures(i), noise, range(8), 1)
     html = render(read_runs([tmp_path]))
     assert len(html) < 5e6
     (slider,) = [a for a in Page(html).all("input") if "data-iterations" in a]

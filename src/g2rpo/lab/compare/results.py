@@ -13,8 +13,8 @@ import numpy as np
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
-from g2rpo.core.plain import parse_json, read_text
 from g2rpo.evaluation.gains import Scores
+from g2rpo.evaluation.sweep import PICTURES
 from g2rpo.lab.compare.study import (
     History,
     Judged,
@@ -28,6 +28,7 @@ from g2rpo.lab.compare.study import (
     save_curves,
 )
 from g2rpo.monitor.metrics import read_metrics
+from g2rpo.monitor.scores import read_rows
 
 FREE = "no training: best free knob"
 
@@ -208,13 +209,12 @@ def _read_judged(folder: Path) -> Judged:
 
 
 def _read_rows(folder: Path) -> list[Any]:
-    path = folder / "pictures.jsonl"
     try:
-        rows = [parse_json(row) for row in read_text(path).split("\n") if row]
+        rows = read_rows(folder / PICTURES)
         judged_scores(rows)  # refuses what it cannot read
         return rows
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: is damaged ({error}); delete {folder} and the same command judges again") from None
+    except (UserError, TypeError, KeyError) as error:
+        raise UserError(f"{folder}: its scores are damaged ({error}); delete it and the same command judges again") from None
 
 
 def _pictures(run: Path) -> int:

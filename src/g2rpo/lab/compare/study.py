@@ -20,10 +20,10 @@ from g2rpo.core.files import whole_file
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.controls import highest
 from g2rpo.evaluation.gains import Scores, gains
-from g2rpo.evaluation.heldout import load_tensors
 from g2rpo.evaluation.work import work
 from g2rpo.monitor.curves import COLOURS, curve_with_band
 from g2rpo.monitor.metrics import read_metrics
+from g2rpo.monitor.scores import read_rows, scores_of
 from g2rpo.runs.directory import RunDirectory
 
 Unit = Literal["iterations", "evaluations", "seconds"]
@@ -87,7 +87,7 @@ def read_run(config: Config, run_dir: Path) -> History:
             iterations.append(row["iteration"])
             spent.append(evaluations)
             seconds.append(clock)
-            scores.append({name: values.double().numpy() for name, values in load_tensors(path).items()})
+            scores.append({name: values.double().numpy() for name, values in scores_of(read_rows(path)).items()})
     return History(iterations, spent, seconds, scores)
 
 
@@ -172,13 +172,14 @@ def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Outcome]:
     ]
 
 
-def judged_scores(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Scores]:
+def judged_scores(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], Scores]:
     """Scores [N] by (steps, reward) from the rows of an evaluation of one side (`judging.Judging.rows`)."""
-    table: dict[tuple[int, str], list[float]] = {}
-    for row in sorted(rows, key=lambda row: (row["steps"], row["index"])):
-        for name, value in row["scores"].items():
-            table.setdefault((row["steps"], name), []).append(np.nan if value is None else value)
-    return {key: np.array(values) for key, values in table.items()}
+    by_index = sorted(rows, key=lambda row: row["index"])
+    return {
+        (steps, name): values.double().numpy()
+        for steps in sorted({row["steps"] for row in rows})
+        for name, values in scores_of([row for row in by_index if row["steps"] == steps]).items()
+    }
 
 
 def save_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[Point]]], trained: Sequence[str]) -> None:

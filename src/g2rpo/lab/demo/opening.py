@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.types import Reward
-from g2rpo.evaluation.heldout import load_tensors, verdicts
+from g2rpo.evaluation.heldout import verdicts
 from g2rpo.lab.report.history import Run
+from g2rpo.monitor.scores import has_rows, read_rows, scores_of
 
 Scores = Mapping[str, Tensor]
 
@@ -30,9 +31,9 @@ def opening_of(run: Run, rewards: Mapping[str, Reward], trained: Sequence[str]) 
     if not changes:
         return Opening()
     paths = [run.files.scores(iteration) for iteration in (0, changes[0].iteration)]
-    if not all(path.is_file() for path in paths):  # runs of older versions have no scores
+    if not all(map(has_rows, paths)):  # runs of older versions have no scores
         return Opening()
-    base, tuned = map(load_tensors, paths)
+    base, tuned = (scores_of(read_rows(path)) for path in paths)
     scored = {name: reward for name, reward in rewards.items() if name in base.keys() & tuned.keys()}
     return opening(base, tuned, scored, [name for name in trained if name in scored])
 

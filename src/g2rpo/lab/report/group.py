@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from g2rpo.lab.report.embedded import data_uri
 from g2rpo.lab.report.history import Run
+from g2rpo.lab.report.pictures import DAMAGE, given_to, open_picture, said
 from g2rpo.lab.report.words import signed
-from g2rpo.monitor.grids import Grid, read_grid
-from g2rpo.monitor.pictures import figure
+from g2rpo.monitor.scores import Row, picture_of, read_rows
 from g2rpo.training.first_group import ADVANTAGE
 
 MEMBER = 128  # pixels a side, at most, of a member's picture
 
 
 def first_group(run: Run) -> dict[str, Any] | None:
-    """The group of the first iteration that the run kept, its members from best to worst. None if it kept none; `trouble` is
-    the reason if it cannot be shown."""
-    path = run.files.first_group
-    if not path.is_file():  # of an older version, or all rewards score latents
-        return None
+    """The group of the first iteration that the run kept, its members from best to worst; as a `whole` picture of a run of an
+    older release. None if it kept none; `trouble` is the reason if it cannot be shown."""
+    folder, grid = run.files.first_group, run.files.group_grid
     try:
-        grid = read_grid(path)
-    except (OSError, ValueError) as error:
+        if not run.files.group_scores.is_file():
+            return {"trouble": "", "whole": data_uri(open_picture(grid), 1024)} if grid.is_file() else None
+        rows = read_rows(run.files.group_scores)
+        uris = [data_uri(open_picture(picture_of(folder, index)), MEMBER) for index in range(len(rows))]
+        members = _members(rows, uris, len(rows) // rows[0]["tails"])
+        told = {"prompt": rows[0]["prompt"], "how": rows[0]["how"], "input": given_to(folder, 0, MEMBER)}
+        return {"trouble": "", "whole": "", "members": members, **told}
+    except (*DAMAGE, ArithmeticError) as error:
         return {"trouble": str(error)}
-    prompt, _, how = grid.note.partition("\n")
-    given = data_uri(grid.inputs[0], MEMBER) if grid.inputs[0] else ""
-    return {"trouble": "", "prompt": prompt, "how": how, "input": given, "members": _members(grid)}
 
 
-def _members(grid: Grid) -> list[dict[str, Any]]:
-    advantages = [cell.get(ADVANTAGE) or 0.0 for cell in grid.scores[0]]
+def _members(rows: Sequence[Row], uris: Sequence[str], count: int) -> list[dict[str, Any]]:
+    advantages = [row["scores"].get(ADVANTAGE) or 0.0 for row in rows[:count]]
     largest = max(map(abs, advantages)) or 1.0
+    names = [name for name in rows[0]["scores"] if name != ADVANTAGE]
     return [
         {
-            "name": grid.prompts[member],
-            "pictures": [data_uri(row[member], MEMBER) for row in grid.rows],
-            "scores": _member_scores([row[member] for row in grid.scores]),
+            "name": f"member {member + 1}",
+            "pictures": uris[member::count],
+            "scores": {name: " · ".join(said(row["scores"][name]) for row in rows[member::count]) for name in names},
             "advantage": signed(advantages[member], 2) if advantages[member] else "0",
             "way": "up" if advantages[member] > 0 else "down" if advantages[member] < 0 else "same",
             "width": round(50 * abs(advantages[member]) / largest, 1),
         }
-        for member in sorted(range(len(advantages)), key=lambda member: -advantages[member])
+        for member in sorted(range(count), key=lambda member: -advantages[member])
     ]
-
-
-def _member_scores(tails: Sequence[dict[str, float | None]]) -> dict[str, str]:
-    """By reward the scores of a member at every tail."""
-    names = [name for name in tails[0] if name != ADVANTAGE]
-    return {name: " · ".join(figure(math.nan if (v := cell[name]) is None else v) for cell in tails) for name in names}

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from g2rpo.core.errors import UserError
 from g2rpo.lab.report.embedded import clip_uri, data_uri
 from g2rpo.lab.report.history import Run
-from g2rpo.monitor.grids import Grid, read_grid
+from g2rpo.monitor.clips import read_webp
 from g2rpo.monitor.pictures import figure
+from g2rpo.monitor.scores import SHOWN, Row, chosen, clip_of, input_of, picture_of, read_rows, right_of
 
-FRAMES, PICTURES, PICTURE_BYTES = 9, 8, 3_000_000
-"""Largest numbers of evaluations, and of prompts at each, shown of a run, and approximate bytes of pictures on a page."""
+FRAMES, PICTURE_BYTES = 9, 3_000_000
+"""The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""
+DAMAGE = (OSError, ValueError, LookupError, TypeError, UserError)
+"""What reading damaged files raises."""
 
 
 def pictures(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -25,65 +30,12 @@ def pictures(runs: Sequence[Run]) -> list[dict[str, Any]]:
     Clips move; `still` is shown if the browser is set to reduced motion. `trouble` is the reason if a run's pictures cannot be
     shown.
     """
-    found = [_read_shown(run) for run in runs]
     shown: list[dict[str, Any]] = []
     for size in (256, 192, 128, 96, 64, 48):
-        shown = [
-            {
-                "how": each.how,
-                "trouble": each.trouble,
-                "iterations": [list(each.frames), list(each.progress)],
-                "cards": _cards(each.frames, size, each.most),
-                "progress": _cards(each.progress, size, PICTURES),
-            }
-            for each in found
-        ]
+        shown = [_shown(run, size) for run in runs]
         if sum(len(frame["uri"]) + len(frame["still"]) for run in shown for frame in frames_of(run)) <= PICTURE_BYTES:
             break
     return shown
-
-
-Frames = dict[int, tuple[Grid, int]]
-"""By iteration a grid, and the row of it."""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Frames, and how their prompts were chosen, of which at most so many are shown; frames during the run, if they are of
-    other prompts; or why there are none."""
-
-    how: str
-    frames: Frames
-    most: int = PICTURES
-    progress: Frames = field(default_factory=dict)
-    trouble: str = ""
-
-
-def _read_shown(run: Run) -> Shown:
-    first = "The first held-out prompts, in their order."
-    try:
-        during: Frames = {iteration: (read_grid(path), 0) for iteration, path in _during(run).items()}
-        pair = _before_after(run)
-    except (OSError, ValueError) as error:  # damaged, or of an older version
-        return Shown(first, {}, trouble=str(error))
-    if pair is None or any(grid.prompts == pair.prompts for grid, _ in during.values()):
-        return Shown(first, during)
-    ends: Frames = {0: (pair, 0), run.changes()[0].iteration: (pair, 1)}
-    return Shown(pair.note.partition("\n")[0], ends, len(pair.prompts), during if len(during) > 2 else {})
-
-
-def _during(run: Run) -> dict[int, Path]:
-    """The pictures of the first and last evaluation and of evenly spaced ones between, by iteration."""
-    paths = {row["iteration"]: run.files.pictures(row["iteration"]) for row in run.evaluations}
-    every = [(iteration, path) for iteration, path in paths.items() if path.is_file()]
-    count = min(FRAMES, len(every))
-    return dict(every[round(i * (len(every) - 1) / max(1, count - 1))] for i in range(count))
-
-
-def _before_after(run: Run) -> Grid | None:
-    """The pictures of base and tuned that a finished run kept; None if it went on since."""
-    path = run.files.before_after
-    return read_grid(path) if run.newest_results is not None and path.is_file() else None
 
 
 def frames_of(shown: dict[str, Any]) -> list[dict[str, Any]]:
@@ -91,25 +43,84 @@ def frames_of(shown: dict[str, Any]) -> list[dict[str, Any]]:
     return [frame for card in [*shown["cards"], *shown["progress"]] for frame in card["frames"]]
 
 
-def _cards(frames: Frames, size: int, most: int) -> list[dict[str, Any]]:
+def open_picture(path: Path) -> Image.Image:
+    """A PNG; ValueError or OSError for anything else."""
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            return picture.convert("RGB")
+    except (SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} {error}") from None
+
+
+def _shown(run: Run, size: int) -> dict[str, Any]:
+    shown = {"how": "", "trouble": "", "iterations": [[], []], "cards": [], "progress": []}
+    try:
+        return shown | _read_shown(run, size)
+    except DAMAGE as error:
+        return shown | {"trouble": str(error)}
+
+
+def _read_shown(run: Run, size: int) -> dict[str, Any]:
+    evaluated = [row["iteration"] for row in run.evaluations]
+    tables = [iteration for iteration in evaluated if run.files.scores(iteration).is_file()]
+    if not tables:  # an older release kept grids alone
+        grids = _thinned([iteration for iteration in evaluated if run.files.grid(iteration).is_file()])
+        frames = [_frame(run.files.grid(iteration), 4 * size) for iteration in grids]
+        card = {"prompt": "Several prompts", "input": "", "frames": frames}
+        return {"how": "The first held-out prompts.", "iterations": [grids, []], "cards": [card] if grids else []}
+    during = {iteration: read_rows(run.files.scores(iteration)) for iteration in _thinned(tables)}
+    first, how = chosen([None], SHOWN, len(during[tables[0]]))
+    cards = _cards(run, during, first, size)
+    shown = {"how": f"{how}.", "iterations": [list(during), []], "cards": cards}
+    if run.newest_results is None or not {0, last := run.changes()[0].iteration} <= set(tables):
+        return shown
+    ends = {iteration: read_rows(run.files.scores(iteration)) for iteration in (0, last)}
+    places, how = chosen([right_of(rows) for rows in ends.values()], SHOWN, len(ends[0]))
+    if places == first:
+        return shown
+    further = cards if len(during) > 2 else []
+    return {"how": f"{how}.", "iterations": [list(ends), list(during)], "cards": _cards(run, ends, places, size)} | {
+        "progress": further
+    }
+
+
+def _thinned(iterations: list[int]) -> list[int]:
+    """The first and the last of them, and evenly spaced ones between."""
+    count = min(FRAMES, len(iterations))
+    return [iterations[round(i * (len(iterations) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def _cards(run: Run, tables: Mapping[int, Sequence[Row]], places: Sequence[int], size: int) -> list[dict[str, Any]]:
     """By prompt: its input picture, and its pictures after every iteration, each with its scores and whether it is right."""
-    if not frames:
-        return []
-    grid, _ = next(iter(frames.values()))
+    first = next(iter(tables))
     return [
         {
-            "prompt": prompt,
-            "input": data_uri(given, size) if (given := grid.inputs[i]) else "",
-            "frames": [_frame(*frame, i, size) for frame in frames.values()],
-            "shape": grid.rows[0][i].size,
+            "prompt": tables[first][place]["prompt"],
+            "input": given_to(run.files.pictures(first), place, size),
+            "frames": [
+                _frame(picture_of(run.files.pictures(iteration), place), size, rows[place], run.config.rewards)
+                for iteration, rows in tables.items()
+            ],
         }
-        for i, prompt in enumerate(grid.prompts[:most])
+        for place in places
     ]
 
 
-def _frame(grid: Grid, row: int, index: int, size: int) -> dict[str, Any]:
-    scores = {name: figure(math.nan if value is None else value) for name, value in grid.scores[row][index].items()}
-    picture, still = data_uri(grid.rows[row][index], size), ""
-    if grid.moving is not None:
-        picture, still = clip_uri(grid.moving.rows[row][index], grid.moving.durations, size), picture
-    return {"uri": picture, "still": still, "right": grid.right[row][index], "scores": scores}
+def given_to(folder: Path, index: int, size: int) -> str:
+    """The input picture that was kept beside a picture; "" for none."""
+    path = input_of(folder, index)
+    return data_uri(open_picture(path), size) if path.is_file() else ""
+
+
+def said(value: float | None) -> str:
+    """A score, or that there is none."""
+    return figure(math.nan if value is None else value)
+
+
+def _frame(path: Path, size: int, row: Row | None = None, names: Collection[str] = ()) -> dict[str, Any]:
+    picture, row = open_picture(path), row or {}
+    scores = {name: said(row["scores"][name]) for name in names if name in row["scores"]}
+    uri, still, clip = data_uri(picture, size), "", clip_of(path)
+    if row and clip.is_file():
+        uri, still = clip_uri(*read_webp(clip), size), uri
+    return {"uri": uri, "still": still, "right": row.get("right"), "scores": scores, "shape": picture.size}

@@ -15,9 +15,10 @@ from torch import Tensor
 from g2rpo.config.resolve import differences
 from g2rpo.config.schema import Config
 from g2rpo.core.statistics import Interval, Z, interval
-from g2rpo.evaluation.heldout import least_reached, load_tensors
+from g2rpo.evaluation.heldout import least_reached
 from g2rpo.lab.report.history import Change, Occurrence, Points, Run
 from g2rpo.monitor.metrics import Row
+from g2rpo.monitor.scores import has_rows, read_rows, scores_of
 
 SEED, PLACES = "trainer.seed", {"policy.device", "prompts.cache", "trackers"}
 """Runs of one line have different seeds, and may differ in where they ran and what they logged to."""
@@ -118,7 +119,7 @@ class SeedGroup:
         paths = [run.files.scores(iteration) for run, iteration in zip(self.runs, after, strict=True)]
         for path in paths:
             if path not in self._files:
-                self._files[path] = load_tensors(path)
+                self._files[path] = scores_of(read_rows(path))
         by_run = [self._files[path] for path in paths]
         return {name: torch.stack([scores[name] for scores in by_run]) for name in self.rewards()}
 
@@ -182,4 +183,4 @@ def _differ_in_seed(one: Run, other: Run) -> bool:
 
 def _kept(run: Run) -> bool:
     """Whether the scores of all evaluations are there, prompt by prompt: older versions kept none."""
-    return all(run.files.scores(row["iteration"]).is_file() for row in run.evaluations)
+    return all(has_rows(run.files.scores(row["iteration"])) for row in run.evaluations)
