@@ -138,7 +138,7 @@ def finished(t: Trainer) -> Trainer:
 
 def untimed(rows) -> list[dict]:
     """Rows of a log without what differs from one run to the next."""
-    return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
+    return [{key: value for key, value in row.items() if not key.startswith(("seconds", "memory"))} for row in rows]
 
 
 def log(run_dir: Path) -> list[dict]:

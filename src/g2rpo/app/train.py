@@ -17,6 +17,7 @@ from g2rpo.app.ahead import policy_after_encoding, prompts_to_come
 from g2rpo.app.contents import contents_of
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.events import Emit, Line, Results, Trained, Training, cautions, silent
+from g2rpo.app.prediction import Predict, beside_plan
 from g2rpo.app.preflight import check
 from g2rpo.app.stopping import Stopping
 from g2rpo.assembly import components
@@ -37,7 +38,7 @@ from g2rpo.runs.lifecycle import check_contents, claim, entered, read_config, re
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
-from g2rpo.training.pace import seconds_in
+from g2rpo.training.pace import MEASURED, seconds_in
 from g2rpo.training.pilots import FACTORS, Pilots, pilot_config, pilot_prompts
 from g2rpo.training.rates import Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
@@ -203,13 +204,15 @@ def train(
     within: str | None = None,
     emit: Emit = silent,
     find_rate: bool = False,
+    predict: Predict | None = None,
 ) -> Path | None:
     """Runs a recipe to its end on all processes of a launch; returns the run directory, None on ranks other than 0.
 
     With `resume` the run in `run_dir` continues, with its own config if `recipe` is None or its own recipe; if there is none
     yet, that of `recipe` begins. A stop signal (`stopping`) saves a checkpoint first. `within` is the time that the run may
     take, with its earlier starts: its number of iterations and its evaluations are fitted to it. With `find_rate` pilots around
-    the config's learning rate choose one first; a resumed run finishes the pilots that it began.
+    the config's learning rate choose one first; a resumed run finishes the pilots that it began. After a few iterations the
+    plan that `predict` makes is reported beside what was measured.
     """
     ends_at = None if within is None else time.monotonic() + seconds_in(within)
     notes: list[str] = []
@@ -232,7 +235,7 @@ def train(
             )
         chosen = stack.enter_context(entered(config, run_dir, resume, cautions(emit))) if world.is_main else ""
         directory = Path(world.broadcast_text(str(chosen)))
-        _run(config, directory, resume, world, accept_changes, stopping, ends_at, emit, find_rate)
+        _run(config, directory, resume, world, accept_changes, stopping, ends_at, emit, find_rate, predict)
         return directory if world.is_main else None
 
 
@@ -255,6 +258,7 @@ def _run(
     ends_at: float | None = None,
     emit: Emit = silent,
     find_rate: bool = False,
+    predict: Predict | None = None,
 ) -> None:
     """Trains on one rank."""
     stopping = stopping or Stopping("")
@@ -281,7 +285,7 @@ def _run(
     stopping.message = f"stopped at once; {trainer.files.command} goes on from the last checkpoint"
     try:
         with stopping.after(partial(setattr, trainer, "stopping", True)):
-            train_all(trainer, emit)
+            train_all(trainer, emit, predict)
     except RolledBack as error:  # the restored weights are evaluated and written like any result
         ended = error
     stopping.message = (
@@ -294,8 +298,8 @@ def _run(
         raise ended
 
 
-def train_all(trainer: Trainer, emit: Emit) -> None:
-    """Runs the training, and reports its evaluations of the network and its rows of metrics."""
+def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> None:
+    """Runs the training, and reports its evaluations of the network, its rows of metrics, and the plan that `predict` makes."""
     config = trainer.config
 
     def evaluations(iterations: int) -> int:
@@ -313,6 +317,7 @@ def train_all(trainer: Trainer, emit: Emit) -> None:
     report()
     if not iteration:
         emit(Line(f"first the base model draws {len(trainer.heldout)} held-out prompts, which are scored ..."))
+    trained: list[Row] = []
     trainer.on_evaluations = lambda count: report(count * trainer.world.size)
     for row in trainer.train():
         if trainer.config.trainer.iterations != iterations:  # fitted to a time
@@ -320,4 +325,9 @@ def train_all(trainer: Trainer, emit: Emit) -> None:
             total = evaluations(iterations)
         if row["kind"] == "train":
             iteration = row["iteration"]
+            trained.append(row)
         report(row=row)
+        if predict is not None and len(trained) == MEASURED:
+            if (both := beside_plan(trainer, trained, predict)) is not None:
+                emit(Line(f"by plan on {both.card}: {both}"))
+            predict = None

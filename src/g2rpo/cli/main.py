@@ -14,7 +14,7 @@ import textwrap
 import traceback
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -26,6 +26,10 @@ from g2rpo.app.stopping import Stopping, stoppable
 from g2rpo.cli import options
 from g2rpo.cli.output import Output, console, say
 from g2rpo.core.errors import Interrupted, Stopped, UserError, counted, out_of_memory
+
+if TYPE_CHECKING:
+    from g2rpo.app.prediction import Planned
+    from g2rpo.config.schema import Config
 
 app = typer.Typer(
     name="g2rpo",
@@ -112,9 +116,21 @@ def _train(
         if push_to_hub is not None:
             check_push(push_to_hub)
         with Output() as emit:
-            directory = run(recipe, overrides or [], run_dir, resume, accept_changes, stopping, within, emit, find_rate)
+            directory = run(
+                recipe, overrides or [], run_dir, resume, accept_changes, stopping, within, emit, find_rate, _predict
+            )
     if push_to_hub is not None and directory is not None:
         push(directory, push_to_hub)
+
+
+def _predict(config: Config, ranks: int, heldout: int) -> Planned | None:
+    from g2rpo.assembly.components import pick_device
+
+    if pick_device(config.policy.device) == "cpu":
+        return None
+    from g2rpo.lab.plan.prediction import predict
+
+    return predict(config, ranks, heldout)
 
 
 @app.command(cls=options.WithSettings)

@@ -27,6 +27,7 @@ class RunDirectory:
     config = _Inside("config.yaml")  # resolved; `g2rpo train runs/NAME/config.yaml` repeats the run
     starts = _Inside("starts.jsonl")  # a row per start or resume (`lifecycle.record_start`)
     rates = _Inside("rates.json")  # the pilots that chose the learning rate (`training.pilots`)
+    plan = _Inside("plan.json")  # the plan beside what was measured (`app.prediction`)
     log = _Inside("metrics.jsonl")  # a row per iteration and evaluation (`monitor.metrics`)
     tensorboard = _Inside("tensorboard")
     trackers = _Inside("trackers")  # what other trackers continue from

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from g2rpo.core.types import Rollout
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
 from g2rpo.monitor.metrics import Row
+from g2rpo.runtime.devices import accelerator
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.collector import Collected
@@ -27,8 +29,10 @@ def of_groups(
     }
 
 
-def of_cost(parts: Sequence[Collected], world: World, sizes: BatchSizes, watch: Stopwatch) -> Row:
-    """Network evaluations and pictures of all ranks, batch sizes, and this rank's seconds; the rollouts are the last part."""
+def of_cost(parts: Sequence[Collected], world: World, sizes: BatchSizes, watch: Stopwatch, device: torch.device) -> Row:
+    """Network evaluations and pictures of all ranks, batch sizes, this rank's seconds and, of an accelerator, the bytes of its
+    peak so far; the rollouts are the last part."""
+    module = accelerator(device)
     images = sum(rollout.finals.shape[:2].numel() for part in parts for rollout in part.rollouts)
     evaluations, images, halved = world.total(sum(part.evaluations for part in parts), images, sizes.halved)
     return {
@@ -39,6 +43,7 @@ def of_cost(parts: Sequence[Collected], world: World, sizes: BatchSizes, watch: 
         "micro_batch_size": sizes.micro,
         "out_of_memory": halved,
         "ranks": world.size,
+        **({} if module is None else {"memory_peak": module.max_memory_allocated(device)}),
         "seconds": sum(watch.seconds.values()),
         "seconds_overlapped": parts[-1].seconds_overlapped,
         **{f"seconds/{phase}": seconds for phase, seconds in watch.seconds.items()},

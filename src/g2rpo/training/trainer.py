@@ -266,7 +266,7 @@ class Trainer:
             **learnt,
             **stats.summary(self.algorithm),
             "learning_rate": rate,
-            **of_cost([*choice, collected], self.world, self.sizes, watch),
+            **of_cost([*choice, collected], self.world, self.sizes, watch, self.policy.device),
         }
         self.early_stop.see(row)
         return row

@@ -28,21 +28,32 @@ class Card:
 
 CARDS = {
     "b200": Card("NVIDIA B200", 178.3, 2250, 4500, 75, 8000, "B200", 900),
-    "h200": Card("NVIDIA H200", 139.7, 989, 1979, 67, 4800, "H200", 450),
+    "mi300x": Card("AMD Instinct MI300X", 191.9, 1307.4, 0, 163.4, 5300, "MI300X", 448),
+    "h200": Card("NVIDIA H200", 139.7, 989, 1979, 67, 4800, r"\bH200", 450),
+    "gh200": Card("NVIDIA GH200 96 GB", 94.5, 989, 1979, 67, 4000, "GH200 480GB", 450),
+    "h20": Card("NVIDIA H20", 95.0, 148, 296, 44, 4000, "H20$", 450),
     "h100": Card("NVIDIA H100 SXM 80 GB", 79.1, 989, 1979, 67, 3350, "H100 80GB HBM3", 450),
     "h100-pcie": Card("NVIDIA H100 PCIe 80 GB", 79.1, 756, 1513, 51, 2000, "H100 PCIe", 64),
     "a100": Card("NVIDIA A100 80 GB", 79.1, 312, 0, 19.5, 2039, "A100.*80GB", 300),
     "a100-40": Card("NVIDIA A100 40 GB", 39.2, 312, 0, 19.5, 1555, "A100.*40GB", 300),
+    "rtxpro6000": Card("NVIDIA RTX PRO 6000 Blackwell", 94.9, 503.8, 1007.6, 126, 1792, "RTX PRO 6000 Blackwell", 64),
+    "l40": Card("NVIDIA L40", 44.3, 181, 362, 90.5, 864, "L40$"),
     "l40s": Card("NVIDIA L40S", 44.3, 362, 733, 91.6, 864, "L40S"),
     "rtx6000ada": Card("NVIDIA RTX 6000 Ada", 47.3, 364, 728.5, 91.1, 960, "RTX 6000 Ada"),
     "a6000": Card("NVIDIA RTX A6000", 47.3, 155, 0, 38.7, 768, "RTX A6000"),
     "l4": Card("NVIDIA L4", 22.0, 121, 242.5, 30.3, 300, "L4$"),
+    "a10g": Card("NVIDIA A10G", 22.0, 70, 0, 35, 600, "A10G"),
     "rtx5090": Card("NVIDIA RTX 5090", 31.3, 209.5, 419, 104.8, 1792, "RTX 5090", 64),
     "rtx4090": Card("NVIDIA RTX 4090", 23.5, 165.2, 330.3, 82.6, 1008, "RTX 4090"),
     "rtx3090": Card("NVIDIA RTX 3090", 23.5, 71, 0, 35.6, 936, "RTX 3090$"),
 }
-"""Rates by public datasheets (dense, not "with sparsity"). Links are NVLink of SXM cards (A100: 600 GB/s both ways, H100 and
-H200: 900, B200: 1800), otherwise 16 lanes of PCIe 4 (32 GB/s one way, the default) or 5 (64), without bridges between pairs.
+"""Rates by public datasheets (dense, not "with sparsity"). Links are NVLink of SXM cards (A100: 600 GB/s both ways, H100, H20,
+H200 and GH200: 900, B200: 1800) or Infinity Fabric (MI300X: 7 links of 128), otherwise 16 lanes of PCIe 4 (32 GB/s one way, the
+default) or 5 (64), without bridges between pairs.
+
+The RTX PRO 6000 is the workstation edition of NVIDIA's "RTX Blackwell PRO GPU Architecture"; Max-Q and server editions are
+slower. The A10G's sheet is that for AWS G5. The float8 of an MI300X is another format, e4m3fnuz, than that of policy.quantize.
+NVIDIA publishes no datasheet of the H20: its rates are those that sellers give.
 
 Memory is what the driver gives to programs ("GPU 0 has a total capacity of ..." in torch's messages): the least of several
 reports, for drivers differ by .1 or .2 GiB. With ECC on, an RTX 6000 Ada or A6000 has 3 GiB less. Among the reports are,

@@ -15,9 +15,10 @@ from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import Blueprint, build_on_meta, read_blueprint, shapes_of
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, loading
+from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
 from g2rpo.lab.plan.counting import Counts, Iteration, count, settled
-from g2rpo.lab.plan.memory import Memory, plan_memory
+from g2rpo.lab.plan.memory import RESERVE, Memory, plan_memory
 from g2rpo.lab.plan.network import NETWORK, Layout, Limit, Traffic, limit_of, nodes_of, traffic
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
 from g2rpo.lab.plan.seconds import Seconds, Work, on_card, work_of
@@ -49,7 +50,7 @@ class Target:
     cuda: bool
     own: bool
     capacity: int
-    """Bytes of the device's memory."""
+    """Bytes of the device's memory; of this machine's card those that are free."""
     card: Card | None
 
     def holds(self, plan: Estimate) -> bool:
@@ -65,8 +66,10 @@ def find_target(device: str) -> Target:
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise UserError(f"--device {device}: torch sees no CUDA device here; name a card instead: {', '.join(CARDS)}")
-        properties = torch.cuda.get_device_properties(torch.device(device))
-        return Target(f"this machine's {properties.name}", True, True, properties.total_memory, card_of(properties.name))
+        name = torch.cuda.get_device_name(torch.device(device))
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        used = f", of whose {in_bytes(total)} other programs use {in_bytes(total - free)}" if total - free > RESERVE else ""
+        return Target(f"this machine's {name}{used}", True, True, free, card_of(name))
     card = find_card(device)
     return Target(card.name, True, False, int(card.memory_gib * 2**30), card)
 

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from g2rpo import __version__
+from g2rpo.app.prediction import read_plan
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import name_of
 from g2rpo.config.resolve import differences, resolve
@@ -147,6 +148,7 @@ def facts(run: Run) -> dict[str, str]:
         "Time": span(run.seconds),
         "Seed": str(c.trainer.seed),
         **pilots(run),
+        **({} if (both := read_plan(RunDirectory(run.directory))) is None else {"Plan": f"on {both.card}, {both}"}),
     }
     if run.starts:
         unknown = {**dict.fromkeys(("time", "g2rpo", "torch", "python", "device"), "unknown"), "commit": None}
