@@ -76,7 +76,7 @@ def cuts(plan: Estimate, target: Target) -> Iterator[Cut]:
     if hasattr(algorithm, "branch_steps") and steps > 8:
         yield Cut(("sampling.num_steps=8", "algorithm.branch_steps=[0,1,2,3]"), "trained at half the steps: unknown")
     if config.sampling.guidance_scale is None and plan.policy.guided:
-        yield Cut(("sampling.guidance_scale=0",), "trained without guidance and judged with it: unknown for G²RPO")
+        yield Cut(("sampling.guidance_scale=0",), "half the gain on scenes, if judged with guidance (docs/studies.md)")
     if policy.height > 512 or policy.width > 512:
         yield Cut(("policy.height=512", "policy.width=512"), "trained and judged at 512 pixels: unknown")
     if policy.quantize in ("none", "int8") and policy.tuning == "lora" and target.card and target.card.float8:
