@@ -1,6 +1,6 @@
 """Whether `g2rpo train --find-rate` picks a good rate: its pilots of many seeds beside whole runs at the same rates.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.find_rate scenes-fast words --out runs/find_rate    # half an hour for each world
+    OMP_NUM_THREADS=1 python -m benchmarks.find_rate scenes-fast words --out runs/find_rate    # half an hour
 
 In each world, whole runs of `--whole` seeds at every rate give the final gain on held-out prompts, and pilots of `--pilots`
 seeds pick a rate each. Runs are shorter than the recipes' (WORLDS). Every run is kept in the folder, and an interrupted command
@@ -27,10 +27,10 @@ from g2rpo.training.rates import Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
 
 WORLDS = {
-    "scenes-fast": ["trainer.iterations=32", "evaluation.rewards.scene_preference="],
-    "words": ["trainer.iterations=16", "trainer.prompts_per_iteration=4"],
+    "scenes-fast": ["trainer.iterations=16", "evaluation.rewards.scene_preference="],
+    "words": ["trainer.iterations=12", "trainer.prompts_per_iteration=4"],
 }
-COMMON = ["evaluation.num_prompts=64", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]
+COMMON = ["evaluation.num_prompts=48", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]
 
 
 def config_of(recipe: str, seed: int, factor: float = 1.0) -> Any:
