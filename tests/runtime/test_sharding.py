@@ -22,8 +22,9 @@ from g2rpo.core.errors import Stopped, UserError
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World
-from g2rpo.runtime.sharding import Sharded
-from g2rpo.training.checkpoint import checkpoints
+from g2rpo.runtime.sharding import Pieces, Sharded
+from g2rpo.training import checkpoint as checkpointing
+from g2rpo.training.checkpoint import checkpoints, load_checkpoint
 from tests.support import ranks
 from tests.support.runs import PLAIN, config, log, trainer
 from tests.support.tiny_pipelines import save_tiny
@@ -177,7 +178,11 @@ def test_old_weights_in_pieces_are_those_of_whole_ones(tmp_path, flux_directory,
         folder.mkdir()
         logs[way] = ranks.run(size, learn_nft, folder, flux_directory, way)[0]
         (checkpoint,) = checkpoints(folder / "checkpoints")
-        kept[way] = {name: load_file(checkpoint / f"{name}.safetensors") for name in ("weights", "old")}
+        tensors = load_checkpoint(checkpoint)[1]
+        assert isinstance(tensors["old"][0], Pieces) == (size > 1)
+        kept[way] = {
+            name: {str(i): v.whole() if size > 1 else v for i, v in enumerate(tensors[name])} for name in ("weights", "old")
+        }
     agree(kept[mode]["weights"], kept["none"]["weights"])
     agree(kept[mode]["old"], kept["none"]["old"])
     apart = [float((kept[mode]["old"][name] - value).abs().max()) for name, value in kept[mode]["weights"].items()]
@@ -220,6 +225,45 @@ def test_a_rank_holds_what_the_plan_says(tmp_path, flux_directory, groups):
         assert groups * alone <= sum(own) <= groups * (alone + slack)
         assert plan.parts[name] <= max(own) <= 1.05 * plan.parts[name]
     assert [row[3] for row in found] == [LAYERS * (groups - 1)] * 2 * groups
+
+
+# --- checkpoints
+
+
+def saves(world, folder, model, mode):
+    """What this rank writes of a checkpoint, in bytes, and the gathers meanwhile; then, with a full disk on rank 1, what is
+    said, and that the first checkpoint is left alone."""
+    t = build(world, folder, model, mode, "optim.ema_decay=0.9")
+    t.iterate()
+    written, save_file = [], checkpointing.save_file
+
+    def counted(tensors, path):
+        written.append(sum(tensor.nbytes for tensor in tensors.values()))
+        save_file(tensors, path)
+
+    checkpointing.save_file = counted
+    with Gathers() as gathers:
+        t.save()
+    t.iteration += 1
+
+    def full(tensors, path):
+        if world.rank == 1 and "average" in path.name:
+            raise OSError("no space left")
+        save_file(tensors, path)
+
+    checkpointing.save_file = full
+    with pytest.raises(Stopped, match=r"iteration_000002: cannot be written \(no space left\)"):
+        t.save()
+    whole = 4 * sum(4 * p.numel() for p in t.learner.parameters)  # weights, average, two moments, in float32
+    return [sum(written), whole, gathers.counts(), sorted(path.name for path in (folder / "checkpoints").iterdir())]
+
+
+@pytest.mark.parametrize(("size", "mode"), few([(2, "full"), (4, "full:2")], (2, "full").__eq__))
+def test_each_rank_writes_its_pieces_and_all_or_none_are_kept(tmp_path, flux_directory, size, mode):
+    found = ranks.run(size, saves, tmp_path, str(flux_directory), mode)
+    bytes_of, (whole, *_) = [row[0] for row in found], [row[1] for row in found]
+    assert sum(bytes_of) == whole and max(bytes_of) < 0.53 * whole and bytes_of[2:] == [0] * (size - 2)
+    assert all(row[2:] == [[0, 0], ["iteration_000001"]] for row in found)
 
 
 # --- resuming

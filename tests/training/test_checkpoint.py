@@ -74,7 +74,7 @@ def test_a_run_that_is_stopped_after_falling_back_can_go_on(tmp_path):
     assert "iteration_000009: does not fit this model (it has a tensor of shape [2] instead of [3, 4, 4])" in complaints[0]
 
 
-@pytest.mark.parametrize("part", ["weights", "average"])
+@pytest.mark.parametrize("part", ["weights", "average", "exp_avg"])
 def test_a_checkpoint_of_another_models_tensors_is_named_and_the_one_before_is_used(tmp_path, part):
     """Tensors that copying would broadcast, behind digests that are right."""
     overrides = ["optim.ema_decay=0.9", "optim.weight_decay=0"]
@@ -120,3 +120,23 @@ def test_weights_that_are_no_numbers_are_not_taken_whatever_the_digests_say(tmp_
     save_checkpoint(tmp_path, 2, {"weights": [torch.tensor([1.0, torch.nan])]}, {}, 2)
     (iteration, _, _), complaints = latest_checkpoint(tmp_path)
     assert iteration == 1 and "not finite" in complaints[0]
+
+
+def test_a_checkpoint_of_an_older_release_is_continued_bit_for_bit(tmp_path):
+    """It had the optimizer's moments beside its steps."""
+    overrides = ["optim.ema_decay=0.9"]
+    straight = trainer(tmp_path / "straight", *overrides)
+    list(straight.train())
+    cut = trainer(tmp_path / "cut", *overrides)
+    next(row for row in cut.train() if row["iteration"] == 3)
+    root = tmp_path / "cut" / "checkpoints"
+    _, tensors, state = load_checkpoint(root / "iteration_000002")
+    moments = {name: tensors.pop(name) for name in ("exp_avg", "exp_avg_sq")}
+    for index, values in enumerate(state["optimizer"]["state"].values()):
+        values |= {name: of[index].clone() for name, of in moments.items()}
+    save_checkpoint(root, 2, {name: [value.clone() for value in of] for name, of in tensors.items()}, state, keep=1)
+    assert not (root / "iteration_000002" / "exp_avg.safetensors").exists()
+    again = resumed(tmp_path / "cut", *overrides)
+    assert again.iteration == 2
+    list(again.train())
+    assert torch.equal(again.policy.mean, straight.policy.mean)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from g2rpo.core.plain import parse_json, read_text
 from g2rpo.export.adapter import DOWN, UP, Adapter, read_adapter
 from g2rpo.policies.tuning import ADAPTER, Tuning
 from g2rpo.runs.directory import RunDirectory
+from g2rpo.runtime.sharding import Pieces
 from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
 from g2rpo.training.header import header_of
 
@@ -114,11 +115,16 @@ def _checkpoint(run: Path, which: str) -> tuple[int, Mapping[str, list[Tensor]]]
         if found is None:
             kept = "; alarms.action=rollback keeps it" if which == "best" else ""
             raise UserError(f"--checkpoint {which}: {root} holds no checkpoint{kept}")
-        return found[:2]
+        return found[0], _whole(found[1])
     known = {str(int(path.name.removeprefix("iteration_"))): path for path in checkpoints(root)}
     if which not in known:
         raise UserError(f"--checkpoint {which}: {run} keeps {', '.join(known) or 'none'}; or say last or best")
-    return load_checkpoint(known[which])[:2]
+    iteration, tensors, _ = load_checkpoint(known[which])
+    return iteration, _whole(tensors)
+
+
+def _whole(tensors: Mapping[str, Sequence[Tensor | Pieces]]) -> dict[str, list[Tensor]]:
+    return {name: [v.whole() if isinstance(v, Pieces) else v for v in values] for name, values in tensors.items()}
 
 
 def transformer_folder(config: PolicyConfig) -> Path:

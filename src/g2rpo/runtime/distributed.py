@@ -98,10 +98,13 @@ class World:
         """Each number, summed over the ranks."""
         return self.gather(torch.tensor([numbers])).sum(0).tolist()
 
+    def joined_text(self, text: str) -> str:
+        """The texts of all ranks, in rank order."""
+        return bytes(self.gather(torch.tensor(list(text.encode()), dtype=torch.uint8)).tolist()).decode()
+
     def broadcast_text(self, text: str) -> str:
         """The text of rank 0."""
-        mine = torch.tensor(list(text.encode() if self.is_main else b""), dtype=torch.uint8)
-        return bytes(self.gather(mine).tolist()).decode()
+        return self.joined_text(text if self.is_main else "")
 
     def differing(self, numbers: Tensor) -> list[int]:
         """The ranks whose `numbers` are not rank 0's."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,11 +27,28 @@ DONE, SAMPLING, TRAINING = 0, 1, 2
 """What ranks exchange before a call: that this rank has finished its phase, or the kind of its next call."""
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """A stored tensor in pieces along its first dimension."""
+
+    parts: Sequence[Tensor]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([sum(len(part) for part in self.parts), *self.parts[0].shape[1:]])
+
+    def whole(self) -> Tensor:
+        """The tensor, a copy."""
+        return torch.cat(list(self.parts))
+
+
 class Replicated:
     """Every rank has all weights, with equal values."""
 
     divided = False
     """Whether weights are sharded over the ranks."""
+    writers = 1
+    """The first so many ranks have all shards together."""
     in_step: frozenset[Literal["rollout", "decode", "micro"]] = frozenset()
     """Batch sizes (`memory.Kind`) that must be equal on all ranks."""
 
@@ -60,9 +78,13 @@ class Replicated:
         """`value` (nested plain data) with its shards gathered to whole tensors on the CPU of rank 0; None on other ranks."""
         return value
 
-    def piece(self, value: Tensor, like: Tensor) -> Tensor:
-        """A copy of this rank's shard of a whole tensor, sharded like `like`."""
-        return value.clone()
+    def own(self, value: Tensor) -> Tensor:
+        """This rank's shard, a piece along the first dimension."""
+        return value
+
+    def piece(self, value: Tensor | Pieces, like: Tensor) -> Tensor:
+        """A copy of this rank's shard of a stored tensor, sharded like `like`."""
+        return value.whole() if isinstance(value, Pieces) else value.clone()
 
 
 WHOLE = Replicated(ALONE)
@@ -88,7 +110,7 @@ class Sharded(Replicated):
         self.divided = True
         self.in_step = frozenset(("micro",) if whole_samples else ("micro", "rollout"))
         self._whole_samples = whole_samples
-        self._group = group or world.size
+        self._group = self.writers = group or world.size
         if self._group == world.size:
             self._mesh, self._mates = init_device_mesh(device, (world.size,)), world
         else:
@@ -168,12 +190,22 @@ class Sharded(Replicated):
             return whole.cpu() if self.world.is_main else None
         return value
 
-    def piece(self, value: Tensor, like: Tensor) -> Tensor:
+    def own(self, value: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    def piece(self, value: Tensor | Pieces, like: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         if not isinstance(like, DTensor) or value.shape != like.shape:
-            return value.clone()
-        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).clone()
+            return super().piece(value, like)
+        return distribute_tensor(
+            super().piece(value, like) if isinstance(value, Pieces) else value,
+            like.device_mesh,
+            like.placements,
+            src_data_rank=None,
+        ).clone()
 
     @contextmanager
     def _all_gathered(self) -> Iterator[None]:

@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +21,69 @@ from torch import Tensor
 
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.plain import parse_json, read_text
+from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.folders import remove, remove_unfinished, whole, writing
+from g2rpo.runtime.sharding import Pieces
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "state.pt"
 
-Checkpoint = tuple[int, dict[str, list[Tensor]], dict[str, Any]]
-"""(iteration, tensors, state), as passed to `save_checkpoint`."""
+Checkpoint = tuple[int, dict[str, list[Tensor] | list[Pieces]], dict[str, Any]]
+"""(iteration, tensors, state), as passed to `save_checkpoint` by all ranks together."""
 
 
 class BrokenCheckpoint(UserError):
     """A checkpoint whose files are missing or not what was written."""
 
 
-def save_checkpoint(root: Path, iteration: int, tensors: dict[str, list[Tensor]], state: dict[str, Any], keep: int) -> Path:
+def save_checkpoint(
+    root: Path,
+    iteration: int,
+    tensors: Mapping[str, Sequence[Tensor]],
+    state: Mapping[str, Any],
+    keep: int,
+    world: World = ALONE,
+    writers: int = 1,
+) -> Path:
     """Writes `root/iteration_NNNNNN` atomically, then removes all but the newest `keep` intact checkpoints.
 
-    `tensors` are named lists (weights, averages), one safetensors file each; `state` is nested plain data and tensors such as
-    an optimizer's state dict, stored by torch.save and read back with weights_only=True. Raises `Stopped` if it cannot be
-    written: nothing is left of this checkpoint then, and earlier ones are unchanged.
+    `tensors` are named lists (weights, averages). The first `writers` ranks of `world` have a piece of each tensor, divided
+    along its first dimension in the order of ranks; each writes a safetensors file for each list, and all of `world` must call
+    this. `state` is nested plain data and tensors, rank 0's, stored by torch.save and read back with weights_only=True. Raises
+    `Stopped`, on every rank, if a file cannot be written: nothing is left of this checkpoint, and earlier ones are unchanged.
     """
-    final = root / _name(iteration)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(root)  # a run has one writer at a time
-        with whole(final) as folder:
-            _write(folder, iteration, tensors, state)
-    except Exception as error:  # such as a full disk, for which safetensors and torch have their own error classes
-        raise Stopped(f"checkpoint {final}: cannot be written ({error}); the checkpoints before it are kept") from error
-    rotate(root, iteration, keep)
+    final, unfinished, wrong, digests = root / _name(iteration), "", "", {}
+    with ExitStack() as stack:
+        try:
+            if world.is_main:
+                root.mkdir(parents=True, exist_ok=True)
+                remove_unfinished(root)  # a run has one writer at a time
+                unfinished = stack.enter_context(whole(final)).name
+        except OSError as error:
+            wrong = str(error)
+        folder = root / world.joined_text(unfinished)
+        try:
+            for name, values in tensors.items() if world.rank < writers and folder != root else ():
+                file = folder / f"{name}{f'.{world.rank:05d}' if writers > 1 else ''}.safetensors"
+                save_file({f"{i:05d}": v.detach().contiguous().cpu() for i, v in enumerate(values)}, file)
+                digests[file.name] = _digest(file)
+            if unfinished:
+                torch.save(state, folder / STATE)
+                digests[STATE] = _digest(folder / STATE)
+        except Exception as error:  # such as a full disk, for which safetensors and torch have their own error classes
+            wrong = str(error)
+        told = [json.loads(line) for line in world.joined_text(json.dumps([digests, wrong]) + "\n").splitlines()]
+        try:
+            if any(wrong for _, wrong in told):
+                raise OSError("; ".join(wrong for _, wrong in told if wrong))
+            if world.is_main:
+                files = dict(sorted((name, digest) for digests, _ in told for name, digest in digests.items()))
+                (folder / MANIFEST).write_text(json.dumps({"iteration": iteration, "files": files}, indent=1), encoding="utf-8")
+            stack.close()  # renames it
+        except Exception as error:
+            raise Stopped(f"checkpoint {final}: cannot be written ({error}); the checkpoints before it are kept") from error
+    if world.is_main:
+        rotate(root, iteration, keep)
     return final
-
-
-def _write(folder: Path, iteration: int, tensors: dict[str, list[Tensor]], state: dict[str, Any]) -> None:
-    for name, values in tensors.items():
-        save_file({f"{i:05d}": v.detach().contiguous().cpu() for i, v in enumerate(values)}, folder / f"{name}.safetensors")
-    torch.save(state, folder / "state.pt")
-    files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps({"iteration": iteration, "files": files}, indent=1), encoding="utf-8")
 
 
 def rotate(root: Path, newest: int, keep: int) -> None:
@@ -94,15 +121,18 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Tensors are memory-mapped, so that a rank which needs shards does not hold them whole; copy what you keep.
     """
     iteration, names = _verified(path)
-    tensors = {}
+    parts: dict[str, list[list[Tensor]]] = {}
     try:  # the digests agree, so the disk is not at fault
-        for name in names:
+        for name in sorted(names):
             if name.endswith(".safetensors"):
                 stored = load_file(path / name)
-                tensors[name.removesuffix(".safetensors")] = [stored[key] for key in sorted(stored)]
+                parts.setdefault(name.split(".")[0], []).append([stored[key] for key in sorted(stored)])
                 if not all(value.isfinite().all() for value in stored.values()):
                     raise ValueError(f"{name} has values that are not finite")
-        return iteration, tensors, torch.load(path / "state.pt", map_location="cpu", weights_only=True, mmap=True)
+        tensors = {
+            name: [Pieces(of) for of in zip(*lists, strict=True)] if lists[1:] else lists[0] for name, lists in parts.items()
+        }
+        return iteration, tensors, torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # neither library documents which
         reason = str(error).splitlines()[0] if str(error) else ""
         raise BrokenCheckpoint(f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})") from error
@@ -142,7 +172,9 @@ def _verified(path: Path) -> tuple[int, list[str]]:
     try:
         manifest = parse_json(read_text(path / MANIFEST))
         files, iteration = dict(manifest["files"]), int(manifest["iteration"])
-        if path.name != _name(iteration) or not {"state.pt", "weights.safetensors"} <= files.keys():
+        if path.name != _name(iteration) or not {STATE, "weights"} <= {
+            STATE if name == STATE else name.split(".")[0] for name in files
+        }:
             raise ValueError("it is another checkpoint's")
     except (ValueError, KeyError, TypeError) as error:
         raise BrokenCheckpoint(f"checkpoint {path}: its {MANIFEST} is missing or damaged ({error})") from None

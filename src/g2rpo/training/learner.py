@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from g2rpo.config.schema import OptimConfig
 from g2rpo.runtime.devices import accelerator
-from g2rpo.runtime.sharding import Replicated
+from g2rpo.runtime.sharding import Pieces, Replicated
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of one parameter."""
@@ -22,8 +22,8 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 class Learner:
     """The trained `parameters` with AdamW (arXiv 1711.05101) and, with `ema_decay`, their exponential moving average.
 
-    With sharded weights (`shards`), `whole` and `weights` return whole tensors on rank 0 and None elsewhere; `take` and
-    `take_weights` expect whole ones on all ranks.
+    With sharded weights (`shards`), `stored` and `weights` return this rank's pieces; `take` and `take_weights` expect those of
+    all ranks.
     """
 
     def __init__(
@@ -117,31 +117,33 @@ class Learner:
             old.copy_(decay * old + (1 - decay) * parameter)
 
     def weights(self) -> dict[str, list[Tensor]]:
-        """The current weights, for a checkpoint of the weights alone."""
-        return self.shards.gather({"weights": list(self.parameters)})
+        """This rank's pieces of the current weights, for a checkpoint of the weights alone."""
+        return {"weights": [self.shards.own(p) for p in self.parameters]}
 
-    def whole(self) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
-        """(tensors, state) for `take`: everything that another process needs to continue."""
-        tensors = {"weights": list(self.parameters)}
+    def stored(self) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+        """(tensors, state) for `take`, with all that another process needs to continue: of tensors this rank's pieces."""
+        moments = self.optimizer.state_dict()["state"]
+        tensors = {name: [values[name] for values in moments.values()] for name in MOMENTS[1:] if moments}
         if self.average is not None:
             tensors["average"] = list(self.average.module.parameters())
         if self.old:
             tensors["old"] = self.old
         averaged = int(self.average.n_averaged) if self.average is not None else 0
-        return self.shards.gather(tensors), {
-            "optimizer": self.shards.gather(self.optimizer.state_dict()),
-            "averaged": averaged,
-        }
+        steps = {place: {"step": values["step"]} for place, values in moments.items()}
+        own = {name: [self.shards.own(value) for value in values] for name, values in tensors.items()}
+        return self.weights() | own, {"optimizer": {"state": steps}, "averaged": averaged}
 
-    def take(self, tensors: Mapping[str, Sequence[Tensor]], state: Mapping[str, Any]) -> None:
-        """Restores the result of `whole`; for another model's it raises an exception and changes nothing."""
+    def take(self, tensors: Mapping[str, Sequence[Tensor | Pieces]], state: Mapping[str, Any]) -> None:
+        """Restores the result of `stored`; for another model's it raises an exception and changes nothing."""
         own = list(self.parameters)
         averages = list(self.average.module.parameters()) if self.average is not None else []
         _check_shapes(tensors["weights"], own)
         _check_shapes(tensors["average"] if averages else [], averages)
         _check_shapes(tensors["old"] if self.old else [], self.old)
         moments, averaged = {}, int(state["averaged"])
-        for place, values in state["optimizer"]["state"].items():
+        for index, (place, values) in enumerate(state["optimizer"]["state"].items()):
+            if "exp_avg" in tensors:  # older releases had the moments in `state`
+                values = values | {name: tensors[name][index] for name in MOMENTS[1:]}
             _check_shapes([values[name] for name in MOMENTS], [torch.zeros(()), own[place], own[place]])
             moments[place] = {name: self.shards.piece(values[name], own[place]) for name in MOMENTS}
         groups = self.optimizer.state_dict()["param_groups"]  # hyper-parameters are the config's, not the checkpoint's
@@ -153,7 +155,7 @@ class Learner:
         if self.old:
             self._restore(tensors["old"], self.old)
 
-    def take_weights(self, weights: Sequence[Tensor]) -> None:
+    def take_weights(self, weights: Sequence[Tensor | Pieces]) -> None:
         """Restores `weights`, also as the average and the old weights; moments are kept."""
         self._restore(weights, self.parameters)
         if self.old:
@@ -161,7 +163,7 @@ class Learner:
         if self.average is not None:
             self._restore(weights, self.average.module.parameters())
 
-    def _restore(self, values: Sequence[Tensor], into: Iterable[Tensor]) -> None:
+    def _restore(self, values: Sequence[Tensor | Pieces], into: Iterable[Tensor]) -> None:
         into = list(into)
         _copy((self.shards.piece(value, tensor) for value, tensor in zip(values, into, strict=True)), into)
 
@@ -172,7 +174,7 @@ def _copy(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
         parameter.copy_(value)
 
 
-def _check_shapes(values: Sequence[Tensor], like: Sequence[Tensor]) -> None:
+def _check_shapes(values: Sequence[Tensor | Pieces], like: Sequence[Tensor]) -> None:
     """ValueError unless both have the same shapes; copying would broadcast."""
     given, wanted = ([list(tensor.shape) for tensor in tensors] for tensors in (values, like))
     if len(given) != len(wanted):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import add_metadata
 from g2rpo.core.types import AlgorithmState, Policy, Reward
+from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.folders import remove_unfinished, whole, writing
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, rotate, save_checkpoint
@@ -39,7 +42,7 @@ class Persistence:
     def save(self, iteration: int) -> Path | None:
         """Writes a checkpoint from which `resume` continues bit for bit, and returns its path; None without a run directory.
 
-        It holds whole tensors, so that any number of ranks can resume from it; rank 0 has them all in host memory at once.
+        Any number of ranks can resume from it. Of sharded weights each rank writes its own pieces.
         Raises `Stopped` instead if the weights of the ranks differ.
         """
         if diverged := self.shards.diverged(list(self.learner.parameters)):
@@ -47,13 +50,10 @@ class Persistence:
         rewards = states(self.rewards, self.shards.world)
         if self.files.run_dir is None:
             return None
-        tensors, state = self.learner.whole()
-        if not self.files.writes:
-            return None
+        tensors, state = self.learner.stored()
         state["algorithm"] = self.memory.state if self.memory else {}
         state["rewards"] = rewards
-        with self.files.holding():
-            return save_checkpoint(self.files.run.checkpoints, iteration, tensors, state, self.keep)
+        return self._write(self.files.run.checkpoints, iteration, tensors, state, self.keep)
 
     def resume(self) -> tuple[int | None, list[str]]:
         """Restores the newest checkpoint that is intact and fits; returns its iteration (None if there is none) and what is
@@ -78,9 +78,19 @@ class Persistence:
     def keep_best(self, iteration: int) -> None:
         """Saves the (averaged) weights of the best evaluation."""
         with self.learner.averaged():
-            tensors = self.learner.weights()
-            if self.files.writes:
-                save_checkpoint(self.files.run.best, iteration, tensors, {}, keep=1)
+            if self.files.run_dir is not None:
+                self._write(self.files.run.best, iteration, self.learner.weights(), {}, keep=1)
+
+    def _write(
+        self, root: Path, iteration: int, tensors: Mapping[str, Sequence[Tensor]], state: Mapping[str, Any], keep: int
+    ) -> Path | None:
+        """Writes a checkpoint, and returns its path on the rank that writes the run."""
+        if not self.shards.divided and not self.files.writes:
+            return None
+        world = self.shards.world if self.shards.divided else ALONE
+        with self.files.holding():
+            path = save_checkpoint(root, iteration, tensors, state, keep, world, self.shards.writers)
+        return path if self.files.writes else None
 
     def take_best(self, iteration: int) -> int:
         """Restores the weights of the best evaluation up to `iteration`, and returns their iteration."""
