@@ -48,22 +48,24 @@ def place_in(path, names):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Files stay whole, and all that fork go to one process: what ranks and commands are forked from takes 6 s to start."""
+    """Files stay whole, and all that fork ranks go to one process, all that fork commands to another: what these are forked
+    from takes 6 s to start."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "forking" if forks(file) else file
+            return forks(file) or file
 
     return Files(config, log)
 
 
 @cache
 def forks(file):
-    """Whether a file of tests starts processes of `tests.support.ranks` or `tests.support.processes`."""
+    """What a file of tests starts processes of: "ranks", "processes" (`tests.support`), or None."""
     text = (HERE.parent / file).read_text("utf-8")
-    return bool(re.search(r"^from tests\.support.*\b(ranks|processes)\b|\bforked_jobs\b", text, re.MULTILINE))
+    found = re.search(r"^from tests\.support.*\b(ranks|processes)\b|\bforked_jobs\b", text, re.MULTILINE)
+    return found and (found[1] or "processes")
 
 
 def pytest_ignore_collect(collection_path, config):

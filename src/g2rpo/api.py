@@ -170,6 +170,12 @@ def _tuned(policy: DiffusersPolicy, config: Config, run: str | Path, base: bool 
     return policy
 
 
+def _loaded(run: str | Path) -> tuple[Config, Any]:
+    _quiet()
+    config = read_config(Path(run))
+    return config, components.load_pipeline(config.policy, tuning="frozen")
+
+
 def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed: int = 0) -> Tensor:
     """Pictures [B, 3, H, W] in [0, 1], or clips [B, T, 3, H, W], by a finished run's model.
 
@@ -177,9 +183,7 @@ def sample(run: str | Path, prompts: Sequence[str], *, base: bool = False, seed:
     """
     _check_lists(prompts=prompts)
     check_inputs(prompts)
-    _quiet()
-    config = read_config(Path(run))
-    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    config, loaded = _loaded(run)
     encoded = EncodedPrompts(loaded.text, prompts)  # before the transformer is on the device
     policy = CachedPolicy(_tuned(loaded.policy(), config, run, base), encoded)
     return sampler_of(config, policy, seed=seed, decode_batch_size=8).pictures(prompts)
@@ -190,9 +194,7 @@ def evaluate(run: str | Path, rewards: Mapping[str, Scorer], prompts: Sequence[s
     _check_lists(prompts=prompts)
     _check_tables(rewards=rewards)
     check_inputs(prompts)
-    _quiet()
-    config = read_config(Path(run))
-    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    config, loaded = _loaded(run)
     cached = policy_after_encoding(loaded, config.prompts.cache, prompts, print)
     sampled = sampler_of(config, cached, seed=seed, decode_batch_size=8)
     base = sampled.evaluate(prompts, rewards)

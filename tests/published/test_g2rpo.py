@@ -17,10 +17,10 @@ ALL = tuple(range(8))
 @pytest.mark.parametrize(
     ("dtype", "overrides", "branches"),
     few(
-        [(torch.bfloat16, (), (0, 2, 4, 7)), (torch.bfloat16, (), ALL), (torch.float32, FLOAT32, ALL)],
+        [(torch.bfloat16, (), (0, 7)), (torch.bfloat16, (), ALL), (torch.float32, FLOAT32, ALL)],
         lambda each: each[2] != ALL,
     ),
-    ids=["bfloat16, four branches", "bfloat16", "float32"],
+    ids=["bfloat16, two branches", "bfloat16", "float32"],
 )
 def test_a_training_step_is_the_published_one_to_the_bit(flux_directory, dtype, overrides, branches):
     """Latents, log-probs, pictures, scores, losses, gradients of every tensor, and weights after an AdamW step a branch.

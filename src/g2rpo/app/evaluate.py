@@ -17,7 +17,7 @@ from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards, check_rewards
-from g2rpo.config.resolve import differences, read_yaml, resolve_as
+from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests, local, write_whole
@@ -134,10 +134,8 @@ def _check_folder(out: Path, config: JudgingConfig) -> None:
     existing = out / SETTINGS
     if existing.is_file():
         other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
-        changed = {key: pair for key, pair in differences(config, other).items() if key not in MAY_CHANGE}
-        if changed:
-            listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
-            raise UserError(f"{out} holds an evaluation with other settings:\n{listed}\nName another --out for this one.")
+        if listed := listed_differences(config, other, MAY_CHANGE):
+            raise UserError(f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one.")
     elif not is_empty(out):
         raise UserError(f"{out} is not empty and holds no evaluation (no {SETTINGS}); name another --out")
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -45,7 +44,7 @@ class Output:
     def __enter__(self) -> Output:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def __call__(self, event: events.Event) -> None:

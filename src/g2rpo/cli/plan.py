@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -60,9 +61,8 @@ def show_plan(answer: Answer, console: Console) -> None:
 
 def show_within(fitted: Within, time: str, console: Console) -> None:
     """Prints every cut with the time that is left, and the command that trains so."""
-    table = Table(title=f"{fitted.recipe} on {fitted.card}: {duration(fitted.before)} as it is", title_justify="left")
-    for column in ("overrides", "the run", "what it costs"):
-        table.add_column(column, overflow="fold")
+    columns = ("overrides", "the run", "what it costs")
+    table = _table(f"{fitted.recipe} on {fitted.card}: {duration(fitted.before)} as it is", columns, columns)
     for step in fitted.steps:
         table.add_row(escape(" ".join(step.overrides)), duration(step.seconds), step.worth)
     if fitted.steps:
@@ -77,13 +77,9 @@ def show_within(fitted: Within, time: str, console: Console) -> None:
 
 def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> None:
     """Prints a table; overrides, which are long, stand below it by their numbers."""
-    table = Table(title=f"{escape(recipe)} on cards", title_justify="left")
-    table.caption = (
-        "memory as drivers give it, with 5 % for gaps and 1 GiB for CUDA; time by datasheet, rewards on the CPU aside"
-    )
-    table.caption_justify = "left"
-    for column in ("--device", "needed", "of", "to spare", "the run", "with"):
-        table.add_column(column, justify="left" if column in ("--device", "with") else "right", overflow="fold")
+    caption = "memory as drivers give it, with 5 % for gaps and 1 GiB for CUDA; time by datasheet, rewards on the CPU aside"
+    columns = ("--device", "needed", "of", "to spare", "the run", "with")
+    table = _table(f"{escape(recipe)} on cards", columns, ("--device", "with"), caption=caption)
     numbers: dict[str, int] = {}
     for key, row in sorted(rows.items(), key=lambda item: item[1].capacity):
         figures = in_bytes(row.needed), in_bytes(row.capacity)
@@ -98,12 +94,18 @@ def show_cards(recipe: str, rows: Mapping[str, OnCard], console: Console) -> Non
         say(console, f"changes {number}: {changed}")
 
 
+def _table(title: str, columns: Sequence[str], left: Collection[str] = ("",), **style: Any) -> Table:
+    """A table whose columns are to the right, but those that are named."""
+    table = Table(title=title, title_justify="left", caption_justify="left", **style)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    return table
+
+
 def _work_table(plan: Estimate) -> Table:
     counts, rows = plan.counts, plan.network_rows
     varying = len(counts.kinds) > 1
-    table = Table(title="work", title_justify="left")
-    for column in ("", "an iteration, on average" if varying else "an iteration", "the run"):
-        table.add_column(column, justify="right" if column else "left", overflow="fold")
+    table = _table("work", ("", "an iteration, on average" if varying else "an iteration", "the run"))
 
     def row(name: str, of: Callable[[Iteration], float]) -> None:
         table.add_row(name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}")
@@ -132,9 +134,7 @@ def _work_table(plan: Estimate) -> Table:
 
 def _memory_table(plan: Estimate, target: Target) -> Table:
     memory = plan.memory
-    table = Table(title="memory", title_justify="left")
-    table.add_column("", overflow="fold")
-    table.add_column("", justify="right", overflow="fold")
+    table = _table("memory", ("", " "))
 
     def section(title: str, sizes: Mapping[str, int]) -> None:
         table.add_section()
@@ -162,9 +162,7 @@ def _memory_table(plan: Estimate, target: Target) -> Table:
 
 
 def _time_table(seconds: Seconds, counts: Counts) -> Table:
-    table = Table(title="time", title_justify="left", caption=seconds.basis, caption_justify="left")
-    for column in ("", "an iteration", "the run"):
-        table.add_column(column, justify="left" if not column else "right", overflow="fold")
+    table = _table("time", ("", "an iteration", "the run"), caption=seconds.basis)
     for name, once in seconds.iteration.items():
         table.add_row(name, duration(once), duration(once * counts.iterations))
     if seconds.encoding:
@@ -179,9 +177,7 @@ def _limit_table(limit: Limit, plan: Estimate, target: Target) -> Table:
     """What an iteration sends, and what takes longest."""
     assert target.card is not None
     layout, sent = plan.layout, limit.sent
-    table = Table(title="what limits an iteration", title_justify="left", caption_justify="left")
-    for column in ("", "sent", "takes"):
-        table.add_column(column, justify="left" if not column else "right", overflow="fold")
+    table = _table("what limits an iteration", ("", "sent", "takes"))
     links = f"links to the other ranks of a node, {target.card.link:g} GB/s a rank"
     network = f"network between nodes of {layout.node}, {layout.network:g} GB/s a node"
     rows = {
@@ -198,10 +194,8 @@ def _limit_table(limit: Limit, plan: Estimate, target: Target) -> Table:
 
 
 def _cards_table(cards: Mapping[str, tuple[bool, Seconds]]) -> Table:
-    caption = "by datasheet; --device NAME for details"
-    table = Table(title="on cards", title_justify="left", caption=caption, caption_justify="left")
-    for column in ("--device", "fits", "an iteration", "the run"):
-        table.add_column(column, justify="right" if column.startswith(("an", "the")) else "left", overflow="fold")
+    columns, left = ("--device", "fits", "an iteration", "the run"), ("--device", "fits")
+    table = _table("on cards", columns, left, caption="by datasheet; --device NAME for details")
     for key, (fits, seconds) in cards.items():
         style = "" if fits else "dim"
         once = duration(sum(seconds.iteration.values()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -155,6 +155,12 @@ def differences(a: Section, b: Section) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values."""
     left, right = dict(_leaves(a.model_dump(mode="json"))), dict(_leaves(b.model_dump(mode="json")))
     return {key: (left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)}
+
+
+def listed_differences(ours: Section, theirs: Section, may_change: Collection[str] = ()) -> str:
+    """The keys that differ but may not, with both values, a line each; "" for none."""
+    changed = differences(ours, theirs).items()
+    return "".join(f"\n  {key}: {there!r} there, {here!r} here" for key, (here, there) in changed if key not in may_change)
 
 
 def _copied(data: Any) -> Any:

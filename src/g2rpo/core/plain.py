@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -106,6 +107,19 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """JSON of plain data and dataclasses; null for numbers that JSON lacks."""
+    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) or isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in (value if isinstance(value, Mapping) else vars(value)).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 LOCAL_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")

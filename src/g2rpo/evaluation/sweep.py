@@ -5,7 +5,6 @@ A chunk is finished when its file of scores exists; an interrupted evaluation co
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,10 @@ from pydantic import Field
 from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
-from g2rpo.core.plain import parse_json, read_text
-from g2rpo.core.statistics import Interval, interval
+from g2rpo.core.plain import as_json, parse_json, read_text
+from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
-from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control, numbers
+from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import seconds_of
@@ -202,16 +201,15 @@ class Judging:
             "prompts": len(self.prompts),
             "seed": c.seed,
             "intervals": "95% t intervals over prompts",
-            "results": [_plain(line) for line in self.results()],
+            "results": self.results(),
         }
         if c.controls:
             table, best = self.controls()
-            report["controls"] = [_plain(line) for line in table]
-            report["best_control"] = {name: _plain(vars(found)) for name, found in best.items()}
+            report |= {"controls": table, "best_control": best}
         path = self.directory / "results.json"
         with self._writing():
             save_rows(self.directory / PICTURES, self.rows())
-            write_whole(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
+            write_whole(path, as_json(report, 1).encode())
         return path
 
     def _finished(self, chunk: Chunk) -> list[Row] | None:
@@ -247,7 +245,7 @@ class Judging:
             save_pictures(self.directory / chunk.folder, evaluation.images, indices, seconds)
             scores = self._scores(chunk)
             scores.parent.mkdir(exist_ok=True)
-            write_whole(scores, json.dumps(rows, ensure_ascii=False, allow_nan=False).encode())
+            write_whole(scores, as_json(rows).encode())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -266,7 +264,3 @@ def _scores(rows: Sequence[Row], **of: Any) -> dict[str, NDArray[np.float64]]:
     """Scores [N] by reward of the rows that have these values."""
     chosen = [row for row in rows if all(row.get(key) == value for key, value in of.items())]
     return {name: values.double().numpy() for name, values in scores_of(chosen).items()}
-
-
-def _plain(line: Mapping[str, Any]) -> Row:
-    return {key: numbers(value) if isinstance(value, Interval) else value for key, value in line.items()}

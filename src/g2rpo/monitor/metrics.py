@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import open_regular, write_whole
-from g2rpo.core.plain import read_json_lines
+from g2rpo.core.plain import as_json, read_json_lines
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.folders import writing
 
@@ -28,18 +25,18 @@ class MetricsLog:
         self.path = RunDirectory(run_dir).log
         kept = [row for row in read_metrics(run_dir) if 0 < first_iteration >= row["iteration"]]
         with writing(self.path):
-            write_whole(self.path, "".join(_line(row) for row in kept).encode())
+            write_whole(self.path, "".join(as_json(row) + "\n" for row in kept).encode())
             # unbuffered, so that closing does not repeat a write that a full disk refused
             self._file = open(self.path, "ab", buffering=0, opener=open_regular)  # noqa: SIM115
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def write(self, row: Row) -> None:
-        line = _line(row).encode()
+        line = f"{as_json(row)}\n".encode()
         with writing(self.path):
             while line:  # a write to a nearly full disk may be partial without an error
                 line = line[self._file.write(line) :]
@@ -81,9 +78,3 @@ def _checked(row: Any) -> Row:
     if not isinstance(row["iteration"], int):
         raise ValueError("its 'iteration' is no whole number")
     return row
-
-
-def _line(row: Row) -> str:
-    """JSON has no NaN: a missing number is null."""
-    clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-    return json.dumps(clean, ensure_ascii=False) + "\n"

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from torch import Tensor
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.input_pictures import images_of
-from g2rpo.core.plain import read_json_lines
+from g2rpo.core.plain import as_json, read_json_lines
 from g2rpo.core.statistics import in_proportion
 from g2rpo.monitor.clips import read_clip, reduced, save_clip, stills
 from g2rpo.monitor.pictures import beside, to_pil
@@ -32,13 +30,13 @@ UNKNOWN = "have no verdict"
 
 
 def score_rows(prompts: Sequence[str], scores: Mapping[str, Tensor], right: Tensor | None = None, first: int = 0) -> list[Row]:
-    """A row per prompt, the first of index `first`, of scores [N] by reward and verdicts [N]; None for NaN."""
+    """A row per prompt, the first of index `first`, of scores [N] by reward and verdicts [N]."""
     return [
         {
             "index": first + place,
             "prompt": str(prompt),
             **({"images": list(images)} if (images := images_of(prompt)) else {}),
-            "scores": {name: _finite(values[place]) for name, values in scores.items()},
+            "scores": {name: float(values[place]) for name, values in scores.items()},
             **({} if right is None else {"right": None if right[place].isnan() else bool(right[place])}),
         }
         for place, prompt in enumerate(prompts)
@@ -48,7 +46,7 @@ def score_rows(prompts: Sequence[str], scores: Mapping[str, Tensor], right: Tens
 def save_rows(path: Path, rows: Iterable[Row]) -> None:
     """Writes a table, replacing an older one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode())
+    write_whole(path, "".join(as_json(row) + "\n" for row in rows).encode())
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -148,9 +146,5 @@ def chosen(right: Sequence[Tensor | None], shown: int, total: int) -> tuple[list
     return places, f"{len(places)} of {total} held-out prompts, in the proportions of all: {counted}"
 
 
-def _finite(value: Tensor) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 def _or_nan(value: Any) -> float:
-    return math.nan if value is None else float(value)
+    return float("nan" if value is None else value)

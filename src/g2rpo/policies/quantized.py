@@ -69,33 +69,31 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.layer.dense(), None
 
 
-class Int8Linear(QuantizedLinear):
-    """A byte a weight and a scale for each output; products in the layer's dtype."""
+class ScaledLinear(QuantizedLinear):
+    """Codes of a byte a weight, and a scale for each output."""
 
     codes: Tensor
     scale: Tensor
+
+    def dense(self) -> Tensor:
+        return self.codes.to(self.dtype).mul_(self.scale)
+
+
+class Int8Linear(ScaledLinear):
+    """Whole numbers; products in the layer's dtype."""
 
     def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
         scale = (_largest(weight).float() / 127.5).to(weight.dtype)  # rounded first, since codes refer to the stored scale
         return {"codes": (weight.float() / scale).round().clamp(-128, 127).to(torch.int8), "scale": scale}
 
-    def dense(self) -> Tensor:
-        return self.codes.to(self.dtype).mul_(self.scale)
 
-
-class Float8Linear(QuantizedLinear):
-    """float8 (e4m3) and a scale for each output. Inputs are rounded to float8 too, with a scale for each row; products are of
-    float8 numbers, with float32 sums. Gradients treat the rounding of inputs as the identity."""
-
-    codes: Tensor
-    scale: Tensor
+class Float8Linear(ScaledLinear):
+    """float8 (e4m3). Inputs are rounded to float8 too, with a scale for each row; products are of float8 numbers, with float32
+    sums. Gradients treat the rounding of inputs as the identity."""
 
     def pack(self, weight: Tensor) -> Mapping[str, Tensor]:
         codes, scale = _rounded(weight)
         return {"codes": codes, "scale": scale}
-
-    def dense(self) -> Tensor:
-        return self.codes.to(self.dtype).mul_(self.scale)
 
     def product(self, x: Tensor) -> Tensor:
         by_row = F.ScalingType.RowWise

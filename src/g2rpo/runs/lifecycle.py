@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 
 from g2rpo import __version__
-from g2rpo.config.resolve import absent_reward, allow_code, codes_in, differences, read_yaml, resolve
+from g2rpo.config.resolve import absent_reward, allow_code, codes_in, listed_differences, read_yaml, resolve
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, counted
@@ -176,11 +176,9 @@ def read_config(
 
 
 def _check_same(config: Config, other: Config, directory: Path) -> None:
-    changed = {key: pair for key, pair in differences(config, other).items() if key not in MAY_CHANGE}
-    if changed:
-        listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
+    if listed := listed_differences(config, other, MAY_CHANGE):
         how = f"`g2rpo resume {directory}` continues that run; name another --run-dir for this one."
-        raise UserError(f"{directory} belongs to a run with another config:\n{listed}\n{how}")
+        raise UserError(f"{directory} belongs to a run with another config:{listed}\n{how}")
 
 
 def _enter_fresh(stack: ExitStack, name: str, notify: Callable[[str], None]) -> Path:

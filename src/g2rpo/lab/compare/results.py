@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
+from g2rpo.core.plain import as_json
 from g2rpo.evaluation.gains import Scores
 from g2rpo.evaluation.sweep import PICTURES
 from g2rpo.lab.compare.study import (
@@ -99,17 +98,14 @@ def write_results(
         "intervals": "95% over training seeds and held-out prompts: crossed bootstrap, 2000 resamples; of one seed Student's t",
         "evaluations_count": "rollout evaluations, and 3 for each latent of a training pass (4 with a KL term)",
         "seconds_per_evaluation": dict(prices),
-        "pilots": {name: {f"{rate:g}": list(values) for rate, values in by_rate.items()} for name, by_rate in gains.items()},
+        "pilots": {name: {f"{rate:g}": values for rate, values in by_rate.items()} for name, by_rate in gains.items()},
         "spent": spent,
-        "judged": [asdict(line) for line in table],
-        **({"controls": [asdict(knob) for knob in knobs]} if knobs else {}),
-        "curves": {
-            reward: {name: [asdict(point) for point in points] for name, points in by_cell.items()}
-            for reward, by_cell in curves.items()
-        },
+        "judged": table,
+        **({"controls": knobs} if knobs else {}),
+        "curves": curves,
     }
     text = markdown(study, table, spent, gains, prompts, trained, knobs)
-    write_whole(out / "results.json", json.dumps(_numbers(results), indent=1, allow_nan=False).encode())
+    write_whole(out / "results.json", as_json(results, 1).encode())
     write_whole(out / "results.md", text.encode())
     save_curves(out / "curves.png", curves, trained)
     return StudyResults(study, out, table, knobs, trained, prompts)
@@ -219,12 +215,3 @@ def _read_rows(folder: Path) -> list[Any]:
 
 def _pictures(run: Path) -> int:
     return sum(row["images"] for row in read_metrics(run) if row["kind"] == "train")
-
-
-def _numbers(value: Any) -> Any:
-    """JSON has no NaN: a missing number is null."""
-    if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

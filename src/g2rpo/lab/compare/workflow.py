@@ -23,7 +23,7 @@ from g2rpo.app.evaluate import config_settings
 from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.preflight import check
 from g2rpo.app.train import load_config
-from g2rpo.config.resolve import differences, read_yaml, resolve_as
+from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
@@ -271,15 +271,13 @@ def _check_same(study: Study, out: Path) -> None:
     shared = {name: variant for name, variant in study.cells.items() if name in other.cells}
     budgets = {name: amount for name, amount in study.budgets.items() if name in other.cells}
     ours = study.model_copy(update={"cells": shared or study.cells, "budgets": budgets, "seeds": other.seeds})
-    changed = differences(ours, other)
     gone = sorted(set(other.cells) - set(study.cells))
     if gone:
         raise UserError(f"{out} holds a study with the cells {', '.join(gone)} too; name them, or another --out")
     if study.seeds < other.seeds:
         raise UserError(f"{out} holds a study with {other.seeds} seeds; name at least as many, or another --out")
-    if changed:
-        listed = "\n".join(f"  {key}: {theirs!r} there, {ours!r} here" for key, (ours, theirs) in changed.items())
-        raise UserError(f"{out} holds another study:\n{listed}\nName another --out for this one.")
+    if listed := listed_differences(ours, other):
+        raise UserError(f"{out} holds another study:{listed}\nName another --out for this one.")
 
 
 def _spend(study: Study, configs: Mapping[str, Config], prices: Mapping[str, float]) -> dict[str, int]:

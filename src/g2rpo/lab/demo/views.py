@@ -7,7 +7,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from g2rpo.core.input_pictures import read_inputs
@@ -15,7 +14,7 @@ from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.lab.demo.session import Drawing, GroupTrace, plan_labels
 from g2rpo.lab.report.embedded import clip_uri, data_uri
 from g2rpo.lab.report.history import Run
-from g2rpo.lab.report.page import compare_style, render
+from g2rpo.lab.report.page import compare_style, render, templates_of
 from g2rpo.lab.report.words import fixed, signed
 from g2rpo.monitor.clips import frames_of
 from g2rpo.monitor.diagnostics import group_std
@@ -33,9 +32,7 @@ page.addEventListener("click", event => {
 """
 """The frame is as high as its page, and a link within the page stays there: its address would be the demo's."""
 
-environment = Environment(
-    loader=PackageLoader("g2rpo.lab.demo"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-)
+environment = templates_of("g2rpo.lab.demo")
 
 
 def style() -> str:

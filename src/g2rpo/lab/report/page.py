@@ -33,6 +33,13 @@ from g2rpo.training.rates import read_sweep
 ALARM_MARK = Markup('<svg class="key" viewBox="0 0 36 14" aria-hidden="true"><path class="alarm" d="M18,0V14"/></svg>')
 
 
+def templates_of(package: str) -> Environment:
+    """The HTML templates of a package; what they are given is escaped."""
+    return Environment(
+        loader=PackageLoader(package), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
 def compare_style() -> str:
     """The style sheet of pairs of pictures that lie beside each other or one over the other."""
     return files("g2rpo.lab.report").joinpath("templates/compare.css").read_text(encoding="utf-8")
@@ -54,13 +61,7 @@ def write_page(directories: Sequence[Path], out: Path | None) -> Path:
 
 def render(runs: Sequence[Run]) -> str:
     """The page of one or several runs."""
-    environment = Environment(
-        loader=PackageLoader("g2rpo.lab.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates_of("g2rpo.lab.report")
     environment.filters |= {"compact": compact, "span": span}
     lines = seed_groups(runs)
     runs = [run for line in lines for run in line.runs]
