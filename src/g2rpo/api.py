@@ -32,7 +32,7 @@ from g2rpo.lab.report.page import write_page
 from g2rpo.monitor.trackers import Tracker
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.directory import RunDirectory, StudyDirectory
 from g2rpo.runs.lifecycle import entered, read_config
 from g2rpo.training.trainer import Trainer
 
@@ -223,7 +223,7 @@ def study(
     folder = Path(out)
     asked = (parse_budget(budget), rates, seeds, pilots, steps, jobs)
     compare_cells(recipe, overrides, cells, *asked, out=folder)
-    results: dict[str, Any] = parse_json(read_text(folder / "results.json"))
+    results: dict[str, Any] = parse_json(read_text(StudyDirectory(folder).results))
     return results
 
 

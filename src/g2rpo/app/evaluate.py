@@ -27,11 +27,10 @@ from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
 from g2rpo.monitor.clips import read_clip
 from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid
 from g2rpo.monitor.scores import SHOWN, clip_of, picture_of, read_picture, right_of, scores_of
-from g2rpo.runs.directory import RunDirectory, check_weights
+from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, check_weights
 from g2rpo.runs.lifecycle import first_usable, read_config
 from g2rpo.runtime.folders import held, is_empty
 
-SETTINGS = "settings.yaml"
 EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
 """Height and width of what the embedded models draw, and tokens of their longest prompts."""
 
@@ -131,13 +130,13 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
 
 def _check_folder(out: Path, config: JudgingConfig) -> None:
     """Refuses a folder that contains anything other than this evaluation."""
-    existing = out / SETTINGS
+    existing = EvaluationDirectory(out).settings
     if existing.is_file():
         other = resolve_as(JudgingConfig, read_yaml(existing), source=str(existing))
         if listed := listed_differences(config, other, MAY_CHANGE):
             raise UserError(f"{out} holds an evaluation with other settings:{listed}\nName another --out for this one.")
     elif not is_empty(out):
-        raise UserError(f"{out} is not empty and holds no evaluation (no {SETTINGS}); name another --out")
+        raise UserError(f"{out} is not empty and holds no evaluation (no {existing.name}); name another --out")
 
 
 def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
@@ -157,7 +156,7 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
 
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / SETTINGS, config.to_yaml().encode())
+        write_whole(EvaluationDirectory(out).settings, config.to_yaml().encode())
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}); name another --out") from None
     pictures, total = 0, sum(chunk.stop - chunk.start for chunk in missing)
@@ -181,7 +180,7 @@ def _save_grid(judging: Judging, steps: int) -> None:
         for side, rows in of.items()
     ]
     note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
-    path, prompts = judging.directory / f"grid_steps_{steps:03d}.png", judging.prompts[: len(shown)]
+    path, prompts = EvaluationDirectory(judging.directory).grid(steps), judging.prompts[: len(shown)]
     save_grid(path, picture_rows, prompts, note)
     first = clip_of(picture_of(folders[judging.sides[0]], 0))
     if first.is_file():

@@ -21,7 +21,7 @@ from g2rpo.lab.compare.results import FREE, StudyResults, knob_cells
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
 from g2rpo.monitor.scores import clip_of
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, StudyDirectory
 from g2rpo.runs.lifecycle import fresh_directory
 
 
@@ -71,8 +71,9 @@ def show_evaluation(judging: Judging, console: Console) -> None:
     console.print(evaluation_table(judging, console.width))
     if judging.config.controls:
         console.print(controls_table(judging, console.width))
-    for what, file in (("numbers", "results.json"), ("pictures", "pictures.jsonl"), ("grids", "grid_steps_*.png")):
-        say(console, f"{what:>9}  {judging.directory / file}")
+    files = EvaluationDirectory(judging.directory)
+    for what, file in (("numbers", files.results), ("pictures", files.pictures), ("grids", files.grids)):
+        say(console, f"{what:>9}  {file}")
 
 
 def evaluation_table(judging: Judging, width: int) -> Table:
@@ -131,5 +132,6 @@ def show_study(results: StudyResults, console: Console) -> None:
         if results.knobs and steps == study.steps[0]:
             out.add_row(FREE, *map(escape, knob_cells(results.knobs, rewards)))
         console.print(out)
-    for file in ("results.json", "results.md", "curves.png"):
-        say(console, f"  {results.out / file}")
+    files = StudyDirectory(results.out)
+    for file in (files.results, files.page, files.curves):
+        say(console, f"  {file}")

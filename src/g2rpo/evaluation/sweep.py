@@ -28,10 +28,9 @@ from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.scores import Row, clip_of, picture_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.rewards.pixels import to_uint8
+from g2rpo.runs.directory import EvaluationDirectory
 
 Side = Literal["base", "control", "tuned"]
-PICTURES = "pictures.jsonl"
-"""The table of all pictures of an evaluation."""
 
 
 class JudgingConfig(Section):
@@ -206,11 +205,11 @@ class Judging:
         if c.controls:
             table, best = self.controls()
             report |= {"controls": table, "best_control": best}
-        path = self.directory / "results.json"
+        files = EvaluationDirectory(self.directory)
         with self._writing():
-            save_rows(self.directory / PICTURES, self.rows())
-            write_whole(path, as_json(report, 1).encode())
-        return path
+            save_rows(files.pictures, self.rows())
+            write_whole(files.results, as_json(report, 1).encode())
+        return files.results
 
     def _finished(self, chunk: Chunk) -> list[Row] | None:
         """The rows of a chunk; None if it is not finished, or one of its pictures is gone."""
@@ -257,7 +256,7 @@ class Judging:
             raise UserError(f"{self.directory}: cannot be written ({error.strerror}); {again}") from error
 
     def _scores(self, chunk: Chunk) -> Path:
-        return self.directory / "chunks" / f"{chunk.name}.json"
+        return EvaluationDirectory(self.directory).chunks / f"{chunk.name}.json"
 
 
 def _scores(rows: Sequence[Row], **of: Any) -> dict[str, NDArray[np.float64]]:

@@ -1,21 +1,23 @@
-"""The file names of a run directory."""
+"""The file names of runs, evaluations and studies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from g2rpo.core.errors import UserError
 
 
 class _Inside:
-    """A path below that of a run directory."""
+    """A path below that of a folder."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, run: RunDirectory, kind: type) -> Path:
-        return run.path / self.name
+    def __get__(self, folder: Any, kind: type) -> Path:
+        path: Path = folder.path / self.name
+        return path
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,37 @@ class RunDirectory:
             if folder.is_dir():
                 return folder
         raise UserError(f"{self.path} has no weights yet (neither adapter/ nor transformer/); has it finished?")
+
+
+@dataclass(frozen=True)
+class EvaluationDirectory:
+    """The files of the evaluation in `path` (`g2rpo evaluate`)."""
+
+    path: Path
+
+    settings = _Inside("settings.yaml")
+    chunks = _Inside("chunks")  # scores of finished chunks
+    pictures = _Inside("pictures.jsonl")  # the table of all pictures
+    results = _Inside("results.json")
+    grids = _Inside("grid_steps_*.png")
+
+    def grid(self, steps: int) -> Path:
+        """The first pictures with so many steps."""
+        return self.path / f"grid_steps_{steps:03d}.png"
+
+
+@dataclass(frozen=True)
+class StudyDirectory:
+    """The files of the study in `path` (`g2rpo compare`)."""
+
+    path: Path
+
+    study = _Inside("study.yaml")
+    base = _Inside("judged/base")
+    controls = _Inside("judged/controls")
+    results = _Inside("results.json")
+    page = _Inside("results.md")
+    curves = _Inside("curves.png")
 
 
 def _named(iteration: int) -> str:

@@ -13,7 +13,6 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import as_json
 from g2rpo.evaluation.gains import Scores
-from g2rpo.evaluation.sweep import PICTURES
 from g2rpo.lab.compare.study import (
     History,
     Judged,
@@ -28,6 +27,7 @@ from g2rpo.lab.compare.study import (
 )
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.scores import read_rows
+from g2rpo.runs.directory import EvaluationDirectory, StudyDirectory
 
 FREE = "no training: best free knob"
 
@@ -105,9 +105,10 @@ def write_results(
         "curves": curves,
     }
     text = markdown(study, table, spent, gains, prompts, trained, knobs)
-    write_whole(out / "results.json", as_json(results, 1).encode())
-    write_whole(out / "results.md", text.encode())
-    save_curves(out / "curves.png", curves, trained)
+    files = StudyDirectory(out)
+    write_whole(files.results, as_json(results, 1).encode())
+    write_whole(files.page, text.encode())
+    save_curves(files.curves, curves, trained)
     return StudyResults(study, out, table, knobs, trained, prompts)
 
 
@@ -206,7 +207,7 @@ def _read_judged(folder: Path) -> Judged:
 
 def _read_rows(folder: Path) -> list[Any]:
     try:
-        rows = read_rows(folder / PICTURES)
+        rows = read_rows(EvaluationDirectory(folder).pictures)
         judged_scores(rows)  # refuses what it cannot read
         return rows
     except (UserError, TypeError, KeyError) as error:

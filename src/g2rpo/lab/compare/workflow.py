@@ -33,12 +33,11 @@ from g2rpo.lab.compare.arguments import own_budgets
 from g2rpo.lab.compare.jobs import Job, Workers, locked
 from g2rpo.lab.compare.results import Cell, StudyResults, write_results
 from g2rpo.lab.compare.study import Study, Unit, gain, read_run, seconds_per_evaluation
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, StudyDirectory
 from g2rpo.runs.lifecycle import check_directory, first_usable
 from g2rpo.runtime.folders import is_empty
 from g2rpo.training.model_card import CARD
 
-STUDY = "study.yaml"
 NOISE = 0  # the seed of the evaluations: the same noise for all cells, so that differences are paired
 PROBE = 3  # iterations; the first is a warm-up
 
@@ -108,7 +107,7 @@ class Workspace:
 
     def judging(self, title: str, run: Path, folder: Path, *settings: str) -> Job | None:
         """The job that evaluates a run's weights; None if it is finished."""
-        if RunDirectory(folder).results.is_file():
+        if EvaluationDirectory(folder).results.is_file():
             return None
         steps = ",".join(map(str, self.study.steps))
         arguments = ["evaluate", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
@@ -167,7 +166,7 @@ def compare(
     if study.unit != "seconds":
         _spend(study, configs, {})  # refuses a budget that is too small
     with locked(out) as lock:
-        write_whole(out / STUDY, study.to_yaml().encode())
+        write_whole(StudyDirectory(out).study, study.to_yaml().encode())
         return _work(Workspace(study, out), configs, Workers(jobs, lock, emit), controls)
 
 
@@ -204,17 +203,15 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
             for seed, run in by_seed.items()
         )
     )
-    base = workspace.out / "judged" / "base"
-    judged = {
-        cell: {seed: workspace.out / "judged" / cell / f"seed_{seed}" for seed in by_seed} for cell, by_seed in runs.items()
-    }
+    base = StudyDirectory(workspace.out).base
+    judged = {cell: {seed: base.parent / cell / f"seed_{seed}" for seed in by_seed} for cell, by_seed in runs.items()}
     some_run, _ = next(iter(next(iter(runs.values())).values()))
     tuned = (
         workspace.judging(f"judging {cell}, seed {seed}", folder, judged[cell][seed], "base=false")
         for cell, by_seed in runs.items()
         for seed, (folder, _) in by_seed.items()
     )
-    free = workspace.out / "judged" / "controls"
+    free = StudyDirectory(workspace.out).controls
     untrained = [workspace.judging("judging the base", some_run, base, "weights=")]
     if controls:
         untrained.append(workspace.judging("judging free knobs of the base", some_run, free, "weights=", "--controls"))
@@ -231,7 +228,7 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
         for cell, by_seed in runs.items()
     }
     trained = sorted({name for config in configs.values() for name in config.rewards})
-    knobs = free if (free / "results.json").is_file() else None
+    knobs = free if EvaluationDirectory(free).results.is_file() else None
     return write_results(study, workspace.out, cells, base, trained, prices, knobs)
 
 
@@ -262,10 +259,10 @@ def _check(configs: Mapping[str, Config]) -> None:
 
 def _check_same(study: Study, out: Path) -> None:
     """Refuses a folder that holds another study, or anything else; cells and seeds may be added."""
-    path = out / STUDY
+    path = StudyDirectory(out).study
     if not path.is_file():
         if not is_empty(out):
-            raise UserError(f"{out} is not empty and holds no study (no {STUDY}); name another --out")
+            raise UserError(f"{out} is not empty and holds no study (no {path.name}); name another --out")
         return
     other = resolve_as(Study, read_yaml(path), source=str(path))
     shared = {name: variant for name, variant in study.cells.items() if name in other.cells}
