@@ -27,7 +27,7 @@ from g2rpo.training.rates import Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
 
 WORLDS = {
-    "scenes-fast": ["trainer.iterations=16", "evaluation.rewards.scene_preference="],
+    "scenes-fast": ["trainer.iterations=60", "evaluation.rewards.scene_preference="],
     "words": ["trainer.iterations=12", "trainer.prompts_per_iteration=4"],
 }
 COMMON = ["evaluation.num_prompts=48", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]

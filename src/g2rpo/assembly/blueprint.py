@@ -31,13 +31,15 @@ Part = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A pipeline's class and its models by name; `clip_tokens` is the length to which the CLIP tokenizers pad."""
+    """A pipeline's class and its models by name; `clip_tokens` is the length to which the CLIP tokenizers pad, `text_tokens`
+    that of the prompts, where it is known and they are not padded."""
 
     kind: str
     parts: Mapping[str, Part]
     clip_tokens: int = 77
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values of its index that are no parts, such as is_distilled."""
+    text_tokens: int | None = None
 
 
 def read_blueprint(config: PolicyConfig) -> Blueprint:
@@ -141,7 +143,7 @@ def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.
 
 def shapes_of(policy: DiffusersPolicy, blueprint: Blueprint) -> Shapes:
     """The shapes of a policy's calls."""
-    return policy.shapes(blueprint.clip_tokens)
+    return policy.shapes(blueprint.clip_tokens, blueprint.text_tokens)
 
 
 def size_of(module: nn.Module) -> int:

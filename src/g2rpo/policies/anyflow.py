@@ -274,9 +274,11 @@ class DiffusersPolicy(Policy):
         """Tokens of one picture."""
         return math.prod(self._latent) // (self.config.in_channels * (1 if len(self._latent) == 2 else _patch(self.config)))
 
-    def shapes(self, clip_tokens: int) -> Shapes:
-        """The sizes of a call; `clip_tokens` is the length to which the CLIP tokenizers pad."""
-        tokens = self.max_sequence_length + self.spec.picture_tokens + (clip_tokens if self.spec.with_clip else 0)
+    def shapes(self, clip_tokens: int, text_tokens: int | None = None) -> Shapes:
+        """The sizes of a call; `clip_tokens` is the length to which the CLIP tokenizers pad, `text_tokens` that of prompts, if
+        they are not padded to the longest that there may be."""
+        clip = clip_tokens if self.spec.with_clip else 0
+        tokens = (text_tokens or self.max_sequence_length) + self.spec.picture_tokens + clip
         return Shapes(self._latent, self._cond_shapes(tokens), self.image_tokens, tokens, 2 if self.guided else 1)
 
     def like(self, shapes: Shapes, rows: int) -> Cond:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -141,11 +141,13 @@ def make_plan(
     ranks_per_node: int | None = None,
     network: float = NETWORK,
     known: Sequence[Estimate] = (),
+    text_tokens: int | None = None,
 ) -> Estimate:
     """The plan of one rank of a run of `config` on CUDA devices or a CPU.
 
-    The run has `heldout` held-out prompts and `distinct_prompts` different ones in all; nodes send `network` GB/s to others.
-    From estimates that are `known`, it takes the model and the traced calls where they are the same.
+    The run has `heldout` held-out prompts and `distinct_prompts` different ones in all, of `text_tokens` where the model does
+    not pad them; nodes send `network` GB/s to others. From estimates that are `known`, it takes the model and the traced calls
+    where they are the same.
     """
     node = nodes_of(ranks, ranks_per_node)
     components.check_sharding(config, ranks, node)
@@ -155,7 +157,7 @@ def make_plan(
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": share})})
     heldout = math.ceil(heldout / ranks) if heldout >= ranks else heldout
     counts = count(config, heldout)
-    blueprint = read_blueprint(config.policy)
+    blueprint = replace(read_blueprint(config.policy), text_tokens=text_tokens)
     alike = [it for it in known if (it.blueprint, it.config.policy) == (blueprint, config.policy)]
     same = [it.traced for it in alike if _calls(it.config, it.counts, it.cuda) == _calls(config, counts, cuda)]
     with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):

@@ -13,6 +13,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.advice import what_fits
 from g2rpo.lab.plan.network import NETWORK, nodes_of
 from g2rpo.lab.plan.plan import Estimate, Target, make_plan
+from g2rpo.lab.plan.tokens import longest_prompt
 
 
 class Planner:
@@ -36,6 +37,7 @@ class Planner:
         check_rewards({**self.config.rewards, **self.config.evaluation.rewards})
         components.check_sharding(self.config, ranks, nodes_of(ranks, ranks_per_node))
         components.check_plans(self.config.algorithm, self.config.sampling)
+        self.text_tokens: int | None = None
         self.heldout, self.distinct_prompts = self._listed_prompts()
         self._made: dict[tuple[bool, Sequence[str]], Estimate] = {}
 
@@ -51,6 +53,7 @@ class Planner:
                 ranks_per_node=self.ranks_per_node,
                 network=self.network,
                 known=list(self._made.values()),
+                text_tokens=self.text_tokens,
             )
         return self._made[cuda, more]
 
@@ -76,4 +79,6 @@ class Planner:
         if len(read) < 2:
             return config.evaluation.num_prompts, n + config.evaluation.num_prompts
         train, heldout = read[0], read[1][: config.evaluation.num_prompts]
-        return len(heldout), len(prompts_to_come(config, train, heldout))
+        to_come = prompts_to_come(config, train, heldout)
+        self.text_tokens = longest_prompt(config.policy, to_come)
+        return len(heldout), len(to_come)

@@ -1,0 +1,62 @@
+"""How many tokens a run's own prompts have, where a model does not pad them to one length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from g2rpo.assembly import components, hub
+from g2rpo.assembly.blueprint import build_shallow, read_blueprint
+from g2rpo.config.schema import PolicyConfig
+from g2rpo.core.files import local
+from g2rpo.policies.spec import PipelineSpec
+from g2rpo.policies.text import TextEncoders
+
+COUNTED = 32
+"""Prompts whose tokens are counted: those with the most characters."""
+
+
+def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
+    """The tokens of the longest prompt, as the pipeline's own call encodes it with the tokenizer on this machine. None where
+    the model pads (or reads input pictures, whose tokens are assumed), is not on this machine, or needs more than zeros in the
+    place of its text encoder."""
+    path = local(config.path)
+    index = path / "model_index.json" if os.path.isdir(path) else hub.cached(config.path, "model_index.json")
+    if index is None or config.path in components.EMBEDDED or not prompts:
+        return None
+    _, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
+    spec = components.policy_class(config.kind or kind).spec
+    if spec.pictured or not (spec.masks or spec.lists or spec.ragged):
+        return None
+    try:
+        return _counted(config, spec, index.parent, sorted(set(prompts), key=len)[-COUNTED:])
+    except Exception:  # of tokenizers and pipelines that a plan has no say in
+        return None
+
+
+def _counted(config: PolicyConfig, spec: PipelineSpec, folder: Path, prompts: Sequence[str]) -> int:
+    from transformers import AutoTokenizer
+
+    policy, _ = build_shallow(read_blueprint(config), config)
+    parts = {place.name: AutoTokenizer.from_pretrained(str(place)) for place in folder.glob("tokenizer*") if place.is_dir()}
+    parts |= {place.name: _Zeros() for place in folder.glob("text_encoder*") if place.is_dir()}
+    policy.pipeline.register_modules(**parts)
+    encoders = TextEncoders(policy.pipeline, spec, config, "cpu")
+    rows = [encoders.encode([prompt], guided=False).ragged for prompt in prompts]
+    return max(len(values[0]) for row in rows for name, values in row.items() if name in spec.widths)
+
+
+class _Zeros(nn.Module):
+    """In the place of a text encoder: a zero for every token."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        zeros = torch.zeros(*input_ids.shape, 1)
+        return SimpleNamespace(hidden_states=[zeros] * 100, last_hidden_state=zeros)
