@@ -99,7 +99,7 @@ def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["flux1-dev-hps", "--device", "h20"], "h200"),
+        (["flux1-dev-hps", "--device", "h210"], "h200"),
         (["flux1-dev-hps", "--device", "toaster"], "unknown device. Known: a100, a100-40"),
         (["flux1-dev-hps", "--device", "h200", "--probe"], "leave one of them out"),
         (["flux1-dev-hps", "--ranks", "3"], "cannot be divided evenly over 3 ranks"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from g2rpo.assembly import components, hub
 from g2rpo.assembly.blueprint import build_shallow, read_blueprint
 from g2rpo.config.schema import PolicyConfig
-from g2rpo.core.files import local
+from g2rpo.core.files import is_hub_id, local
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.text import TextEncoders
 
@@ -26,9 +26,12 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
     """The tokens of the longest prompt, as the pipeline's own call encodes it with the tokenizer on this machine. None where
     the model pads (or reads input pictures, whose tokens are assumed), is not on this machine, or needs more than zeros in the
     place of its text encoder."""
-    path = local(config.path)
-    index = path / "model_index.json" if os.path.isdir(path) else hub.cached(config.path, "model_index.json")
-    if index is None or config.path in components.EMBEDDED or not prompts:
+    path, index = local(config.path), None
+    if os.path.isdir(path):
+        index = path / "model_index.json"
+    elif is_hub_id(config.path):
+        index = hub.cached(config.path, "model_index.json")
+    if index is None or not prompts:
         return None
     _, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
     spec = components.policy_class(config.kind or kind).spec
