@@ -46,10 +46,19 @@ PAVE, ADA, NFT = (f"tests/published/test_{name}.py" for name in ("pave_grpo", "a
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
+SCORES = "tests/monitor/test_scores.py"
 CHECKPOINT, ALARMS = "tests/training/test_checkpoint.py", "tests/monitor/test_alarms.py"
 QUANTIZED, STATISTICS = "tests/policies/test_quantized.py", "tests/core/test_statistics.py tests/monitor/test_diagnostics.py"
 
 MUTATIONS = [
+    Mutation(
+        "policies/spec.py",
+        "return scale > (self.unguided or 0.0)",
+        "return scale > 1",
+        "tests/training/test_guidance.py -k begins",
+    ),
+    Mutation("training/learner.py", "{name: tensors[name][index] for", '{name: tensors["exp_avg"][index] for', TRAINER),
+    Mutation("monitor/scores.py", "for row in rows]) for name", "for row in rows[::-1]]) for name", SCORES),
     Mutation("core/flow.py", "of_x = 1 + g**2", "of_x = 1 - g**2", FLOW),
     Mutation("core/flow.py", "of_v = 1 + g**2", "of_v = 1 - g**2", FLOW),
     Mutation("core/flow.py", "Normal(mean, g * (sigma - sigma_next).sqrt())", "Normal(mean, g * (sigma - sigma_next))", FLOW),

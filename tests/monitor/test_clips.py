@@ -15,7 +15,7 @@ from g2rpo.monitor import clips
 from g2rpo.monitor.clips import FRAMES, SIDE, read_clip, read_webp, reduced, save_clip, stills
 from g2rpo.monitor.image_statistics import image_statistics
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.pictures import PictureRow, _canvas, save_moving_grid
+from g2rpo.monitor.pictures import PictureRow, _canvas, save_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.runs.lifecycle import claim, record_start
@@ -66,7 +66,7 @@ def test_a_clip_that_stands_still_is_read_as_long_as_asked(tmp_path):
 def test_a_moving_grid_has_every_clip_in_its_place(tmp_path):
     values = [[(0.0, 0.4), (0.2, 0.6)], [(0.8, 0.1), (1.0, 0.5)]]
     strips = [PictureRow(torch.stack([flat(*clip) for clip in row]), label) for row, label in zip(values, "ab", strict=True)]
-    save_moving_grid(tmp_path / "grid.webp", strips, ["one", "two"], "", seconds=2)
+    save_grid(tmp_path / "grid.png", strips, ["one", "two"], seconds=2)
     frames, durations = read_webp(tmp_path / "grid.webp")
     assert durations == [1000, 1000]
     canvas, corners, (width, height) = _canvas(strips, ["one", "two"], "")

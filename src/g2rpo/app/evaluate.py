@@ -24,9 +24,9 @@ from g2rpo.core.files import FileDigests, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
 from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
-from g2rpo.monitor.clips import read_clip
-from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid
-from g2rpo.monitor.scores import SHOWN, clip_of, picture_of, read_picture, right_of, scores_of
+from g2rpo.monitor.clips import clip_of, read_clip
+from g2rpo.monitor.pictures import PictureRow, save_grid
+from g2rpo.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
 from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, check_weights
 from g2rpo.runs.lifecycle import first_usable, read_config
 from g2rpo.runtime.folders import held, is_empty
@@ -181,10 +181,8 @@ def _save_grid(judging: Judging, steps: int) -> None:
     ]
     note = f"The first {len(shown)} of {len(judging.prompts)} prompts, in their order; from the same noise; {steps} steps."
     path, prompts = EvaluationDirectory(judging.directory).grid(steps), judging.prompts[: len(shown)]
-    save_grid(path, picture_rows, prompts, note)
     first = clip_of(picture_of(folders[judging.sides[0]], 0))
-    if first.is_file():
-        save_moving_grid(clip_of(path), picture_rows, prompts, note, read_clip(first)[1])
+    save_grid(path, picture_rows, prompts, note, read_clip(first)[1] if first.is_file() else 0)
 
 
 def _read(path: Path) -> Tensor:

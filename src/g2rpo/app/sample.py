@@ -20,13 +20,12 @@ from g2rpo.core.files import whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
-from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid, to_pil
+from g2rpo.monitor.pictures import PictureRow, save_grid, to_pil
+from g2rpo.monitor.scores import SHOWN
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
 from g2rpo.runs.directory import RunDirectory, check_weights
 from g2rpo.runs.lifecycle import fresh_directory, read_config
 from g2rpo.runtime.folders import is_empty
-
-SHOWN = 8  # pictures in the grid
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,8 @@ def sample(
     )
     out.mkdir(parents=True, exist_ok=True)
     shown, seconds = _write_all(sampler, prompts, options.video, out)
-    clips = shown.ndim == 5
-    save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN])
-    if clips:
-        save_moving_grid(out / "grid.webp", [PictureRow(shown)], prompts[:SHOWN], "", seconds)
-    return Sampled(len(prompts), len(shown), clips, out)
+    save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
+    return Sampled(len(prompts), len(shown), shown.ndim == 5, out)
 
 
 def _check(prompts: Sequence[str], options: SampleOptions, out: Path) -> None:

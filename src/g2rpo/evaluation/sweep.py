@@ -25,8 +25,8 @@ from g2rpo.core.types import Policy, Reward
 from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.monitor.clips import seconds_of
-from g2rpo.monitor.scores import Row, clip_of, picture_of, save_pictures, save_rows, score_rows, scores_of
+from g2rpo.monitor.clips import clip_of, seconds_of
+from g2rpo.monitor.scores import Row, picture_of, save_pictures, save_rows, score_rows, scores_of
 from g2rpo.rewards.pixels import to_uint8
 from g2rpo.runs.directory import EvaluationDirectory
 

@@ -54,6 +54,11 @@ def webp(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], quali
     return out.getvalue()
 
 
+def clip_of(picture: Path) -> Path:
+    """The clip beside its middle frame."""
+    return picture.with_suffix(".webp")
+
+
 def save_clip(path: Path, clip: Tensor, seconds: float, quality: int = 90) -> None:
     """Writes a clip [T, 3, H, W] as an animated WebP that lasts so many seconds."""
     path.write_bytes(webp(frames_of(clip), round(1000 * seconds / len(clip)), quality))

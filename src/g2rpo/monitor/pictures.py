@@ -12,8 +12,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
+from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.input_pictures import read_inputs
-from g2rpo.monitor.clips import stills, webp
+from g2rpo.monitor.clips import clip_of, stills, webp
 
 INK, SOFT, PAPER = (40, 40, 46), (93, 96, 105), (255, 255, 255)
 RIGHT, WRONG = (0, 97, 158), (182, 70, 0)
@@ -51,24 +52,23 @@ def figure(value: float) -> str:
     return "no score" if math.isnan(value) else f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"
 
 
-def save_grid(path: Path, rows: Sequence[PictureRow], prompts: Sequence[str], note: str = "") -> None:
+def save_grid(path: Path, rows: Sequence[PictureRow], prompts: Sequence[str], note: str = "", seconds: float = 1.0) -> None:
     """Writes rows of pictures (of clips their middle frames) as a PNG, one column per prompt: the prompt, its input picture
-    if it has one, and each picture with its verdict and scores below; below all the `note`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    canvas, _, _ = _canvas(rows, prompts, note)
-    canvas.save(path, compress_level=1)  # files are a seventh larger than by default, written in half the time
-
-
-def save_moving_grid(path: Path, rows: Sequence[PictureRow], prompts: Sequence[str], note: str, seconds: float) -> None:
-    """Writes the same grid of clips as an animated WebP that lasts so many seconds."""
+    if it has one, and each picture with its verdict and scores below; below all the `note`. Beside it, a grid of clips is also
+    an animated WebP that lasts so many `seconds`."""
     canvas, corners, size = _canvas(rows, prompts, note)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as unfinished:
+        canvas.save(unfinished, compress_level=1)  # files are a seventh larger than by default, written in half the time
+    if rows[0].images.ndim == 4:
+        return
     frames = []
     for number in range(rows[0].images.shape[1]):
         frames.append(canvas.copy())
         for row, places in zip(rows, corners, strict=True):
             for clip, corner in zip(row.images, places, strict=True):
                 frames[-1].paste(_small(clip[number], size), corner)
-    path.write_bytes(webp(frames, round(1000 * seconds / len(frames))))
+    write_whole(clip_of(path), webp(frames, round(1000 * seconds / len(frames))))
 
 
 def _canvas(

@@ -17,7 +17,7 @@ from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.plain import as_json, read_json_lines
 from g2rpo.core.statistics import in_proportion
-from g2rpo.monitor.clips import read_clip, reduced, save_clip, stills
+from g2rpo.monitor.clips import clip_of, read_clip, reduced, save_clip, stills
 from g2rpo.monitor.pictures import beside, to_pil
 from g2rpo.rewards.pixels import to_tensor
 
@@ -123,11 +123,6 @@ def picture_of(folder: Path, index: int) -> Path:
 def input_of(folder: Path, index: int) -> Path:
     """The file with the input pictures of its prompt, if that has any."""
     return folder / f"{index:06d}_input.png"
-
-
-def clip_of(picture: Path) -> Path:
-    """The clip beside its middle frame."""
-    return picture.with_suffix(".webp")
 
 
 def chosen(right: Sequence[Tensor | None], shown: int, total: int) -> tuple[list[int], str]:

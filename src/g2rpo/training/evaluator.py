@@ -48,8 +48,8 @@ from g2rpo.monitor.curves import save_curves
 from g2rpo.monitor.image_statistics import image_statistics, statistics_row
 from g2rpo.monitor.image_statistics import spread as spread_of
 from g2rpo.monitor.metrics import Row, read_metrics
-from g2rpo.monitor.pictures import PictureRow, save_grid, save_moving_grid
-from g2rpo.monitor.scores import SHOWN, chosen, clip_of, save_inputs, save_pictures, save_rows, score_rows
+from g2rpo.monitor.pictures import PictureRow, save_grid
+from g2rpo.monitor.scores import SHOWN, chosen, save_inputs, save_pictures, save_rows, score_rows
 from g2rpo.rollout.guidance import guidance_of
 from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import BatchSizes
@@ -292,11 +292,8 @@ class Evaluator:
         if right is not None:
             shares = f"the base draws {100 * right.base:.0f} % right and the tuned model {100 * right.tuned:.0f} %"
             note += f" Of all {len(self.heldout)}, {shares}."
-        if picture_rows[0].images.ndim == 5:
-            with self.files.written(clip_of(grid)) as path:
-                save_moving_grid(path, picture_rows, prompts, note, seconds)
-        with self.files.written(grid) as path:
-            save_grid(path, picture_rows, prompts, note)
+        with self.files.holding(), writing(grid):
+            save_grid(grid, picture_rows, prompts, note, seconds)
 
 
 def _unscored(images: Tensor, prompts: Sequence[str]) -> Tensor:

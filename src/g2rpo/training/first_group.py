@@ -59,8 +59,7 @@ def save_first_group(
         save_pictures(folder, images.flatten(0, 1), range(len(rows)), 0)
         save_inputs(folder, [prompt], [0])
         save_rows(files.run.group_scores, rows)
-    with files.written(files.run.group_grid) as path:
-        save_grid(path, picture_rows, columns, f"{prompt}\n{cells['how']}")
+        save_grid(files.run.group_grid, picture_rows, columns, f"{prompt}\n{cells['how']}")
 
 
 def how(plan: Plan) -> str:

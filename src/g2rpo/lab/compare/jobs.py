@@ -6,7 +6,7 @@ import os
 import queue
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,8 +40,9 @@ class Workers:
     emit: Emit = silent
     running: set[subprocess.Popen[bytes]] = field(default_factory=set)
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Runs all jobs. After a failure no further job is started; running ones finish, and their results are kept."""
+    def run(self, asked: Iterable[Job | None]) -> None:
+        """Runs all jobs; None is one that is finished. After a failure no further job is started; running ones finish, and their results are kept."""
+        jobs = [job for job in asked if job is not None]
         slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(self.count):
             slots.put(slot)

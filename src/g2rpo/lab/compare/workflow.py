@@ -13,7 +13,7 @@ Everything is kept in one folder, and finished parts are not repeated:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -176,7 +176,7 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
     prices: dict[str, float] = {}
     if study.unit == "seconds":
         probes = {cell: workspace.probe(cell) for cell in study.cells}
-        workers.run(_some(workspace.training(f"probe of {cell}", *probe) for cell, probe in probes.items()))
+        workers.run(workspace.training(f"probe of {cell}", *probe) for cell, probe in probes.items())
         prices = {
             cell: seconds_per_evaluation(workspace.config(overrides), folder) for cell, (folder, overrides) in probes.items()
         }
@@ -186,22 +186,18 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
     if len(study.rates) > 1:
         pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in study.cells}
         workers.run(
-            _some(
-                workspace.training(f"pilot of {cell}, rate {rate:g}, seed {seed}", *pilot)
-                for cell, by_setting in pilots.items()
-                for (rate, seed), pilot in by_setting.items()
-            )
+            workspace.training(f"pilot of {cell}, rate {rate:g}, seed {seed}", *pilot)
+            for cell, by_setting in pilots.items()
+            for (rate, seed), pilot in by_setting.items()
         )
         gains = {cell: _gains(workspace, configs[cell], by_setting) for cell, by_setting in pilots.items()}
     chosen = {cell: best_rate(by_rate) if by_rate else study.rates[0] for cell, by_rate in gains.items()}
 
     runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in study.cells}
     workers.run(
-        _some(
-            workspace.training(f"{cell}, rate {chosen[cell]:g}, seed {seed}", *run)
-            for cell, by_seed in runs.items()
-            for seed, run in by_seed.items()
-        )
+        workspace.training(f"{cell}, rate {chosen[cell]:g}, seed {seed}", *run)
+        for cell, by_seed in runs.items()
+        for seed, run in by_seed.items()
     )
     base = StudyDirectory(workspace.out).base
     judged = {cell: {seed: base.parent / cell / f"seed_{seed}" for seed in by_seed} for cell, by_seed in runs.items()}
@@ -215,7 +211,7 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
     untrained = [workspace.judging("judging the base", some_run, base, "weights=")]
     if controls:
         untrained.append(workspace.judging("judging free knobs of the base", some_run, free, "weights=", "--controls"))
-    workers.run(_some([*untrained, *tuned]))
+    workers.run([*untrained, *tuned])
 
     cells = {
         cell: Cell(
@@ -300,10 +296,6 @@ def _gains(
     for (rate, _), (folder, overrides) in pilots.items():
         gains.setdefault(rate, []).append(gain(read_run(workspace.config(overrides), folder), weights))
     return gains
-
-
-def _some(jobs: Iterable[Job | None]) -> list[Job]:
-    return [job for job in jobs if job is not None]
 
 
 def _note(emit: Emit, cell: str, message: str) -> None:
