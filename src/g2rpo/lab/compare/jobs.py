@@ -41,7 +41,8 @@ class Workers:
     running: set[subprocess.Popen[bytes]] = field(default_factory=set)
 
     def run(self, asked: Iterable[Job | None]) -> None:
-        """Runs all jobs; None is one that is finished. After a failure no further job is started; running ones finish, and their results are kept."""
+        """Runs all jobs but those that are finished (None). After a failure no further job is started; running ones finish, and
+        their results are kept."""
         jobs = [job for job in asked if job is not None]
         slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(self.count):
