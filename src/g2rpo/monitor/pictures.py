@@ -39,13 +39,6 @@ class PictureRow:
     scores: Mapping[str, Tensor] = field(default_factory=dict)
     right: Tensor | None = None
 
-    def score_lines(self, index: int) -> list[str]:
-        """One line for each score of a picture."""
-        return [f"{name} {figure(float(values[index]))}" for name, values in self.scores.items()]
-
-    def verdict(self, index: int) -> bool | None:
-        return None if self.right is None or math.isnan(self.right[index]) else bool(self.right[index])
-
 
 def figure(value: float) -> str:
     """A score for display: three decimals, fewer if it is large."""
@@ -119,12 +112,20 @@ def _label(draw: ImageDraw.ImageDraw, label: str, top: int, height: int) -> None
 
 
 def _draw_scores(draw: ImageDraw.ImageDraw, row: PictureRow, index: int, x: int, y: int) -> None:
-    """The verdict and the scores of a picture, a line each."""
+    """The verdict on a picture, as a tick or a cross and as a word, so that no reader depends on colour; and its scores, a line
+    each."""
     if row.right is not None:
-        _mark(draw, x, y, row.verdict(index))
+        if row.right[index].isnan():
+            draw.text((x, y), "no verdict", fill=SOFT)
+        else:
+            colour, word = (RIGHT, "right") if row.right[index] else (WRONG, "wrong")
+            tick, cross = [((1, 7), (4, 10), (10, 3))], [((1, 3), (9, 11)), ((1, 11), (9, 3))]
+            for stroke in tick if row.right[index] else cross:
+                draw.line([(x + across, y + down) for across, down in stroke], fill=colour, width=2)
+            draw.text((x + 15, y), word, fill=colour)
         y += LINE
-    for line in row.score_lines(index):
-        draw.text((x, y), line, fill=SOFT)
+    for name, values in row.scores.items():
+        draw.text((x, y), f"{name} {figure(float(values[index]))}", fill=SOFT)
         y += LINE
 
 
@@ -148,15 +149,3 @@ def beside(prompt: str, width: int, height: int) -> Image.Image | None:
     for number, each in enumerate(fitted):
         row.paste(each, (sum(before.width for before in fitted[:number]), 0))
     return row
-
-
-def _mark(draw: ImageDraw.ImageDraw, x: int, y: int, right: bool | None) -> None:
-    """A tick or a cross, and the word, so that no reader depends on colour."""
-    if right is None:
-        draw.text((x, y), "no verdict", fill=SOFT)
-        return
-    colour = RIGHT if right else WRONG
-    strokes = [((1, 7), (4, 10), (10, 3))] if right else [((1, 3), (9, 11)), ((1, 11), (9, 3))]
-    for stroke in strokes:
-        draw.line([(x + across, y + down) for across, down in stroke], fill=colour, width=2)
-    draw.text((x + 15, y), "right" if right else "wrong", fill=colour)
