@@ -1,11 +1,14 @@
 """Checkpoints: the newest that can be used is used, and the last intact one is never removed."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo.core.errors import Stopped, UserError
-from g2rpo.training.checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from g2rpo.export.weights import _checkpoint
+from g2rpo.training.checkpoint import _digest, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from tests.security.test_security import forged
 from tests.support.runs import fallen_back, resumed, trainer
 
@@ -140,3 +143,23 @@ def test_a_checkpoint_of_an_older_release_is_continued_bit_for_bit(tmp_path):
     assert again.iteration == 2
     list(again.train())
     assert torch.equal(again.policy.mean, straight.policy.mean)
+
+
+def test_pieces_that_ranks_wrote_are_whole_tensors_again(tmp_path):
+    """The second rank has no row of the second tensor. Weights are exported from them, and a piece that is gone is named."""
+    root, whole = tmp_path / "checkpoints", [torch.arange(12.0).reshape(4, 3), torch.ones(1, 2)]
+    folder = save_checkpoint(root, 1, {"weights": whole}, {}, 1)
+    (folder / "weights.safetensors").unlink()
+    for rank, rows in enumerate((slice(0, 3), slice(3, 4))):
+        save_file(
+            {f"{i}": value[rows].contiguous() for i, value in enumerate(whole)}, folder / f"weights.0000{rank}.safetensors"
+        )
+    files = {path.name: _digest(path) for path in folder.iterdir() if path.name != "manifest.json"}
+    (folder / "manifest.json").write_text(json.dumps({"iteration": 1, "files": files}))
+    pieces = load_checkpoint(folder)[1]["weights"]
+    assert [list(each.shape) for each in pieces] == [[4, 3], [1, 2]]
+    for loaded in ([each.whole() for each in pieces], _checkpoint(tmp_path, "last")[1]["weights"]):
+        assert all(torch.equal(mine, value) for mine, value in zip(loaded, whole, strict=True))
+    (folder / "weights.00001.safetensors").unlink()
+    with pytest.raises(UserError, match=r"weights\.00001\.safetensors is missing"):
+        load_checkpoint(folder)
