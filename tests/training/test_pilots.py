@@ -9,6 +9,7 @@ import torch
 from g2rpo.app.train import open_run
 from g2rpo.core.errors import Interrupted, UserError
 from g2rpo.lab.report.page import write_page
+from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import read_config
@@ -158,6 +159,24 @@ def test_a_pilot_that_stops_is_no_choice_but_does_not_end_the_others(tmp_path, m
     with pytest.raises(UserError, match="no rate learns.*|stopped"):
         Pilots(one).find(sweep := sweep_of(one), RunDirectory(tmp_path))
     assert all("stopped" in pilot.alarms for pilot in sweep.pilots) and len(sweep.pilots) == len(FACTORS)
+
+
+def test_the_command_trains_with_the_rate_that_it_found(capsys, tmp_path, tiny_config, monkeypatch):
+    found = []
+
+    def piloted(self, rate, length, began):
+        found.append(pilot(rate, 0.5 if rate == 2e-3 else 0.2))
+        return found[-1]
+
+    monkeypatch.setattr(Pilots, "_pilot", piloted)
+    words = ["train", tiny_config, "--find-rate", "--run-dir", tmp_path / "run"]
+    code, out, err = g2rpo(capsys, *words)
+    assert code == 0, err
+    assert "0.002 is taken" in out and out.index("+0.500 [+0.400, +0.600]") < out.index("0.002 is taken")
+    rows = read_metrics(tmp_path / "run")
+    assert rows[1]["learning_rate"] == 2e-3 == read_config(tmp_path / "run").optim.learning_rate
+    assert g2rpo(capsys, *words, "--resume")[0] == 0 and len(found) == len(FACTORS)
+    assert g2rpo(capsys, "resume", tmp_path / "run", "trainer.iterations=3", "--within", "1h")[0] == 0
 
 
 def test_where_nothing_learns_the_command_says_so(capsys, tmp_path, tiny_config):

@@ -186,12 +186,16 @@ def _with_found_rate(parts: Mapping[str, Any], directory: Path, sweep: Sweep, en
     emit(Line(f"short runs at {len(sweep.rates)} learning rates on training prompts; gain in standard deviations of the base:"))
     rate = Pilots(parts).find(sweep, run, ends_at, lambda line: emit(Line(f"  {line}")))
     emit(Line(f"{rate:g} is taken: the highest gain of the rates that gain more than their error, without an alarm"))
-    config = config.model_copy(update={"optim": config.optim.model_copy(update={"learning_rate": rate})})
+    config = _at_rate(config, rate)
     if parts["shards"].world.is_main:
         claim(directory, config)
         sweep.rate = rate
         sweep.write(run)
     return config
+
+
+def _at_rate(config: Config, rate: float) -> Config:
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"learning_rate": rate})})
 
 
 def train(
@@ -221,6 +225,8 @@ def train(
         config = read_config(run_dir, overrides, notes.append, mention=False)
     elif recipe is not None:
         config = load_config(recipe, overrides, notes.append)
+        if find_rate and resume and begun and run_dir is not None:
+            config = _at_rate(config, read_config(run_dir).optim.learning_rate)
     else:
         raise UserError("name a recipe (`g2rpo recipes` lists them) or a config.yaml; `g2rpo resume RUN` continues a run")
     with joined(_device(config), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
