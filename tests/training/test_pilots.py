@@ -176,7 +176,6 @@ def test_the_command_trains_with_the_rate_that_it_found(capsys, tmp_path, tiny_c
     rows = read_metrics(tmp_path / "run")
     assert rows[1]["learning_rate"] == 2e-3 == read_config(tmp_path / "run").optim.learning_rate
     assert g2rpo(capsys, *words, "--resume")[0] == 0 and len(found) == len(FACTORS)
-    assert g2rpo(capsys, "resume", tmp_path / "run", "trainer.iterations=3", "--within", "1h")[0] == 0
 
 
 def test_where_nothing_learns_the_command_says_so(capsys, tmp_path, tiny_config):
