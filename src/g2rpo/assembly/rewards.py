@@ -26,6 +26,7 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "http": "g2rpo.rewards.remote:RemoteReward",
     "function": "g2rpo.rewards.function:FunctionReward",
     "ocr": "g2rpo.rewards.ocr:OCR",
+    "clicks": "g2rpo.rewards.clicks:Clicks",
     "jpeg_size": "g2rpo.rewards.analytic:JPEGSize",
     "brightness": "g2rpo.rewards.analytic:Brightness",
     "saturation": "g2rpo.rewards.analytic:Saturation",

@@ -396,6 +396,35 @@ def demo(
 
 
 @app.command(cls=options.WithSettings)
+def teach(
+    recipe: Annotated[str, typer.Argument(help="A recipe, a config.yaml, or a run that teach began.")],
+    overrides: Annotated[list[str] | None, options.key_values("optim.learning_rate=5e-4")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
+    votes: Annotated[Path | None, typer.Option(help="Repeat the answers in this file, without a page.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Drawn before and after; default the first held-out prompt.")] = None,
+    ahead: Annotated[int, typer.Option(min=1, max=8, help="Groups that lie ready, for models that draw slowly.")] = 1,
+    host: options.Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 7861,
+    token_env: options.TokenEnv = None,
+) -> None:
+    """Teach a model by clicking on the best of its pictures, in the browser."""
+    from g2rpo.lab.teach.serve import teach as serve
+
+    serve(
+        recipe,
+        overrides or [],
+        run_dir,
+        stored=votes,
+        prompt=prompt,
+        ahead=ahead,
+        host=host,
+        port=port,
+        token_env=token_env,
+        emit=Output(),
+    )
+
+
+@app.command(cls=options.WithSettings)
 def compare(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("Of every run.")] = None,

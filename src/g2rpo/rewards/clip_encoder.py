@@ -96,6 +96,10 @@ class CLIPReward(PictureReward):
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         return self.encoder.similarity(images, prompts)
 
+    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """As `taste.Encoder`."""
+        return self.encoder.image_features(255 * images), self.encoder.text_features(prompts)
+
 
 def _unit(output: Any) -> Tensor:
     """Unit-length float32 features; since transformers 5 `get_*_features` wraps them in an output object."""

@@ -27,6 +27,7 @@ class RunDirectory:
     path: Path
 
     config = _Inside("config.yaml")  # resolved; `g2rpo train runs/NAME/config.yaml` repeats the run
+    votes = _Inside("votes.jsonl")  # a line per answer of `g2rpo teach` (`lab.teach.votes`)
     starts = _Inside("starts.jsonl")  # a row per start or resume (`lifecycle.record_start`)
     rates = _Inside("rates.json")  # the pilots that chose the learning rate (`training.pilots`)
     plan = _Inside("plan.json")  # the plan beside what was measured (`app.prediction`)

@@ -86,6 +86,10 @@ class SceneCLIP(Reward):
         texts = torch.stack([self._text(prompt) for prompt in prompts])
         return (image_features(self.model, images.float().cpu()) * texts).sum(-1) * self.scale
 
+    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """As `taste.Encoder`."""
+        return image_features(self.model, images.float().cpu()), torch.stack([self._text(prompt) for prompt in prompts])
+
     def _encode(self, prompt: str) -> Tensor:
         """A prompt's features [D], alone so that they depend on nothing else; NaN for one outside the grammar."""
         features = text_features(self.model, self.tokenizer, [prompt])[0]

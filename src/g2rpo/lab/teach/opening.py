@@ -1,0 +1,54 @@
+"""A session from a recipe or from a run that was begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from g2rpo.app.events import Emit, cautions, silent
+from g2rpo.app.train import load_config, open_run
+from g2rpo.config.schema import Config
+from g2rpo.core.errors import UserError
+from g2rpo.lab.teach import votes
+from g2rpo.lab.teach.session import OVERRIDES, Session
+from g2rpo.lab.teach.votes import Vote
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import entered, read_config
+
+
+def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
+    """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs as much as all of the recipe's
+    rewards together, the guards."""
+    plain = load_config(recipe, [], notify)
+    weight = sum(reward.weight for reward in plain.rewards.values())
+    return load_config(recipe, [*OVERRIDES, f"rewards.clicks={weight:g}", *overrides], notify)
+
+
+@contextmanager
+def opened(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    run_dir: Path | None = None,
+    *,
+    ahead: int = 1,
+    stored: Path | None = None,
+    emit: Emit = silent,
+) -> Iterator[Session]:
+    """A session that has begun, in a run directory of its own, on a recipe; or on a run that `g2rpo teach` began, whose answers
+    are repeated first. `stored` is a file of answers to repeat as well."""
+    notify = cautions(emit)
+    begun = RunDirectory(Path(recipe))
+    if begun.config.is_file():
+        if not begun.votes.is_file():
+            raise UserError(f"{recipe}: was not begun by g2rpo teach (it has no votes.jsonl); name a recipe")
+        config, run_dir, resume = read_config(begun.path, overrides, notify, mention=False), begun.path, True
+    else:
+        config, resume = teach_config(recipe, overrides, notify), False
+    repeated: list[Vote] = votes.read(stored) if stored is not None else []
+    with entered(config, run_dir, resume, notify) as folder:
+        trainer = open_run(config, folder, resume=False, accept_changes=False, notify=notify, emit=emit)
+        session = Session(trainer=trainer, ahead=ahead, notify=notify)
+        with session.begun():
+            session.repeat(repeated)
+            yield session

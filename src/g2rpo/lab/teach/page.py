@@ -1,0 +1,156 @@
+"""The page of `g2rpo teach`: the pictures of a group as buttons, and a fixed prompt before and after. Nothing is computed here.
+
+Importing this module imports Gradio.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.lab.demo.app import ONE_AT_A_TIME, SYSTEM, gr, serve  # noqa: F401  sets Gradio's environment before its import
+from g2rpo.lab.report.embedded import data_uri
+from g2rpo.lab.teach.session import ENOUGH, FIRST, Session
+from g2rpo.monitor.clips import frames_of
+
+SIDE = 320
+"""Pixels a side, at most, of the pictures within the page."""
+
+KEYS = """() => {
+  const press = member => document.getElementById("member-" + member)?.click();
+  document.addEventListener("click", event => {
+    const picture = event.target.closest("[data-member]");
+    if (picture) press(picture.dataset.member);
+  });
+  document.addEventListener("keydown", event => {
+    if (event.target.closest("input, textarea")) return;
+    const picture = event.target.closest("[data-member]");
+    const place = "1234567890-=".indexOf(event.key);
+    if (picture && event.key === "Enter") press(picture.dataset.member);
+    else if (place >= 0) press(place);
+    else if (event.key === "n") document.getElementById("none").click();
+    else if (event.key === "s") document.getElementById("skip").click();
+    else if (event.key === "u") document.getElementById("undo").click();
+  });
+}"""
+"""A click on a picture, or its key, presses its button."""
+
+STYLE = """<style>
+.teach { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22%, 15rem), 1fr)); gap: .6rem; }
+.teach figure { margin: 0; padding: 4px; border: 2px solid transparent; border-radius: 8px; cursor: pointer; text-align: center; }
+.teach figure:hover, .teach figure:focus-visible { border-color: #2563eb; outline: none; }
+.teach img, .teach-pair img { width: 100%; image-rendering: pixelated; border-radius: 6px; display: block; }
+.teach-pair { display: grid; grid-template-columns: 1fr 1fr; gap: .6rem; }
+.teach-pair figure { margin: 0; text-align: center; }
+#members button { min-width: 2.6rem; }
+</style>"""
+
+
+def build(session: Session, title: str, prompt: str) -> gr.Blocks:
+    """The page, not yet served; `prompt` is drawn before and after."""
+    lock = threading.Lock()  # a session is not thread-safe, and a browser may have several tabs
+    began = time.monotonic()
+
+    def everything() -> tuple[Any, ...]:
+        nonlocal began
+        began = time.monotonic()
+        return group_html(session), session.next, pair_html(session, prompt), status(session)
+
+    def acting(act: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        def guarded(*arguments: Any) -> tuple[Any, ...]:
+            try:
+                with lock:
+                    act(*arguments)
+                    return everything()
+            except (UserError, RewardFailed) as error:
+                raise gr.Error(escape(str(error)), print_exception=False) from error
+
+        return guarded
+
+    def voted(liked: Sequence[int], skipped: bool = False) -> Callable[..., tuple[Any, ...]]:
+        return acting(lambda round: session.answer(liked, round=int(round), skipped=skipped, seconds=round_seconds()))
+
+    def round_seconds() -> float:
+        return round(time.monotonic() - began, 1)
+
+    size = session.trainer.algorithm.group_size
+    with gr.Blocks(title=f"{title} · g2rpo teach", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
+        gr.HTML(f'{STYLE}<div class="g2"><h1>{escape(title)}</h1></div>')
+        asked = gr.State(session.next)
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=7, min_width=320):
+                grid = gr.HTML(group_html(session), elem_id="group")
+                with gr.Row(elem_id="members"):
+                    best = [gr.Button(str(member + 1), size="sm", elem_id=f"member-{member}") for member in range(size)]
+                several = gr.CheckboxGroup([str(member + 1) for member in range(size)], label="or several", elem_id="several")
+                with gr.Row():
+                    like = gr.Button("I like these", size="sm")
+                    none = gr.Button("None (n)", size="sm", elem_id="none")
+                    skip = gr.Button("Skip (s)", size="sm", elem_id="skip")
+                    undo = gr.Button("Undo (u)", size="sm", elem_id="undo")
+            with gr.Column(scale=4, min_width=280):
+                pair = gr.HTML(pair_html(session, prompt), elem_id="pair")
+                said = gr.HTML(status(session), elem_id="status")
+                strength = gr.Slider(0, 4, session.strength, step=0.25, label="Strength of learning")
+        outputs = [grid, asked, pair, said]
+        for member, button in enumerate(best):
+            button.click(voted([member]), asked, outputs, **ONE_AT_A_TIME)
+        none.click(voted([]), asked, outputs, **ONE_AT_A_TIME)
+        skip.click(voted([], skipped=True), asked, outputs, **ONE_AT_A_TIME)
+        undo.click(acting(session.undo), None, outputs, **ONE_AT_A_TIME)
+        strength.release(acting(session.set_strength), strength, outputs, **ONE_AT_A_TIME)
+
+        def liked(round: int, chosen: list[str]) -> tuple[Any, ...]:
+            return *voted([int(number) - 1 for number in chosen])(round), []
+
+        like.click(liked, [asked, several], [*outputs, several], **ONE_AT_A_TIME)
+        page.load(lambda: everything(), None, outputs, js=KEYS, **ONE_AT_A_TIME)
+    page.queue(max_size=16, api_open=False)
+    return page
+
+
+def group_html(session: Session) -> str:
+    """The group that is asked, each picture with its number."""
+    group = session.group
+    pictures = "".join(
+        f'<figure data-member="{member}" tabindex="0" role="button" aria-label="picture {member + 1}">'
+        f'<img src="{data_uri(frames_of(image)[0], SIDE)}" alt=""><figcaption>{member + 1}</figcaption></figure>'
+        for member, image in enumerate(group.images)
+    )
+    asked = f"<p>Which is best? <b>{escape(str(group.prompt))}</b></p>"
+    return f'<div class="g2">{asked}<div class="teach">{pictures}</div></div>'
+
+
+def pair_html(session: Session, prompt: str) -> str:
+    """A prompt by the base model and by the weights as they are."""
+    sides = zip(("before", "now"), session.pictures(prompt), strict=True)
+    figures = "".join(
+        f'<figure><img src="{data_uri(frames_of(image)[0], SIDE)}" alt=""><figcaption>{name}</figcaption></figure>'
+        for name, image in sides
+    )
+    return f'<div class="g2"><p>{escape(str(prompt))}</p><div class="teach-pair">{figures}</div></div>'
+
+
+def status(session: Session) -> str:
+    """What has been learnt so far, as text."""
+    lines = [f"{session.answered} answers, {session.changes} changes of the weights."]
+    head = session.head
+    if session.answered < FIRST:
+        lines.append(f"Learning begins after {FIRST} answers.")
+    elif session.direct:
+        lines.append("The head was given up; the model learns from the clicks alone, four groups at a time.")
+    elif head is not None:
+        a = head.agreement
+        lines.append(
+            f"Agreement with you on unseen groups: {a.mean:.0%} [{max(0, a.low):.0%}, {min(1, a.high):.0%}]; 50 % is chance."
+        )
+        if head.trust == 0:
+            lines.append(f"Too little to learn from yet; after {ENOUGH} answers it goes on without.")
+    for look in session.looks[-1:]:
+        scores = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in look.judges.items())
+        lines.append(f"Held-out pictures: {scores}." + (f" Worse: {look.wrong}; undone." if look.wrong else ""))
+    return f'<div class="g2">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'

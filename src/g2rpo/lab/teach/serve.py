@@ -1,0 +1,60 @@
+"""`g2rpo teach`: a session in the browser, or its answers from a file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from g2rpo.app.events import Emit, Line, Results, silent
+from g2rpo.app.serving import check_address, refused, token_for
+from g2rpo.core.errors import UserError
+from g2rpo.lab.teach.opening import opened
+
+
+def teach(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    run_dir: Path | None = None,
+    *,
+    stored: Path | None = None,
+    prompt: str | None = None,
+    ahead: int = 1,
+    host: str = "127.0.0.1",
+    port: int = 7861,
+    token_env: str | None = None,
+    stop: threading.Event | None = None,
+    emit: Emit = silent,
+) -> Path:
+    """Serves a session until interrupted, or until `stop` is set, and then finishes the run; with `stored` answers it only
+    repeats them. Returns the run directory."""
+    token = token_for(host, token_env)
+    if stored is None:
+        check_address(host, port)
+    try:
+        from g2rpo.lab.teach import page
+    except ModuleNotFoundError as error:
+        if error.name != "gradio":
+            raise
+        raise UserError("teach needs Gradio: pip install gradio") from None
+    with opened(recipe, overrides, run_dir, ahead=ahead, stored=stored, emit=emit) as session:
+        trainer = session.trainer
+        if stored is None:
+            title = f"Teach {trainer.config.recipe or 'a model'}"
+            built = page.build(session, title, prompt or trainer.heldout[0])
+            with refused(host, port):
+                address = page.serve(built, host, port, token)
+            emit(Line(f"{address} (Ctrl-C ends the session and keeps what was learnt)"))
+            try:
+                (stop or threading.Event()).wait()
+            except KeyboardInterrupt:
+                emit(Line("stopped; comparing base and taught ..."))
+            finally:
+                built.close(verbose=False)
+        table = session.finish()
+        emit(
+            Results(
+                trainer.files.run.path, table, trainer.heldout, list(trainer.rewards), trainer.config.policy.kind is not None
+            )
+        )
+        return trainer.files.run.path

@@ -1,0 +1,378 @@
+"""Teaching a model by choosing among its pictures. Independent of any page.
+
+A round: a group of pictures of one prompt is shown, which differ by the noise of one step; a person answers; the head
+(`rewards.taste`) is fitted again to all answers; and the model takes `UPDATES` iterations of its algorithm on the reward
+`clicks`, with the recipe's rewards as guards. Everything is a function of the config and of the answers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.algorithms.g2rpo import GranularGRPO
+from g2rpo.core.errors import UserError
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Cond, Example, Rollout
+from g2rpo.evaluation.heldout import Comparison, paired
+from g2rpo.lab.teach import votes
+from g2rpo.lab.teach.votes import Vote
+from g2rpo.monitor.metrics import Row
+from g2rpo.prompts.order import PromptOrder
+from g2rpo.rewards.clicks import Clicks
+from g2rpo.rewards.taste import Choice, Head, features_of, fit
+from g2rpo.rollout.guidance import guided_by
+from g2rpo.rollout.scoring import decode
+from g2rpo.training.collector import RolloutSpec
+from g2rpo.training.pace import with_length
+from g2rpo.training.trainer import Trainer
+
+FIRST = 3
+"""Answered groups before the weights change."""
+UPDATES = 2
+"""Iterations after an answer, once there is a head that counts."""
+SHOWN_STEPS = (0, 1)
+"""Steps whose noise the groups that are shown differ by, by turns: that of later steps changes little that a person can see."""
+ENOUGH, HOPELESS = 12, 0.6
+"""After so many groups a head that agrees less with the person is given up: the model then learns from the clicks alone."""
+DIRECT = 4
+"""Groups of an update that learns from the clicks alone."""
+LOOK = 4
+"""Rounds that change the weights between two looks at held-out pictures."""
+FALL = 2.0
+"""Standard errors by which the mean of a judge may fall."""
+SHRINK, GROW, MOST = 0.5, 1.5, 3.0
+"""Factors of the step after a look that was bad and one that was good, and the largest step."""
+
+OVERRIDES = (
+    "algorithm.name=g2rpo",
+    "algorithm.granularities=[1]",
+    "algorithm.branch_steps=[0,1,2]",
+    "algorithm.branch_schedule=turns",
+    "trainer.prompts_per_iteration=4",
+    "optim.decay=constant",
+    "optim.ema_decay=0",
+    "evaluation.num_prompts=36",
+    "evaluation.controls=false",
+)
+"""What a session changes in a recipe, before the user's overrides."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pictures [G, 3, H, W] in [0, 1], or clips, of one prompt, on which a person is asked."""
+
+    round: int
+    prompt: str
+    step: int
+    images: Tensor
+    rollout: Rollout
+    digest: str
+    changes: int
+    """How often the weights had changed when it was sampled."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Held-out pictures after some rounds: judges against the base, and what was wrong, if anything."""
+
+    round: int
+    judges: dict[str, Comparison]
+    wrong: str = ""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """Rounds of a `trainer` that has a reward `clicks`; not thread-safe. `ahead` groups lie ready: group r is sampled after the
+    answer to group r - ahead, whenever that comes. `notify` is called with what a person should know."""
+
+    trainer: Trainer
+    ahead: int = 1
+    notify: Callable[[str], None] = print
+    head: Head | None = None
+    next: int = 0
+    """The round that is to be answered."""
+    strength: float = 1.0
+    step: float = 1.0
+    """The factor of the learning rate by the looks at held-out pictures."""
+    direct: bool = False
+    """Whether the head was given up."""
+    groups: dict[int, Group] = field(default_factory=dict)
+    answers: list[Vote] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
+    changes: int = 0
+    """How often the weights have changed."""
+    _choices: dict[int, Choice] = field(default_factory=dict)
+    _waiting: list[tuple[Group, Vote]] = field(default_factory=list)
+    _since_look: int = 0
+    _before: list[tuple[int, Any]] = field(default_factory=list)
+    _good: Any = None
+    _logged: Callable[[Row], Row] = lambda row: row
+
+    def __post_init__(self) -> None:
+        t = self.trainer
+        if not isinstance(t.algorithm, GranularGRPO):
+            raise UserError(
+                f"teach: learns by G2RPO; algorithm.name={getattr(t.algorithm, 'name', '?')} has no groups to choose in"
+            )
+        if t.world.size > 1:
+            raise UserError("teach: runs in one process; start it without torchrun")
+        if not isinstance(t.rewards.get("clicks"), Clicks):
+            raise UserError("teach: the recipe needs the reward `clicks`; add rewards.clicks=1")
+        self.clicks.encoder = next((one for one in t.evaluator.judged_by.values() if hasattr(one, "features")), None)
+        self.rate = t.learner.config.learning_rate
+        self.order = PromptOrder(t.prompts, t.config.trainer.seed + 1)  # other prompts than those that are trained on
+
+    @property
+    def clicks(self) -> Clicks:
+        reward = self.trainer.rewards["clicks"]
+        assert isinstance(reward, Clicks)
+        return reward
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """While entered, rows are logged. Evaluates the base and samples the first groups; earlier answers in the run's
+        votes.jsonl are repeated first."""
+        t = self.trainer
+        with t.files.log(0, t.config.model_dump(mode="json"), t.trackers) as self._logged:
+            self._logged(t.evaluate())
+            self._good = self._state()
+            self._fill()
+            if t.files.writes and t.files.run.votes.is_file():
+                self.repeat(votes.read(t.files.run.votes))
+            yield
+
+    @property
+    def answered(self) -> int:
+        """Groups that were answered with a picture."""
+        return len(self._choices)
+
+    @property
+    def group(self) -> Group:
+        """The group that is to be answered."""
+        return self.groups[self.next]
+
+    def answer(self, liked: Sequence[int] = (), *, round: int, skipped: bool = False, seconds: float = 0.0) -> Vote:
+        """Stores a person's answer to the group of `round` and learns from it; UserError if it cannot be one."""
+        vote = self._vote(kind="vote", liked=tuple(sorted(set(liked))), skipped=skipped, seconds=seconds, round=round)
+        self._take(vote, stored=False)
+        return vote
+
+    def undo(self) -> Vote:
+        """Takes back the last answer and what the weights learnt from it; UserError if there is none that can be."""
+        vote = self._vote(kind="undo", round=self.next)
+        self._take(vote, stored=False)
+        return vote
+
+    def set_strength(self, strength: float) -> Vote:
+        """Sets the factor of the learning rate, 0 to 4, from the next answer on."""
+        vote = self._vote(kind="strength", round=self.next, strength=float(strength))
+        self._take(vote, stored=False)
+        return vote
+
+    def repeat(self, stored: Sequence[Vote]) -> None:
+        """Takes stored answers again, in their order; UserError for those of another run."""
+        for vote in stored:
+            if vote.kind == "vote" and vote.round == self.next and vote.digest != self.group.digest:
+                raise UserError(
+                    f"votes: the pictures of round {vote.round + 1} are not those that were answered; "
+                    "they belong to another run, another version or another machine"
+                )
+            self._take(vote, stored=True)
+
+    def pictures(self, prompt: str) -> tuple[Tensor, Tensor]:
+        """The base model's picture [3, H, W] of a prompt, and that of the weights as they are, from the same noise."""
+        sampler = self.trainer.evaluator.sampler_now(seed=self.trainer.config.trainer.seed)
+        now = sampler.pictures([prompt])[0]
+        with self.trainer.policy.base():
+            return sampler.pictures([prompt])[0], now
+
+    def finish(self) -> dict[str, Comparison]:
+        """Ends the run at this iteration: weights, comparison, pictures and card, as any run's."""
+        t = self.trainer
+        t.config = t.early_stop.config = with_length(t.config, max(1, t.iteration), t.config.evaluation.every)
+        if t.files.writes:
+            with t.files.written(t.files.run.config) as path:
+                path.write_text(t.config.to_yaml(), encoding="utf-8")
+        if not any(row["kind"] == "eval" and row["iteration"] == t.iteration for row in t.alarms.rows):
+            self._logged(t.evaluate())
+        t.save()
+        return t.finish()
+
+    # how an answer is taken
+
+    def _vote(self, **said: Any) -> Vote:
+        group = self.groups.get(said["round"]) if said["kind"] == "vote" else None
+        of_group: dict[str, Any] = {"prompt": group.prompt, "step": group.step, "digest": group.digest} if group else {}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return Vote(**of_group, **said, iteration=self.trainer.iteration, time=now)
+
+    def _take(self, vote: Vote, stored: bool) -> None:
+        """Checks an answer, writes it unless it is `stored`, and only then acts on it: a kill in between loses nothing."""
+        if vote.kind == "vote":
+            if vote.round != self.next:
+                raise UserError(
+                    f"round {vote.round + 1} is not the one that is asked, which is {self.next + 1}; reload the page"
+                )
+            size = len(self.group.images)
+            if any(not 0 <= member < size for member in vote.liked) or len(vote.liked) >= size:
+                raise UserError(
+                    f"an answer names some of the {size} pictures, from 0, and not all of them; got {list(vote.liked)}"
+                )
+        elif vote.kind == "undo" and not self._before:
+            raise UserError("there is no answer that could be taken back")
+        elif vote.kind == "strength" and not 0 <= vote.strength <= 4:
+            raise UserError(f"the strength lies between 0 and 4, got {vote.strength:g}")
+        if self.trainer.files.writes:
+            with self.trainer.files.holding():
+                self.trainer.files.run.path.mkdir(parents=True, exist_ok=True)
+                votes.append(self.trainer.files.run.votes, vote) if not stored or not self._is_written(vote) else None
+        self.answers.append(vote)
+        if vote.kind == "undo":
+            self._undo()
+        elif vote.kind == "strength":
+            self.strength = vote.strength
+        else:
+            self._learn(vote)
+        self._fill()
+
+    def _is_written(self, vote: Vote) -> bool:
+        """Whether a stored answer is already a line of this run's file."""
+        path = self.trainer.files.run.votes
+        return path.is_file() and len(votes.read(path)) > len(self.answers)
+
+    def _fill(self) -> None:
+        """Samples groups until `ahead` lie ready."""
+        for round in range(self.next, self.next + self.ahead):
+            if round not in self.groups:
+                self.groups[round] = self._sample(round)
+        for round in [round for round in self.groups if round < self.next]:
+            del self.groups[round]
+
+    def _sample(self, round: int) -> Group:
+        t = self.trainer
+        (prompt,) = self.order.batch(round, 1)
+        step = SHOWN_STEPS[round % len(SHOWN_STEPS)]
+        shown = replace(t.algorithm, branch_steps=(step,), granularities=(1,), branch_schedule="all")  # type: ignore[type-var]
+        plans = shown.plans(t.config.sampling.num_steps)
+        spec = RolloutSpec(plans, shown.group_size, shown.kernel(t.sigmas), partial(self._noise, round), 0)
+        with torch.no_grad(), guided_by(t.policy, t.config.sampling.guidance_scale):
+            cond = t.policy.encode([prompt])
+            (rollout,), _ = t.sizes.fit(partial(t.collector.roll_out, spec, cond, [0]))
+            images = t.sizes.fit(lambda: decode(t.policy, rollout.finals[0], t.sizes.decode))
+        levels = (images.clamp(0, 1) * 255).round().to(torch.uint8)
+        digest = hashlib.sha256(levels.contiguous().numpy().tobytes()).hexdigest()[:16]
+        return Group(round, prompt, step, images, rollout, digest, self.changes)
+
+    def _noise(self, round: int, place: int, *purpose: Any) -> torch.Generator:
+        """The generator of one draw for the group of a round."""
+        return generator_for(self.trainer.config.trainer.seed, "teach", round, place, *purpose)
+
+    def _learn(self, vote: Vote) -> None:
+        group = self.groups[self.next]
+        self._before.append((self.next, self._memory()))
+        del self._before[:-8]
+        self.next += 1
+        if vote.skipped or not vote.liked:
+            return
+        self._choices[group.round] = Choice(
+            features_of(group.images, [group.prompt] * len(group.images), self.clicks.encoder), vote.liked
+        )
+        self.head = self.clicks.head = fit(list(self._choices.values()))
+        if len(self._choices) < FIRST or self.head is None:
+            return
+        agreement, changed = self.head.agreement, self.changes
+        if not self.direct and len(self._choices) >= ENOUGH and agreement.mean < HOPELESS:
+            self.direct = True
+            self.notify(
+                f"after {len(self._choices)} groups the head orders {agreement.mean:.0%} of the pairs that it was not fitted to as "
+                "you do, little more than chance: from here on the model learns from your clicks alone, which takes many more"
+            )
+        if self.direct:
+            self._waiting = [
+                (g, v) for g, v in [*self._waiting, (group, vote)] if g.changes == self.changes
+            ]  # earlier weights'
+            if len(self._waiting) == DIRECT:
+                self._update_directly()
+        elif self.head.trust > 0:
+            self._set_rate()
+            for _ in range(UPDATES):
+                self._logged(self.trainer.iterate())
+            self.changes += 1
+        if self.changes > changed:
+            self._since_look += 1
+            if self._since_look == LOOK:
+                self._look()
+
+    def _update_directly(self) -> None:
+        """One update on the groups that were shown, whose advantages are their clicks, normalised within each group."""
+        t, examples, conds = self.trainer, list[Example](), list[Cond]()
+        self._set_rate()
+        for place, (group, vote) in enumerate(self._waiting):
+            liked = torch.zeros(len(group.images))
+            liked[list(vote.liked)] = 1
+            advantages = ((liked - liked.mean()) / liked.std()).clamp(-t.algorithm.advantage_clip, t.algorithm.advantage_clip)
+            draw = partial(self._noise, group.round, 0, "examples", group.step)
+            for example in t.algorithm.examples(group.rollout, advantages, draw):
+                examples.append(replace(example, prompt=place))
+            conds.append(t.policy.encode([group.prompt]))
+        t.learner.set_rate(t.iteration, t.config.trainer.iterations)
+        with guided_by(t.policy, t.config.sampling.guidance_scale):
+            t.updater.update(examples, Cond.join(conds))
+        self._waiting = []
+        self.changes += 1
+
+    def _set_rate(self) -> None:
+        config = self.trainer.learner.config
+        rate = max(self.rate * self.step * self.strength, 1e-30)  # a config has no rate of 0
+        self.trainer.learner.config = config.model_copy(update={"learning_rate": rate})
+
+    def _look(self) -> None:
+        """Held-out pictures by the judges, which are not trained on: if one fell, or pictures left the base's range, the last
+        good weights come back and steps become smaller; else they grow."""
+        t, self._since_look = self.trainer, 0
+        row = self._logged(t.evaluate())
+        base, scores = t.evaluator.base(), t.alarms.history[row["iteration"]]
+        assert base is not None
+        judges = {name: paired(base.scores[name], scores[name]) for name in (t.judges or t.rewards) if name != "clicks"}
+        wrong = [name for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
+        wrong += [name for name in ("pictures",) if name in row.get("alarms", {})]
+        self.looks.append(Look(self.next, judges, " and ".join(wrong)))
+        if not wrong:
+            self._good, self.step = self._state(), min(MOST, self.step * GROW)
+            return
+        self._restore(self._good)
+        self.changes += 1
+        self.step *= SHRINK
+        self.notify(
+            f"held-out pictures became worse ({' and '.join(wrong)}): back to the last good weights, with smaller steps"
+        )
+
+    # what an answer changes, and how it is taken back
+
+    def _state(self) -> Any:
+        tensors, state = self.trainer.learner.whole()
+        return {name: [value.detach().clone() for value in values] for name, values in tensors.items()}, copy.deepcopy(state)
+
+    def _restore(self, state: Any) -> None:
+        self.trainer.learner.take(*copy.deepcopy(state))
+
+    def _memory(self) -> Any:
+        own = (self.head, self.step, self.direct, dict(self._choices), list(self._waiting), self._since_look, self._good)
+        return self._state(), own, dict(self.groups)
+
+    def _undo(self) -> None:
+        self.next, (state, own, groups) = self._before.pop()
+        self._restore(state)
+        self.head, self.step, self.direct, self._choices, self._waiting, self._since_look, self._good = own
+        self.clicks.head, self.groups = self.head, groups
+        self.changes += 1

@@ -1,0 +1,264 @@
+"""A person's taste from choices within groups: features of pictures, and a Bayesian choice model on them.
+
+A choice "i is the best of these" has the probability exp(u_i) / sum_j exp(u_j) of a Plackett-Luce model (Bradley-Terry for two)
+with the utility u = theta . z, theta ~ N(0, variance), and z the first principal components of one block of features within
+groups; a share `SLIPS` of the choices is random. The block and the variance are those under which left-out groups are most likely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+from torch import Tensor
+
+from g2rpo.core.statistics import Interval
+
+COMPONENTS = 24
+VARIANCES = (1.0, 10.0)
+FOLDS = 4
+SLIPS = 0.1
+"""The share of choices that are taken at random: without it a single slip outweighs several choices."""
+CHANCE, TRUSTED = 0.5, 0.55
+"""The agreement of a head that guesses; that above which the lower end of a 90 % interval has to lie before a head counts."""
+
+Floats = NDArray[np.float64]
+Features = Mapping[str, Tensor]
+"""Features [G, D] of the pictures of a group, by block."""
+
+
+class Encoder(Protocol):
+    """What a reward with a picture encoder has."""
+
+    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Features [B, D] of pictures [B, 3, H, W] in [0, 1] and of their prompts."""
+        ...
+
+
+@torch.no_grad()
+def features_of(images: Tensor, prompts: Sequence[str], encoder: Encoder | None = None) -> dict[str, Tensor]:
+    """Features of pictures [B, 3, H, W] in [0, 1], or means over frames of clips [B, T, 3, H, W], by block: statistics of colour
+    and of layout, 8 x 8 pixels and, with an `encoder`, its features of the picture, and their products with the prompt's.
+    """
+    if images.ndim == 5:
+        every = features_of(images.flatten(0, 1), [prompt for prompt in prompts for _ in range(images.shape[1])], encoder)
+        return {block: values.unflatten(0, images.shape[:2]).mean(1) for block, values in every.items()}
+    images = images.float().cpu()
+    found = {
+        "colour": _colour(images),
+        "layout": _layout(images),
+        "pixels": torch.nn.functional.adaptive_avg_pool2d(images, 8).flatten(1),
+    }
+    if encoder is not None:
+        pictures, texts = (values.float().cpu() for values in encoder.features(images, prompts))
+        found |= {"encoder": pictures, "encoder x prompt": pictures * texts}
+    return found
+
+
+def _colour(images: Tensor) -> Tensor:
+    """Means and deviations of the channels, saturation, red less blue, and the share of dark and of bright pixels."""
+    luma = images.mean(1)
+    saturation = images.amax(1) - images.amin(1)
+    parts = [
+        images.mean((2, 3)),
+        images.std((2, 3)),
+        saturation.mean((1, 2))[:, None],
+        (images[:, 0] - images[:, 2]).mean((1, 2))[:, None],
+    ]
+    shares = [torch.sigmoid(20 * (0.35 - luma)).mean((1, 2))[:, None], torch.sigmoid(20 * (luma - 0.65)).mean((1, 2))[:, None]]
+    return torch.cat(parts + shares, 1)
+
+
+def _layout(images: Tensor) -> Tensor:
+    """Where and how much differs from the ground, the median colour: on 4 x 4 places, in all, its extent, its edges, and how far
+    the picture is from its mirror images."""
+    ground = images.flatten(2).median(2).values[..., None, None]
+    ink = (images - ground).abs().amax(1)
+    places = torch.nn.functional.adaptive_avg_pool2d(ink[:, None], 4).flatten(1)
+    rows, columns = (torch.linspace(-1, 1, size) for size in ink.shape[1:])
+    mass = ink.sum((1, 2)) + 1e-6
+    v, u = (ink.sum(2) * rows).sum(1) / mass, (ink.sum(1) * columns).sum(1) / mass
+    extent = (ink * ((rows[None, :, None] - v[:, None, None]) ** 2 + (columns - u[:, None])[:, None] ** 2)).sum((1, 2)) / mass
+    edges = (ink[:, 1:] - ink[:, :-1]).abs().mean((1, 2)) + (ink[:, :, 1:] - ink[:, :, :-1]).abs().mean((1, 2))
+    mirror = [(images - images.flip(side)).abs().mean((1, 2, 3)) for side in (2, 3)]
+    solid = torch.sigmoid(20 * (ink - 0.25)).mean((1, 2))
+    return torch.cat([places, torch.stack([ink.mean((1, 2)), solid, extent, edges, *mirror], 1)], 1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a person liked of a group, by its members' indices: one, or several; the others lost to each of them."""
+
+    features: Features
+    liked: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(next(iter(self.features.values())))
+
+
+@dataclass(frozen=True)
+class Head:
+    """A utility of pictures, in standard deviations within groups of what was shown: `direction` [D] of one block."""
+
+    block: str
+    direction: Tensor
+    agreement: Interval
+    """The share of pairs of a liked and another picture that the head orders as the person did, in groups that it was not
+    fitted to: mean over groups, with a 90 % interval."""
+
+    def __call__(self, features: Features) -> Tensor:
+        return (features[self.block].double() @ self.direction).float()
+
+    @property
+    def trust(self) -> float:
+        """How much pictures count that nobody has looked at, 0 to 1: (2 agreement - 1)^2, and 0 while the lower end of the
+        interval is not above `TRUSTED`."""
+        return (2 * self.agreement.mean - 1) ** 2 if self.agreement.low > TRUSTED else 0.0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Plain data and tensors, for a checkpoint."""
+        a = self.agreement
+        return {"block": self.block, "direction": self.direction, "agreement": [a.mean, a.low, a.high, a.count]}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Head:
+        """The head with this `state`."""
+        mean, low, high, count = state["agreement"]
+        return cls(state["block"], state["direction"], Interval(mean, low, high, int(count)))
+
+
+def fit(choices: Sequence[Choice]) -> Head | None:
+    """The head of these choices, in float64 on the CPU, so that it is the same on every rank; None for fewer than two groups
+    with both a liked and another picture."""
+    choices = [choice for choice in choices if 0 < len(choice.liked) < choice.size]
+    if len(choices) < 2:
+        return None
+    blocks = {block: _Block.of(block, choices) for block in choices[0].features}
+    agreed = []
+    for inside, outside in _folds(len(choices)):  # nested: a left-out group does not choose the block by which it is judged
+        block, variance = _most_likely(blocks, inside)
+        theta = blocks[block].fit(inside, variance)
+        agreed += [blocks[block].agreement(theta, group) for group in outside]
+    everyone = list(range(len(choices)))
+    block, variance = _most_likely(blocks, everyone)
+    theta = blocks[block].fit(everyone, variance)
+    direction = torch.from_numpy(blocks[block].axes @ theta)
+    spread = float(np.sqrt(np.mean([np.var(z @ theta) for z in blocks[block].groups])))
+    return Head(block, direction / (spread or 1.0), _interval(agreed))
+
+
+def _interval(agreed: Sequence[float]) -> Interval:
+    """The 90 % t interval of the agreement in these groups and one more at chance: three perfect ones are not certain."""
+    values = np.array([*agreed, CHANCE])
+    mean, half = values.mean(), stdtrit(len(agreed), 0.95) * values.std(ddof=1) / math.sqrt(len(values))
+    return Interval(float(mean), float(mean - half), float(mean + half), len(agreed))
+
+
+def _folds(count: int) -> list[tuple[list[int], list[int]]]:
+    """(fitted, left out) groups of each fold, by turns."""
+    parts = [list(range(start, count, min(FOLDS, count))) for start in range(min(FOLDS, count))]
+    return [([group for group in range(count) if group not in part], part) for part in parts]
+
+
+def _most_likely(blocks: Mapping[str, _Block], groups: Sequence[int]) -> tuple[str, float]:
+    """The block and variance under which left-out groups of `groups` are most likely; the first of ties."""
+    if len(groups) < 2:
+        return next(iter(blocks)), VARIANCES[0]
+    likelihood: dict[tuple[str, float], float] = {}
+    for block, data in blocks.items():
+        for variance in VARIANCES:
+            parts = [([groups[i] for i in fitted], [groups[i] for i in left]) for fitted, left in _folds(len(groups))]
+            likelihood[block, variance] = sum(data.likelihood(data.fit(fitted, variance), left) for fitted, left in parts)
+    return max(likelihood, key=lambda key: likelihood[key])
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block of features of the groups that were answered: coordinates [G, K] of each, and their axes [D, K]."""
+
+    groups: Sequence[Floats]
+    axes: Floats
+    liked: Sequence[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, block: str, choices: Sequence[Choice]) -> _Block:
+        """Principal components within groups, of features in units of their deviation within groups; the first one has the
+        variance 1."""
+        centred = [choice.features[block].double().numpy() for choice in choices]
+        centred = [values - values.mean(0) for values in centred]
+        every = np.concatenate(centred)
+        deviation = every.std(0)
+        scale = np.where(deviation > 1e-8 * max(deviation.max(), 1e-30), 1 / np.maximum(deviation, 1e-30), 0.0)
+        _, singular, axes = np.linalg.svd(every * scale, full_matrices=False)
+        first = singular[0] / math.sqrt(len(every)) if singular[0] > 0 else 1.0
+        kept = scale[:, None] * axes[:COMPONENTS].T / first
+        return cls([values @ kept for values in centred], kept, [choice.liked for choice in choices])
+
+    def _events(self, groups: Sequence[int]) -> tuple[Floats, Floats]:
+        """A choice of each liked member, as coordinates [E, G, K] with it first, then the members that were not liked, then
+        zeros; and 0 [E, G] for members, minus infinity for those zeros."""
+        size = max(len(self.groups[group]) for group in groups)
+        z, allowed = [], []
+        for group in groups:
+            own, liked = self.groups[group], self.liked[group]
+            others = [member for member in range(len(own)) if member not in liked]
+            for member in liked:
+                rows = own[[member, *others]]
+                z.append(np.concatenate([rows, np.zeros((size - len(rows), rows.shape[1]))]))
+                allowed.append(np.where(np.arange(size) < len(rows), 0.0, -np.inf))
+        return np.stack(z), np.stack(allowed)
+
+    def likelihood(self, theta: Floats, groups: Sequence[int]) -> float:
+        """The log-likelihood of the choices in `groups`."""
+        return _likelihood(theta, *self._events(groups))
+
+    def fit(self, groups: Sequence[int], variance: float) -> Floats:
+        """The theta of a posterior mode, by Newton's method with the curvature of the choices without slips, which is positive,
+        and halved steps."""
+        z, allowed = self._events(groups)
+        theta = np.zeros(z.shape[2])
+        best = _likelihood(theta, z, allowed)
+        for _ in range(50):
+            p, meant = _probabilities(theta, z, allowed)
+            mean = np.einsum("eg,egk->ek", p, z)
+            gradient = meant @ (z[:, 0] - mean) - theta / variance
+            curvature = np.einsum("e,egk,eg,egl->kl", meant, z, p, z) - (meant[:, None] * mean).T @ mean
+            step = np.linalg.solve(curvature + np.eye(len(theta)) / variance, gradient)
+            while (now := _likelihood(theta + step, z, allowed) - ((theta + step) ** 2).sum() / (2 * variance)) < best:
+                step /= 2
+                if np.abs(step).max() < 1e-9:
+                    return theta
+            theta, gained, best = theta + step, now - best, now
+            if gained < 1e-6:
+                break
+        return theta
+
+    def agreement(self, theta: Floats, group: int) -> float:
+        """The share of pairs of a liked and another picture that theta orders as the person did; ties count one half."""
+        utilities, liked = self.groups[group] @ theta, list(self.liked[group])
+        others = np.delete(utilities, liked)
+        return float(np.mean((utilities[liked][:, None] > others) + 0.5 * (utilities[liked][:, None] == others)))
+
+
+def _probabilities(theta: Floats, z: Floats, allowed: Floats) -> tuple[Floats, Floats]:
+    """The probabilities [E, G] of choices that are meant, and the probability [E] that the first member, which was chosen, was
+    meant and no slip."""
+    utilities = z @ theta + allowed
+    p = np.exp(utilities - np.logaddexp.reduce(utilities, axis=1)[:, None])
+    chosen = (1 - SLIPS) * p[:, 0]
+    return p, chosen / (chosen + SLIPS / np.isfinite(allowed).sum(1))
+
+
+def _likelihood(theta: Floats, z: Floats, allowed: Floats) -> float:
+    """The log-likelihood of the choices."""
+    utilities = z @ theta + allowed
+    p = np.exp(utilities[:, 0] - np.logaddexp.reduce(utilities, axis=1))
+    return float(np.log((1 - SLIPS) * p + SLIPS / np.isfinite(allowed).sum(1)).sum())
