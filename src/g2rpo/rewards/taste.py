@@ -2,7 +2,7 @@
 
 A choice "i is the best of these" has the probability exp(u_i) / sum_j exp(u_j) of a Plackett-Luce model (Bradley-Terry for two)
 with the utility u = theta . z, theta ~ N(0, variance), and z the first principal components of one block of features within
-groups; a share `SLIPS` of the choices is random. The block and the variance are those under which left-out groups are most likely.
+groups; a share `SLIPS` of the choices is random. Block and variance are those under which left-out groups are most likely.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Encoder(Protocol):
 
 @torch.no_grad()
 def features_of(images: Tensor, prompts: Sequence[str], encoder: Encoder | None = None) -> dict[str, Tensor]:
-    """Features of pictures [B, 3, H, W] in [0, 1], or means over frames of clips [B, T, 3, H, W], by block: statistics of colour
-    and of layout, 8 x 8 pixels and, with an `encoder`, its features of the picture, and their products with the prompt's.
+    """Features of pictures [B, 3, H, W] in [0, 1], or means over frames of clips [B, T, 3, H, W], by block: statistics of
+    colour and layout, 8 x 8 pixels and, with an `encoder`, its features of the picture, and their products with the prompt's.
     """
     if images.ndim == 5:
         every = features_of(images.flatten(0, 1), [prompt for prompt in prompts for _ in range(images.shape[1])], encoder)
@@ -76,8 +76,8 @@ def _colour(images: Tensor) -> Tensor:
 
 
 def _layout(images: Tensor) -> Tensor:
-    """Where and how much differs from the ground, the median colour: on 4 x 4 places, in all, its extent, its edges, and how far
-    the picture is from its mirror images."""
+    """Where and how much differs from the ground, the median colour: on 4 x 4 places, in all, its extent, its edges; and how
+    far the picture is from its mirror images."""
     ground = images.flatten(2).median(2).values[..., None, None]
     ink = (images - ground).abs().amax(1)
     places = torch.nn.functional.adaptive_avg_pool2d(ink[:, None], 4).flatten(1)

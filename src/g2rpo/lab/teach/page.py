@@ -41,7 +41,7 @@ KEYS = """() => {
 
 STYLE = """<style>
 .teach { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22%, 15rem), 1fr)); gap: .6rem; }
-.teach figure { margin: 0; padding: 4px; border: 2px solid transparent; border-radius: 8px; cursor: pointer; text-align: center; }
+.teach figure { margin: 0; padding: 4px; border: 2px solid transparent; border-radius: 8px; cursor: pointer; }
 .teach figure:hover, .teach figure:focus-visible { border-color: #2563eb; outline: none; }
 .teach img, .teach-pair img { width: 100%; image-rendering: pixelated; border-radius: 6px; display: block; }
 .teach-pair { display: grid; grid-template-columns: 1fr 1fr; gap: .6rem; }

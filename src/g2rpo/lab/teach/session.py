@@ -294,7 +294,7 @@ class Session:
         if not self.direct and len(self._choices) >= ENOUGH and agreement.mean < HOPELESS:
             self.direct = True
             self.notify(
-                f"after {len(self._choices)} groups the head orders {agreement.mean:.0%} of the pairs that it was not fitted to as "
+                f"after {len(self._choices)} groups the head orders {agreement.mean:.0%} of pairs that it was not fitted to as "
                 "you do, little more than chance: from here on the model learns from your clicks alone, which takes many more"
             )
         if self.direct:

@@ -17,8 +17,8 @@ Kind = Literal["vote", "undo", "strength"]
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """One answer: `liked` members of a group, none of them, or nothing at all (`skipped`); or the undoing of the last answer; or
-    another `strength` of learning from here on.
+    """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of the last answer; or another
+    `strength` of learning from here on.
 
     `iteration` is the number of updates before it counts, `digest` that of the group's pictures.
     """

@@ -1,0 +1,180 @@
+"""Teaching by clicks on the Gaussian policy: what an answer changes, what it must not, and that answers repeat a session."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from g2rpo.core.errors import UserError
+from g2rpo.lab.teach import session as teaching
+from g2rpo.lab.teach import votes
+from g2rpo.lab.teach.session import OVERRIDES, Session
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rewards.clicks import Clicks
+from tests.support.runs import brightness, mean, trainer
+
+
+def redness(images, prompts):
+    return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+
+
+def session(run_dir, *overrides, judges=None, ahead=1):
+    made = trainer(
+        run_dir,
+        *OVERRIDES,
+        "rewards.clicks=1",
+        "algorithm.group_size=12",
+        "sampling.num_steps=6",
+        "evaluation.num_prompts=3",
+        "trainer.iterations=1000",
+        "trainer.prompts_per_iteration=2",
+        *overrides,
+        policy=GaussianPolicy(size=8),
+        rewards={"clicks": Clicks(), "bright": brightness},
+        judges={"dark": lambda images, prompts: torch.zeros(len(prompts))} if judges is None else judges,
+    )
+    return Session(trainer=made, ahead=ahead, notify=lambda words: None)
+
+
+def reddest(group):
+    return (int(redness(group.images, []).argmax()),)
+
+
+def teach(s, rounds, person=reddest):
+    for _ in range(rounds):
+        s.answer(person(s.group), round=s.next)
+    return s
+
+
+def randomly(group):
+    return (int(torch.randint(12, (), generator=torch.Generator().manual_seed(group.round))),)
+
+
+def test_a_person_who_likes_red_makes_pictures_red(tmp_path):
+    s = session(tmp_path)
+    with s.begun():
+        before = redness(s.trainer.sample(["0", "0.1"]), []).mean()
+        teach(s, 10)
+        assert s.head.trust > 0.3 and s.changes >= 4 and s.trainer.iteration == 2 * s.changes
+        assert redness(s.trainer.sample(["0", "0.1"]), []).mean() > before + 0.01
+        table = s.finish()
+    assert set(table) >= {"clicks", "bright"} and (tmp_path / "results.json").is_file() and (tmp_path / "README.md").is_file() is False
+
+
+@pytest.mark.parametrize("person", ["skips", "likes none", "clicks at random"])
+def test_who_says_nothing_changes_nothing(tmp_path, person):
+    s = session(tmp_path)
+    with s.begun():
+        before = mean(s.trainer)
+        for _ in range(11):
+            s.answer(randomly(s.group) if person == "clicks at random" else (), round=s.next, skipped=person == "skips")
+        assert torch.equal(mean(s.trainer), before) and s.changes == 0 and s.next == 11
+
+
+def test_answers_repeat_a_session_bit_for_bit(tmp_path):
+    """From the file of another session, and in the run itself, after which both go on alike."""
+    s, again = session(tmp_path / "a", ahead=2), session(tmp_path / "b", ahead=2)
+    with s.begun():
+        teach(s, 8)
+        s.undo()
+        s.set_strength(2.0)
+        teach(s, 2)
+    stored = votes.read(tmp_path / "a" / "votes.jsonl")
+    assert [vote.kind for vote in stored] == ["vote"] * 8 + ["undo", "strength"] + ["vote"] * 2
+    with again.begun():
+        again.repeat(stored)
+    assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.changes == again.changes > 0
+    reopened = session(tmp_path / "a", ahead=2)
+    with reopened.begun():
+        assert torch.equal(mean(reopened.trainer), mean(s.trainer)) and reopened.group.digest == again.group.digest
+    assert votes.read(tmp_path / "a" / "votes.jsonl") == stored
+
+
+def test_a_kill_between_an_answer_and_its_update_loses_nothing(tmp_path, monkeypatch):
+    s, whole = session(tmp_path / "a"), session(tmp_path / "b")
+    with whole.begun():
+        teach(whole, 9)
+    with pytest.raises(KeyboardInterrupt), s.begun():
+        teach(s, 8)
+        monkeypatch.setattr(s.trainer, "iterate", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        teach(s, 1)
+    after = session(tmp_path / "a")
+    with after.begun():
+        assert after.next == 9 and torch.equal(mean(after.trainer), mean(whole.trainer))
+
+
+def test_undo_takes_back_weights_and_answer(tmp_path):
+    s = session(tmp_path)
+    with s.begun():
+        teach(s, 8)
+        weights, group, head = mean(s.trainer), s.group, s.head.direction
+        teach(s, 1)
+        assert not torch.equal(mean(s.trainer), weights)
+        s.undo()
+        assert torch.equal(mean(s.trainer), weights) and s.group.digest == group.digest and s.answered == 8
+        assert torch.equal(s.head.direction, head)
+        with pytest.raises(UserError, match="no answer"):
+            for _ in range(20):
+                s.undo()
+
+
+def test_weights_go_back_when_a_judge_falls(tmp_path):
+    """The judge is minus red, so every look is bad: weights stay the base's, and steps shrink."""
+    s = session(tmp_path, judges={"grey": lambda images, prompts: -redness(images, prompts)})
+    with s.begun():
+        before = mean(s.trainer)
+        while not s.looks:
+            teach(s, 1)
+        assert s.looks[0].wrong.startswith("grey") and s.step == teaching.SHRINK
+        assert torch.equal(mean(s.trainer), before)
+    contented = session(tmp_path / "b", "alarms.pictures=off")
+    with contented.begun():
+        while not contented.looks:
+            teach(contented, 1)
+        assert contented.looks[0].wrong == "" and contented.step == teaching.GROW
+
+
+def test_without_a_head_the_model_learns_from_the_clicks_alone(tmp_path, monkeypatch):
+    """With a head that is given up at once: four groups make an update, whose advantages are the clicks. Red rises."""
+    monkeypatch.setattr(teaching, "HOPELESS", 2.0)
+    monkeypatch.setattr(teaching, "ENOUGH", 3)
+    monkeypatch.setattr(teaching, "LOOK", 1000)
+    s = session(tmp_path)
+    with s.begun():
+        before = redness(s.trainer.sample(["0", "0.1"]), []).mean()
+        teach(s, 6)
+        assert s.direct and s.changes == 1 and s.trainer.iteration == 0
+        teach(s, 16)
+        assert s.changes == 5 and redness(s.trainer.sample(["0", "0.1"]), []).mean() > before
+
+
+def test_wrong_answers_are_refused_and_not_written(tmp_path):
+    s = session(tmp_path)
+    with s.begun():
+        for act, said in [
+            (lambda: s.answer((0,), round=3), "round 4 is not the one that is asked, which is 1"),
+            (lambda: s.answer((12,), round=0), "some of the 12 pictures"),
+            (lambda: s.answer(range(12), round=0), "not all of them"),
+            (lambda: s.set_strength(5.0), "between 0 and 4"),
+            (s.undo, "no answer"),
+        ]:
+            with pytest.raises(UserError, match=said):
+                act()
+        assert not (tmp_path / "votes.jsonl").exists()
+        other = [dataclasses.replace(s.answer((0,), round=0), round=1)]
+        with pytest.raises(UserError, match="pictures of round 2 are not those"):
+            s.repeat(other)
+    with pytest.raises(UserError, match="no such file"):
+        votes.read(tmp_path / "none.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"kind": "vote"}\n')
+    with pytest.raises(UserError, match="line 1: is no answer"):
+        votes.read(tmp_path / "bad.jsonl")
+
+
+def test_what_cannot_be_taught_is_refused(tmp_path):
+    plain = trainer(tmp_path, rewards={"bright": brightness})
+    with pytest.raises(UserError, match="needs the reward `clicks`"):
+        Session(trainer=plain)
+    other = trainer(tmp_path, "algorithm.name=flow_grpo", "rewards.clicks=1", "rewards.bright=", rewards={"clicks": Clicks()})
+    with pytest.raises(UserError, match="learns by G2RPO"):
+        Session(trainer=other)
