@@ -72,8 +72,8 @@ def test_slips_cost_little():
 
 
 def test_a_head_of_random_clicks_is_not_trusted():
-    """The lower end of a 90 % interval is above chance with probability .05, above `TRUSTED` with less: of 60 heads, more than 8
-    with probability .002 (binomial)."""
+    """The lower end of a 90 % interval is above chance with probability .05, above `TRUSTED` with less: of 60 heads, more than
+    8 with probability .002 (binomial)."""
     nobody = torch.zeros(4)
     trusted = [fit(choices(12, nobody, seed)).trust > 0 for seed in range(60)]
     assert sum(trusted) <= 8

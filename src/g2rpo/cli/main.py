@@ -425,6 +425,20 @@ def teach(
 
 
 @app.command(cls=options.WithSettings)
+def agree(
+    run: Annotated[Path, typer.Argument(help="A run that teach began.")],
+    rewards: Annotated[str, typer.Option(help="Names with commas between them, or a YAML file.")],
+) -> None:
+    """Tell which rewards order the pictures of a teaching session as the person did."""
+    from g2rpo.app.evaluate import named_rewards
+    from g2rpo.lab.teach.agree import agree as shares
+
+    found = shares(run, named_rewards(rewards))
+    for name, share in sorted(found.items(), key=lambda item: -item[1].mean):
+        say(console, f"{share} of pairs  {name}  ({counted(share.count, 'group')}; 0.5 is chance)")
+
+
+@app.command(cls=options.WithSettings)
 def compare(
     recipe: options.RecipeOrFile,
     overrides: Annotated[list[str] | None, options.key_values("Of every run.")] = None,

@@ -242,10 +242,14 @@ class _Block:
         return theta
 
     def agreement(self, theta: Floats, group: int) -> float:
-        """The share of pairs of a liked and another picture that theta orders as the person did; ties count one half."""
-        utilities, liked = self.groups[group] @ theta, list(self.liked[group])
-        others = np.delete(utilities, liked)
-        return float(np.mean((utilities[liked][:, None] > others) + 0.5 * (utilities[liked][:, None] == others)))
+        """`agreement_of` the utilities of a group."""
+        return agreement_of(self.groups[group] @ theta, self.liked[group])
+
+
+def agreement_of(utilities: Floats, liked: Sequence[int]) -> float:
+    """The share of pairs of a liked and another picture that utilities [G] order as the person did; ties count one half."""
+    others, chosen = np.delete(utilities, list(liked)), utilities[list(liked)][:, None]
+    return float(np.mean((chosen > others) + 0.5 * (chosen == others)))
 
 
 def _probabilities(theta: Floats, z: Floats, allowed: Floats) -> tuple[Floats, Floats]:

@@ -55,6 +55,10 @@ class RunDirectory:
         """The table of held-out scores after an iteration (`monitor.scores`)."""
         return self.path / "scores" / f"{_named(iteration)}.jsonl"
 
+    def group(self, round: int) -> Path:
+        """The folder of the pictures of a group that was answered (`g2rpo teach`)."""
+        return self.path / "votes" / f"{round:06d}"
+
     def pictures(self, iteration: int) -> Path:
         """The folder of the held-out pictures that are kept after an iteration."""
         return self.path / "samples" / _named(iteration)

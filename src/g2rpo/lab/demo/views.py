@@ -47,7 +47,7 @@ def drawing_html(drawing: Drawing, note: str = "") -> str:
         prompt=drawing.prompt,
         inputs=[data_uri(picture, SMALL) for picture in read_inputs(drawing.prompt)],
         pictures=[
-            (name, _uri(evaluation.images[0], LARGE, drawing.seconds), _scores(drawing, name), _right(evaluation))
+            (name, uri(evaluation.images[0], LARGE, drawing.seconds), _scores(drawing, name), _right(evaluation))
             for name, evaluation in sides
         ],
         shape=tuple(reversed(drawing.base.images.shape[-2:])),
@@ -93,9 +93,9 @@ def group_html(group: GroupTrace) -> str:
         {
             "number": member + 1,
             "mark": "" if silent else {best: "best", worst: "worst"}.get(float(group.advantages[member]), ""),
-            "noised": _uri(group.noised[member], SMALL, group.seconds),
+            "noised": uri(group.noised[member], SMALL, group.seconds),
             "finals": [
-                (g, _uri(finals[member], SMALL, group.seconds))
+                (g, uri(finals[member], SMALL, group.seconds))
                 for g, finals in zip(group.granularities, group.finals, strict=True)
             ],
             "scores": [(name, [_score(value) for value in group.rewards[r, :, member]]) for r, name in enumerate(group.names)],
@@ -114,7 +114,7 @@ def group_html(group: GroupTrace) -> str:
             {
                 "step": step,
                 "sigma": f"{sigmas[step]:.2f}",
-                "uri": _uri(picture, SMALL, group.seconds),
+                "uri": uri(picture, SMALL, group.seconds),
                 "noise": group.plan.branch <= step < group.plan.merge,
             }
             for step, picture in enumerate(group.predictions)
@@ -159,7 +159,7 @@ def _score(value: Tensor) -> str:
     return fixed(float(value), digits(float(value))) if value.isfinite() else "no score"
 
 
-def _uri(image: Tensor, size: int, seconds: float) -> str:
+def uri(image: Tensor, size: int, seconds: float) -> str:
     """A picture [3, H, W], or a clip [T, 3, H, W], within a page."""
     if image.ndim == 4:
         return clip_uri(frames_of(image), round(1000 * seconds / len(image)), size)

@@ -13,9 +13,9 @@ from typing import Any
 
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.lab.demo.app import ONE_AT_A_TIME, SYSTEM, gr, serve  # noqa: F401  sets Gradio's environment before its import
-from g2rpo.lab.report.embedded import data_uri
+from g2rpo.lab.demo.views import uri
 from g2rpo.lab.teach.session import ENOUGH, FIRST, Session
-from g2rpo.monitor.clips import frames_of
+from g2rpo.monitor.clips import seconds_of
 
 SIDE = 320
 """Pixels a side, at most, of the pictures within the page."""
@@ -37,8 +37,11 @@ KEYS = """() => {
     else if (event.key === "u") document.getElementById("undo").click();
   });
 }"""
-"""A click on a picture, or its key, presses its button."""
+"""A click on a picture, or its key, presses its button, which lies outside the page: Gradio's HTML has no events of its own."""
 
+FINISHED = """() => {
+  document.getElementById("status").textContent = "Finished. The terminal names the run's folder; this page can be closed.";
+}"""
 STYLE = """<style>
 .teach { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22%, 15rem), 1fr)); gap: .6rem; }
 .teach figure { margin: 0; padding: 4px; border: 2px solid transparent; border-radius: 8px; cursor: pointer; }
@@ -46,12 +49,12 @@ STYLE = """<style>
 .teach img, .teach-pair img { width: 100%; image-rendering: pixelated; border-radius: 6px; display: block; }
 .teach-pair { display: grid; grid-template-columns: 1fr 1fr; gap: .6rem; }
 .teach-pair figure { margin: 0; text-align: center; }
-#members button { min-width: 2.6rem; }
+#members { position: absolute; left: -999rem; }
 </style>"""
 
 
-def build(session: Session, title: str, prompt: str) -> gr.Blocks:
-    """The page, not yet served; `prompt` is drawn before and after."""
+def build(session: Session, title: str, prompt: str, stop: threading.Event) -> gr.Blocks:
+    """The page, not yet served; `prompt` is drawn before and after, and the button "Finish" sets `stop`."""
     lock = threading.Lock()  # a session is not thread-safe, and a browser may have several tabs
     began = time.monotonic()
 
@@ -96,7 +99,10 @@ def build(session: Session, title: str, prompt: str) -> gr.Blocks:
                 pair = gr.HTML(pair_html(session, prompt), elem_id="pair")
                 said = gr.HTML(status(session), elem_id="status")
                 strength = gr.Slider(0, 4, session.strength, step=0.25, label="Strength of learning")
+                finish = gr.Button("Finish", size="sm", elem_id="finish")
         outputs = [grid, asked, pair, said]
+        finish.click(None, js=FINISHED, api_visibility="private")  # at once: the server ends before it could answer
+        finish.click(stop.set, **ONE_AT_A_TIME)
         for member, button in enumerate(best):
             button.click(voted([member]), asked, outputs, **ONE_AT_A_TIME)
         none.click(voted([]), asked, outputs, **ONE_AT_A_TIME)
@@ -118,7 +124,7 @@ def group_html(session: Session) -> str:
     group = session.group
     pictures = "".join(
         f'<figure data-member="{member}" tabindex="0" role="button" aria-label="picture {member + 1}">'
-        f'<img src="{data_uri(frames_of(image)[0], SIDE)}" alt=""><figcaption>{member + 1}</figcaption></figure>'
+        f'<img src="{_shown(session, image)}" alt=""><figcaption>{member + 1}</figcaption></figure>'
         for member, image in enumerate(group.images)
     )
     asked = f"<p>Which is best? <b>{escape(str(group.prompt))}</b></p>"
@@ -129,8 +135,7 @@ def pair_html(session: Session, prompt: str) -> str:
     """A prompt by the base model and by the weights as they are."""
     sides = zip(("before", "now"), session.pictures(prompt), strict=True)
     figures = "".join(
-        f'<figure><img src="{data_uri(frames_of(image)[0], SIDE)}" alt=""><figcaption>{name}</figcaption></figure>'
-        for name, image in sides
+        f'<figure><img src="{_shown(session, image)}" alt=""><figcaption>{name}</figcaption></figure>' for name, image in sides
     )
     return f'<div class="g2"><p>{escape(str(prompt))}</p><div class="teach-pair">{figures}</div></div>'
 
@@ -154,3 +159,8 @@ def status(session: Session) -> str:
         scores = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in look.judges.items())
         lines.append(f"Held-out pictures: {scores}." + (f" Worse: {look.wrong}; undone." if look.wrong else ""))
     return f'<div class="g2">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'
+
+
+def _shown(session: Session, image: Any) -> str:
+    """A picture or a clip within the page."""
+    return uri(image, SIDE, seconds_of(session.trainer.policy, len(image)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from g2rpo.app.events import Emit, Line, Results, silent
@@ -40,17 +41,15 @@ def teach(
     with opened(recipe, overrides, run_dir, ahead=ahead, stored=stored, emit=emit) as session:
         trainer = session.trainer
         if stored is None:
-            title = f"Teach {trainer.config.recipe or 'a model'}"
-            built = page.build(session, title, prompt or trainer.heldout[0])
+            title, stop = f"Teach {trainer.config.recipe or 'a model'}", stop or threading.Event()
+            built = page.build(session, title, prompt or trainer.heldout[0], stop)
             with refused(host, port):
                 address = page.serve(built, host, port, token)
-            emit(Line(f"{address} (Ctrl-C ends the session and keeps what was learnt)"))
-            try:
-                (stop or threading.Event()).wait()
-            except KeyboardInterrupt:
-                emit(Line("stopped; comparing base and taught ..."))
-            finally:
-                built.close(verbose=False)
+            emit(Line(f'{address} ("Finish", or Ctrl-C, ends the session and keeps what was learnt)'))
+            with suppress(KeyboardInterrupt):
+                stop.wait()
+            built.close(verbose=False)
+            emit(Line("comparing base and taught ..."))
         table = session.finish()
         emit(
             Results(

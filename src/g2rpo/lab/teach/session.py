@@ -26,7 +26,9 @@ from g2rpo.core.types import Cond, Example, Rollout
 from g2rpo.evaluation.heldout import Comparison, paired
 from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.votes import Vote
+from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.metrics import Row
+from g2rpo.monitor.scores import save_pictures
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rewards.clicks import Clicks
 from g2rpo.rewards.taste import Choice, Head, features_of, fit
@@ -232,10 +234,15 @@ class Session:
             raise UserError("there is no answer that could be taken back")
         elif vote.kind == "strength" and not 0 <= vote.strength <= 4:
             raise UserError(f"the strength lies between 0 and 4, got {vote.strength:g}")
-        if self.trainer.files.writes:
+        if self.trainer.files.writes and not (stored and self._is_written(vote)):
+            run = self.trainer.files.run
             with self.trainer.files.holding():
-                self.trainer.files.run.path.mkdir(parents=True, exist_ok=True)
-                votes.append(self.trainer.files.run.votes, vote) if not stored or not self._is_written(vote) else None
+                if vote.kind == "vote":
+                    images = self.group.images
+                    save_pictures(
+                        run.group(vote.round), images, range(len(images)), seconds_of(self.trainer.policy, len(images[0]))
+                    )
+                votes.append(run.votes, vote)
         self.answers.append(vote)
         if vote.kind == "undo":
             self._undo()
@@ -360,8 +367,7 @@ class Session:
     # what an answer changes, and how it is taken back
 
     def _state(self) -> Any:
-        tensors, state = self.trainer.learner.whole()
-        return {name: [value.detach().clone() for value in values] for name, values in tensors.items()}, copy.deepcopy(state)
+        return copy.deepcopy(self.trainer.learner.stored())
 
     def _restore(self, state: Any) -> None:
         self.trainer.learner.take(*copy.deepcopy(state))

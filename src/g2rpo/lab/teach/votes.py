@@ -59,6 +59,12 @@ def _vote(path: Path, number: int, row: dict[str, Any]) -> Vote:
     return vote
 
 
-def votes_only(votes: Sequence[Vote]) -> list[Vote]:
-    """Those that answer a group."""
-    return [vote for vote in votes if vote.kind == "vote"]
+def standing(votes: Sequence[Vote]) -> list[Vote]:
+    """The answers that name a picture and were not taken back."""
+    found: list[Vote] = []
+    for vote in votes:
+        if vote.kind == "undo":
+            found.pop()
+        elif vote.kind == "vote":
+            found.append(vote)
+    return [vote for vote in found if vote.liked]

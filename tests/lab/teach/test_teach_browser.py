@@ -1,0 +1,74 @@
+"""`g2rpo teach` as a person meets it: the real command, in a real Chromium, with mouse, keyboard and a phone."""
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from g2rpo.lab.teach import votes
+from tests.lab.demo.test_demo_browser import CHROMIUM, DESKTOP, MINUTE, NEEDED, PHONE, browser  # noqa: F401
+from tests.support.ports import free_port
+from tests.support.processes import Forked
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)")
+
+SHORT = ["sampling.num_steps=4", "algorithm.group_size=4", "algorithm.branch_steps=[0,1]", "evaluation.num_prompts=2"]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory, browser):  # noqa: F811
+    """A session of five answers and its run directory; in the end the console held no error."""
+    folder = tmp_path_factory.mktemp("teach")
+    run, port, log, errors = folder / "run", free_port(), folder / "out.log", folder / "errors.log"
+    command = [sys.executable, "-P", "-m", "g2rpo", "teach", "scenes-fast", *SHORT, "--run-dir", str(run), "--port", str(port)]
+    with log.open("wb") as out, errors.open("wb") as err:
+        process = Forked(command, stdout=out, stderr=err, env=dict(os.environ))
+    try:
+        ends = time.monotonic() + 90
+        while not (said := [line for line in log.read_text().splitlines() if line.startswith("http")]):
+            assert time.monotonic() < ends and process.alive, errors.read_text()
+            time.sleep(0.05)
+        context = browser.new_context(viewport=DESKTOP, reduced_motion="reduce")
+        page, wrong = context.new_page(), []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.set_default_timeout(MINUTE)
+        page.goto(said[0].split()[0])
+        page.locator("[data-member]").first.wait_for()
+        yield page, run
+        page.locator("#finish").click()
+        page.get_by_text("Finished.").wait_for()
+        context.close()
+        code = process.wait(timeout=120)
+        assert code == 0 and wrong == [] and "Traceback" not in errors.read_text(), errors.read_text()
+        assert json.loads((run / "results.json").read_text())["rewards"] and (run / "adapter").is_dir()
+    finally:
+        process.terminate()
+
+
+def answered(page, run, act):
+    """Answers by `act`; returns the last line of votes.jsonl once the next group is shown."""
+    before = page.locator("#group b").inner_text()
+    act()
+    page.wait_for_function("before => document.querySelector('#group b')?.innerText !== before", arg=before)
+    return votes.read(run / "votes.jsonl")[-1]
+
+
+def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
+    page, run = taught
+    assert page.locator("[data-member]").count() == 4 and page.locator("#pair img").count() == 2
+    assert answered(page, run, lambda: page.locator("[data-member='2']").click()).liked == (2,)
+    assert answered(page, run, lambda: page.keyboard.press("4")).liked == (3,)
+    assert answered(page, run, lambda: page.keyboard.press("s")).skipped
+    page.locator("[data-member='1']").focus()
+    assert answered(page, run, lambda: page.keyboard.press("Enter")).liked == (1,)
+    page.locator("#several").get_by_label("1").check()
+    page.locator("#several").get_by_label("3").check()
+    assert answered(page, run, lambda: page.get_by_role("button", name="I like these").click()).liked == (0, 2)
+    page.set_viewport_size(PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert answered(page, run, lambda: page.locator("[data-member='0']").click()).liked == (0,)
+    undone = page.locator("#group b").inner_text()
+    assert answered(page, run, lambda: page.locator("#undo").click()).kind == "undo" and undone
+    assert "5 answers" not in page.locator("#status").inner_text()
