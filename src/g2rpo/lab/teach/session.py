@@ -56,6 +56,7 @@ SHRINK, GROW, MOST = 0.5, 1.5, 3.0
 """Factors of the step after a look that was bad and one that was good, and the largest step."""
 
 OVERRIDES = (
+    "policy.tuning=lora",
     "algorithm.name=g2rpo",
     "algorithm.granularities=[1]",
     "algorithm.branch_steps=[0,1,2]",
