@@ -192,6 +192,29 @@ MUTATIONS = [
     Mutation(
         "runtime/memory.py", "setattr(self, kind, size // 2)", "setattr(self, kind, size - 1)", "tests/runtime/test_memory.py"
     ),
+    Mutation("rewards/taste.py", "meant @ (z[:, 0] - mean)", "meant @ (mean - z[:, 0])", "tests/rewards/test_taste.py"),
+    Mutation(
+        "rewards/taste.py", "if self.agreement.low > TRUSTED", "if self.agreement.mean > TRUSTED", "tests/rewards/test_taste.py"
+    ),
+    Mutation("rewards/taste.py", "if group not in part]", "if True]", "tests/rewards/test_taste.py -k random_clicks"),
+    Mutation(
+        "lab/teach/session.py",
+        "one.tuned - one.base < -FALL",
+        "one.tuned - one.base > FALL",
+        "tests/lab/teach/test_session.py -k judge",
+    ),
+    Mutation(
+        "lab/teach/session.py",
+        "        self._restore(state)\n        self.head",
+        "        self.head",
+        "tests/lab/teach/test_session.py -k undo",
+    ),
+    Mutation(
+        "lab/teach/session.py",
+        "liked[list(vote.liked)] = 1",
+        "liked[list(vote.liked)] = -1",
+        "tests/lab/teach/test_session.py -k alone",
+    ),
     Mutation(
         "evaluation/work.py", "TRAINED_LATENT * trained + base", "trained + base", "tests/lab/compare/test_compare.py -k work"
     ),
