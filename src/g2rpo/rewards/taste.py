@@ -224,13 +224,13 @@ class _Block:
         """The theta of a posterior mode, by Newton's method with the curvature of the choices without slips, which is positive,
         and halved steps."""
         z, allowed = self._events(groups)
-        theta = np.zeros(z.shape[2])
+        rows, theta = z.reshape(-1, z.shape[2]), np.zeros(z.shape[2])
         best = _likelihood(theta, z, allowed)
         for _ in range(50):
             p, meant = _probabilities(theta, z, allowed)
-            mean = np.einsum("eg,egk->ek", p, z)
+            mean = (p[:, None] @ z)[:, 0]
             gradient = meant @ (z[:, 0] - mean) - theta / variance
-            curvature = np.einsum("e,egk,eg,egl->kl", meant, z, p, z) - (meant[:, None] * mean).T @ mean
+            curvature = (rows * (meant[:, None] * p).reshape(-1, 1)).T @ rows - (meant[:, None] * mean).T @ mean
             step = np.linalg.solve(curvature + np.eye(len(theta)) / variance, gradient)
             while (now := _likelihood(theta + step, z, allowed) - ((theta + step) ** 2).sum() / (2 * variance)) < best:
                 step /= 2

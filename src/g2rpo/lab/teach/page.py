@@ -151,7 +151,8 @@ def status(session: Session) -> str:
     elif head is not None:
         a = head.agreement
         lines.append(
-            f"Agreement with you on unseen groups: {a.mean:.0%} [{max(0, a.low):.0%}, {min(1, a.high):.0%}]; 50 % is chance."
+            f"Agreement with you on unseen groups: {100 * a.mean:.0f} % "
+            f"[{100 * max(0, a.low):.0f}, {100 * min(1, a.high):.0f}]; 50 % is chance."
         )
         if head.trust == 0:
             lines.append(f"Too little to learn from yet; after {ENOUGH} answers it goes on without.")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
@@ -133,7 +134,9 @@ class Session:
             raise UserError("teach: the recipe needs the reward `clicks`; add rewards.clicks=1")
         self.clicks.encoder = next((one for one in t.evaluator.judged_by.values() if hasattr(one, "features")), None)
         self.rate = t.learner.config.learning_rate
-        self.order = PromptOrder(t.prompts, t.config.trainer.seed + 1)  # other prompts than those that are trained on
+        places = t.config.trainer.prompts_per_iteration
+        known = [prompt for i in range(t.config.trainer.iterations) for prompt in t.order.batch(i, places)]
+        self.order = PromptOrder(list(dict.fromkeys(known)), t.config.trainer.seed + 1)  # encoded ahead, as training's
 
     @property
     def clicks(self) -> Clicks:
@@ -368,10 +371,11 @@ class Session:
     # what an answer changes, and how it is taken back
 
     def _state(self) -> Any:
-        return copy.deepcopy(self.trainer.learner.stored())
+        """A copy of weights and moments, in host memory."""
+        return tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), self.trainer.learner.stored())
 
     def _restore(self, state: Any) -> None:
-        self.trainer.learner.take(*copy.deepcopy(state))
+        self.trainer.learner.take(*copy.deepcopy(state))  # the optimizer keeps what it is given
 
     def _memory(self) -> Any:
         own = (self.head, self.step, self.direct, dict(self._choices), list(self._waiting), self._since_look, self._good)
