@@ -51,9 +51,9 @@ DIRECT = 4
 """Groups of an update that learns from the clicks alone."""
 LOOK = 4
 """Rounds that change the weights between two looks at held-out pictures."""
-FALL = 2.0
+FALL = 1.5
 """Standard errors by which the mean of a judge may fall."""
-SHRINK, GROW, MOST = 0.5, 1.5, 3.0
+SHRINK, GROW, MOST = 0.5, 1.25, 2.0
 """Factors of the step after a look that was bad and one that was good, and the largest step."""
 
 OVERRIDES = (
@@ -65,7 +65,7 @@ OVERRIDES = (
     "trainer.prompts_per_iteration=4",
     "optim.decay=constant",
     "optim.ema_decay=0",
-    "evaluation.num_prompts=36",
+    "evaluation.num_prompts=64",
     "evaluation.controls=false",
 )
 """What a session changes in a recipe, before the user's overrides."""
