@@ -122,16 +122,20 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    args = arguments()
+    for world in args.worlds if args.whole or args.pilots else ():
+        work(world, args.whole, args.pilots, args.out)
+    found = {world: summary(world, args.out) for world in WORLDS if (args.out / world).is_dir()}
+    write_whole(args.out / "find_rate.json", json.dumps(found, indent=1).encode())
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("worlds", nargs="*", default=list(WORLDS))
     parser.add_argument("--whole", type=int, default=2)
     parser.add_argument("--pilots", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("runs/find_rate"))
-    args = parser.parse_args()
-    for world in args.worlds if args.whole or args.pilots else ():
-        work(world, args.whole, args.pilots, args.out)
-    found = {world: summary(world, args.out) for world in WORLDS if (args.out / world).is_dir()}
-    write_whole(args.out / "find_rate.json", json.dumps(found, indent=1).encode())
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def session_of(taste: str, person: str, seed: int, groups: int, every: int, over
     return rows
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tastes", nargs="+", default=list(TASTES), choices=TASTES)
     parser.add_argument("--people", nargs="+", default=["clicks"], choices=PEOPLE)
@@ -119,11 +119,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the recipe")
     parser.add_argument("--out", type=Path, help="a JSON file")
-    return parser
+    return parser.parse_args()
 
 
 def main() -> None:
-    args = arguments().parse_args()
+    args = arguments()
     found = {
         f"{taste}/{person}/{seed}": session_of(taste, person, seed, args.groups, args.every, args.set)
         for taste in args.tastes
