@@ -35,6 +35,9 @@ def test_the_head_finds_the_block_and_the_direction_of_a_taste():
     assert head.block == "right"
     cosine = float(head.direction.float() @ THETA / head.direction.float().norm() / THETA.norm())
     assert cosine > 0.97
+    values = [head(one.features) for one in choices(60)]
+    assert abs(float(torch.cat(values).mean())) < 1e-5  # float32's sum of 720 values of size 1
+    assert float(torch.stack([one.var(correction=0) for one in values]).mean()) == pytest.approx(1, abs=1e-5)
     assert head.agreement.low > 0.8 and head.trust == (2 * head.agreement.mean - 1) ** 2
 
 

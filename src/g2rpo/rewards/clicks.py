@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from g2rpo.core.errors import UserError
+from g2rpo.core.files import local
 from g2rpo.core.types import Reward
-from g2rpo.rewards.taste import Encoder, Head, features_of
+from g2rpo.rewards import votes
+from g2rpo.rewards.clip_encoder import load_clip
+from g2rpo.rewards.taste import Choice, Encoder, Head, features_of, fit
 
 
 class Clicks(Reward):
     """What the person who clicked would like: the head's utility, in standard deviations within groups; 0 before there is one.
 
-    `encoder` is set by the session, where another reward has one; heads that were fitted with it need it.
+    run: the directory of a session of `g2rpo teach`, to whose answers the head is fitted.
+    clip: a CLIP (folder or repository) whose features the head may use.
+
+    A session fits the head itself, and sets `encoder` to another reward that has features. UserError for a run with too few
+    answers.
     """
 
-    def __init__(self) -> None:
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {"run": (votes.FILE,)}
+
+    def __init__(self, run: str | None = None, clip: str | None = None) -> None:
+        self.encoder: Encoder | None = load_clip(clip) if clip is not None else None
         self.head: Head | None = None
-        self.encoder: Encoder | None = None
+        if run is not None:
+            answered = votes.answered(local(run))
+            choices = [
+                Choice(features_of(images, [vote.prompt] * len(images), self.encoder), vote.liked) for vote, images in answered
+            ]
+            self.head = fit(choices)
+            if self.head is None:
+                raise UserError(f"reward clicks: {run} has fewer than two answers to fit a head to")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         if self.head is None:

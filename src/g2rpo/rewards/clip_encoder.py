@@ -66,6 +66,10 @@ class ClipEncoder:
             self._cache.popitem(last=False)
         return rows
 
+    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """As `taste.Encoder`."""
+        return self.image_features(255 * images), self.text_features(prompts)
+
     def similarity(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Cosines [B] of uint8 `images` [B, 3, H, W], each with its own prompt; in float16 multiples of 2^-12 from .25 to .5.
 
@@ -98,7 +102,7 @@ class CLIPReward(PictureReward):
 
     def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """As `taste.Encoder`."""
-        return self.encoder.image_features(255 * images), self.encoder.text_features(prompts)
+        return self.encoder.features(images, prompts)
 
 
 def _unit(output: Any) -> Tensor:

@@ -105,16 +105,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Head:
-    """A utility of pictures, in standard deviations within groups of what was shown: `direction` [D] of one block."""
+    """A utility of pictures, in standard deviations within groups of what was shown, whose mean is 0: `direction` [D] of one
+    block, less `offset`."""
 
     block: str
     direction: Tensor
+    offset: float
     agreement: Interval
     """The share of pairs of a liked and another picture that the head orders as the person did, in groups that it was not
     fitted to: mean over groups, with a 90 % interval."""
 
     def __call__(self, features: Features) -> Tensor:
-        return (features[self.block].double() @ self.direction).float()
+        return (features[self.block].double() @ self.direction - self.offset).float()
 
     @property
     def trust(self) -> float:
@@ -126,13 +128,14 @@ class Head:
     def state(self) -> dict[str, Any]:
         """Plain data and tensors, for a checkpoint."""
         a = self.agreement
-        return {"block": self.block, "direction": self.direction, "agreement": [a.mean, a.low, a.high, a.count]}
+        fitted = {"block": self.block, "direction": self.direction, "offset": self.offset}
+        return {**fitted, "agreement": [a.mean, a.low, a.high, a.count]}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Head:
         """The head with this `state`."""
         mean, low, high, count = state["agreement"]
-        return cls(state["block"], state["direction"], Interval(mean, low, high, int(count)))
+        return cls(state["block"], state["direction"], state["offset"], Interval(mean, low, high, int(count)))
 
 
 def fit(choices: Sequence[Choice]) -> Head | None:
@@ -150,9 +153,10 @@ def fit(choices: Sequence[Choice]) -> Head | None:
     everyone = list(range(len(choices)))
     block, variance = _most_likely(blocks, everyone)
     theta = blocks[block].fit(everyone, variance)
-    direction = torch.from_numpy(blocks[block].axes @ theta)
-    spread = float(np.sqrt(np.mean([np.var(z @ theta) for z in blocks[block].groups])))
-    return Head(block, direction / (spread or 1.0), _interval(agreed))
+    spread = float(np.sqrt(np.mean([np.var(z @ theta) for z in blocks[block].groups]))) or 1.0
+    direction = torch.from_numpy(blocks[block].axes @ theta / spread)
+    shown = torch.cat([choice.features[block].double() @ direction for choice in choices])
+    return Head(block, direction, float(shown.mean()), _interval(agreed))
 
 
 def _interval(agreed: Sequence[float]) -> Interval:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.core.errors import UserError
+from g2rpo.rewards import votes
 
 
 class _Inside:
@@ -27,7 +28,7 @@ class RunDirectory:
     path: Path
 
     config = _Inside("config.yaml")  # resolved; `g2rpo train runs/NAME/config.yaml` repeats the run
-    votes = _Inside("votes.jsonl")  # a line per answer of `g2rpo teach` (`lab.teach.votes`)
+    votes = _Inside(votes.FILE)  # a line per answer of `g2rpo teach` (`rewards.votes`)
     starts = _Inside("starts.jsonl")  # a row per start or resume (`lifecycle.record_start`)
     rates = _Inside("rates.json")  # the pilots that chose the learning rate (`training.pilots`)
     plan = _Inside("plan.json")  # the plan beside what was measured (`app.prediction`)
@@ -57,7 +58,7 @@ class RunDirectory:
 
     def group(self, round: int) -> Path:
         """The folder of the pictures of a group that was answered (`g2rpo teach`)."""
-        return self.path / "votes" / f"{round:06d}"
+        return self.path / votes.FOLDER / f"{round:06d}"
 
     def pictures(self, iteration: int) -> Path:
         """The folder of the held-out pictures that are kept after an iteration."""

@@ -7,10 +7,10 @@ import torch
 
 from g2rpo.core.errors import UserError
 from g2rpo.lab.teach import session as teaching
-from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.agree import agree
 from g2rpo.lab.teach.session import OVERRIDES, Session
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rewards import votes
 from g2rpo.rewards.clicks import Clicks
 from tests.support.runs import brightness, mean, trainer
 
@@ -195,3 +195,15 @@ def test_rewards_are_set_against_the_persons_answers(tmp_path):
     assert (found["brightness"].mean, found["brightness"].count) == (1.0, 8) and found["dark"].mean == 0
     with pytest.raises(UserError, match="no such file"):
         agree(tmp_path / "none", {"brightness": {}})
+
+
+def test_a_head_can_be_fitted_to_a_stored_session(tmp_path):
+    """From pictures in 8 bit it is nearly the session's, from its rounded features."""
+    s = session(tmp_path)
+    with s.begun():
+        teach(s, 8)
+    stored, images = Clicks(run=str(tmp_path)), s.group.images
+    ours, theirs = s.clicks(images, ["0"] * 12), stored(images, ["0"] * 12)
+    assert stored.head.block == s.head.block and torch.allclose(theirs, ours, atol=0.05 * float(ours.std()))
+    with pytest.raises(UserError, match="no such file"):
+        Clicks(run=str(tmp_path / "none"))

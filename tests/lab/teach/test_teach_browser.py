@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from g2rpo.lab.teach import votes
+from g2rpo.rewards import votes
 from tests.lab.demo.test_demo_browser import CHROMIUM, DESKTOP, MINUTE, NEEDED, PHONE, browser  # noqa: F401
 from tests.support.ports import free_port
 from tests.support.processes import Forked

@@ -10,9 +10,9 @@ from g2rpo.app.events import Emit, cautions, silent
 from g2rpo.app.train import load_config, open_run
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
-from g2rpo.lab.teach import votes
 from g2rpo.lab.teach.session import OVERRIDES, Session
-from g2rpo.lab.teach.votes import Vote
+from g2rpo.rewards import votes
+from g2rpo.rewards.votes import Vote
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import entered, read_config
 

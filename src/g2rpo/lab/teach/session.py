@@ -25,14 +25,14 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Example, Rollout
 from g2rpo.evaluation.heldout import Comparison, paired
-from g2rpo.lab.teach import votes
-from g2rpo.lab.teach.votes import Vote
 from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.metrics import Row
 from g2rpo.monitor.scores import save_pictures
 from g2rpo.prompts.order import PromptOrder
+from g2rpo.rewards import votes
 from g2rpo.rewards.clicks import Clicks
 from g2rpo.rewards.taste import Choice, Head, features_of, fit
+from g2rpo.rewards.votes import Vote
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.scoring import decode
 from g2rpo.training.collector import RolloutSpec

@@ -1,17 +1,23 @@
-"""The answers of a person, as lines of votes.jsonl, each written through to disk."""
+"""The answers of a person to `g2rpo teach`: lines of votes.jsonl, each written through to disk, and the pictures beside it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from PIL import Image
+from torch import Tensor
+
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import append_line
 from g2rpo.core.plain import read_json_lines
+from g2rpo.rewards.pixels import to_tensor
 
+FILE, FOLDER = "votes.jsonl", "votes"
+"""Names in a run directory: the answers, and a folder of pictures for each round."""
 Kind = Literal["vote", "undo", "strength"]
 
 
@@ -68,3 +74,18 @@ def standing(votes: Sequence[Vote]) -> list[Vote]:
         elif vote.kind == "vote":
             found.append(vote)
     return [vote for vote in found if vote.liked]
+
+
+def answered(run: Path) -> Iterator[tuple[Vote, Tensor]]:
+    """The standing answers in a run directory, with the pictures [G, 3, H, W] of their groups in [0, 1]; UserError if there are
+    none or pictures cannot be read."""
+    found = standing(read(run / FILE))
+    if not found:
+        raise UserError(f"{run / FILE}: names no picture that was liked")
+    for vote in found:
+        folder = run / FOLDER / f"{vote.round:06d}"
+        try:
+            pictures = [Image.open(path, formats=["PNG"]).convert("RGB") for path in sorted(folder.glob("??????.png"))]
+            yield vote, to_tensor(pictures) / 255
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise UserError(f"{folder}: the pictures of round {vote.round + 1} cannot be read ({error})") from None
