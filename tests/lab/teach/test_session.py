@@ -58,8 +58,14 @@ def test_a_person_who_likes_red_makes_pictures_red(tmp_path):
         teach(s, 10)
         assert s.head.trust > 0.3 and s.changes >= 4 and s.trainer.iteration == 2 * s.changes
         assert redness(s.trainer.sample(["0", "0.1"]), []).mean() > before + 0.01
-        table = s.finish()
+        base, now = s.pictures("0")
+        assert now[0].mean() > base[0].mean() and torch.equal(base, s.pictures("0")[0])
+        table, group = s.finish(), s.group.digest
     assert set(table) >= {"clicks", "bright"} and (tmp_path / "results.json").is_file()
+    assert table["clicks"].tuned > table["clicks"].base != 0
+    again = session(tmp_path, f"trainer.iterations={s.trainer.iteration}")  # as finish wrote it
+    with again.begun():
+        assert again.group.digest == group
 
 
 @pytest.mark.parametrize("person", ["skips", "likes none", "clicks at random"])

@@ -49,6 +49,8 @@ ENOUGH, HOPELESS = 12, 0.6
 """After so many groups a head that agrees less with the person is given up: the model then learns from the clicks alone."""
 DIRECT = 4
 """Groups of an update that learns from the clicks alone."""
+PROMPTS = 64
+"""Training prompts, at most, that groups are drawn from."""
 LOOK = 4
 """Rounds that change the weights between two looks at held-out pictures."""
 FALL = 1.5
@@ -67,8 +69,11 @@ OVERRIDES = (
     "optim.ema_decay=0",
     "evaluation.num_prompts=64",
     "evaluation.controls=false",
+    "alarms.decline=off",
+    "alarms.hacking=off",
 )
-"""What a session changes in a recipe, before the user's overrides."""
+"""What a session changes in a recipe, before the user's overrides. The two alarms compare scores of the reward `clicks`, whose
+meaning changes with every answer."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,9 @@ class Session:
     _since_look: int = 0
     _before: list[tuple[int, Any]] = field(default_factory=list)
     _good: Any = None
+    _drawn: dict[str, tuple[Tensor, int, Tensor]] = field(
+        default_factory=dict
+    )  # base, and how often weights had changed by then
     _logged: Callable[[Row], Row] = lambda row: row
 
     def __post_init__(self) -> None:
@@ -134,9 +142,8 @@ class Session:
             raise UserError("teach: the recipe needs the reward `clicks`; add rewards.clicks=1")
         self.clicks.encoder = next((one for one in t.evaluator.judged_by.values() if hasattr(one, "features")), None)
         self.rate = t.learner.config.learning_rate
-        places = t.config.trainer.prompts_per_iteration
-        known = [prompt for i in range(t.config.trainer.iterations) for prompt in t.order.batch(i, places)]
-        self.order = PromptOrder(list(dict.fromkeys(known)), t.config.trainer.seed + 1)  # encoded ahead, as training's
+        known = dict.fromkeys(t.order.batch(0, PROMPTS))  # training begins with them, so they are encoded ahead
+        self.order = PromptOrder(list(known), t.config.trainer.seed + 1)
 
     @property
     def clicks(self) -> Clicks:
@@ -198,9 +205,15 @@ class Session:
     def pictures(self, prompt: str) -> tuple[Tensor, Tensor]:
         """The base model's picture [3, H, W] of a prompt, and that of the weights as they are, from the same noise."""
         sampler = self.trainer.evaluator.sampler_now(seed=self.trainer.config.trainer.seed)
-        now = sampler.pictures([prompt])[0]
-        with self.trainer.policy.base():
-            return sampler.pictures([prompt])[0], now
+        if prompt not in self._drawn:
+            with self.trainer.policy.base():
+                before = sampler.pictures([prompt])[0]
+            self._drawn[prompt] = (before, 0, before)
+        before, changes, now = self._drawn[prompt]
+        if changes != self.changes:
+            now = sampler.pictures([prompt])[0]
+            self._drawn[prompt] = (before, self.changes, now)
+        return before, now
 
     def finish(self) -> dict[str, Comparison]:
         """Ends the run at this iteration: weights, comparison, pictures and card, as any run's."""
@@ -211,6 +224,8 @@ class Session:
                 path.write_text(t.config.to_yaml(), encoding="utf-8")
         if not any(row["kind"] == "eval" and row["iteration"] == t.iteration for row in t.alarms.rows):
             self._logged(t.evaluate())
+        if (base := t.evaluator.base()) is not None:  # by the head as it is now; there was none when they were drawn
+            base.scores["clicks"] = self.clicks.scores(base.images.float() / 255, base.prompts)
         t.save()
         return t.finish()
 
@@ -376,6 +391,7 @@ class Session:
 
     def _restore(self, state: Any) -> None:
         self.trainer.learner.take(*copy.deepcopy(state))  # the optimizer keeps what it is given
+        self.trainer.final = None
 
     def _memory(self) -> Any:
         own = (self.head, self.step, self.direct, dict(self._choices), list(self._waiting), self._since_look, self._good)
