@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
-from g2rpo.config.schema import Config
+from g2rpo.config.schema import Config, RewardTable, Section
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
@@ -69,6 +69,15 @@ def named_rewards(names: str) -> dict[str, Any]:
     if names.endswith((".yaml", ".yml")):
         return read_yaml(Path(names))
     return {name.strip(): {} for name in names.split(",") if name.strip()}
+
+
+def reward_table(rewards: Mapping[str, Any]) -> RewardTable:
+    """The checked configs of `named_rewards`."""
+    return resolve_as(_Rewards, {"rewards": dict(rewards)}, source="--rewards").rewards
+
+
+class _Rewards(Section):
+    rewards: RewardTable
 
 
 def step_counts(text: str) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,17 @@ def _spelling(prompt: str) -> str:
 EXPLAIN = {"testbed": _grammar, "words": _spelling}
 
 
+@contextmanager
+def needing_gradio(what: str) -> Iterator[None]:
+    """Turns an import that lacks Gradio into a UserError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "gradio":
+            raise
+        raise UserError(f"{what} needs Gradio: pip install gradio") from None
+
+
 def demo(
     run: Path | None,
     settings: DemoSettings,
@@ -96,12 +108,8 @@ def demo(
         check_weights(weights)
     settings.check()
     check_address(host, port)
-    try:
+    with needing_gradio("the demo"):
         from g2rpo.lab.demo import app
-    except ModuleNotFoundError as error:
-        if error.name != "gradio":
-            raise
-        raise UserError("the demo needs Gradio: pip install gradio") from None
     from g2rpo.lab.demo.views import run_html
 
     def say(words: str) -> None:

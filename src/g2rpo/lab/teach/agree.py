@@ -7,24 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
+from g2rpo.app.evaluate import reward_table
 from g2rpo.assembly.components import pick_device
 from g2rpo.assembly.rewards import build_rewards
-from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import RewardTable, Section
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.rewards import votes
 from g2rpo.rewards.taste import agreement_of
 from g2rpo.rollout.scoring import score
 
 
-class _Rewards(Section):
-    rewards: RewardTable
-
-
 def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]:
     """By reward the share of pairs of a liked and another picture of a group that it orders as the person did, ties counting
     one half: mean over the groups of a session, with a 95 % interval. UserError for a run without answers."""
-    table = resolve_as(_Rewards, {"rewards": dict(rewards)}, source="--rewards").rewards
+    table = reward_table(rewards)
     answered = list(votes.answered(directory))
     built = build_rewards(table, pick_device("auto"))
     shares: dict[str, list[float]] = {name: [] for name in built}

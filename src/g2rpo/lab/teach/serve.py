@@ -9,7 +9,7 @@ from pathlib import Path
 
 from g2rpo.app.events import Emit, Line, Results, silent
 from g2rpo.app.serving import check_address, refused, token_for
-from g2rpo.core.errors import UserError
+from g2rpo.lab.demo.serve import needing_gradio
 from g2rpo.lab.teach.opening import opened
 
 
@@ -32,12 +32,8 @@ def teach(
     token = token_for(host, token_env)
     if stored is None:
         check_address(host, port)
-    try:
+    with needing_gradio("teach"):
         from g2rpo.lab.teach import page
-    except ModuleNotFoundError as error:
-        if error.name != "gradio":
-            raise
-        raise UserError("teach needs Gradio: pip install gradio") from None
     with opened(recipe, overrides, run_dir, ahead=ahead, stored=stored, emit=emit) as session:
         trainer = session.trainer
         if stored is None:

@@ -116,7 +116,6 @@ class Session:
     direct: bool = False
     """Whether the head was given up."""
     groups: dict[int, Group] = field(default_factory=dict)
-    answers: list[Vote] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
     changes: int = 0
     """How often the weights have changed."""
@@ -161,7 +160,7 @@ class Session:
             self._good = self._state()
             self._fill()
             if t.files.writes and t.files.run.votes.is_file():
-                self.repeat(votes.read(t.files.run.votes))
+                self.repeat(votes.read(t.files.run.votes), written=True)
             yield
 
     @property
@@ -177,30 +176,30 @@ class Session:
     def answer(self, liked: Sequence[int] = (), *, round: int, skipped: bool = False, seconds: float = 0.0) -> Vote:
         """Stores a person's answer to the group of `round` and learns from it; UserError if it cannot be one."""
         vote = self._vote(kind="vote", liked=tuple(sorted(set(liked))), skipped=skipped, seconds=seconds, round=round)
-        self._take(vote, stored=False)
+        self._take(vote)
         return vote
 
     def undo(self) -> Vote:
         """Takes back the last answer and what the weights learnt from it; UserError if there is none that can be."""
         vote = self._vote(kind="undo", round=self.next)
-        self._take(vote, stored=False)
+        self._take(vote)
         return vote
 
     def set_strength(self, strength: float) -> Vote:
         """Sets the factor of the learning rate, 0 to 4, from the next answer on."""
         vote = self._vote(kind="strength", round=self.next, strength=float(strength))
-        self._take(vote, stored=False)
+        self._take(vote)
         return vote
 
-    def repeat(self, stored: Sequence[Vote]) -> None:
-        """Takes stored answers again, in their order; UserError for those of another run."""
+    def repeat(self, stored: Sequence[Vote], written: bool = False) -> None:
+        """Takes stored answers again, in their order; UserError for another run's. `written`: they are in votes.jsonl."""
         for vote in stored:
             if vote.kind == "vote" and vote.round == self.next and vote.digest != self.group.digest:
                 raise UserError(
                     f"votes: the pictures of round {vote.round + 1} are not those that were answered; "
                     "they belong to another run, another version or another machine"
                 )
-            self._take(vote, stored=True)
+            self._take(vote, written)
 
     def pictures(self, prompt: str) -> tuple[Tensor, Tensor]:
         """The base model's picture [3, H, W] of a prompt, and that of the weights as they are, from the same noise."""
@@ -237,8 +236,8 @@ class Session:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return Vote(**of_group, **said, iteration=self.trainer.iteration, time=now)
 
-    def _take(self, vote: Vote, stored: bool) -> None:
-        """Checks an answer, writes it unless it is `stored`, and only then acts on it: a kill in between loses nothing."""
+    def _take(self, vote: Vote, written: bool = False) -> None:
+        """Checks an answer, writes it unless it is `written`, and only then acts on it: a kill in between loses nothing."""
         if vote.kind == "vote":
             if vote.round != self.next:
                 raise UserError(
@@ -253,7 +252,7 @@ class Session:
             raise UserError("there is no answer that could be taken back")
         elif vote.kind == "strength" and not 0 <= vote.strength <= 4:
             raise UserError(f"the strength lies between 0 and 4, got {vote.strength:g}")
-        if self.trainer.files.writes and not (stored and self._is_written(vote)):
+        if self.trainer.files.writes and not written:
             run = self.trainer.files.run
             with self.trainer.files.holding():
                 if vote.kind == "vote":
@@ -262,7 +261,6 @@ class Session:
                         run.group(vote.round), images, range(len(images)), seconds_of(self.trainer.policy, len(images[0]))
                     )
                 votes.append(run.votes, vote)
-        self.answers.append(vote)
         if vote.kind == "undo":
             self._undo()
         elif vote.kind == "strength":
@@ -270,11 +268,6 @@ class Session:
         else:
             self._learn(vote)
         self._fill()
-
-    def _is_written(self, vote: Vote) -> bool:
-        """Whether a stored answer is already a line of this run's file."""
-        path = self.trainer.files.run.votes
-        return path.is_file() and len(votes.read(path)) > len(self.answers)
 
     def _fill(self) -> None:
         """Samples groups until `ahead` lie ready."""
