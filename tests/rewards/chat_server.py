@@ -19,6 +19,12 @@ def brightness(logits_of_yes):
     return lambda mean, text: (logits_of_yes * mean, mean, -2.0, 1.0, 0.5, -1.0, -3.0, -2.5)
 
 
+def mean_of(part):
+    """The mean in [0, 1] of the picture that a part of a message holds."""
+    png = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+    return sum(ImageStat.Stat(Image.open(io.BytesIO(png))).mean) / 3 / 255
+
+
 @contextmanager
 def running(server):
     """The address of a server while it runs."""
@@ -28,7 +34,8 @@ def running(server):
 
 
 class ChatServer(ThreadingHTTPServer):
-    """Serves `logits`, and the first likeliest word or `says` as text; `requests` keeps the bodies that it was sent.
+    """Serves `logits`, and as text the first likeliest word or `says`, which may be a function of the request; `requests` keeps
+    the bodies that it was sent.
 
     vLLM knows its model by name, allows 20 log-probs, and writes -inf as -9999; llama.cpp takes any name.
     """
@@ -54,7 +61,7 @@ class ChatServer(ThreadingHTTPServer):
         if not self.vision:
             return self.error(500, "server_error", "image input is not supported")
         row = self.first_token(body)
-        message = {"role": "assistant", "content": row["token"] if self.says is None else self.says}
+        message = {"role": "assistant", "content": self.says(body) if callable(self.says) else self.says or row["token"]}
         if self.finish == "length":
             message["content"] = None
         asked = bool(body.get("logprobs")) and self.logprobs
@@ -63,10 +70,8 @@ class ChatServer(ThreadingHTTPServer):
         return 200, {"id": "chatcmpl-1", "object": "chat.completion", "choices": [choice], "usage": {}}
 
     def first_token(self, body):
-        picture, text = body["messages"][0]["content"]
-        png = base64.b64decode(picture["image_url"]["url"].partition(",")[2])
-        mean = sum(ImageStat.Stat(Image.open(io.BytesIO(png))).mean) / 3 / 255
-        logits = self.logits(mean, text["text"])
+        *pictures, text = body["messages"][0]["content"]
+        logits = self.logits(mean_of(pictures[-1]), text["text"])
         total = math.log(sum(math.exp(value) for value in logits))
         rows = [self.row(number, word, value - total) for number, (word, value) in enumerate(zip(WORDS, logits, strict=True))]
         rows.sort(key=lambda row: -row["logprob"])

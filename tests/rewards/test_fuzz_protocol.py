@@ -6,6 +6,8 @@ import json
 import math
 import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from tests.support.servers import serving
 
 LIMITS = Limits(body_bytes=20_000, images=4, pixels=4_000, prompt_chars=100, headers_s=1.0, read_s=1.0, wait_s=0.2)
 PNG = encode_png(to_pil(to_uint8(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))))[0])
-BODY = json.dumps({"images": [PNG, PNG], "prompts": ["a", "b"]})
+BODY = json.dumps({"images": [PNG, PNG], "prompts": ["a", "b"], "inputs": [PNG], "inputs_of": [[], [0]]})
 REQUEST = (
     b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     + f"Content-Length: {len(BODY)}\r\n\r\n{BODY}".encode()
@@ -59,7 +61,7 @@ def is_sound(images, prompts):
 @example(json.dumps({"images": [PNG], "prompts": ["\ud800"]}).encode())
 def test_a_body_is_pictures_and_prompts_or_a_bad_request(body):
     try:
-        images, prompts = parse_request(body, LIMITS)
+        images, prompts = parse_request(body, LIMITS, Path(gettempdir()))
     except BadRequest as error:
         assert 400 <= error.status < 500 and str(error)
     else:
@@ -70,7 +72,7 @@ def test_a_body_is_pictures_and_prompts_or_a_bad_request(body):
 def test_a_png_is_a_picture_or_a_bad_request(data):
     body = json.dumps({"images": [base64.b64encode(data).decode()], "prompts": ["a"]}).encode()
     try:
-        is_sound(*parse_request(body, LIMITS))
+        is_sound(*parse_request(body, LIMITS, Path(gettempdir())))
     except BadRequest as error:
         assert error.status in (400, 413)
 

@@ -10,10 +10,13 @@ import time
 import zlib
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.rewards.analytic import JPEGSize
 from g2rpo.rewards.pixels import to_pil, to_uint8
 from g2rpo.rewards.remote import RemoteReward, encode_png
@@ -21,6 +24,7 @@ from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, request_json
 from g2rpo.rewards.vlm import VLMJudge
 from tests.rewards.chat_server import running
+from tests.support.edits import edits
 from tests.support.ports import free_port
 
 SMALL = Limits(body_bytes=200_000, images=4, pixels=10_000, prompt_chars=100, read_s=1.0, wait_s=0.2)
@@ -44,8 +48,8 @@ def png(size, height=None):
     return encode_png(to_pil(to_uint8(torch.rand(1, 3, height or size, size)))[0])
 
 
-def score_body(images, prompts):
-    return json.dumps({"images": images, "prompts": prompts}).encode()
+def score_body(images, prompts, **more):
+    return json.dumps({"images": images, "prompts": prompts, **more}).encode()
 
 
 class Prompted:
@@ -74,6 +78,26 @@ def test_a_round_trip_gives_the_local_scores():
         assert RemoteReward(url, **QUICK)(images[:0], []).shape == (0,)
     with running(RewardServer(JPEGSize(), port=0)) as url:  # not a bit is lost on the way
         assert torch.equal(RemoteReward(url, **QUICK)(images, prompts), JPEGSize()(images, prompts))
+
+
+def test_input_pictures_travel_with_their_prompts(tmp_path):
+    """Each once, at the size that they have, and none is left on the server's disk."""
+    seen = []
+
+    def of_inputs(images, prompts):
+        read = [read_inputs(prompt) for prompt in prompts]
+        seen.extend(path for prompt in prompts for path in images_of(prompt))
+        return torch.tensor([sum(np.asarray(one).mean() / 255 for one in own) + own[0].width for own in read]).float()
+
+    prompts = edits(tmp_path, red=(0.25,), blue=(0.75, 0.5))
+    prompts = [*prompts, prompts[0]]
+    with running(RewardServer(of_inputs, port=0)) as url:
+        assert torch.equal(RemoteReward(url, **QUICK)(pictures(3), prompts), of_inputs(pictures(3), prompts))
+        assert torch.equal(
+            RemoteReward(f"{url}/", batch_size=1, check=False, **QUICK)(pictures(3), prompts), of_inputs(None, prompts)
+        )
+    remote = [Path(path) for path in seen if path not in prompts[0].images + prompts[1].images]
+    assert len(set(remote[:4])) == 3 and not any(path.exists() for path in remote)
 
 
 def test_the_token_is_needed_and_is_never_a_setting(monkeypatch):
@@ -131,6 +155,15 @@ JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
         (score_body([WIDE, WIDE], ["a", "b"]), 413, "90 x 90"),
         (score_body([PNG, png(30)], ["a", "b"]), 400, "one size"),
         (b" " * 300_000, 413, "200000"),
+        (score_body([PNG] * 3, ["a"] * 3, inputs=[PNG] * 2), 413, "5 images"),
+        (score_body([PNG], ["a"], inputs=[png_header(9_000, 9_000)]), 413, "9000 x 9000"),
+        (score_body([PNG], ["a"], inputs=[JPEG]), 400, "not a PNG"),
+        (score_body([PNG], ["a"], inputs=["/etc/passwd"], inputs_of=[[0]]), 400, "not base64"),
+        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[1]]), 400, "indices of the 1 inputs"),
+        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[True]]), 400, "indices"),
+        (score_body([PNG], ["a"], inputs_of=["/etc/passwd"]), 400, "list of lists"),
+        (score_body([PNG], ["a"], inputs_of=[["/etc/passwd"]]), 400, "indices"),
+        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[0], [0]]), 400, "one for each prompt"),
     ],
 )
 def test_the_server_refuses_what_it_should(url, body, status, fact):

@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
+from g2rpo.core.data import Prompt
 from g2rpo.rewards.instructions import read_instruction
 from g2rpo.rewards.transport import NoAnswer, Refused
-from g2rpo.rewards.vlm import VLMJudge, parse_scores
+from g2rpo.rewards.vlm import FORMS, VLMJudge, parse_scores
 from g2rpo.rewards.yes_no import yes_probability
-from tests.rewards.chat_server import WORDS, ChatServer, brightness, running
+from tests.rewards.chat_server import WORDS, ChatServer, brightness, mean_of, running
+from tests.support.edits import edits
 
 QUICK = {"timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
 GREY = torch.tensor([0.2, 0.4, 0.6, 0.8]).mul(255).round().div(255)
@@ -83,6 +85,44 @@ def test_a_judge_that_cannot_work_is_refused_when_it_is_made():
             VLMJudge(server.url, "any name", form="yes_no", **QUICK)
 
 
+def test_an_edit_is_judged_beside_what_it_was_made_from(tmp_path):
+    """An edited picture is a good one if it differs from the input: the model answers by both pictures."""
+    edited = edits(tmp_path, red=(0.25,), blue=(0.75, 0.5))
+
+    def kept(body):
+        *before, after = [mean_of(part) for part in body["messages"][0]["content"][:-1]]
+        assert body["messages"][0]["content"][-1]["text"].count("make it") <= 1
+        return (
+            f"Success Score (0-10): {10 * after:.3f}\nFaithfulness Score (0-10): {10 * before[0]:.3f}\nQuality Score (0-10): 9"
+        )
+
+    server = ChatServer("vllm", says=kept)
+    with running(server):
+        judge = VLMJudge(server.url, "judge", form="edit", **QUICK)
+        assert len(server.requests[-1]["messages"][0]["content"]) == 3  # tried with two pictures
+        scores = judge(flat(GREY), [*edited, edited[0], "no picture"])
+    means = [min(after, before) for after, before in zip(GREY[:3].tolist(), (0.25, 0.75, 0.25), strict=True)]
+    torch.testing.assert_close(
+        scores, torch.tensor([10 * (mean * 0.9) ** 0.5 for mean in means] + [torch.nan]), atol=0.02, rtol=0, equal_nan=True
+    )
+    assert sorted(len(body["messages"][0]["content"]) for body in server.requests) == [3, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "images", "refusal"),
+    [
+        ({"form": "edit"}, (), "form=edit is for edits, but none of 2 prompts has an input picture"),
+        ({"form": "edit_yes_no"}, ("a.png",), None),
+        ({"form": "final"}, ("a.png",), "prompt 'blue' has an input picture: take form=edit"),
+        ({"form": "final", "template": "Is {prompt} done?"}, ("a.png",), None),
+        ({"form": "final"}, (), None),
+    ],
+)
+def test_forms_that_do_not_fit_the_prompts_are_refused(options, images, refusal):
+    said = VLMJudge.fault({"form": "final", "template": None, **options}, ["red", Prompt("blue", images=images)])
+    assert said is None if refusal is None else refusal in said
+
+
 def test_a_judge_may_think_before_it_decides():
     server = ChatServer("vllm", says="Final Score: 3")
     with running(server):
@@ -144,6 +184,16 @@ def test_aspects_are_read_as_unified_reward_2_writes_them(style):
 )
 def test_a_final_score_is_read(text, score):
     assert parse_scores(text, ["Final Score"]) == pytest.approx(math.nan if score is None else score, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "score"), [((8, 2, 4), 8**0.5), ((2, 8, 4), 8**0.5), ((0, 8, 9), 0.0), ((10, 10, 10), 10.0), ((11, 8, 9), None)]
+)
+def test_an_edit_is_no_better_than_its_worst_part(numbers, score):
+    names = FORMS["edit"].scores
+    text = "\n".join(f"**{name} (0-10):** {number}" for name, number in zip(names, numbers, strict=True))
+    wanted = pytest.approx(math.nan if score is None else score, nan_ok=True)
+    assert parse_scores(text, names, FORMS["edit"]) == wanted
 
 
 def test_aspects_are_averaged_and_all_are_needed():

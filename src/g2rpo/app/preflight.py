@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from g2rpo.core import plugins
 from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import in_bytes, is_hub_id
-from g2rpo.core.types import Reward, as_rewards
+from g2rpo.core.types import as_rewards
 from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
 from g2rpo.runs.directory import RunDirectory
@@ -123,25 +123,13 @@ class _Prompts:
                 self.heldout = read[: self.most]
 
     def check_targets(self, findings: _Findings, config: Config, given: Collection[str]) -> None:
-        """Refuses rewards for which no prompt has what they need, such as a text in quotes."""
+        """Refuses rewards for prompts that they cannot score, such as those without a text in quotes."""
         for name, (key, source) in self.sources.items():
             texts = self.train if name == "prompts" else self.heldout
             for reward, entry in _rewards(config, {*given, "judges"} if name == "prompts" else given).items():
-                declared = declared_by(reward_kind(reward, entry))
-                if declared.wants and texts:
-                    findings.tried(_check_targets, f"rewards.{reward}", declared, texts, f"{key}={source}")
-
-
-def _check_targets(reward: str, kind: type[Reward], texts: Sequence[str], source: str) -> None:
-    """Refuses prompts in none of which a reward finds what it looks for, and metadata that it cannot read."""
-    targets = []
-    for text in texts:
-        try:
-            targets.append(kind.target(text))
-        except ValueError as error:
-            raise UserError(f"{reward}: the metadata of prompt {text!r} ({source}): {error}") from None
-    if not any(targets):
-        raise UserError(f"{reward}: none of {len(texts)} prompts ({source}) has {kind.wants}")
+                kind = reward_kind(reward, entry)
+                if texts and (fault := declared_by(kind).fault({**defaults_of(kind), **entry.options}, texts)) is not None:
+                    findings.add(f"rewards.{reward}: {fault} ({key}={source})")
 
 
 def _rewards(config: Config, given: Collection[str]) -> dict[str, RewardConfig]:

@@ -16,6 +16,8 @@ T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 2**26
 """Largest number of pixels of one picture: 8192 x 8192."""
+INPUT = "an input picture"
+"""What rewards of edits want of a prompt, in messages."""
 
 
 def images_of(prompt: str) -> tuple[str, ...]:

@@ -154,6 +154,17 @@ class Reward:
         """The part of the prompt that `wants` describes, None if absent; ValueError if its metadata are malformed."""
 
     @classmethod
+    def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
+        """Why it cannot score these prompts with all these options; None if it can. Asked before anything is loaded."""
+        targets = []
+        for prompt in prompts:
+            try:
+                targets.append(cls.target(prompt))
+            except ValueError as error:
+                return f"the metadata of prompt {prompt!r}: {error}"
+        return None if not cls.wants or any(targets) else f"none of {len(prompts)} prompts has {cls.wants}"
+
+    @classmethod
     def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
         """The model that runs in this process, given all options; None if unknown. Called by `g2rpo plan`, on the meta
         device."""

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.core.input_pictures import read_inputs
+from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.rewards.pixels import PictureReward, to_pil, to_tensor
 
 
@@ -61,6 +61,9 @@ class Similarity(PictureReward):
 
     The input picture is brought to the size of the picture. A prompt without one has no score, NaN.
     """
+
+    wants = INPUT
+    target = staticmethod(images_of)
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         inputs = {prompt: _fitted(prompt, images.shape[3], images.shape[2]) for prompt in dict.fromkeys(prompts)}

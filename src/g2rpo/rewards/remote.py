@@ -6,8 +6,11 @@ protocol is JSON, so a server can be written in any language:
     GET  /health                                                        -> {"status": "ok", "reward": "name", "right": 0.5}
     POST /score  {"images": ["<PNG, base64>", ...], "prompts": [...]}   -> {"scores": [0.31, null, ...]}
 
-`right`, the least score of a right picture, may be left out. A null is a picture without a score. Nothing is pickled, in
-neither direction.
+    further fields:  "metadata": [{...}, ...]    "inputs": ["<PNG, base64>", ...], "inputs_of": [[0], [0, 1], ...]
+
+`metadata` has an object for each prompt; `inputs` has the input pictures of all prompts, each once, and `inputs_of` those of
+each prompt by their index. `right`, the least score of a right picture, may be left out. A null is a picture without a score.
+Nothing is pickled, in neither direction.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.core.errors import at_least_one
+from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.types import Prompt
 from g2rpo.rewards.pixels import PictureReward, to_pil
 from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
@@ -80,6 +84,11 @@ class RemoteReward(PictureReward):
         body: dict[str, Any] = {"images": [encode_png(picture) for picture in to_pil(images)], "prompts": prompts}
         if any(isinstance(prompt, Prompt) and prompt.metadata for prompt in prompts):
             body["metadata"] = [dict(prompt.metadata) if isinstance(prompt, Prompt) else {} for prompt in prompts]
+        if paths := list(dict.fromkeys(path for prompt in prompts for path in images_of(prompt))):
+            unique = dict.fromkeys(prompts)
+            own = {path: one for prompt in unique for path, one in zip(images_of(prompt), read_inputs(prompt), strict=True)}
+            body["inputs"] = [encode_png(own[path]) for path in paths]
+            body["inputs_of"] = [[paths.index(path) for path in images_of(prompt)] for prompt in prompts]
 
         def ask() -> Tensor:
             read = partial(parse_scores, count=len(prompts))

@@ -24,6 +24,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +35,7 @@ from torch import Tensor
 from g2rpo.core.plain import is_text, parse_json
 from g2rpo.core.types import Prompt, Scorer, as_reward
 from g2rpo.core.web import bounded, host_of, is_loopback
-from g2rpo.rewards.pixels import to_tensor
+from g2rpo.rewards.pixels import to_pil, to_tensor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,10 +114,10 @@ def _check_size_of_json(body: bytes, most: int) -> None:
 
 
 def parse_request(
-    body: bytes, limits: Limits, announce: Callable[[int], object] = lambda pixels: None
-) -> tuple[Tensor, list[str] | list[Prompt]]:
-    """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; `BadRequest` if it is not as agreed. `announce` is called
-    with the number of their pixels before the first is decoded."""
+    body: bytes, limits: Limits, folder: Path, announce: Callable[[int], object] = lambda pixels: None
+) -> tuple[Tensor, list[Prompt]]:
+    """uint8 pictures [B, 3, H, W] and prompts of a request's JSON; `BadRequest` if it is not as agreed. Input pictures of
+    prompts are written to `folder`. `announce` is called with the number of all pixels before the first is decoded."""
     _check_size_of_json(body, 16 * (limits.images + 16))
     try:
         content = parse_json(body)
@@ -125,29 +127,37 @@ def parse_request(
     images, prompts = _strings(fields.get("images")), _strings(fields.get("prompts"))
     if not images or len(images) != len(prompts):
         raise BadRequest(400, "the body must be {'images': [base64 PNG, ...], 'prompts': [text, ...]}, equally many")
-    if len(images) > limits.images:
-        raise BadRequest(413, f"{len(images)} images in one request; at most {limits.images}")
+    inputs = _strings(fields.get("inputs"))
+    if len(images) + len(inputs) > limits.images:
+        raise BadRequest(413, f"{len(images) + len(inputs)} images in one request; at most {limits.images}")
     if max(map(len, prompts)) > limits.prompt_chars:
         raise BadRequest(413, f"a prompt has more than {limits.prompt_chars} characters")
     if not all(map(is_text, prompts)):
         raise BadRequest(400, "a prompt has a character that no text may have (NUL or a lone surrogate)")
+    extra, owned = (fields.get(name) or [empty] * len(prompts) for name, empty in (("metadata", {}), ("inputs_of", [])))
+    for name, rows, kind in (("metadata", extra, dict), ("inputs_of", owned, list)):
+        if not isinstance(rows, list) or len(rows) != len(prompts) or not all(isinstance(each, kind) for each in rows):
+            what = "objects" if kind is dict else "lists"
+            raise BadRequest(400, f"{name} must be a list of {what}, one for each prompt")
+    if not all(type(place) is int and 0 <= place < len(inputs) for own in owned for place in own):
+        raise BadRequest(400, f"inputs_of must have indices of the {len(inputs)} inputs")
     decoded: list[Tensor] = []
     left = 0
-    for width, height in map(_size, images):
+    for width, height in map(_size, [*images, *inputs]):
         _check_size(width, height, limits.pixels - left)
         left += width * height
     announce(left)
-    for text in images:
+    for text in [*images, *inputs]:
         decoded.append(decode_png(text, left))
         left -= decoded[-1].shape[1] * decoded[-1].shape[2]
+    decoded, before = decoded[: len(images)], decoded[len(images) :]
     if len({picture.shape for picture in decoded}) > 1:
         raise BadRequest(400, "the images of one request must have one size")
-    extra = fields.get("metadata")
-    if extra is None:
-        return torch.stack(decoded), prompts
-    if not isinstance(extra, list) or len(extra) != len(prompts) or not all(isinstance(each, dict) for each in extra):
-        raise BadRequest(400, "metadata must be a list of objects, one for each prompt")
-    return torch.stack(decoded), [Prompt(text, metadata=each) for text, each in zip(prompts, extra, strict=True)]
+    files = [str(folder / f"{place}.png") for place in range(len(inputs))]
+    for file, picture in zip(files, before, strict=True):
+        to_pil(picture[None])[0].save(file, compress_level=1)
+    rows = zip(prompts, owned, extra, strict=True)
+    return torch.stack(decoded), [Prompt(text, [files[place] for place in own], each) for text, own, each in rows]
 
 
 def _strings(value: Any) -> list[str]:
@@ -320,7 +330,8 @@ class RewardServer:
 
     def _scores(self, body: bytes) -> Tensor:
         with contextlib.ExitStack() as stack:
-            images, prompts = parse_request(body, self.limits, lambda pixels: stack.enter_context(self._decoding(pixels)))
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="g2rpo-")))
+            images, prompts = parse_request(body, self.limits, folder, lambda n: stack.enter_context(self._decoding(n)))
             with self.one_at_a_time:  # in float32 they are four times as large, so only those of one request
                 return self.reward.scores(images.float().div_(255), prompts)
 

@@ -1,17 +1,20 @@
 """A vision-language model as judge, over any OpenAI-compatible endpoint (vLLM, SGLang, llama.cpp, a hosted service).
 
-Three forms of answer are understood: one "Final Score: 1-5" (UnifiedReward, Wang et al. 2025, arXiv 2503.05236), three scores
-"Alignment", "Coherence" and "Style" (UnifiedReward 2.0), and the probability that the answer begins with "yes" (VQAScore,
-arXiv 2404.01291). The default instructions ask any capable model for them, in this project's words; a model that was trained on
-one fixed instruction should be given that one (`template`).
+Three forms of answer are understood: one "Final Score: 1-5" (UnifiedReward, Wang et al. 2025, arXiv 2503.05236), several named
+scores ("Alignment", "Coherence" and "Style" of UnifiedReward 2.0; for edits "Success", "Faithfulness" and "Quality"), and the
+probability that the answer begins with "yes" (VQAScore, arXiv 2404.01291). What edits are asked about, and how their scores
+are combined, follows VIEScore (arXiv 2312.14867) and EditScore (arXiv 2509.23909). The default instructions ask any capable
+model for them, in this project's words; a model that was trained on one fixed instruction should be given that one
+(`template`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,21 +23,36 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.core.errors import did_you_mean
+from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.rewards.instructions import read_instruction
 from g2rpo.rewards.pixels import PictureReward, to_pil
 from g2rpo.rewards.remote import encode_png
 from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
 from g2rpo.rewards.yes_no import MOST_LIKELY, yes_probability
 
+Part = Mapping[str, Any]
+"""A picture or text of a message."""
+
 
 @dataclass(frozen=True)
 class Form:
-    """The judge's instruction, with {prompt} in it, and the names of the scores in its answer (none: "yes" or "no")."""
+    """The judge's instruction, with {prompt} in it; the names of the scores in its answer (none: "yes" or "no"), each from
+    `low` to `high`; and how they become one. One that is about an `edit` needs input pictures."""
 
     template: str
     scores: tuple[str, ...] = ()
+    low: float = 1.0
+    high: float = 5.0
+    combine: Callable[[Sequence[float]], float] = lambda values: sum(values) / len(values)
+    edit: bool = False
 
 
+def of_edit(values: Sequence[float]) -> float:
+    """The geometric mean of quality, the last value, and the least of the others: each can spoil an edit alone."""
+    return math.sqrt(min(values[:-1]) * values[-1])
+
+
+EDITED = "The last picture was made from what is before it, by this instruction:\n{prompt}\n\n"
 FORMS = {
     "final": Form(
         "The picture was generated from this description:\n{prompt}\n\n"
@@ -56,18 +74,33 @@ FORMS = {
         "The picture was generated from this description:\n{prompt}\n\n"
         "Is everything that it names in the picture, as it is described? Answer with one word, Yes or No."
     ),
+    "edit": Form(
+        EDITED + "Give it three scores, each a number from 0 to 10: success, how completely it does what the instruction says, "
+        "0 if nothing of that was done; faithfulness, how well everything is kept that the instruction does not speak of "
+        "(people, things, background, framing), 0 if it is another scene; quality, how natural and free of defects it is, "
+        "0 if it is useless. First say briefly what has changed and what should have. Then end with these three lines:\n"
+        "Success Score (0-10): <number>\nFaithfulness Score (0-10): <number>\nQuality Score (0-10): <number>",
+        ("Success Score", "Faithfulness Score", "Quality Score"),
+        low=0.0,
+        high=10.0,
+        combine=of_edit,
+        edit=True,
+    ),
+    "edit_yes_no": Form(
+        EDITED + "Was that done, completely, and is everything else as it was before? Answer with one word, Yes or No.",
+        edit=True,
+    ),
 }
-_LOW, _HIGH = 1.0, 5.0
 # "(1-5)", bold marks and a colon may stand before the number; a range ("1-5", "1 to 5") is an instruction, not a score
 # Every repetition is bounded: an answer of a million blanks would otherwise be tried in a million ways.
 _NUMBER = (
-    r"[\s*_]{0,20}(?:\(\s{0,9}1\s{0,9}-\s{0,9}5\s{0,9}\))?[\s*_]{0,20}:[\s*_<]{0,20}"
+    r"[\s*_]{0,20}(?:\(\s{0,9}\d{1,2}\s{0,9}-\s{0,9}\d{1,2}\s{0,9}\))?[\s*_]{0,20}:[\s*_<]{0,20}"
     r"(\d{1,9}(?:\.\d{1,9})?)(?![\d.]{0,20}\s{0,20}(?:-|to)\s{0,20}\d)"
 )
 
 
-def parse_scores(text: str, names: Sequence[str]) -> float:
-    """The mean of the scores called `names` in a judge's answer, each from 1 to 5; NaN if one is missing or outside.
+def parse_scores(text: str, names: Sequence[str], form: Form = FORMS["final"]) -> float:
+    """The scores called `names` in a judge's answer, combined by its `form`; NaN if one is missing or out of the form's range.
 
     Text between <think> and </think> is ignored. The last mention of a name counts, because an answer may quote its
     instructions.
@@ -78,25 +111,26 @@ def parse_scores(text: str, names: Sequence[str]) -> float:
     values = []
     for name in names:
         found = re.findall(re.escape(name) + _NUMBER, decided, re.IGNORECASE)
-        value = float(found[-1]) if found else torch.nan
-        values.append(value if _LOW <= value <= _HIGH else torch.nan)
-    return sum(values) / len(values)
+        values.append(float(found[-1]) if found else torch.nan)
+    return form.combine(values) if all(form.low <= value <= form.high for value in values) else torch.nan
 
 
 class VLMJudge(PictureReward):
     """A score by a vision-language model; NaN, and one warning that counts them, where it gives none.
 
-    From 1 to 5 for the forms "final" and "aspects". For "yes_no" P(yes) / (P(yes) + P(no)) of the answer's first token, from 0
-    to 1: continuous, so that members of a group do not tie.
+    It sees a prompt's input pictures, if there are any, and then the picture. From 1 to 5 for the forms "final" and "aspects",
+    from 0 to 10 for "edit": sqrt(min(success, faithfulness) * quality). For "yes_no" and "edit_yes_no" P(yes) / (P(yes) +
+    P(no)) of the answer's first token, from 0 to 1: continuous, so that members of a group do not tie.
 
     Args: `url`, up to and with the version, such as http://127.0.0.1:8000/v1; `model`, its name there; `form`; `template`, the
     instruction instead of the form's, with {prompt} where the prompt goes: the text itself, FILE.txt, or FILE.py:NAME for a
-    string that a Python file assigns (it is read, not run); `aspects`, the names of the scores to average instead of all the
-    form's; `api_key_env`, the environment variable with the key; `image_size`, to which the longer side of a larger picture is
-    reduced; `max_tokens` of the answer (1024; for "yes_no" 1); `request`, further fields of every request, such
+    string that a Python file assigns (it is read, not run); `aspects`, the names of scores of which the mean is taken instead;
+    `api_key_env`, the environment variable with the key; `image_size`, to which the longer side of a larger picture is
+    reduced; `max_tokens` of the answer (1024; for yes or no 1); `request`, further fields of every request, such
     as {"temperature": 0.7}, 0 unless given; `concurrency`, requests at a time; `timeout_s` for each; `retries`
-    and `backoff_s`, the first wait; `check`, ask the endpoint for its models now, and for "yes_no" one question about a grey
-    picture, so that a wrong address, key or model, or a server without log-probs, fails here.
+    and `backoff_s`, the first wait; `check`, ask the endpoint for its models now, and one question about grey pictures for yes
+    or no and for edits, so that a wrong address, key or model, or a server without log-probs or with room for one picture
+    alone, fails here.
     Raises ValueError for bad settings, FileNotFoundError for a missing template, OSError if the check fails or a request is
     refused.
     """
@@ -124,9 +158,9 @@ class VLMJudge(PictureReward):
     ) -> None:
         if form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
-        asked = FORMS[form]
-        self.template = _template(asked.template if template is None else template)
-        self.names = tuple(asked.scores if aspects is None else aspects)
+        self.form = FORMS[form] if aspects is None else replace(FORMS[form], combine=Form.combine)
+        self.template = _template(self.form.template if template is None else template)
+        self.names = tuple(self.form.scores if aspects is None else aspects)
         self.url, self.token = endpoint(url, "/chat/completions"), token_from(api_key_env)
         self.settings: dict[str, Any] = {"model": model, "temperature": 0.0, "max_tokens": max_tokens or 1024}
         if not self.names:
@@ -138,33 +172,49 @@ class VLMJudge(PictureReward):
         if check:
             self._check(endpoint(url, "/models"), min(timeout_s, 10.0))
 
-    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
-            return torch.tensor(list(pool.map(self._judge, to_pil(images), prompts)))
+    @classmethod
+    def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
+        form, edits = FORMS.get(options["form"]), [prompt for prompt in prompts if images_of(prompt)]
+        if form is not None and form.edit and not edits:
+            return f"form={options['form']} is for edits, but none of {len(prompts)} prompts has {INPUT}"
+        if form is not None and not form.edit and edits and options["template"] is None:
+            own = f"form={options['form']} asks about a picture from a description, but prompt {edits[0]!r:.60} has {INPUT}"
+            return f"{own}: take form=edit or form=edit_yes_no, or a template of your own"
+        return None
 
-    def _judge(self, picture: Image.Image, prompt: str) -> float:
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
+        before = {prompt: [self._part(picture) for picture in read_inputs(prompt)] for prompt in dict.fromkeys(prompts)}
+        with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
+            return torch.tensor(
+                list(pool.map(lambda one, prompt: self._judge(one, prompt, before[prompt]), to_pil(images), prompts))
+            )
+
+    def _judge(self, picture: Image.Image, prompt: str, before: Sequence[Part]) -> float:
         """One request for one picture, repeated if the endpoint fails; an answer without a readable score is NaN."""
-        ask = partial(self._ask, picture, prompt, self.timeout_s)
+        if self.form.edit and not before:
+            return torch.nan
+        ask = partial(self._ask, [*before, self._part(picture)], prompt, self.timeout_s)
         score = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
         return torch.nan if score is None else score
 
-    def _ask(self, picture: Image.Image, prompt: str, timeout_s: float) -> float:
+    def _part(self, picture: Image.Image) -> Part:
+        """A picture as a part of a message."""
         picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
-        content = [
-            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_png(picture)}"}},
-            {"type": "text", "text": self.template.replace("{prompt}", prompt)},
-        ]
-        body = {**self.settings, "messages": [{"role": "user", "content": content}]}
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_png(picture)}"}}
+
+    def _ask(self, pictures: Sequence[Part], prompt: str, timeout_s: float, **settings: Any) -> float:
+        content = [*pictures, {"type": "text", "text": self.template.replace("{prompt}", prompt)}]
+        body = {**self.settings, **settings, "messages": [{"role": "user", "content": content}]}
         return float(request_json(self.url, body=body, token=self.token, timeout_s=timeout_s, read=self._read))
 
-    @property
-    def _read(self) -> Callable[[Any], float]:
-        return partial(_named_scores, names=self.names) if self.names else yes_probability
+    def _read(self, answer: Any) -> float:
+        return parse_scores(answer_text(answer), self.names, self.form) if self.names else yes_probability(answer)
 
     def _check(self, models: str, timeout_s: float) -> None:
         request_json(models, token=self.token, timeout_s=timeout_s, read=partial(_check_model, model=self.settings["model"]))
-        if not self.names:
-            self._ask(Image.new("RGB", (64, 64), "grey"), "a grey picture", timeout_s)
+        if self.form.edit or not self.names:
+            grey = self._part(Image.new("RGB", (64, 64), "grey"))
+            self._ask([grey] * (1 + self.form.edit), "a grey picture", timeout_s, max_tokens=1)
 
 
 def _template(text: str) -> str:
@@ -182,10 +232,6 @@ def _check_model(answer: Any, model: str) -> None:
     names = [str(row.get("id")) for row in listed]
     if names and model not in names and all(row.get("owned_by") != "llamacpp" for row in listed):
         raise NoAnswer(f"has no model {model!r}, but {brief(names)}.{did_you_mean(model, names)}")
-
-
-def _named_scores(answer: Any, names: Sequence[str]) -> float:
-    return parse_scores(answer_text(answer), names)
 
 
 def answer_text(answer: Any) -> str:
