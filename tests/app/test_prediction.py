@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from g2rpo.app.ahead import prompts_to_come
 from g2rpo.app.events import Line
 from g2rpo.app.prediction import Planned, read_plan
 from g2rpo.app.train import load_config, train_all
@@ -20,8 +21,8 @@ def test_a_run_reports_its_plan_once_and_keeps_it(tmp_path, monkeypatch):
     """The injected plan says 2 s and 3 GiB; the peak is injected as well, for a CPU has none."""
     asked, said = [], []
 
-    def planned(config, ranks, heldout):
-        asked.append((config.sampling.batch_size, ranks, heldout))
+    def planned(config, ranks, prompts, heldout):
+        asked.append((config.sampling.batch_size, ranks, len(heldout)))
         return Planned("a card", 2.0, 3 * 2**30)
 
     t = trainer(tmp_path, "sampling.batch_size=auto", "trainer.iterations=4")
@@ -50,15 +51,17 @@ def test_a_run_reports_its_plan_once_and_keeps_it(tmp_path, monkeypatch):
 
 def test_the_plan_of_a_run_is_that_of_the_command_and_a_cpu_has_none(tiny_config, monkeypatch):
     config = load_config(str(tiny_config), ["policy.device=cpu", "sampling.batch_size=8", "sampling.decode_batch_size=1"])
-    assert predict(config, 1, 3) is None
+    prompts, heldout = [f"a {n}" for n in range(6)], [f"the {n}" for n in range(3)]
+    assert predict(config, 1, prompts, heldout) is None
     target = Target("a card", True, True, 2**40, CARDS["h100"])
     monkeypatch.setattr("g2rpo.lab.plan.prediction.find_target", lambda device: target)
-    plan = make_plan(config, cuda=True, heldout=3, distinct_prompts=9)
-    found = predict(config, 1, 3)
+    plan = make_plan(config, cuda=True, heldout=3, distinct_prompts=len(prompts_to_come(config, prompts, heldout)))
+    found = predict(config, 1, prompts, heldout)
     assert found.seconds == sum(plan.seconds(CARDS["h100"]).iteration.values()) and found.card == CARDS["h100"].name
     assert found.memory == max(plan.memory.moments.values()) < plan.memory.needed
     monkeypatch.setattr("g2rpo.lab.plan.prediction.make_plan", lambda *args, **more: 1 / 0)
-    assert predict(config, 1, 3) is None
+    with pytest.raises(UserError, match="no plan stands beside this run: division by zero"):
+        predict(config, 1, prompts, heldout)
 
 
 @pytest.mark.parametrize(("free", "used"), [(79, ""), (60, ", of whose 79.1 GiB other programs use 19.1 GiB")])

@@ -1,28 +1,47 @@
 """Runs whose length follows from a time."""
 
+import math
 import time
 
 import pytest
 
 from g2rpo.core.errors import UserError
+from g2rpo.evaluation.work import work
 from g2rpo.runs.lifecycle import claim, read_config
-from g2rpo.training.pace import LOOKS, fitted, seconds_in
+from g2rpo.training.pace import EVALUATED, LOOKS, fitted, planned, seconds_in
 from tests.support.runs import config, trainer
 
 
 @pytest.mark.parametrize("left", [1000.0, 800.0, 390.0])
 def test_as_many_iterations_as_fit_beside_the_evaluations(left):
     """Ten seconds an iteration, thirty an evaluation; a first iteration that compiles does not count."""
-    found = fitted(config(), [100.0, 10.0, 10.0], 30.0, left, first=True)
+    found = fitted(config("trainer.iterations=100", "evaluation.every=10"), [100.0, 10.0, 10.0], 30.0, left, first=True)
     total, every = found.trainer.iterations, found.evaluation.every
     assert 10 * (total - 3) + 30 * LOOKS <= left < 10 * (total + 1 - 3) + 30 * LOOKS and every == -(-total // LOOKS)
 
 
 def test_later_fits_keep_the_evaluations_where_they_are_and_what_is_done():
-    before = fitted(config(), [10.0] * 3, 30.0, 1000.0, first=True)
+    before = fitted(config("trainer.iterations=100", "evaluation.every=10"), [10.0] * 3, 30.0, 1000.0, first=True)
     slower = fitted(before, [10.0, *[20.0] * 3], 30.0, 900.0, first=False)
     assert slower.trainer.iterations < before.trainer.iterations and slower.evaluation.every == before.evaluation.every
     assert fitted(before, [10.0] * 9, 30.0, -5.0, first=False).trainer.iterations == 9
+
+
+@pytest.mark.parametrize("left", [60.0, 100.0, 1000.0, 1e6])
+def test_evaluations_are_planned_to_take_their_share_of_the_time(left):
+    """A second an iteration's evaluations, .1 s a held-out prompt of 192."""
+    c = config("evaluation.num_prompts=192")
+    row = 1.0 / work(c, 0)
+    found = planned(c, row, 0.0, 0.1, 192, left)
+    prompts, looks = found.evaluation.num_prompts, 1 + math.ceil(found.trainer.iterations / found.evaluation.every)
+    assert 16 <= prompts <= 192 and (prompts == 192 or prompts * 0.1 * looks <= EVALUATED * left < (prompts + 1) * 0.1 * looks)
+    assert left - 1 < found.trainer.iterations + prompts * 0.1 * looks <= left
+
+
+def test_a_time_in_which_nothing_fits_is_refused_with_the_least():
+    c = config()
+    with pytest.raises(UserError, match="at least 9 s: an iteration of 5.0 s, and 16 prompts"):
+        planned(c, 5.0 / work(c, 0), 0.0, 0.125, 64, 8.0)
 
 
 def test_a_run_ends_by_itself_and_its_config_says_with_how_many_iterations(tmp_path):
@@ -30,7 +49,7 @@ def test_a_run_ends_by_itself_and_its_config_says_with_how_many_iterations(tmp_p
     claim(tmp_path / "run", t.config)
     t.ends_at = time.monotonic() + 2
     list(t.train())
-    assert 3 <= t.iteration == t.config.trainer.iterations < 1000
+    assert 1 <= t.iteration == t.config.trainer.iterations < 1000
     assert read_config(tmp_path / "run").trainer.iterations == t.iteration and t.final is not None
     assert t.finish()["bright"].count == len(t.heldout)
 

@@ -25,9 +25,9 @@ class Planned:
     memory: int
 
 
-Predict = Callable[[Config, int, int], Planned | None]
-"""The plan of a run of a config (with numbers for its batch sizes) on so many ranks, with so many held-out prompts, on this
-machine's device; None if there is none, as for a CPU."""
+Predict = Callable[[Config, int, Sequence[str], Sequence[str]], Planned | None]
+"""The plan of a run of a config (with numbers for its batch sizes) on so many ranks, with its training and held-out prompts,
+on this machine's device; None if there is none, as for a CPU; UserError if it could not be made."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def beside_plan(trainer: Trainer, rows: Sequence[Row], predict: Predict) -> Plan
         return None
     found = {"batch_size": trainer.sizes.rollout, "decode_batch_size": trainer.sizes.decode}
     config = trainer.config.model_copy(update={"sampling": trainer.config.sampling.model_copy(update=found)})
-    planned = predict(config, trainer.world.size, len(trainer.heldout))
+    planned = predict(config, trainer.world.size, trainer.prompts, trainer.heldout)
     if planned is None:
         return None
     seconds = statistics.median(row["seconds"] for row in rows[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -38,7 +39,7 @@ from g2rpo.runs.lifecycle import check_contents, claim, entered, read_config, re
 from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
-from g2rpo.training.pace import MEASURED, seconds_in
+from g2rpo.training.pace import MEASURED, PROBE, planned, seconds_in
 from g2rpo.training.pilots import FACTORS, Pilots, pilot_config, pilot_prompts
 from g2rpo.training.rates import Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
@@ -161,9 +162,9 @@ def open_run(
     given = given or {}
     prompts, heldout = check(config, given, directory)
     given = {"prompts": prompts, "heldout": heldout, **given}
-    contents = contents_of(config, given["prompts"], given["heldout"], given) if world.is_main else {}
+    prompts, heldout = given["prompts"], given["heldout"]
     if resume and world.is_main:
-        for change in check_contents(directory, contents, accept_changes):
+        for change in check_contents(directory, contents_of(config, prompts, heldout, given), accept_changes):
             notify(f"goes on with {change}")
     parts = _parts(config, directory, notify, world, given, emit, sweep is not None)
     trainer = Trainer(**parts)
@@ -171,13 +172,40 @@ def open_run(
         claim(directory, config)  # only now: wrong input leaves nothing behind
     if sweep is not None and sweep.rate is None:
         del trainer  # its average and old weights
-        trainer = Trainer(**{**parts, "config": _with_found_rate(parts, directory, sweep, ends_at, emit)})
+        parts["config"] = _with_found_rate(parts, directory, sweep, ends_at, emit)
+        trainer = Trainer(**parts)
+    if ends_at is not None and not trainer.files.run.starts.is_file():
+        parts["config"] = _planned(trainer, ends_at)
+        parts["heldout"] = given["heldout"] = heldout[: parts["config"].evaluation.num_prompts]
+        trainer = Trainer(**parts)
+        if world.is_main:
+            claim(directory, trainer.config)
     if resume:
         for complaint in trainer.resume():
             notify(complaint)
     if world.is_main:
+        contents = contents_of(trainer.config, prompts, trainer.heldout, given)
         record_start(directory, trainer.iteration, trainer.policy.device, contents)
     return trainer
+
+
+def _planned(trainer: Trainer, ends_at: float) -> Config:
+    """The config of a run that has not begun, planned for its time by timed evaluations of a few held-out prompts."""
+    prompts, evaluator, calls = trainer.heldout[:PROBE], trainer.evaluator, [0.0]
+
+    def timed(prompts: Sequence[str], rewards: Mapping[str, Reward]) -> tuple[float, float]:
+        """Seconds of a picture: until the network has been called for the last time, and afterwards."""
+        calls[:] = [time.monotonic()]
+        evaluator.evaluate(0, lambda rows: calls.append(time.monotonic()), prompts, rewards=rewards)
+        count = len(trainer.world.shard_or_all(prompts))
+        return (calls[-1] - calls[0]) / count, (time.monotonic() - calls[-1]) / count
+
+    timed(prompts[:1], evaluator.judged_by)  # the first call is slow
+    sampled, scored = timed(prompts, trainer.rewards)
+    row, look = sampled / evaluator.sampler.num_steps, sum(timed(prompts, evaluator.judged_by))
+    measured = trainer.world.broadcast_text(json.dumps([row, scored, look, ends_at - time.monotonic()]))
+    row, scored, look, left = json.loads(measured)
+    return planned(trainer.config, row, scored, look, len(trainer.heldout), left)
 
 
 def _with_found_rate(parts: Mapping[str, Any], directory: Path, sweep: Sweep, ends_at: float | None, emit: Emit) -> Config:
@@ -334,6 +362,9 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
             trained.append(row)
         report(row=row)
         if predict is not None and len(trained) == MEASURED:
-            if (both := beside_plan(trainer, trained, predict)) is not None:
-                emit(Line(f"by plan on {both.card}: {both}"))
+            try:
+                if (both := beside_plan(trainer, trained, predict)) is not None:
+                    emit(Line(f"by plan on {both.card}: {both}"))
+            except UserError as error:  # of the plan, which training does not need
+                emit(Line(str(error)))
             predict = None

@@ -28,6 +28,8 @@ from g2rpo.cli.output import Output, console, say
 from g2rpo.core.errors import Interrupted, Stopped, UserError, counted, out_of_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from g2rpo.app.prediction import Planned
     from g2rpo.config.schema import Config
 
@@ -123,14 +125,14 @@ def _train(
         push(directory, push_to_hub)
 
 
-def _predict(config: Config, ranks: int, heldout: int) -> Planned | None:
+def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]) -> Planned | None:
     from g2rpo.assembly.components import pick_device
 
     if pick_device(config.policy.device) == "cpu":
         return None
     from g2rpo.lab.plan.prediction import predict
 
-    return predict(config, ranks, heldout)
+    return predict(config, ranks, prompts, heldout)
 
 
 @app.command(cls=options.WithSettings)

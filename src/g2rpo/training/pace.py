@@ -1,4 +1,4 @@
-"""Fits the length of a run to a given time (`g2rpo train --within`)."""
+"""Fits a run to a given time (`g2rpo train --within`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import statistics
 from collections.abc import Sequence
 
 from g2rpo.config.schema import Config
+from g2rpo.core.contracts import plans_of
 from g2rpo.core.errors import UserError
+from g2rpo.evaluation.work import work
 
 MEASURED = 3
 """Iterations after which a run is fitted for the first time."""
 LOOKS = 3
 """Evaluations of a fitted run, beside the base model's."""
+PROBE = 8
+"""Held-out prompts on which an evaluation is timed before a run begins."""
+FEWEST = 16
+"""The fewest held-out prompts that a fitted run is evaluated on, unless it has fewer."""
+EVALUATED = 0.3
+"""The share of a given time for all evaluations, as planned before the run begins."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -25,13 +33,40 @@ def seconds_in(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
+def planned(config: Config, row: float, picture: float, look: float, heldout: int, left: float) -> Config:
+    """`config` for a run of `left` seconds, of which a network evaluation of one latent takes `row` seconds, decoding and
+    scoring a picture `picture` seconds and a held-out prompt `look` seconds: with an estimated number of iterations, and with
+    fewer than the `heldout` prompts where evaluations would take more than their share. UserError with the least time if not
+    even one iteration fits."""
+    plans = plans_of(config.algorithm, config.sampling.num_steps, 0, config.trainer.seed)
+    pictures = config.trainer.prompts_per_iteration * config.algorithm.group_size * sum(len(plan.tails) for plan in plans)
+    iteration = work(config, 0) * row + pictures * picture
+    fewest = min(FEWEST, heldout)
+    least = iteration + 2 * fewest * look
+    if least > left:
+        raise UserError(
+            f"--within: about {left:.0f} s are left for training, which takes at least {least:.0f} s: an iteration of "
+            f"{iteration:.1f} s, and {fewest} prompts by base and tuned model; give more time, or lower "
+            "trainer.prompts_per_iteration, algorithm.group_size or sampling.num_steps"
+        )
+    for looks in range(1 + LOOKS, 1, -1):
+        prompts = min(heldout, int(EVALUATED * left / (looks * look)))
+        if prompts >= min(heldout, 4 * FEWEST):
+            break
+    prompts = max(fewest, prompts)
+    iterations = max(1, int((left - looks * prompts * look) / iteration))
+    evaluation = config.evaluation.model_copy(update={"num_prompts": prompts})
+    return with_length(config.model_copy(update={"evaluation": evaluation}), iterations, math.ceil(iterations / (looks - 1)))
+
+
 def fitted(config: Config, train: Sequence[float], look: float, left: float, first: bool) -> Config:
     """`config` with as many iterations as fit into the `left` seconds, given that an iteration took `train` and an
     evaluation `look` seconds; at least those that are done. The `first` fit also spreads evaluations over them."""
     done, per = len(train), statistics.median(train[1:][-10:] or train)
+    spread = min(LOOKS, math.ceil(config.trainer.iterations / config.evaluation.every))
 
     def every(iterations: int) -> int:
-        return math.ceil(iterations / LOOKS) if first else config.evaluation.every
+        return math.ceil(iterations / spread) if first else config.evaluation.every
 
     def needed(iterations: int) -> float:
         looks = math.ceil(iterations / every(iterations)) - done // every(iterations) if iterations > done else 0

@@ -199,7 +199,7 @@ class Trainer:
 
     def _fit_to_time(self) -> None:
         """With `ends_at`, fits the number of iterations to the time that is left, by rank 0's clock."""
-        if self.ends_at is None or self.iteration < MEASURED:
+        if self.ends_at is None or not self.iteration:
             return
         looks = [row for row in self.alarms.rows if row["kind"] == "eval"]
         steps, e = self.evaluator.sampler.num_steps, self.evaluator
@@ -209,9 +209,14 @@ class Trainer:
             0.25 + (knobs if self._keeps_base else 0)
         )  # free knobs that are still to be sampled; files, pictures
         train = [row["seconds"] for row in self.alarms.rows if row["kind"] == "train"]
-        config = fitted(self.config, train, look, self.ends_at - time.monotonic() - finishing, first=not self.fitted)
+        left = self.ends_at - time.monotonic() - finishing
+        config = fitted(self.config, train, look, left, first=not self.fitted)
+        if self.iteration < MEASURED and left > look:  # the first ones are slow: too early for more than to end
+            config = self.config
         asked = (config.trainer.iterations, config.evaluation.every)
         iterations, every = json.loads(self.world.broadcast_text(json.dumps(asked)))
+        if self.iteration < MEASURED and iterations > self.iteration:
+            return
         self.fitted = True
         if (iterations, every) == (self.config.trainer.iterations, self.config.evaluation.every):
             return

@@ -27,7 +27,9 @@ def test_a_plan_has_these_tokens_and_without_a_tokenizer_the_most_there_may_be(t
     plan = Planner(str(tiny_config), own).plan()
     assert plan.shapes.text_tokens == longest_prompt(plan.config.policy, ["a red circle", "two blue squares"]) == 5
     (folder / "tokenizer" / "tokenizer.json").write_text("{")
-    assert Planner(str(tiny_config), own).plan().shapes.text_tokens == 12  # the config's max_sequence_length
+    assumed = Planner(str(tiny_config), own)
+    assert assumed.plan().shapes.text_tokens == 12  # the config's max_sequence_length
+    assert any("cannot be counted" in note and "are assumed" in note for note in assumed.notes)
 
 
 def test_models_that_pad_or_are_not_here_are_not_asked(tmp_path, monkeypatch):

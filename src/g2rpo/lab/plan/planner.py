@@ -80,5 +80,8 @@ class Planner:
             return config.evaluation.num_prompts, n + config.evaluation.num_prompts
         train, heldout = read[0], read[1][: config.evaluation.num_prompts]
         to_come = prompts_to_come(config, train, heldout)
-        self.text_tokens = longest_prompt(config.policy, to_come)
+        try:
+            self.text_tokens = longest_prompt(config.policy, to_come)
+        except UserError as error:
+            self.notes.append(f"{error}. The most that a prompt may have are assumed.")
         return len(heldout), len(to_come)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from g2rpo.assembly import components, hub
 from g2rpo.assembly.blueprint import build_shallow, read_blueprint
 from g2rpo.config.schema import PolicyConfig
+from g2rpo.core.errors import UserError
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.text import TextEncoders
@@ -25,7 +26,7 @@ COUNTED = 32
 def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
     """The tokens of the longest prompt, as the pipeline's own call encodes it with the tokenizer on this machine. None where
     the model pads (or reads input pictures, whose tokens are assumed), is not on this machine, or needs more than zeros in the
-    place of its text encoder."""
+    place of its text encoder; UserError if the pipeline or its tokenizer fails."""
     path, index = local(config.path), None
     if os.path.isdir(path):
         index = path / "model_index.json"
@@ -39,8 +40,8 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
         return None
     try:
         return _counted(config, spec, index.parent, sorted(set(prompts), key=len)[-COUNTED:])
-    except Exception:  # of tokenizers and pipelines that a plan has no say in
-        return None
+    except Exception as error:  # of tokenizers and pipelines, which are the library's or the user's
+        raise UserError(f"{config.path}: the tokens of the prompts cannot be counted ({error})") from error
 
 
 def _counted(config: PolicyConfig, spec: PipelineSpec, folder: Path, prompts: Sequence[str]) -> int:
