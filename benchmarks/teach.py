@@ -4,7 +4,7 @@ A person's utility of a picture is a taste, in standard deviations within groups
 is random. Tastes are no built-in reward. `dz` is the change of the mean taste on held-out prompts in the base's standard
 deviations within prompts.
 
-    python -m benchmarks.teach --tastes warm large --seeds 42 43 --groups 20
+    python -m benchmarks.teach --tastes warm large dark compact --seeds 42 43 44 45 46 --out teach.json
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +53,9 @@ TASTES: dict[str, Callable[[Tensor], Tensor]] = {
     "dark": lambda images: -images.mean((1, 2, 3)),
     "symmetric": lambda images: -(images - images.flip(3)).abs().mean((1, 2, 3)),
 }
-PEOPLE = ("clicks", "random", "skips")
+PEOPLE = ("clicks", "random", "guard", "direct")
+"""Who clicks by the taste, or at random; the same clicks with no weight, so that the guard alone is learnt; the same clicks
+without a head (an update for every four groups, no guard)."""
 
 
 def click(group: Group, taste: Callable[[Tensor], Tensor], person: str, seed: int) -> tuple[int, ...]:
@@ -60,53 +65,47 @@ def click(group: Group, taste: Callable[[Tensor], Tensor], person: str, seed: in
     utility = (values - values.mean()) / values.std().clamp(min=1e-6) + NOISE * torch.randn(len(values), generator=generator)
     wrong = person == "random" or float(torch.rand((), generator=generator)) < WRONG
     best = int(torch.randint(len(values), (), generator=generator)) if wrong else int(utility.argmax())
-    return () if person == "skips" else (best,)
+    return (best,)
 
 
-def measured(session: Session, taste: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The taste [P, J] of held-out pictures, and the independent judge [P * J]."""
+def measured(session: Session) -> tuple[dict[str, Tensor], Tensor]:
+    """The tastes [P, J] of held-out pictures, and the independent judge [P * J]."""
     t = session.trainer
     prompts = [prompt for prompt in prompts_of("heldout")[60 : 60 + HELDOUT] for _ in range(NOISES)]
     images = t.evaluator.sampler_now(seed=7).pictures(prompts)
-    return taste(images).view(HELDOUT, NOISES), t.judges["scene_correct"].scores(images, prompts)
+    tastes = {name: taste(images).view(HELDOUT, NOISES) for name, taste in TASTES.items()}
+    return tastes, t.judges["scene_correct"].scores(images, prompts)
 
 
 def session_of(taste: str, person: str, seed: int, groups: int, every: int, overrides: list[str]) -> list[dict[str, object]]:
-    """A row every `every` groups: dz, the judge, agreement."""
+    """A row every `every` groups: dz of every taste, the judge, agreement."""
     rows: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        chosen = [*GUARDED, f"trainer.seed={seed}", *overrides]
-        with opened("scenes-fast", chosen, Path(folder) / "run") as session:
-            before, correct = measured(session, TASTES[taste])
-            within = float((before[:, 0] - before[:, 1]).square().mean().div(2).sqrt())
-            for number in range(1, groups + 1):
-                liked = click(session.group, TASTES[taste], person, seed)
-                session.answer(liked, round=session.next, skipped=person == "skips")
-                if number % every == 0:
-                    now, right = measured(session, TASTES[taste])
-                    moved, judged = paired(before.mean(1), now.mean(1)), paired(correct, right)
-                    head = session.head
-                    rows.append(
-                        {
-                            "groups": number,
-                            "dz": (moved.tuned - moved.base) / within,
-                            "dz_error": moved.error / within,
-                            "correct": judged.tuned,
-                            "correct_base": judged.base,
-                            "correct_error": judged.error,
-                            "agreement": head.agreement.mean if head else None,
-                            "block": head.block if head else None,
-                            "iterations": session.trainer.iteration,
-                            "undone": sum(bool(look.wrong) for look in session.looks),
-                        }
-                    )
-                    print(
-                        taste,
-                        person,
-                        seed,
-                        json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}),
-                        flush=True,
-                    )
+    chosen = [*GUARDED, f"trainer.seed={seed}", *(["rewards.clicks=1e-9"] if person == "guard" else []), *overrides]
+    with tempfile.TemporaryDirectory() as folder, opened("scenes", chosen, Path(folder) / "run") as session:
+        session.direct = person == "direct"
+        before, correct = measured(session)
+        within = {name: float((one[:, 0] - one[:, 1]).square().mean().div(2).sqrt()) for name, one in before.items()}
+        for number in range(1, groups + 1):
+            session.answer(click(session.group, TASTES[taste], person, seed), round=session.next)
+            if number % every == 0:
+                now, right = measured(session)
+                moved = {name: paired(before[name].mean(1), now[name].mean(1)) for name in TASTES}
+                judged, head = paired(correct, right), session.head
+                rows.append(
+                    {
+                        "groups": number,
+                        "dz": {name: (one.tuned - one.base) / within[name] for name, one in moved.items()},
+                        "dz_error": moved[taste].error / within[taste],
+                        "correct": judged.tuned,
+                        "correct_base": judged.base,
+                        "correct_error": judged.error,
+                        "agreement": head.agreement.mean if head else None,
+                        "block": head.block if head else None,
+                        "iterations": session.trainer.iteration,
+                        "undone": sum(bool(look.wrong) for look in session.brake.looks),
+                    }
+                )
+                print(taste, person, seed, json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -116,22 +115,39 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--people", nargs="+", default=["clicks"], choices=PEOPLE)
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--groups", type=int, default=20)
-    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the recipe")
-    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--out", type=Path, help="a JSON file, to which sessions are added that it lacks")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    found = {
-        f"{taste}/{person}/{seed}": session_of(taste, person, seed, args.groups, args.every, args.set)
-        for taste in args.tastes
-        for person in args.people
-        for seed in args.seeds
-    }
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    found = json.loads(args.out.read_text(encoding="utf-8")) if args.out and args.out.exists() else {}
+    for seed, person, taste in product(args.seeds, args.people, args.tastes):
+        if (name := f"{taste}/{person}/{seed}") not in found:
+            found[name] = session_of(taste, person, seed, args.groups, args.every, args.set)
+            if args.out:
+                args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print(table(found))
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """The last row of every session, as means over seeds with standard errors."""
+    lines = ["| person, taste | seeds | dz | correct | base | agreement |", "|---|---|---|---|---|---|"]
+    for cell in dict.fromkeys(name.rpartition("/")[0] for name in found):
+        taste = cell.partition("/")[0]
+        rows = [rows[-1] for name, rows in found.items() if name.rpartition("/")[0] == cell]
+        columns = [[row["dz"][taste] for row in rows], *([row[key] for row in rows] for key in ("correct", "correct_base"))]
+        columns.append([row["agreement"] for row in rows if row["agreement"] is not None])
+        shown = [_mean(values, form) for values, form in zip(columns, ("+.2f", ".2f", ".2f", ".2f"), strict=True)]
+        lines.append(f"| {cell} | {len(rows)} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _mean(values: list[float], form: str) -> str:
+    error = f" ± {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return f"{mean(values):{form}}{error}" if values else ""
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from g2rpo.core.errors import UserError
+from g2rpo.lab.teach import brake
 from g2rpo.lab.teach import session as teaching
 from g2rpo.lab.teach.agree import agree
+from g2rpo.lab.teach.background import InBackground
 from g2rpo.lab.teach.session import OVERRIDES, Session
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards import votes
@@ -56,7 +58,7 @@ def test_a_person_who_likes_red_makes_pictures_red(tmp_path):
     with s.begun():
         before = redness(s.trainer.sample(["0", "0.1"]), []).mean()
         teach(s, 10)
-        assert s.head.trust > 0.3 and s.changes >= 4 and s.trainer.iteration == 2 * s.changes
+        assert s.head.trust > 0.3 and s.changes >= 4 and s.trainer.iteration == teaching.UPDATES * s.changes
         assert redness(s.trainer.sample(["0", "0.1"]), []).mean() > before + 0.01
         base, now = s.pictures("0")
         assert now[0].mean() > base[0].mean() and torch.equal(base, s.pictures("0")[0])
@@ -97,6 +99,30 @@ def test_answers_repeat_a_session_bit_for_bit(tmp_path):
     assert votes.read(tmp_path / "a" / "votes.jsonl") == stored
 
 
+def test_learning_in_the_background_learns_the_same(tmp_path):
+    """Answers as fast as groups are ready, an undo and a strength; after an error the next answer raises it."""
+    s, again = session(tmp_path / "a", ahead=2), session(tmp_path / "b", ahead=2)
+    with s.begun():
+        taught = InBackground(s, "0")
+        for round in range(9):
+            taught.answer(reddest(taught.group), round=round)
+        taught.undo()
+        taught.set_strength(2.0)
+        taught.answer(reddest(taught.group), round=8)
+        taught.close()
+        assert s.changes > 4 and torch.equal(taught.pair[1], s.pictures("0")[1])
+    with again.begun():
+        again.repeat(votes.read(tmp_path / "a" / "votes.jsonl"))
+    assert torch.equal(mean(s.trainer), mean(again.trainer)) and s.next == again.next == 9
+    broken = session(tmp_path / "c", ahead=2)
+    with broken.begun():
+        broken.act = lambda vote: 1 / 0
+        taught = InBackground(broken, "0")
+        taught.answer((0,), round=0)
+        with pytest.raises(ZeroDivisionError):
+            taught.close()
+
+
 def test_a_kill_between_an_answer_and_its_update_loses_nothing(tmp_path, monkeypatch):
     s, whole = session(tmp_path / "a"), session(tmp_path / "b")
     with whole.begun():
@@ -132,15 +158,15 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
     s = session(tmp_path, judges={"grey": lambda images, prompts: -redness(images, prompts)})
     with s.begun():
         before = mean(s.trainer)
-        while not s.looks:
+        while not s.brake.looks:
             teach(s, 1)
-        assert s.looks[0].wrong.startswith("grey") and s.step == teaching.SHRINK
+        assert s.brake.looks[0].wrong.startswith("grey") and s.brake.step == brake.SHRINK
         assert torch.equal(mean(s.trainer), before)
     contented = session(tmp_path / "b", "alarms.pictures=off")
     with contented.begun():
-        while not contented.looks:
+        while not contented.brake.looks:
             teach(contented, 1)
-        assert contented.looks[0].wrong == "" and contented.step == teaching.GROW
+        assert contented.brake.looks[0].wrong == "" and contented.brake.step == min(brake.MOST, brake.GROW)
 
 
 def test_without_a_head_the_model_learns_from_the_clicks_alone(tmp_path, monkeypatch):

@@ -16,13 +16,21 @@ from g2rpo.rewards.votes import Vote
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import entered, read_config
 
+GUARDED = 0.5
+"""The weight of the clicks, as a share of that of the guards: with equal weights pictures break before a taste is met."""
+ADAPTER = 3
+"""The learning rate of an adapter, as a multiple of that of all weights, with which both learn alike (scenes)."""
+
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
-    """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs as much as all of the recipe's
-    rewards together, the guards."""
+    """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs half as much as all of the
+    recipe's rewards together, the guards. Where the recipe trains all weights, an adapter takes `ADAPTER` times its rate."""
     plain = load_config(recipe, [], notify)
-    weight = sum(reward.weight for reward in plain.rewards.values())
-    return load_config(recipe, [*OVERRIDES, f"rewards.clicks={weight:g}", *overrides], notify)
+    weight = GUARDED * sum(reward.weight for reward in plain.rewards.values())
+    own = [*OVERRIDES, f"rewards.clicks={weight:g}"]
+    if plain.policy.tuning == "full":
+        own.append(f"optim.learning_rate={ADAPTER * plain.optim.learning_rate:g}")
+    return load_config(recipe, [*own, *overrides], notify)
 
 
 @contextmanager
@@ -31,7 +39,7 @@ def opened(
     overrides: Sequence[str] = (),
     run_dir: Path | None = None,
     *,
-    ahead: int = 1,
+    ahead: int = 2,
     stored: Path | None = None,
     emit: Emit = silent,
 ) -> Iterator[Session]:

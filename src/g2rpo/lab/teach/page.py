@@ -14,7 +14,8 @@ from typing import Any
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.lab.demo.app import ONE_AT_A_TIME, SYSTEM, gr, serve  # noqa: F401  sets Gradio's environment before its import
 from g2rpo.lab.demo.views import uri
-from g2rpo.lab.teach.session import ENOUGH, FIRST, Session
+from g2rpo.lab.teach.background import InBackground
+from g2rpo.lab.teach.session import ENOUGH, FIRST, Group, Session
 from g2rpo.monitor.clips import seconds_of
 
 SIDE = 320
@@ -53,29 +54,36 @@ STYLE = """<style>
 </style>"""
 
 
-def build(session: Session, title: str, prompt: str, stop: threading.Event) -> gr.Blocks:
-    """The page, not yet served; `prompt` is drawn before and after, and the button "Finish" sets `stop`."""
-    lock = threading.Lock()  # a session is not thread-safe, and a browser may have several tabs
+def build(taught: InBackground, title: str, stop: threading.Event) -> gr.Blocks:
+    """The page, not yet served; its button "Finish" sets `stop`."""
+    session = taught.session
     began = time.monotonic()
 
     def everything() -> tuple[Any, ...]:
         nonlocal began
         began = time.monotonic()
-        return group_html(session), session.next, pair_html(session, prompt), status(session)
+        group = taught.group
+        return group_html(session, group), group.round, *beside()
+
+    def beside() -> tuple[Any, ...]:
+        version = taught.version  # before what it stands for
+        return pair_html(taught), status(session, taught.learning), (version, taught.learning)
+
+    def renewed(shown: tuple[int, bool]) -> Any:
+        return gr.skip() if tuple(shown) == (taught.version, taught.learning) else beside()
 
     def acting(act: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         def guarded(*arguments: Any) -> tuple[Any, ...]:
             try:
-                with lock:
-                    act(*arguments)
-                    return everything()
+                act(*arguments)
+                return everything()
             except (UserError, RewardFailed) as error:
                 raise gr.Error(escape(str(error)), print_exception=False) from error
 
         return guarded
 
     def voted(liked: Sequence[int], skipped: bool = False) -> Callable[..., tuple[Any, ...]]:
-        return acting(lambda round: session.answer(liked, round=int(round), skipped=skipped, seconds=round_seconds()))
+        return acting(lambda round: taught.answer(liked, round=int(round), skipped=skipped, seconds=round_seconds()))
 
     def round_seconds() -> float:
         return round(time.monotonic() - began, 1)
@@ -83,10 +91,10 @@ def build(session: Session, title: str, prompt: str, stop: threading.Event) -> g
     size = session.trainer.algorithm.group_size
     with gr.Blocks(title=f"{title} · g2rpo teach", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.HTML(f'{STYLE}<div class="g2"><h1>{escape(title)}</h1></div>')
-        asked = gr.State(session.next)
+        asked, version = gr.State(session.next), gr.State((-1, False))
         with gr.Row(equal_height=False):
             with gr.Column(scale=7, min_width=320):
-                grid = gr.HTML(group_html(session), elem_id="group")
+                grid = gr.HTML(group_html(session, taught.group), elem_id="group")
                 with gr.Row(elem_id="members"):
                     best = [gr.Button(str(member + 1), size="sm", elem_id=f"member-{member}") for member in range(size)]
                 several = gr.CheckboxGroup([str(member + 1) for member in range(size)], label="or several", elem_id="several")
@@ -96,32 +104,32 @@ def build(session: Session, title: str, prompt: str, stop: threading.Event) -> g
                     skip = gr.Button("Skip (s)", size="sm", elem_id="skip")
                     undo = gr.Button("Undo (u)", size="sm", elem_id="undo")
             with gr.Column(scale=4, min_width=280):
-                pair = gr.HTML(pair_html(session, prompt), elem_id="pair")
-                said = gr.HTML(status(session), elem_id="status")
+                pair = gr.HTML(pair_html(taught), elem_id="pair")
+                said = gr.HTML(status(session, taught.learning), elem_id="status")
                 strength = gr.Slider(0, 4, session.strength, step=0.25, label="Strength of learning")
                 finish = gr.Button("Finish", size="sm", elem_id="finish")
-        outputs = [grid, asked, pair, said]
+        outputs = [grid, asked, pair, said, version]
         finish.click(None, js=FINISHED, api_visibility="private")  # at once: the server ends before it could answer
         finish.click(stop.set, **ONE_AT_A_TIME)
         for member, button in enumerate(best):
             button.click(voted([member]), asked, outputs, **ONE_AT_A_TIME)
         none.click(voted([]), asked, outputs, **ONE_AT_A_TIME)
         skip.click(voted([], skipped=True), asked, outputs, **ONE_AT_A_TIME)
-        undo.click(acting(session.undo), None, outputs, **ONE_AT_A_TIME)
-        strength.release(acting(session.set_strength), strength, outputs, **ONE_AT_A_TIME)
+        undo.click(acting(taught.undo), None, outputs, **ONE_AT_A_TIME)
+        strength.release(acting(taught.set_strength), strength, outputs, **ONE_AT_A_TIME)
 
         def liked(round: int, chosen: list[str]) -> tuple[Any, ...]:
             return *voted([int(number) - 1 for number in chosen])(round), []
 
         like.click(liked, [asked, several], [*outputs, several], **ONE_AT_A_TIME)
+        gr.Timer(1.0).tick(renewed, version, outputs[2:], show_progress="hidden", api_visibility="private")
         page.load(lambda: everything(), None, outputs, js=KEYS, **ONE_AT_A_TIME)
     page.queue(max_size=16, api_open=False)
     return page
 
 
-def group_html(session: Session) -> str:
+def group_html(session: Session, group: Group) -> str:
     """The group that is asked, each picture with its number."""
-    group = session.group
     pictures = "".join(
         f'<figure data-member="{member}" tabindex="0" role="button" aria-label="picture {member + 1}">'
         f'<img src="{_shown(session, image)}" alt=""><figcaption>{member + 1}</figcaption></figure>'
@@ -131,18 +139,19 @@ def group_html(session: Session) -> str:
     return f'<div class="g2">{asked}<div class="teach">{pictures}</div></div>'
 
 
-def pair_html(session: Session, prompt: str) -> str:
+def pair_html(taught: InBackground) -> str:
     """A prompt by the base model and by the weights as they are."""
-    sides = zip(("before", "now"), session.pictures(prompt), strict=True)
+    sides = zip(("before", "now"), taught.pair, strict=True)
     figures = "".join(
-        f'<figure><img src="{_shown(session, image)}" alt=""><figcaption>{name}</figcaption></figure>' for name, image in sides
+        f'<figure><img src="{_shown(taught.session, image)}" alt=""><figcaption>{name}</figcaption></figure>'
+        for name, image in sides
     )
-    return f'<div class="g2"><p>{escape(str(prompt))}</p><div class="teach-pair">{figures}</div></div>'
+    return f'<div class="g2"><p>{escape(str(taught.prompt))}</p><div class="teach-pair">{figures}</div></div>'
 
 
-def status(session: Session) -> str:
+def status(session: Session, learning: bool) -> str:
     """What has been learnt so far, as text."""
-    lines = [f"{session.answered} answers, {session.changes} changes of the weights."]
+    lines = [f"{session.answered} answers, {session.changes} changes of the weights." + " Learning …" * learning]
     head = session.head
     if session.answered < FIRST:
         lines.append(f"Learning begins after {FIRST} answers.")
@@ -156,7 +165,7 @@ def status(session: Session) -> str:
         )
         if head.trust == 0:
             lines.append(f"Too little to learn from yet; after {ENOUGH} answers it goes on without.")
-    for look in session.looks[-1:]:
+    for look in session.brake.looks[-1:]:
         scores = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in look.judges.items())
         lines.append(f"Held-out pictures: {scores}." + (f" Worse: {look.wrong}; undone." if look.wrong else ""))
     return f'<div class="g2">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'

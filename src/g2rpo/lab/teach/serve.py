@@ -10,6 +10,7 @@ from pathlib import Path
 from g2rpo.app.events import Emit, Line, Results, silent
 from g2rpo.app.serving import check_address, refused, token_for
 from g2rpo.lab.demo.serve import needing_gradio
+from g2rpo.lab.teach.background import InBackground
 from g2rpo.lab.teach.opening import opened
 
 
@@ -20,7 +21,7 @@ def teach(
     *,
     stored: Path | None = None,
     prompt: str | None = None,
-    ahead: int = 1,
+    ahead: int = 2,
     host: str = "127.0.0.1",
     port: int = 7861,
     token_env: str | None = None,
@@ -38,13 +39,15 @@ def teach(
         trainer = session.trainer
         if stored is None:
             title, stop = f"Teach {trainer.config.recipe or 'a model'}", stop or threading.Event()
-            built = page.build(session, title, prompt or trainer.heldout[0], stop)
+            taught = InBackground(session, prompt or trainer.heldout[0])
+            built = page.build(taught, title, stop)
             with refused(host, port):
                 address = page.serve(built, host, port, token)
             emit(Line(f'{address} ("Finish", or Ctrl-C, ends the session and keeps what was learnt)'))
             with suppress(KeyboardInterrupt):
                 stop.wait()
             built.close(verbose=False)
+            taught.close()
             emit(Line("comparing base and taught ..."))
         table = session.finish()
         emit(

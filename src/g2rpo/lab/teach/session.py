@@ -7,7 +7,6 @@ A round: a group of pictures of one prompt is shown, which differ by the noise o
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Example, Rollout
-from g2rpo.evaluation.heldout import Comparison, paired
+from g2rpo.evaluation.heldout import Comparison
+from g2rpo.lab.teach.brake import LOOK, Brake, put_back, weights_of
 from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.metrics import Row
 from g2rpo.monitor.scores import save_pictures
@@ -41,7 +40,7 @@ from g2rpo.training.trainer import Trainer
 
 FIRST = 3
 """Answered groups before the weights change."""
-UPDATES = 2
+UPDATES = 4
 """Iterations after an answer, once there is a head that counts."""
 SHOWN_STEPS = (0, 1)
 """Steps whose noise the groups that are shown differ by, by turns: that of later steps changes little that a person can see."""
@@ -51,19 +50,13 @@ DIRECT = 4
 """Groups of an update that learns from the clicks alone."""
 PROMPTS = 64
 """Training prompts, at most, that groups are drawn from."""
-LOOK = 4
-"""Rounds that change the weights between two looks at held-out pictures."""
-FALL = 1.5
-"""Standard errors by which the mean of a judge may fall."""
-SHRINK, GROW, MOST = 0.5, 1.25, 2.0
-"""Factors of the step after a look that was bad and one that was good, and the largest step."""
-
 OVERRIDES = (
     "policy.tuning=lora",
     "algorithm.name=g2rpo",
     "algorithm.granularities=[1]",
     "algorithm.branch_steps=[0,1,2]",
     "algorithm.branch_schedule=turns",
+    "sampling.tails.forecast=true",
     "trainer.prompts_per_iteration=4",
     "optim.decay=constant",
     "optim.ema_decay=0",
@@ -90,15 +83,6 @@ class Group:
     """How often the weights had changed when it was sampled."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """Held-out pictures after some rounds: judges against the base, and what was wrong, if anything."""
-
-    round: int
-    judges: dict[str, Comparison]
-    wrong: str = ""
-
-
 @dataclass(kw_only=True)
 class Session:
     """Rounds of a `trainer` that has a reward `clicks`; not thread-safe. `ahead` groups lie ready: group r is sampled after the
@@ -111,19 +95,15 @@ class Session:
     next: int = 0
     """The round that is to be answered."""
     strength: float = 1.0
-    step: float = 1.0
-    """The factor of the learning rate by the looks at held-out pictures."""
+    brake: Brake = field(init=False)
     direct: bool = False
     """Whether the head was given up."""
     groups: dict[int, Group] = field(default_factory=dict)
-    looks: list[Look] = field(default_factory=list)
     changes: int = 0
     """How often the weights have changed."""
     _choices: dict[int, Choice] = field(default_factory=dict)
     _waiting: list[tuple[Group, Vote]] = field(default_factory=list)
-    _since_look: int = 0
     _before: list[tuple[int, Any]] = field(default_factory=list)
-    _good: Any = None
     _drawn: dict[str, tuple[Tensor, int, Tensor]] = field(
         default_factory=dict
     )  # base, and how often weights had changed by then
@@ -157,7 +137,7 @@ class Session:
         t = self.trainer
         with t.files.log(0, t.config.model_dump(mode="json"), t.trackers) as self._logged:
             self._logged(t.evaluate())
-            self._good = self._state()
+            self.brake = Brake(weights_of(t))
             self._fill()
             if t.files.writes and t.files.run.votes.is_file():
                 self.repeat(votes.read(t.files.run.votes), written=True)
@@ -175,21 +155,15 @@ class Session:
 
     def answer(self, liked: Sequence[int] = (), *, round: int, skipped: bool = False, seconds: float = 0.0) -> Vote:
         """Stores a person's answer to the group of `round` and learns from it; UserError if it cannot be one."""
-        vote = self._vote(kind="vote", liked=tuple(sorted(set(liked))), skipped=skipped, seconds=seconds, round=round)
-        self._take(vote)
-        return vote
+        return self.take(self.vote_on(round, liked, skipped, seconds))
 
     def undo(self) -> Vote:
         """Takes back the last answer and what the weights learnt from it; UserError if there is none that can be."""
-        vote = self._vote(kind="undo", round=self.next)
-        self._take(vote)
-        return vote
+        return self.take(self.vote(kind="undo", round=self.next))
 
     def set_strength(self, strength: float) -> Vote:
         """Sets the factor of the learning rate, 0 to 4, from the next answer on."""
-        vote = self._vote(kind="strength", round=self.next, strength=float(strength))
-        self._take(vote)
-        return vote
+        return self.take(self.vote(kind="strength", round=self.next, strength=float(strength)))
 
     def repeat(self, stored: Sequence[Vote], written: bool = False) -> None:
         """Takes stored answers again, in their order; UserError for another run's. `written`: they are in votes.jsonl."""
@@ -199,7 +173,7 @@ class Session:
                     f"votes: the pictures of round {vote.round + 1} are not those that were answered; "
                     "they belong to another run, another version or another machine"
                 )
-            self._take(vote, written)
+            self.take(vote, written)
 
     def pictures(self, prompt: str) -> tuple[Tensor, Tensor]:
         """The base model's picture [3, H, W] of a prompt, and that of the weights as they are, from the same noise."""
@@ -230,20 +204,32 @@ class Session:
 
     # how an answer is taken
 
-    def _vote(self, **said: Any) -> Vote:
-        group = self.groups.get(said["round"]) if said["kind"] == "vote" else None
+    def vote_on(self, round: int, liked: Sequence[int] = (), skipped: bool = False, seconds: float = 0.0) -> Vote:
+        """An answer to the group of `round`, which lies ready."""
+        group = self.groups.get(round)
         of_group: dict[str, Any] = {"prompt": group.prompt, "step": group.step, "digest": group.digest} if group else {}
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Vote(**of_group, **said, iteration=self.trainer.iteration, time=now)
+        chosen = tuple(sorted(set(liked)))
+        return self.vote(kind="vote", round=round, liked=chosen, skipped=skipped, seconds=seconds, **of_group)
 
-    def _take(self, vote: Vote, written: bool = False) -> None:
-        """Checks an answer, writes it unless it is `written`, and only then acts on it: a kill in between loses nothing."""
+    def vote(self, **said: Any) -> Vote:
+        """An answer, now."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return Vote(**said, iteration=self.trainer.iteration, time=now)
+
+    def take(self, vote: Vote, written: bool = False) -> Vote:
+        """Stores an answer, unless it is `written`, and acts on it."""
+        self.store(vote, self.next, written)
+        self.act(vote)
+        return vote
+
+    def store(self, vote: Vote, asked: int, written: bool = False) -> None:
+        """Checks an answer while the group of round `asked` is asked, and writes it unless it is `written`: before it is acted
+        on, so that a kill in between loses nothing."""
         if vote.kind == "vote":
-            if vote.round != self.next:
-                raise UserError(
-                    f"round {vote.round + 1} is not the one that is asked, which is {self.next + 1}; reload the page"
-                )
-            size = len(self.group.images)
+            if vote.round != asked:
+                raise UserError(f"round {vote.round + 1} is not the one that is asked, which is {asked + 1}; reload the page")
+            images = self.groups[asked].images
+            size = len(images)
             if any(not 0 <= member < size for member in vote.liked) or len(vote.liked) >= size:
                 raise UserError(
                     f"an answer names some of the {size} pictures, from 0, and not all of them; got {list(vote.liked)}"
@@ -256,11 +242,11 @@ class Session:
             run = self.trainer.files.run
             with self.trainer.files.holding():
                 if vote.kind == "vote":
-                    images = self.group.images
-                    save_pictures(
-                        run.group(vote.round), images, range(len(images)), seconds_of(self.trainer.policy, len(images[0]))
-                    )
+                    save_pictures(run.group(vote.round), images, range(size), seconds_of(self.trainer.policy, len(images[0])))
                 votes.append(run.votes, vote)
+
+    def act(self, vote: Vote) -> None:
+        """Does what a stored answer asks for, and samples the groups that lie ready after it."""
         if vote.kind == "undo":
             self._undo()
         elif vote.kind == "strength":
@@ -274,8 +260,7 @@ class Session:
         for round in range(self.next, self.next + self.ahead):
             if round not in self.groups:
                 self.groups[round] = self._sample(round)
-        for round in [round for round in self.groups if round < self.next]:
-            del self.groups[round]
+        self.groups = {round: group for round, group in self.groups.items() if round >= self.next}
 
     def _sample(self, round: int) -> Group:
         t = self.trainer
@@ -328,8 +313,8 @@ class Session:
                 self._logged(self.trainer.iterate())
             self.changes += 1
         if self.changes > changed:
-            self._since_look += 1
-            if self._since_look == LOOK:
+            self.brake.since += 1
+            if self.brake.since == LOOK:
                 self._look()
 
     def _update_directly(self) -> None:
@@ -352,47 +337,24 @@ class Session:
 
     def _set_rate(self) -> None:
         config = self.trainer.learner.config
-        rate = max(self.rate * self.step * self.strength, 1e-30)  # a config has no rate of 0
+        rate = max(self.rate * self.brake.step * self.strength, 1e-30)  # a config has no rate of 0
         self.trainer.learner.config = config.model_copy(update={"learning_rate": rate})
 
     def _look(self) -> None:
-        """Held-out pictures by the judges, which are not trained on: if one fell, or pictures left the base's range, the last
-        good weights come back and steps become smaller; else they grow."""
-        t, self._since_look = self.trainer, 0
-        row = self._logged(t.evaluate())
-        base, scores = t.evaluator.base(), t.alarms.history[row["iteration"]]
-        assert base is not None
-        judges = {name: paired(base.scores[name], scores[name]) for name in (t.judges or t.rewards) if name != "clicks"}
-        wrong = [name for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
-        wrong += [name for name in ("pictures",) if name in row.get("alarms", {})]
-        self.looks.append(Look(self.next, judges, " and ".join(wrong)))
-        if not wrong:
-            self._good, self.step = self._state(), min(MOST, self.step * GROW)
-            return
-        self._restore(self._good)
-        self.changes += 1
-        self.step *= SHRINK
-        self.notify(
-            f"held-out pictures became worse ({' and '.join(wrong)}): back to the last good weights, with smaller steps"
-        )
+        look = self.brake.look(self.trainer, self._logged(self.trainer.evaluate()), self.next)
+        if look.wrong:
+            self.changes += 1
+            self.notify(f"held-out pictures became worse ({look.wrong}): back to the last good weights, with smaller steps")
 
-    # what an answer changes, and how it is taken back
-
-    def _state(self) -> Any:
-        """A copy of weights and moments, in host memory."""
-        return tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), self.trainer.learner.stored())
-
-    def _restore(self, state: Any) -> None:
-        self.trainer.learner.take(*copy.deepcopy(state))  # the optimizer keeps what it is given
-        self.trainer.final = None
+    # how an answer is taken back
 
     def _memory(self) -> Any:
-        own = (self.head, self.step, self.direct, dict(self._choices), list(self._waiting), self._since_look, self._good)
-        return self._state(), own, dict(self.groups)
+        own = (self.head, self.direct, dict(self._choices), list(self._waiting), replace(self.brake))
+        return weights_of(self.trainer), own, dict(self.groups)
 
     def _undo(self) -> None:
-        self.next, (state, own, groups) = self._before.pop()
-        self._restore(state)
-        self.head, self.step, self.direct, self._choices, self._waiting, self._since_look, self._good = own
+        self.next, (weights, own, groups) = self._before.pop()
+        put_back(self.trainer, weights)
+        self.head, self.direct, self._choices, self._waiting, self.brake = own
         self.clicks.head, self.groups = self.head, groups
         self.changes += 1

@@ -1,0 +1,106 @@
+"""Learning while the next group is shown: answers are stored at once, and acted on in their order by a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from g2rpo.lab.teach.session import Group, Session
+from g2rpo.rewards.votes import Vote
+
+
+class InBackground:
+    """A session whose answers are acted on by a thread, which is the only one that uses the policy. What it learns is that of
+    the same answers one after the other, for a group depends on the answers before it by `Session.ahead` rounds alone.
+
+    `prompt` is drawn before and after every change. Safe to be called from several threads.
+    """
+
+    def __init__(self, session: Session, prompt: str) -> None:
+        self.session, self.prompt = session, prompt
+        self.pair: tuple[Tensor, Tensor] = session.pictures(prompt)
+        self.version = 0
+        """Changes with what is to be shown."""
+        self._waiting: deque[Vote] = deque()
+        self._asked = session.next
+        self._failed: Exception | None = None
+        self._ended = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="learning", daemon=True)
+        self._thread.start()
+
+    @property
+    def group(self) -> Group:
+        """The group that is asked; waits until it is sampled."""
+        with self._changed:
+            self._wait(lambda: self._asked in self.session.groups)
+            return self.session.groups[self._asked]
+
+    @property
+    def learning(self) -> bool:
+        """Whether answers wait to be acted on."""
+        return bool(self._waiting)
+
+    def answer(self, liked: Any, *, round: int, skipped: bool = False, seconds: float = 0.0) -> None:
+        """As `Session.answer`, before it is learnt from."""
+        with self._changed:
+            self._wait(lambda: self._asked in self.session.groups)
+            self._store(self.session.vote_on(round, liked, skipped, seconds))
+            self._asked += 1
+
+    def set_strength(self, strength: float) -> None:
+        """As `Session.set_strength`, from the next answer on."""
+        with self._changed:
+            self._store(self.session.vote(kind="strength", round=self._asked, strength=float(strength)))
+
+    def undo(self) -> None:
+        """As `Session.undo`, once the earlier answers are acted on."""
+        with self._changed:
+            self._wait(lambda: not self._waiting)
+            self._store(self.session.vote(kind="undo", round=self._asked))
+            self._wait(lambda: not self._waiting)
+            self._asked = self.session.next
+
+    def close(self) -> None:
+        """Ends the thread after the answers that wait."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._raise()
+
+    def _store(self, vote: Vote) -> None:
+        self._raise()
+        self.session.store(vote, self._asked)
+        self._waiting.append(vote)
+        self._changed.notify_all()
+
+    def _wait(self, until: Any) -> None:
+        self._changed.wait_for(lambda: self._failed is not None or until())
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ended)
+                if not self._waiting:
+                    return
+                vote = self._waiting[0]
+            try:
+                self.session.act(vote)
+                self.pair = self.session.pictures(self.prompt)
+            except Exception as error:  # is raised where the session is used next
+                self._failed = error
+            with self._changed:
+                self._waiting.popleft()
+                self.version += 1
+                self._changed.notify_all()
+            if self._failed is not None:
+                return

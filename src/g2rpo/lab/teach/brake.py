@@ -1,0 +1,71 @@
+"""The brake of a session: judges on held-out pictures, the last good weights, and the size of a step."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from g2rpo.evaluation.heldout import Comparison, paired
+from g2rpo.monitor.metrics import Row
+from g2rpo.training.trainer import Trainer
+
+LOOK = 4
+"""Changes of the weights between two looks at held-out pictures."""
+FALL = 1.5
+"""Standard errors by which the mean of a judge may fall."""
+SHRINK, GROW, MOST = 0.5, 1.25, 1.0
+"""Factors of the step after a look that was bad and one that was good, and the largest step, as a multiple of the rate."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Held-out pictures after some rounds: judges against the base, and what was wrong, if anything."""
+
+    round: int
+    judges: dict[str, Comparison]
+    wrong: str = ""
+
+
+@dataclass
+class Brake:
+    """Looks at held-out pictures every `LOOK` changes of a trainer's weights."""
+
+    good: Any
+    """The last good weights (`weights_of`)."""
+    step: float = 1.0
+    """The factor of the learning rate."""
+    since: int = 0
+    """Changes since the last look."""
+    looks: list[Look] = field(default_factory=list)
+
+    def look(self, trainer: Trainer, row: Row, round: int) -> Look:
+        """Compares an evaluation's `row` with the base by the judges, which are not trained on: if one fell, or pictures left
+        the base's range, the last good weights come back and steps become smaller; else they grow."""
+        base, scores = trainer.evaluator.base(), trainer.alarms.history[row["iteration"]]
+        assert base is not None
+        names = [name for name in (trainer.judges or trainer.rewards) if name != "clicks"]
+        judges = {name: paired(base.scores[name], scores[name]) for name in names}
+        wrong = [name for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
+        wrong += [name for name in ("pictures",) if name in row.get("alarms", {})]
+        if wrong:
+            put_back(trainer, self.good)
+        else:
+            self.good = weights_of(trainer)
+        self.since, self.step = 0, self.step * SHRINK if wrong else min(MOST, self.step * GROW)
+        self.looks.append(look := Look(round, judges, " and ".join(wrong)))
+        return look
+
+
+def weights_of(trainer: Trainer) -> Any:
+    """A copy of weights and moments, in host memory."""
+    return tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), trainer.learner.stored())
+
+
+def put_back(trainer: Trainer, weights: Any) -> None:
+    """Restores what `weights_of` copied."""
+    trainer.learner.take(*copy.deepcopy(weights))  # the optimizer keeps what it is given
+    trainer.final = None
