@@ -13,12 +13,14 @@ from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.data import Precision, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
+from g2rpo.lab.check_model import REMEDIES, checks, draw, prompts_for
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
@@ -116,31 +118,9 @@ def sampler(policy):
 
 
 def theirs(pipeline, kind, prompts, guided="on"):
-    """The pipeline's own pictures, or clips: prompt by prompt where there are input pictures, or prompts change each other
-    when they are encoded together (CogView4 pads them without a mask)."""
-    spec = SPECS[kind]
-    pipeline.set_progress_bar_config(disable=True)
-    fixed = {name: value for name, value in spec.fixed.items() if name != "max_area"}
-    options = {spec.scale: scale_of(kind, guided), **fixed, **size_of(kind)}
-    if guided == "on" and "negative_prompt" not in spec.unsupported:
-        options["negative_prompt"] = ""
-    if kind == "FluxKontextPipeline":
-        options["max_area"] = SIZE["height"] * SIZE["width"]
-    if spec.ragged:
-        batches = [{"prompt": str(prompt)} for prompt in prompts]
-    elif not spec.pictured:
-        options = {**options, "negative_prompt": [""] * 2} if "negative_prompt" in options else options
-        batches = [{"prompt": [str(prompt) for prompt in prompts]}]
-    else:
-        opened = [[Image.open(path) for path in prompt.images] for prompt in prompts]
-        one = spec.most_pictures == 1
-        batches = [{"prompt": str(p), "image": o[0] if one else o} for p, o in zip(prompts, opened, strict=True)]
-    generators = [generator_for(5, "picture", i) for i in range(2)]
-    made = []
-    for number, batch in enumerate(batches):
-        own = generators if len(batches) == 1 else generators[number]
-        made.append(pipeline(num_inference_steps=STEPS, generator=own, output_type="pt", **options, **batch)[0])
-    return torch.cat(made)
+    """The pipeline's own pictures, or clips."""
+    options = PolicyConfig(path="", **size_of(kind), guidance_scale=scale_of(kind, guided))
+    return draw(pipeline, SPECS[kind], options, prompts, STEPS).pictures
 
 
 def difference(a, b):
@@ -232,33 +212,52 @@ def test_shapes_are_those_of_what_there_is(kind, prompts):
     assert {name: value.dtype for name, value in blank.tensors.items()} == {n: v.dtype for n, v in cond.tensors.items()}
 
 
+def checked(kind, folder):
+    return list(
+        checks(
+            lambda: pipeline_of(kind),
+            CLASSES[kind],
+            {**size_of(kind), "lora_rank": 4},
+            prompts_for(SPECS[kind], folder),
+            folder,
+        )
+    )
+
+
 @pytest.mark.parametrize("kind", CLASSES)
-def test_the_gradient_is_the_slope_of_the_velocity(kind, prompts):
-    """Along the gradient of one matrix, central differences give its squared norm; float32 leaves about three digits."""
-    slope, expected = slopes(kind, prompts)
-    assert expected > 1e-6
-    assert slope == pytest.approx(expected, rel=0.01)
+def test_every_class_passes_check_model(kind, tmp_path):
+    found = {check.name: check for check in checked(kind, tmp_path)}
+    assert [name for name in REMEDIES if name != "plan"] == list(found)
+    assert all(check.passed for check in found.values()), found
+    assert found["pictures"].error <= 1e-5 and found["velocity"].error <= 2e-5 and found["noise"].error == 0
 
 
-def slopes(kind, prompts):
-    """The slope of a sum of velocities along the gradient of one matrix: by differences, and the gradient's norm."""
-    policy = load(kind, tuning="full")
-    x, sigma, cond = inputs(policy, prompts)
-    weights = torch.randn(x.shape, generator=generator_for("weights"))
+def louder(path):
+    save_file({name: 2 * value for name, value in load_file(path).items()}, path)
 
-    def loss():
-        return (policy.velocity(x, sigma, cond) * weights).double().mean()
 
-    loss().backward()
-    matrix = next(p for n, p in policy.tuning.named().items() if n.endswith("to_q.weight"))
-    norm = float(matrix.grad.double().norm())
-    step = 3e-4 / norm * matrix.grad * float(matrix.detach().norm())
-    with torch.no_grad():
-        matrix.add_(step)
-        above = loss()
-        matrix.sub_(2 * step)
-        below = loss()
-    return float(above - below) / float(step.norm() * 2), norm
+FAULTS = {
+    "policy": ("encode", lambda cond: cond.rows([0, 0, 0]).rows([7])),
+    "noise": ("noise", lambda noise: 1.01 * noise),
+    "velocity": ("velocity", lambda velocity: 1.001 * velocity),
+    "grid": ("grid", lambda sigmas: sigmas**1.001),
+    "pictures": ("decode", lambda pictures: pictures + 1e-3),
+    "batch": ("velocity", lambda velocity: velocity + 1e-2 * (len(velocity) == 1)),
+    "gradient": ("velocity", lambda velocity: velocity.detach() / 2 + velocity / 2),
+    "weights": ("save", louder),
+}
+"""For each check a method of a policy, and what is done to its result so that the check must fail."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_check_model_finds_each_fault(name, tmp_path):
+    method, fault = FAULTS[name]
+    own = CLASSES["QwenImagePipeline"]
+    broken = type("Broken", (own,), {method: lambda self, *args: fault(getattr(own, method)(self, *args))})
+    options = {**size_of("QwenImagePipeline"), "lora_rank": 4}
+    made = checks(lambda: pipeline_of("QwenImagePipeline"), broken, options, prompts_for(own.spec, tmp_path), tmp_path)
+    first = next(check for check in made if not check.passed)
+    assert (first.name, first.remedy) == (name, REMEDIES[name])
 
 
 def perturb(policy, size):

@@ -77,6 +77,20 @@ def test_pictures_are_the_pipelines_own(ovis):
     torch.testing.assert_close(own(policy), plain(OvisImagePipeline.from_pretrained(folder)), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("right", "code", "failed"), [(True, 0, []), (False, 1, ["policy"])])
+def test_check_model_tells_whether_the_description_is_right(ovis, capsys, right, code, failed):
+    """From the command line: a line for each check, and what to do about one that failed."""
+    folder, kind = ovis
+    file = Path(kind.partition(":")[0])
+    if not right:  # a result of encode_prompt is left out
+        file.write_text(file.read_text().replace('"text_ids", "negative_text_ids"', '"text_ids"'))
+    size = [f"policy.{name}={value}" for name, value in SIZE.items()]
+    found, out, err = g2rpo(capsys, "check-model", folder, "--kind", kind, *size)
+    assert found == code, out + err
+    assert re.findall(r"FAILED +(\w+)", out) == failed
+    assert ("LoRA of rank 32 at 32x48, float32 needs" in out) == (not failed) and ("`encoded`" in out) == bool(failed)
+
+
 @pytest.fixture
 def published(ovis):
     """The same with a declaration of published sizes, a licence and ComfyUI's names."""

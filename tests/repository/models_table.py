@@ -6,21 +6,15 @@ import math
 import tempfile
 from pathlib import Path
 
-import torch
-from PIL import Image
-
-from g2rpo.core.data import Prompt
-from g2rpo.core.seeding import generator_for
 from g2rpo.policies.catalogue import SPECS
 from tests.policies import test_any_pipeline as beside
-from tests.support.by_hand import by_hand
 from tests.support.tiny_pipelines import CLASSES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- python -m tests.repository.models_table -->\n", "<!-- end -->\n"
-HEAD = "| pipeline class | guidance: default, off | pictures | velocity | LoRA | gradient |\n" + 6 * "|---" + "|\n"
-LIMITS = (1e-5, 2e-5, 1e-5, 1e-2)
-"""Largest errors in the columns pictures, velocity, LoRA and gradient, which the tests of every class assert."""
+HEAD = "| pipeline class | guidance: default, off | pictures | velocity | batch | LoRA | gradient |\n" + 7 * "|---" + "|\n"
+COLUMNS = {"pictures": 1e-5, "velocity": 2e-5, "batch": 2e-5, "weights": 1e-4, "gradient": 1e-2}
+"""The checks of `g2rpo check-model` that are columns, with the largest errors that the tests of every class allow."""
 
 
 def guidance_of(kind: str) -> str:
@@ -29,37 +23,14 @@ def guidance_of(kind: str) -> str:
     return f"{spec.guidance:g}, {off}"
 
 
-def measured(kind: str, folder: Path) -> tuple[float, float, float, float]:
-    """The largest differences from diffusers: pictures, velocity, pictures with a saved adapter; relative error of a slope."""
-    prompts = prompts_for(kind, folder)
-    policy = beside.load(kind)
-    drawn = beside.difference(beside.pictures(policy, prompts), beside.theirs(beside.pipeline_of(kind), kind, prompts))
-    x, sigma, cond = beside.inputs(policy, prompts)
-    with torch.no_grad():
-        expected = by_hand(beside.pipeline_of(kind), x, sigma, prompts, policy.guidance_scale, beside.size_of(kind))
-        velocity = beside.difference(policy.velocity(x, sigma, cond), expected)
-    tuned = beside.perturb(beside.load(kind, tuning="lora", lora_rank=4, lora_alpha=8), 0.1)
-    tuned.save(folder / kind)
-    pipeline = beside.pipeline_of(kind)
-    pipeline.load_lora_weights(folder / kind, weight_name="pytorch_lora_weights.safetensors")
-    adapter = beside.difference(beside.pictures(tuned, prompts), beside.theirs(pipeline, kind, prompts))
-    slope, expected_slope = beside.slopes(kind, prompts)
-    return drawn, velocity, adapter, abs(slope / expected_slope - 1)
-
-
-def prompts_for(kind: str, folder: Path) -> list[Prompt]:
-    path = folder / "input.png"
-    Image.fromarray((255 * torch.rand(60, 40, 3, generator=generator_for("input"))).byte().numpy()).save(path)
-    return [Prompt(text, [str(path)] if SPECS[kind].pictured else []) for text in beside.PROMPTS]
-
-
 def up(value: float) -> str:
     """The next power of ten: figures that another machine's rounding leaves alone, mostly."""
     return "0" if value == 0 else f"1e{math.ceil(math.log10(value))}"
 
 
 def row(kind: str, folder: Path) -> str:
-    errors = " | ".join(up(error) for error in measured(kind, folder))
+    found = {check.name: check for check in beside.checked(kind, folder)}
+    errors = " | ".join(up(found[name].error) for name in COLUMNS)
     return f"| `{kind}` | {guidance_of(kind)} | {errors} |\n"
 
 

@@ -196,6 +196,22 @@ def plan(
         show_plan(answered, console)
 
 
+@app.command("check-model", cls=options.WithSettings)
+def check_model(
+    model: Annotated[str, typer.Argument(help="A diffusers pipeline: a folder or a hub id.")],
+    overrides: Annotated[list[str] | None, options.key_values("policy.dtype=bfloat16 policy.height=512")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="A policy of your own, FILE.py:NAME; default by the pipeline's class.")
+    ] = None,
+) -> None:
+    """Check that a model draws, learns and saves here as in plain diffusers."""
+    from g2rpo.cli.results import show_checks
+    from g2rpo.lab.check_model import check_model as check
+
+    if not show_checks(check(model, kind, overrides or []), console):
+        raise typer.Exit(1)
+
+
 @app.command()
 def push(
     run: Annotated[Path, typer.Argument(help="A finished run.")],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from g2rpo.app.events import Results
 from g2rpo.cli.output import add_names, say
@@ -17,6 +18,7 @@ from g2rpo.core import plugins
 from g2rpo.core.statistics import Interval
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.evaluation.sweep import Judging
+from g2rpo.lab.check_model import Check
 from g2rpo.lab.compare.results import FREE, StudyResults, knob_cells
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
@@ -135,3 +137,15 @@ def show_study(results: StudyResults, console: Console) -> None:
     files = StudyDirectory(results.out)
     for file in (files.results, files.page, files.curves):
         say(console, f"  {file}")
+
+
+def show_checks(checks: Iterable[Check], console: Console) -> bool:
+    """Shows each check as it is done, with what to do about one that failed; returns whether all passed."""
+    passed = True
+    for check in checks:
+        passed &= check.passed
+        mark = ("ok    ", "green") if check.passed else ("FAILED", "bold red")
+        console.print(Text.assemble(mark, f"  {check.name:<9} ", check.found), soft_wrap=True)
+        if not check.passed:
+            say(console, f"        {check.remedy}")
+    return passed

@@ -1,0 +1,323 @@
+"""`g2rpo check-model`: whether a policy draws, learns and saves as the diffusers pipeline does that it runs, with numbers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from g2rpo.app.train import load_config
+from g2rpo.assembly import components
+from g2rpo.config.resolve import resolve_as
+from g2rpo.config.schema import PolicyConfig, Section
+from g2rpo.core import plugins
+from g2rpo.core.data import Prompt
+from g2rpo.core.errors import UserError, out_of_memory
+from g2rpo.core.files import in_bytes
+from g2rpo.core.seeding import generator_for
+from g2rpo.evaluation.sampler import Sampler
+from g2rpo.lab.plan.plan import make_plan
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.spec import PipelineSpec
+
+TEXTS = ("a red circle", "two blue squares left of a circle")
+"""Of different lengths, so that padding and masks matter."""
+SIZE = {"height": 256, "width": 384}
+"""Not square, and in whole tokens of every known model."""
+STEPS, SEED = 4, 5
+SLOPE = 0.02
+"""The largest relative error of a slope; differences of float32 leave about three digits."""
+LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
+"""The largest difference, of pictures in [0, 1] and of velocities relative to the largest one, by `policy.dtype`."""
+NEUTRAL = ("tuning=lora", "lora_targets=", "lora_rank=32", "guidance_scale=", "max_sequence_length=")
+"""Of the recipe whose plan is made, what is not the recipe's."""
+OTHER_SOLVER = 1e-2
+"""The same, for pictures of a pipeline with another solver than Euler's, whose times are whole numbers."""
+
+DESCRIPTION = "see `encoded` (all results of encode_prompt, in order), `widths` and `fixed` of the PipelineSpec"
+REMEDIES = {
+    "policy": DESCRIPTION,
+    "noise": "prepare_latents must draw one latent per generator, and nothing else",
+    "velocity": f"the call gets other arguments than the pipeline's own; {DESCRIPTION}, `scale` and `unguided`",
+    "grid": "set own_grid of the PipelineSpec to true, or sampling.shift to a number",
+    "pictures": "if velocity and grid are equal, decoding differs: see `fixed` of the PipelineSpec",
+    "batch": "rows depend on each other: see `masks`, `ragged`, `lists`, `one_row` and `one_time` of the PipelineSpec",
+    "gradient": "the network must be differentiable; leave policy.gradient_checkpointing and policy.compile out",
+    "weights": "set policy.lora_targets to module names that the transformer has, or policy.tuning=full",
+    "plan": "`g2rpo plan` cannot count this model; training does not need it",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was checked: what was found, in words, and for measured differences the `error` and its `limit`."""
+
+    name: str
+    found: str
+    error: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit  # false for an error that is no number
+
+    @property
+    def remedy(self) -> str:
+        return REMEDIES[self.name]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a pipeline drew by its own call: pictures, the noise and the velocity of its first step, and its sigmas."""
+
+    pictures: Tensor
+    noise: Tensor
+    velocity: Tensor
+    sigmas: Tensor
+    euler: bool
+
+
+class _Settings(Section):
+    policy: PolicyConfig
+
+
+def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterator[Check]:
+    """Checks a pipeline, in a folder or of a hub id, as the policy `kind` (None: the catalogue's), with `policy.` overrides."""
+    if kind is not None and plugins.is_code(kind):
+        plugins.allow(kind)
+    given = {"path": path, "kind": kind, **SIZE}
+    config = resolve_as(_Settings, {"policy": given}, overrides, "check-model").policy
+    loaded = components.load_pipeline(config)
+    if not issubclass(loaded.kind, DiffusersPolicy):
+        raise UserError(f"{config.kind}: is no policy of a diffusers pipeline, with which it could be compared")
+    kind_of, spec, options = loaded.kind, loaded.kind.spec, loaded.options
+    if spec.frames is not None and config.num_frames is None:
+        options = {**options, "num_frames": 1 + int(getattr(loaded.pipeline, spec.frames))}
+    pipelines = iter([loaded.pipeline])
+    del loaded
+    with tempfile.TemporaryDirectory() as folder:
+        found = checks(
+            lambda: next(pipelines, None) or components.load_pipeline(config).pipeline,
+            kind_of,
+            options,
+            prompts_for(spec, Path(folder)),
+            Path(folder),
+        )
+        yield (first := next(found))
+        yield from found
+    if first.passed:
+        yield _planned(config, options.get("num_frames"))
+
+
+def prompts_for(spec: PipelineSpec, folder: Path) -> list[Prompt]:
+    """Two prompts; for models that edit, with a picture in `folder`."""
+    path = folder / "input.png"
+    noise = torch.rand(60, 40, 3, generator=generator_for("input picture"))
+    Image.fromarray((255 * noise).byte().numpy()).save(path)
+    return [Prompt(text, [str(path)] if spec.pictured else []) for text in TEXTS]
+
+
+def draw(pipeline: Any, spec: PipelineSpec, options: PolicyConfig, prompts: Sequence[Prompt], steps: int = STEPS) -> Drawn:
+    """Pictures by the pipeline's own call. Prompts go one by one where there are input pictures, or where prompts that are
+    encoded together change each other (CogView4 pads them without a mask)."""
+    pipeline.set_progress_bar_config(disable=True)
+    guided, scheduler = spec.is_guided(pipeline, options.guidance_scale), pipeline.scheduler
+    euler = type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+    alone = bool(spec.ragged or spec.pictured or spec.one_row)
+    generators = [generator_for(SEED, "picture", i) for i in range(len(prompts))]
+    own, pictures, firsts = scheduler.step, [], []
+    for rows in [[row] for row in range(len(prompts))] if alone else [list(range(len(prompts)))]:
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def step(velocity: Tensor, time: Any, latents: Tensor, seen: Any = seen, **given: Any) -> Any:
+            seen.append((latents.float(), velocity.float()))
+            if euler:
+                return own(velocity, time, latents, **given)
+            here, there = scheduler.sigmas[len(seen) - 1 : len(seen) + 1]
+            return (latents + (there - here) * velocity,)
+
+        changes: dict[str, Any] = {
+            "prompt": [str(prompts[row]) for row in rows],
+            "generator": [generators[row] for row in rows],
+        }
+        if spec.pictured:
+            opened = [Image.open(path) for path in prompts[rows[0]].images]
+            changes["image"] = opened[0] if spec.most_pictures == 1 else opened
+        scheduler.step = step
+        try:
+            made = pipeline(**{**spec.arguments(pipeline, options, rows=len(rows), guided=guided, steps=steps), **changes})[0]
+        finally:
+            del scheduler.step
+        pictures.append(made.float())
+        firsts.append(seen[0])
+    noise, velocity = (torch.cat(each) for each in zip(*firsts, strict=True))
+    return Drawn(torch.cat(pictures), noise, velocity, scheduler.sigmas.float().cpu(), euler)
+
+
+def checks(
+    load: Callable[[], Any],
+    kind: type[DiffusersPolicy],
+    options: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    folder: Path,
+) -> Iterator[Check]:
+    """The checks of a policy class with `options`, on two pipelines from `load`, of which one is in memory at a time. What
+    raises an error is a check that failed, and ends them."""
+    names = [name for name in REMEDIES if name != "plan"]
+    found = _checks(load, kind, options, prompts, folder)
+    for name in names:
+        try:
+            yield next(found)
+        except UserError:
+            raise
+        except Exception as error:  # the pipeline's code, or a wrong description of it
+            if out_of_memory(error):
+                raise
+            yield Check(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", float("nan"))
+            return
+
+
+def _checks(
+    load: Callable[[], Any],
+    kind: type[DiffusersPolicy],
+    options: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    folder: Path,
+) -> Iterator[Check]:
+    names = PolicyConfig.model_fields
+    config = PolicyConfig(
+        **{"path": "", **{name: value for name, value in options.items() if name in names and name != "path"}}
+    )
+    device = torch.device(options.get("device", "cpu"))
+    own = draw(load().to(device), kind.spec, config, prompts)
+    limit = max(LIMITS[config.dtype], 0.0 if own.euler else OTHER_SOLVER)
+    policy = kind(load(), **{**options, "tuning": config.tuning})
+    cond = policy.encode(prompts)
+    yield Check("policy", f"{kind.spec.pipeline_class} is run as a policy, with {policy.shapes(77).rows} rows an evaluation")
+
+    noise = policy.noise([generator_for(SEED, "picture", i) for i in range(len(prompts))])
+    yield _equal("noise", noise, own.noise.cpu(), limit, "as the pipeline's own")
+    with torch.no_grad():
+        velocity = policy.velocity(noise.to(device), policy.grid(STEPS)[:1].expand(len(prompts)).to(device), cond)
+    yield _equal("velocity", velocity, own.velocity, limit, "of the first step as its own")
+
+    grids = {shift: Sampler(policy=policy, shift=shift, num_steps=STEPS, seed=SEED) for shift in ("model", "scheduler")}
+    apart = {shift: _apart(each.sigmas, own.sigmas) for shift, each in grids.items()}
+    shift = min(apart, key=lambda each: apart[each])
+    yield Check(
+        "grid",
+        f"{STEPS} steps of sampling.shift={shift} differ by {apart[shift]:.0e}",
+        apart[shift],
+        1e-6 if own.euler else 1e-3,
+    )
+    base = grids[shift].pictures(prompts)
+    how = "" if own.euler else " by Euler's steps on its grid (its solver is another one)"
+    yield _equal("pictures", base, own.pictures, limit, f"as its own{how}")
+
+    x, sigma = noise.to(device), torch.tensor([0.8, 0.3], device=device)
+    with torch.no_grad():
+        both = policy.velocity(x, sigma, cond)
+        each = [policy.velocity(x[i : i + 1], sigma[i : i + 1], policy.encode(prompts[i : i + 1])) for i in range(2)]
+    yield _equal("batch", both, torch.cat(each), limit, "two rows as two of one")
+
+    perturb(policy)
+    reached, along, expected = slope(policy, x, sigma, cond)
+    error = abs(along / expected - 1) if expected else float("inf")
+    trained = policy.trainable_parameters()
+    text = f"reaches {reached} of {len(trained)} trained tensors; relative error of a slope {error:.0e}"
+    yield Check("gradient", text, error, SLOPE if config.dtype == "float32" else 10 * SLOPE)
+
+    tuned = grids[shift].pictures(prompts)
+    changed = _apart(tuned, base)
+    policy.save(folder)
+    loader = f"pipe.{policy.lora_loader}" if config.tuning == "lora" else "from_pretrained"
+    del policy, grids, trained
+    pipeline = load()
+    load_saved(pipeline, folder, config.tuning)
+    again = draw(pipeline.to(device), kind.spec, config, prompts)
+    said = f"saved, and loaded by {loader}, draw as the tuned policy (the base: {changed:.0e} apart)"
+    checked = _equal("weights", tuned, again.pictures, limit, said)
+    if not changed > 2 * checked.error:
+        checked = Check("weights", f"perturbed weights change pictures by {changed:.0e} only: {checked.found}", float("nan"))
+    yield checked
+
+
+def perturb(policy: DiffusersPolicy) -> None:
+    """Changes the trained weights visibly: an adapter, whose second factor is 0 at first, or all weights."""
+    rank = policy.options.lora_rank
+    with torch.no_grad():
+        for name, weight in policy.tuning.named().items():
+            size = 0.01 if policy.options.tuning == "full" else 0.5 / rank**0.5 if "lora_B" in name else 0.0
+            weight.add_(size * torch.randn(weight.shape, generator=generator_for("perturb", name)).to(weight))
+
+
+def load_saved(pipeline: Any, folder: Path, tuning: str) -> None:
+    """Loads saved weights into a plain pipeline, as the model card says."""
+    if tuning == "full":
+        pipeline.transformer = type(pipeline.transformer).from_pretrained(folder).to(pipeline.transformer.dtype)
+        return
+    loads = getattr(pipeline, "load_lora_weights", None) or pipeline.transformer.load_lora_adapter
+    loads(folder, weight_name="pytorch_lora_weights.safetensors")
+
+
+def slope(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> tuple[int, float, float]:
+    """How many trained tensors a gradient reaches, and the slope of a weighted mean of velocities along it: by central
+    differences, at the step that agrees best, and as autograd has it, which is its norm."""
+    weights = torch.randn(x.shape, generator=generator_for("weights")).to(x)
+    trained = policy.trainable_parameters()
+
+    def loss() -> Tensor:
+        return (policy.velocity(x, sigma, cond) * weights).double().mean()
+
+    found = torch.autograd.grad(loss(), trained, allow_unused=True)
+    gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
+    norm, size = (sum(float(each.detach().double().square().sum()) for each in all) ** 0.5 for all in (gradients, trained))
+    if not norm:
+        return 0, 0.0, 0.0
+    slopes = []
+    with torch.no_grad():
+        for relative in (1e-2, 1e-3, 1e-4):
+            step = relative * size / norm
+
+            def moved(by: float, step: float = step) -> float:
+                for weight, gradient in zip(trained, gradients, strict=True):
+                    weight.add_(by * step * gradient)
+                return float(loss())
+
+            above, below = moved(1), moved(-2)
+            moved(1)
+            slopes.append((above - below) / (2 * step * norm))
+    return sum(bool(each.any()) for each in gradients), min(slopes, key=lambda each: abs(each - norm)), norm
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return float((a.cpu() - b.cpu()).abs().max()) if a.shape == b.shape else float("nan")
+
+
+def _equal(name: str, ours: Tensor, own: Tensor, limit: float, said: str) -> Check:
+    """Whether two tensors differ by at most `limit`, relative to the largest value where that is above 1."""
+    error = _apart(ours, own)
+    shapes = "" if ours.shape == own.shape else f"; {tuple(ours.shape)} and {tuple(own.shape)}"
+    return Check(name, f"{said}: largest difference {error:.0e}{shapes}", error, limit * max(1.0, float(own.abs().max())))
+
+
+def _planned(config: PolicyConfig, frames: int | None) -> Check:
+    """The memory that a run would need, as `g2rpo plan scenes` counts it with this model."""
+    values = {**config.model_dump(exclude_defaults=True), "pipeline": "", "num_frames": frames}
+    given = [f"policy.{name}={'' if value is None else value}" for name, value in values.items() if value is not None]
+    try:
+        cuda = components.pick_device(config.device) != "cpu"
+        plan = make_plan(
+            load_config("scenes", [*(f"policy.{each}" for each in NEUTRAL), *given]), cuda=cuda, heldout=1, distinct_prompts=1
+        )
+    except UserError as error:
+        return Check("plan", str(error), float("nan"))
+    what = "all weights" if config.tuning == "full" else f"a LoRA of rank {config.lora_rank}"
+    size = f"{config.height}x{config.width}, {config.dtype}"
+    return Check("plan", f"training {what} at {size} needs {in_bytes(plan.memory.needed)} (`g2rpo plan` counts a run)")
