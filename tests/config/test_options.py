@@ -44,7 +44,7 @@ rewards.NAME.options.image_size rewards.NAME.options.instruction rewards.NAME.op
 rewards.NAME.options.model rewards.NAME.options.model_cfg rewards.NAME.options.negative rewards.NAME.options.options
 rewards.NAME.options.partial rewards.NAME.options.path rewards.NAME.options.processor rewards.NAME.options.quality
 rewards.NAME.options.request rewards.NAME.options.retries rewards.NAME.options.run rewards.NAME.options.score
-rewards.NAME.options.target rewards.NAME.options.template rewards.NAME.options.threshold
+rewards.NAME.options.share rewards.NAME.options.size rewards.NAME.options.target rewards.NAME.options.template rewards.NAME.options.threshold
 rewards.NAME.options.timeout_s rewards.NAME.options.token_env rewards.NAME.options.tokenizer rewards.NAME.options.url
 rewards.NAME.options.width
 rewards.NAME.weight

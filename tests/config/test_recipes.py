@@ -27,7 +27,8 @@ REAL = [name for name in recipes.names() if not re.search(r"path: (testbed|words
 def test_the_recipes_for_real_models_are_there():
     published = {"flux1-dev-hps", "flux1-dev-hps-clip", "reference", "reference-hps-clip"}
     adapters = {
-        f"{model}-lora" for model in ("flux1-dev", "sd35-medium", "flux2-klein", "qwen-image", "z-image", "kontext", "wan")
+        f"{model}-lora"
+        for model in ("flux1-dev", "sd35-medium", "flux2-klein", "qwen-image", "z-image", "kontext", "wan", "qwen-image-edit")
     }
     assert published | adapters | {"sd35-medium-flow-grpo"} <= set(REAL)
 
@@ -65,6 +66,7 @@ def test_rewards_options_and_plans_of_a_recipe_exist(name):
         ("flux1-dev-pave", 8, 7 + 12 * (15 + 13 + 11 + 9), 48),
         ("flux2-klein-lora", 8, 484, 96),
         ("qwen-image-lora", 4, 484, 96),
+        ("qwen-image-edit-lora", 4, 484, 96),
         ("z-image-lora", 8, 484, 96),
         ("kontext-lora", 4, 484, 96),
         ("wan-lora", 8, 484, 96),

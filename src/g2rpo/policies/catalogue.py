@@ -124,7 +124,7 @@ qwen_edit = replace(
     pictured={"image_latents": ("in_channels",)},
     seen=True,
     picture_tokens=1369,
-    models={"Qwen/Qwen-Image-Edit": Model(APACHE)},
+    models={"Qwen/Qwen-Image-Edit": Model(APACHE, parts=published.qwen_image())},
 )
 
 qwen_edit_plus = replace(

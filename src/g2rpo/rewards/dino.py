@@ -1,0 +1,157 @@
+"""Rewards on features of DINOv2 (Oquab et al. 2023, arXiv 2304.07193): what an edit keeps, and how steady a clip is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo.core.files import is_hub_id, local
+from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
+from g2rpo.core.types import Reward, RewardModel
+from g2rpo.rewards.pixels import PictureReward, Preprocess, to_tensor, to_uint8
+from g2rpo.rewards.weights import check_config, parse_dtype
+
+BASE = "facebook/dinov2-base"
+FILES = ("config.json",)
+KINDS = ("dinov2", "dinov2_with_registers", "dinov3_vit")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Dino:
+    """Unit features, float32, of uint8 pictures [B, 3, H, W], which are squashed to squares of about `size` pixels."""
+
+    def __init__(self, path: str | Path, *, size: int = 224, device: str = "cpu", dtype: str = "float32") -> None:
+        from transformers import AutoModel
+
+        check_config(path)
+        model, report = AutoModel.from_pretrained(str(path), output_loading_info=True)
+        if model.config.model_type not in KINDS or report["missing_keys"]:
+            raise ValueError(f"{path} is no complete DINOv2 (model_type {model.config.model_type!r})")
+        self.model = model.to(device=device, dtype=parse_dtype(dtype)).requires_grad_(False).eval()
+        self.device, self.size = torch.device(device), size_of(model.config, size)
+        self.preprocess = Preprocess(resize=self.size, crop=self.size, mode="squash", mean=MEAN, std=STD)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the whole pictures [B, D], and of their patches [B, N, D]."""
+        pixels = self.preprocess(images.cpu()).to(self.device, self.model.dtype)
+        states = self.model(pixel_values=pixels).last_hidden_state.float()
+        first = 1 + getattr(self.model.config, "num_register_tokens", 0)
+        picture, patches = torch.nn.functional.normalize(states, dim=-1).split([first, states.shape[1] - first], 1)
+        return picture[:, 0], patches
+
+
+def size_of(config: Any, size: int) -> int:
+    """The largest multiple of the patch size that is at most `size`; ValueError if there is none."""
+    if size < config.patch_size:
+        raise ValueError(f"size must be at least a patch, {config.patch_size}, got {size}")
+    return int(size // config.patch_size * config.patch_size)
+
+
+def dino_model(options: Mapping[str, Any]) -> RewardModel | None:
+    """The model of a reward with the options `path` and `size`; None for a repository that is not known."""
+    from transformers import AutoConfig, AutoModel, Dinov2Config
+
+    path = options["path"]
+    if is_hub_id(str(path)) and not local(path).is_dir():
+        config = Dinov2Config(image_size=518) if path == BASE else None
+    else:
+        check_config(path)
+        config = AutoConfig.from_pretrained(str(path))
+    if config is None:
+        return None
+    model, size = AutoModel.from_config(config), size_of(config, options["size"])
+    return RewardModel([model], lambda: model(pixel_values=torch.empty(1, 3, size, size)))
+
+
+class DinoSimilarity(PictureReward):
+    """How much of its first input picture a picture keeps: the mean cosine of their patches at the same places, over the
+    `share` of patches with the highest, so that it may change elsewhere. 1 for an unchanged picture; it ignores the
+    instruction, so combine it with a reward for the edit.
+
+    Args: `path`, a DINOv2, DINOv2 with registers or DINOv3 in transformers' format; `share`; `size`, to which both pictures are
+    squashed; `device`; `dtype` of the weights; `batch_size`. A prompt without an input picture has no score.
+    """
+
+    files = {"path": FILES}
+    wants = INPUT
+    target = staticmethod(images_of)
+    missing = "the prompt has no input picture"
+
+    def __init__(
+        self,
+        path: str = BASE,
+        *,
+        share: float = 0.5,
+        size: int = 224,
+        device: str = "cpu",
+        dtype: str = "float32",
+        batch_size: int = 32,
+    ) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        self.dino, self.share, self.batch_size = Dino(path, size=size, device=device, dtype=dtype), share, batch_size
+        self.device = self.dino.device
+
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        return dino_model(options)
+
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
+        before = {one: self.dino(to_tensor([read_inputs(one)[0]]))[1] for one in dict.fromkeys(prompts) if images_of(one)}
+        kept = [prompt in before for prompt in prompts]
+        scores = torch.full((len(prompts),), torch.nan)
+        if any(kept):
+            inputs = torch.cat([before[prompt] for prompt in prompts if prompt in before])
+            agreement = (self.dino(images[kept])[1] * inputs).sum(-1)
+            scores[kept] = agreement.topk(math.ceil(self.share * agreement.shape[1])).values.mean(1).cpu()
+        return scores
+
+
+class ClipConsistency(Reward):
+    """How steady a clip is: the mean over frames, but the first, of the mean cosine with the first frame and with the one
+    before, as VBench's subject consistency (arXiv 2311.17982). A clip that stands still has 1: combine it with `motion`.
+
+    Args: as those of `dino_similarity`.
+    """
+
+    video = True
+    files = {"path": FILES}
+
+    def __init__(self, path: str = BASE, *, size: int = 224, device: str = "cpu", dtype: str = "float32") -> None:
+        self.dino = Dino(path, size=size, device=device, dtype=dtype)
+        self.device = self.dino.device
+
+    @classmethod
+    def model_of(cls, options: Mapping[str, Any]) -> RewardModel | None:
+        return dino_model(options)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return torch.stack([self._score(frames) for frames in clips(images)])
+
+    def _score(self, frames: Tensor) -> Tensor:
+        features = torch.cat([self.dino(part)[0] for part in to_uint8(frames).split(16)])
+        first, before = (features[1:] * features[:1]).sum(1), (features[1:] * features[:-1]).sum(1)
+        return (first + before).mean().cpu() / 2
+
+
+class Motion(Reward):
+    """How much moves in a clip: the mean difference of neighbouring frames, over pixels and channels from 0 to 255. VBench's
+    temporal flickering (arXiv 2311.17982) is 1 - this / 255. Flicker counts too: combine it with `clip_consistency`."""
+
+    video = True
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return torch.stack([255 * (frames[1:] - frames[:-1]).abs().mean() for frames in clips(images).float().cpu()])
+
+
+def clips(images: Tensor) -> Tensor:
+    """`images`, if they are clips [B, T, 3, H, W] of two frames or more; ValueError otherwise."""
+    if images.ndim != 5 or images.shape[1] < 2:
+        raise ValueError(f"is for clips of two frames or more, got {list(images.shape)}; set policy.num_frames")
+    return images
