@@ -42,10 +42,11 @@ rewards.NAME.options.detect rewards.NAME.options.detector rewards.NAME.options.d
 rewards.NAME.options.exact rewards.NAME.options.form rewards.NAME.options.format rewards.NAME.options.heads
 rewards.NAME.options.image_size rewards.NAME.options.instruction rewards.NAME.options.max_tokens
 rewards.NAME.options.model rewards.NAME.options.model_cfg rewards.NAME.options.negative rewards.NAME.options.options
-rewards.NAME.options.partial rewards.NAME.options.path rewards.NAME.options.processor rewards.NAME.options.quality
-rewards.NAME.options.request rewards.NAME.options.retries rewards.NAME.options.run rewards.NAME.options.score
-rewards.NAME.options.share rewards.NAME.options.size rewards.NAME.options.target rewards.NAME.options.template rewards.NAME.options.threshold
-rewards.NAME.options.timeout_s rewards.NAME.options.token_env rewards.NAME.options.tokenizer rewards.NAME.options.url
+rewards.NAME.options.pairs rewards.NAME.options.partial rewards.NAME.options.path rewards.NAME.options.processor
+rewards.NAME.options.quality rewards.NAME.options.request rewards.NAME.options.retries rewards.NAME.options.run
+rewards.NAME.options.score rewards.NAME.options.share rewards.NAME.options.size rewards.NAME.options.target
+rewards.NAME.options.template rewards.NAME.options.threshold rewards.NAME.options.timeout_s
+rewards.NAME.options.token_env rewards.NAME.options.tokenizer rewards.NAME.options.url
 rewards.NAME.options.width
 rewards.NAME.weight
 sampling.anchor_dtype sampling.batch_size sampling.decode_batch_size sampling.guidance_scale sampling.num_steps

@@ -86,7 +86,9 @@ def _try_reward(name: str, reward: Scorer, config: Config, given: Mapping[str, A
         frames = [length] if length > 1 else []
         images = torch.rand(PROMPTS, *frames, 3, config.policy.height, config.policy.width)
     prompts = list(given["prompts"])[:PROMPTS]
+    if as_reward(reward).group:
+        prompts = [prompts[0]] * PROMPTS
     try:
-        score({name: reward}, images[: len(prompts)], prompts)
+        score({name: reward}, images[: len(prompts)], prompts, members=PROMPTS)
     except RewardFailed as error:
         raise UserError(f"{error}\nIt was tried on {len(prompts)} random pictures; nothing is loaded yet.") from error

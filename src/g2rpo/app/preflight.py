@@ -30,7 +30,7 @@ from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.checkpoint import checkpoints
-from g2rpo.training.updater import check_differentiable
+from g2rpo.training.updater import check_differentiable, check_groups
 
 SECONDS = 1.5
 """Seconds for servers to answer. Slower ones are not reported: they may be busy."""
@@ -146,8 +146,10 @@ def _check_settings(findings: _Findings, config: Config, given: Collection[str])
     if not config.rewards:
         findings.add("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
     findings.tried(components.check_plans, config.algorithm, config.sampling)
-    if "rewards" not in given and not isinstance(config.algorithm, Mentioned) and differentiates_rewards(config.algorithm):
-        findings.tried(_check_gradients, config)
+    if not isinstance(config.algorithm, Mentioned):
+        findings.tried(_check_comparisons, config, given)
+        if "rewards" not in given and differentiates_rewards(config.algorithm):
+            findings.tried(_check_gradients, config)
     if "policy" not in given:
         findings.tried(components.check_quantized, config)
         findings.tried(components.check_attention, config.policy)
@@ -158,6 +160,14 @@ def _check_settings(findings: _Findings, config: Config, given: Collection[str])
 def _check_gradients(config: Config) -> None:
     """Refuses rewards without the gradient that the algorithm learns from."""
     check_differentiable(config.algorithm, as_rewards({name: reward_kind(name, it) for name, it in config.rewards.items()}))
+
+
+def _check_comparisons(config: Config, given: Collection[str]) -> None:
+    """Refuses rewards that compare the pictures of a group where there are none."""
+    kinds = {name: reward_kind(name, entry) for name, entry in _rewards(config, given).items()}
+    check_groups(
+        config.algorithm, {name: kind for name, kind in kinds.items() if declared_by(kind) is kind}, config.policy.tuning
+    )
 
 
 def _check_pipeline(config: PolicyConfig) -> Path | None:

@@ -59,18 +59,27 @@ class Sampler:
         control: Control = PLAIN,
         kept: Callable[[Tensor], Tensor] = reduced,
     ) -> Evaluation:
-        """Samples and scores `prompts`, under a `control` with its steps. What is `kept` of pictures or clips, in 8 bit, is in
-        the result: by default pictures as they are, and clips reduced."""
-        pictures, scores = [], []
+        """Samples and scores `prompts`, under a `control` with its steps; rewards that compare get each picture beside the
+        base's of the same noise. What is `kept` of pictures or clips, in 8 bit, is in the result: by default pictures as they
+        are, and clips reduced."""
+        pictures, scores, scored = [], dict[str, list[Tensor]](), as_rewards(rewards)
+        alone, comparing = ({name: it for name, it in scored.items() if it.group is group} for group in (False, True))
         for start in range(0, len(prompts), self.batch_size):
             part = prompts[start : start + self.batch_size]
             latents = self._latents(part, first + start, control)
             with torch.no_grad():
                 images = decode(self.policy, latents, self.decode_batch_size)
-            scores.append(score(rewards, images, part, latents, self.decode_batch_size))
+            values = dict(zip(alone, score(alone, images, part, latents, self.decode_batch_size), strict=True)) if alone else {}
+            if comparing:
+                with self.policy.base(), torch.no_grad():
+                    before = decode(self.policy, self._latents(part, first + start), self.decode_batch_size)
+                pairs, asked = torch.stack([images, before], 1).flatten(0, 1), [prompt for prompt in part for _ in range(2)]
+                values |= dict(zip(comparing, score(comparing, pairs, asked, members=2)[:, ::2], strict=True))
+            for name in scored:
+                scores.setdefault(name, []).append(values[name])
             pictures.append(kept(images))
-        by_reward = dict(zip(rewards, torch.cat(scores, 1), strict=True))
-        return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(as_rewards(rewards), by_reward))
+        by_reward = {name: torch.cat(values) for name, values in scores.items()}
+        return Evaluation(tuple(prompts), torch.cat(pictures), by_reward, verdicts(scored, by_reward))
 
     @torch.no_grad()
     def _latents(self, prompts: Sequence[str], first: int, control: Control = PLAIN) -> Tensor:

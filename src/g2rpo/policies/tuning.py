@@ -113,7 +113,9 @@ class Tuning:
         """While entered, `active` is the untrained transformer."""
         if self._changed:
             if self._frozen is None:
-                raise RuntimeError("the base model was not kept: build the policy with keep_base=True")
+                raise UserError(
+                    "the base model is not there: after full fine-tuning a policy has it only if built with keep_base=True"
+                )
             self.active = self._frozen
             try:
                 yield

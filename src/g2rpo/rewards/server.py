@@ -195,6 +195,7 @@ class RewardServer:
         reward = as_reward(reward)
         for unserved, what in (
             (reward.video, "clips (`video`)"),
+            (reward.group, "whole groups (`group`)"),
             (reward.latent, "latents (`latent`)"),
             (reward.state is not None, "a state that checkpoints keep (`state`)"),
         ):

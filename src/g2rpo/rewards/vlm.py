@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -135,6 +135,7 @@ class VLMJudge(PictureReward):
     refused.
     """
 
+    forms: ClassVar[Mapping[str, Form]] = FORMS
     waits = asks = True
     missing = "the judge's answer has no score"
 
@@ -156,9 +157,9 @@ class VLMJudge(PictureReward):
         backoff_s: float = 1.0,
         check: bool = True,
     ) -> None:
-        if form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
-        self.form = FORMS[form] if aspects is None else replace(FORMS[form], combine=Form.combine)
+        if form not in self.forms:
+            raise ValueError(f"form must be one of {', '.join(self.forms)}, got {form!r}")
+        self.form = self.forms[form] if aspects is None else replace(self.forms[form], combine=Form.combine)
         self.template = _template(self.form.template if template is None else template)
         self.names = tuple(self.form.scores if aspects is None else aspects)
         self.url, self.token = endpoint(url, "/chat/completions"), token_from(api_key_env)
@@ -183,27 +184,36 @@ class VLMJudge(PictureReward):
         return None
 
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
-        before = {prompt: [self._part(picture) for picture in read_inputs(prompt)] for prompt in dict.fromkeys(prompts)}
+        before = {prompt: self._parts(read_inputs(prompt)) for prompt in dict.fromkeys(prompts)}
+        asked = [([*before[p], part], p) for part, p in zip(self._parts(to_pil(images)), prompts, strict=True)]
+        return torch.tensor(self._answers([None if self.form.edit and not before[one[1]] else one for one in asked]))
+
+    def _answers(self, asked: Sequence[tuple[Sequence[Part], str] | None]) -> list[float]:
+        """What is read from an answer for each list of pictures and prompt, asked again if the endpoint fails; NaN for None and
+        for answers without a readable score."""
+
+        def answer(one: tuple[Sequence[Part], str] | None) -> float:
+            if one is None:
+                return torch.nan
+            ask = partial(self._ask, *one, self.timeout_s)
+            score = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
+            return torch.nan if score is None else score
+
         with ThreadPoolExecutor(max_workers=self.concurrency) as pool:
-            return torch.tensor(
-                list(pool.map(lambda one, prompt: self._judge(one, prompt, before[prompt]), to_pil(images), prompts))
-            )
+            return list(pool.map(answer, asked))
 
-    def _judge(self, picture: Image.Image, prompt: str, before: Sequence[Part]) -> float:
-        """One request for one picture, repeated if the endpoint fails; an answer without a readable score is NaN."""
-        if self.form.edit and not before:
-            return torch.nan
-        ask = partial(self._ask, [*before, self._part(picture)], prompt, self.timeout_s)
-        score = with_retries(ask, retries=self.retries, backoff_s=self.backoff_s, what=self.url)
-        return torch.nan if score is None else score
+    def _parts(self, pictures: Sequence[Image.Image]) -> list[Part]:
+        """Pictures as parts of a message."""
+        for picture in pictures:
+            picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
+        urls = [f"data:image/png;base64,{encode_png(picture)}" for picture in pictures]
+        return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
 
-    def _part(self, picture: Image.Image) -> Part:
-        """A picture as a part of a message."""
-        picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
-        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_png(picture)}"}}
+    def _instruction(self, prompt: str) -> str:
+        return self.template.replace("{prompt}", prompt)
 
     def _ask(self, pictures: Sequence[Part], prompt: str, timeout_s: float, **settings: Any) -> float:
-        content = [*pictures, {"type": "text", "text": self.template.replace("{prompt}", prompt)}]
+        content = [*pictures, {"type": "text", "text": self._instruction(prompt)}]
         body = {**self.settings, **settings, "messages": [{"role": "user", "content": content}]}
         return float(request_json(self.url, body=body, token=self.token, timeout_s=timeout_s, read=self._read))
 
@@ -212,9 +222,9 @@ class VLMJudge(PictureReward):
 
     def _check(self, models: str, timeout_s: float) -> None:
         request_json(models, token=self.token, timeout_s=timeout_s, read=partial(_check_model, model=self.settings["model"]))
-        if self.form.edit or not self.names:
-            grey = self._part(Image.new("RGB", (64, 64), "grey"))
-            self._ask([grey] * (1 + self.form.edit), "a grey picture", timeout_s, max_tokens=1)
+        if self.form.edit or self.group or not self.names:
+            pictures = [Image.new("RGB", (64, 64), "grey")] * (2 if self.form.edit or self.group else 1)
+            self._ask(self._parts(pictures), "a grey picture", timeout_s, max_tokens=1)
 
 
 def _template(text: str) -> str:

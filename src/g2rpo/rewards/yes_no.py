@@ -15,9 +15,9 @@ _BLANKS = " \t\r\n\u2581\u0120\u010a"
 """White space, and its forms in raw vocabulary entries."""
 
 
-def yes_probability(answer: Any) -> float:
-    """P(yes) / (P(yes) + P(no)) of the first token of a chat completion, in [0, 1] (VQAScore, arXiv 2404.01291, in the form
-    that also divides by P(no)).
+def yes_probability(answer: Any, words: tuple[str, str] = ("yes", "no")) -> float:
+    """P(yes) / (P(yes) + P(no)), or of two other `words`, of the first token of a chat completion, in [0, 1] (VQAScore, arXiv
+    2404.01291, in the form that also divides by P(no)).
 
     All spellings of a word count together: "Yes", " yes", "YES". A word that is not among the listed tokens has probability 0.
     NaN if neither is. Raises `NoAnswer` if the completion has no log-probs.
@@ -25,8 +25,8 @@ def yes_probability(answer: Any) -> float:
     yes = no = 0.0
     for token, probability in first_token(answer):
         word = token.strip(_BLANKS).lower()
-        yes += probability * (word == "yes")
-        no += probability * (word == "no")
+        yes += probability * (word == words[0])
+        no += probability * (word == words[1])
     return yes / (yes + no) if yes + no > 0 else torch.nan
 
 

@@ -29,39 +29,49 @@ def score(
     prompts: Sequence[str],
     latents: Tensor | None = None,
     batch_size: int | None = None,
+    members: int = 1,
 ) -> Tensor:
     """Scores [R, N] of N images and their latents, rewards in their order; infinite scores become NaN.
 
     `images` may be None if all rewards take latents, `latents` if none does. A reward sees at most `batch_size` pictures at
-    once, and an out-of-memory error names this size; without one it sees all, and such errors are passed on.
+    once, and an out-of-memory error names this size; without one it sees all, and such errors are passed on. One that compares
+    sees `members` pictures, each group of which has one prompt.
     Raises `RewardFailed` with the reward's name if it raises an exception or returns another shape.
     """
-    scored, parts = as_rewards(rewards), []
-    for start in range(0, len(prompts), batch_size) if batch_size else [0]:
-        part = slice(start, start + batch_size if batch_size else None)
-        rows = []
-        for name, reward in scored.items():
-            if (every := latents if reward.latent else images) is None:
-                raise UserError(
-                    f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here"
-                )
-            given, texts = every[part], prompts[part]
+    rows, every = [], len(prompts) or 1
+    for name, reward in as_rewards(rewards).items():
+        if (scored := latents if reward.latent else images) is None:
+            raise UserError(f"reward '{name}' scores {'latents' if latents is None else 'pictures'}, and there are none here")
+        if reward.group and members == 1:
+            raise UserError(f"reward '{name}' compares the pictures of a group, and these are single ones")
+        parts, size = [], members if reward.group else batch_size or every
+        for start in range(0, every, size):
+            given, texts = scored[start : start + size], prompts[start : start + size]
             bounded = bounded_by("decode") if batch_size else nullcontext()
             with naming_reward(name, f"failed on {counted(len(texts), 'picture')}"), bounded:
                 of_frames = given.ndim == 5 and not (reward.video or reward.latent)
                 # a reward may write into its argument, so it gets a copy
-                rows.append(_by_frames(reward, given, texts) if of_frames else reward.scores(given.clone(), texts))
-        parts.append(torch.stack(rows))
-    return torch.cat(parts, 1)
+                parts.append(_by_frames(reward, given, texts) if of_frames else reward.scores(given.clone(), texts))
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def at_once(rewards: Mapping[str, Scorer], batch_size: int, members: int) -> int:
+    """The number of pictures to decode and score at a time: whole groups if a reward compares their `members`."""
+    together = any(reward.group for reward in as_rewards(rewards).values())
+    return max(1, batch_size // members) * members if together else batch_size
 
 
 def _by_frames(reward: Reward, clips: Tensor, prompts: Sequence[str]) -> Tensor:
     """Scores [B] of clips [B, T, 3, H, W] by a reward of pictures; NaN where no frame has a score."""
     frames = reward.frames or Frames()
     chosen, size = clips[:, :: frames.every], AT_ONCE
-    pictures, asked = chosen.flatten(0, 1), [prompt for prompt in prompts for _ in range(chosen.shape[1])]
-    parts = [reward.scores(pictures[i : i + size].clone(), asked[i : i + size]) for i in range(0, len(pictures), size)]
-    scores = torch.cat(parts).unflatten(0, chosen.shape[:2])
+    if reward.group:  # the frames of one moment are compared
+        scores = torch.stack([reward.scores(moment.clone(), prompts) for moment in chosen.unbind(1)], 1)
+    else:
+        pictures, asked = chosen.flatten(0, 1), [prompt for prompt in prompts for _ in range(chosen.shape[1])]
+        parts = [reward.scores(pictures[i : i + size].clone(), asked[i : i + size]) for i in range(0, len(pictures), size)]
+        scores = torch.cat(parts).unflatten(0, chosen.shape[:2])
     if frames.reduce == "mean":
         return scores.nanmean(1)
     least = scores.where(~scores.isnan(), torch.inf).amin(1)
@@ -103,18 +113,20 @@ def score_rollouts(
 ) -> Tensor:
     """Rewards [N, R, M, G] of N rollouts of one shape; `prompts` are the rows of the conditioning that they refer to.
 
-    At most `sizes.decode` pictures are decoded at a time: an iteration's are gigabytes. Nothing is if all rewards take latents.
+    At most `sizes.decode` pictures, or one group that is compared, are decoded at a time: an iteration's are gigabytes. Nothing
+    is if all rewards take latents.
     `lap` is called at the end of each phase, "decode" or "rewards".
     """
     scored = as_rewards(rewards)
     seen = not all(reward.latent for reward in scored.values())
     latents = torch.cat([rollout.finals.flatten(0, 1) for rollout in rollouts])
     texts = [prompts[rollout.prompt] for rollout in rollouts for _ in range(rollout.finals.shape[:2].numel())]
-    batch_size, parts = sizes.decode, []
-    for start in range(0, len(latents), batch_size):
-        batch = latents[start : start + batch_size]
-        images = decode(policy, batch, batch_size) if seen else None
+    members, parts = rollouts[0].finals.shape[1], []
+    size = at_once(scored, sizes.decode, members)
+    for start in range(0, len(latents), size):
+        batch = latents[start : start + size]
+        images = decode(policy, batch, sizes.decode) if seen else None
         lap("decode")
-        parts.append(score(scored, images, texts[start : start + batch_size], batch, batch_size))
+        parts.append(score(scored, images, texts[start : start + size], batch, sizes.decode, members))
         lap("rewards")
     return torch.cat(parts, 1).unflatten(1, (len(rollouts), *rollouts[0].finals.shape[:2])).transpose(0, 1)

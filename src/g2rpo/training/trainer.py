@@ -46,7 +46,7 @@ from g2rpo.training.reward_states import observe, stateful
 from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.run_files import RunFiles
 from g2rpo.training.stopwatch import Stopwatch
-from g2rpo.training.updater import Updater, check_differentiable
+from g2rpo.training.updater import Updater, check_differentiable, check_groups
 
 
 @dataclass(repr=False, kw_only=True)
@@ -87,6 +87,7 @@ class Trainer:
         self.algorithm = c.algorithm
         check_complete(self.algorithm)
         check_differentiable(self.algorithm, self.rewards)
+        check_groups(self.algorithm, {**self.rewards, **self.judges}, c.policy.tuning)
         self.memory = state_of(self.algorithm)
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         entries = self.policy.noise([generator_for("alarms")]).numel()

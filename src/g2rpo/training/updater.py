@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from g2rpo.core.capabilities import SumsGroups, differentiates_rewards, drops_members
+from g2rpo.core.capabilities import SumsGroups, candidates_of, differentiates_rewards, drops_members
 from g2rpo.core.contracts import group_terms_of, loss_of, name_of
 from g2rpo.core.errors import UserError, out_of_device_memory
 from g2rpo.core.types import Algorithm, Batch, Cond, Example, Loss, Policy, Reward
@@ -75,6 +75,19 @@ def check_differentiable(algorithm: Algorithm, rewards: Mapping[str, Reward | ty
             f"algorithm {name_of(algorithm)} learns from the gradient of rewards, and these have none: {', '.join(without)}; "
             "docs/rewards.md says which have one"
         )
+
+
+def check_groups(algorithm: Algorithm, rewards: Mapping[str, Reward | type[Reward]], tuning: str) -> None:
+    """UserError if some of `rewards` (or their classes) compare what a run with this algorithm and tuning does not have:
+    groups, and the base model beside the tuned one."""
+    if not (comparing := ", ".join(name for name, reward in rewards.items() if reward.group)):
+        return
+    if algorithm.group_size == 1 or candidates_of(algorithm) > 1:
+        why = "chooses prompts by single pictures" if candidates_of(algorithm) > 1 else "has groups of one"
+        raise UserError(f"algorithm {name_of(algorithm)} {why}, and these rewards compare the pictures of a group: {comparing}")
+    if tuning == "full" and not algorithm.uses_base:
+        what = f"{comparing}: held-out pictures are compared with the base's, which policy.tuning=full does not keep"
+        raise UserError(f"{what}; take lora, or a KL term (algorithm.kl_weight)")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.guidance import guided_by
 from g2rpo.rollout.planning import count_evaluations
-from g2rpo.rollout.scoring import decode, score
+from g2rpo.rollout.scoring import at_once, decode, score
 from g2rpo.runtime.memory import BatchSizes
 
 MAX_PROMPT = 500
@@ -263,7 +263,7 @@ def trace_group(
         (rollout,) = engine.rollout([chosen], algorithm.group_size, algorithm.kernel(sigmas), noise)
         predictions = _predictions(session, engine, noise) if chosen.shared_noise else None
         shape = rollout.finals.shape[:2]
-        finals, scores = _decoded(session, rollout.finals.flatten(0, 1), session.rewards, with_inputs)
+        finals, scores = _decoded(session, rollout.finals.flatten(0, 1), session.rewards, with_inputs, algorithm.group_size)
         rewards = scores.unflatten(1, shape)
         return GroupTrace(
             prompt=with_inputs,
@@ -309,14 +309,16 @@ def _predictions(session: Session, engine: Engine, noise: Noise) -> Tensor:
 
 
 def _decoded(
-    session: Session, latents: Tensor, rewards: Mapping[str, Reward] | None = None, prompt: str = ""
+    session: Session, latents: Tensor, rewards: Mapping[str, Reward] | None = None, prompt: str = "", members: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Pictures or reduced clips of latents [N, ...], and their scores [R, N], a batch at a time: clips are large."""
     shown, scores = [], []
-    for part in latents.split(session.sizes.decode):
+    for part in latents.split(at_once(rewards or {}, session.sizes.decode, members)):
         images = decode(session.policy, part, session.sizes.decode)
         shown.append(reduced(images) if images.ndim == 5 else images)
-        scores.append(score(rewards, images, [prompt] * len(images), part) if rewards else torch.zeros(0, len(images)))
+        scores.append(
+            score(rewards, images, [prompt] * len(images), part, members=members) if rewards else torch.zeros(0, len(images))
+        )
     return torch.cat(shown), torch.cat(scores, 1)
 
 

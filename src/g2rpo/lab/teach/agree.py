@@ -24,7 +24,7 @@ def agree(directory: Path, rewards: Mapping[str, object]) -> dict[str, Interval]
     built = build_rewards(table, pick_device("auto"))
     shares: dict[str, list[float]] = {name: [] for name in built}
     for vote, images in answered:
-        scores = score(built, images, [vote.prompt] * len(images), batch_size=16)
+        scores = score(built, images, [vote.prompt] * len(images), batch_size=16, members=len(images))
         for name, values in zip(built, scores, strict=True):
             shares[name].append(float("nan") if values.isnan().any() else agreement_of(values.double().numpy(), vote.liked))
     return {name: interval(np.array(values)) for name, values in shares.items()}

@@ -1,0 +1,108 @@
+"""A vision-language model that compares pictures of one prompt, two at a time: win rates within a group.
+
+As in Pref-GRPO (Wang et al. 2025, arXiv 2508.20751). Each pair is asked about in both orders, because models prefer a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from g2rpo.core.input_pictures import images_of, read_inputs
+from g2rpo.core.seeding import generator_for
+from g2rpo.rewards.pixels import to_pil
+from g2rpo.rewards.vlm import Form, VLMJudge, answer_text, parse_scores
+from g2rpo.rewards.yes_no import yes_probability
+
+MADE = "Two pictures were generated from this description:\n{prompt}\n\n"
+BETTER = "Which one shows completely and exactly what it says? If they are equal in that, which one is the better picture? "
+EDITED = "The last two pictures were made, each for itself, from what is before them, by this instruction:\n{prompt}\n\n"
+BETTER_EDIT = "Which one does what it says, keeps what it does not speak of, and is the better picture, in this order? "
+ENDS = {
+    "choice": "Answer with one digit: 1 for the first, 2 for the second.",
+    "final": "Compare them briefly. Then end with one line, in which 1 is the first, 2 the second, and 1.5 neither:\n"
+    "Better Picture: <1, 2 or 1.5>",
+}
+
+
+class PairwiseVLM(VLMJudge):
+    """The share of comparisons within its group that a picture wins, by a vision-language model, from 0 to 1.
+
+    A pair's win is the mean over both orders of P(1) / (P(1) + P(2)) of the answer's first token (form "choice"), or of the
+    "Better Picture" in the answer, where neither is a half (form "final"). Pairs without an answer in one of the orders are
+    left out; a picture without any pair has no score. It sees a prompt's input pictures before the two.
+
+    Args: `pairs`, how many pairs of a group are compared, by chance, in rounds in which no picture is in two; None: all. The
+    others are those of `vlm_judge`.
+    """
+
+    group = True
+    batch_size = 2**31  # a group is never divided
+    forms: ClassVar[Mapping[str, Form]] = {
+        "choice": Form(MADE + BETTER + ENDS["choice"]),
+        "final": Form(
+            MADE + BETTER + ENDS["final"], ("Better Picture",), low=1.0, high=2.0, combine=lambda values: 2 - values[0]
+        ),
+    }
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        form: str = "choice",
+        pairs: int | None = None,
+        template: str | None = None,
+        api_key_env: str | None = None,
+        image_size: int = 512,
+        max_tokens: int | None = None,
+        request: Mapping[str, Any] | None = None,
+        concurrency: int = 8,
+        timeout_s: float = 120.0,
+        retries: int = 3,
+        backoff_s: float = 1.0,
+        check: bool = True,
+    ) -> None:
+        if pairs is not None and pairs < 1:
+            raise ValueError(f"pairs must be at least 1, got {pairs}")
+        self.pairs, self.edit_template = pairs, template or EDITED + BETTER_EDIT + ENDS.get(form, "")
+        super().__init__(
+            url, model, form=form, template=template, api_key_env=api_key_env, image_size=image_size, max_tokens=max_tokens,
+            request=request, concurrency=concurrency, timeout_s=timeout_s, retries=retries, backoff_s=backoff_s, check=check,
+        )  # fmt: skip
+
+    @classmethod
+    def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
+        return None  # it has an instruction for pictures and one for edits
+
+    def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
+        before, parts = self._parts(read_inputs(prompts[0])), self._parts(to_pil(images))
+        pairs = pairs_of(len(parts), self.pairs, int(images.long().sum()))
+        orders = [order for pair in pairs for order in (pair, pair[::-1])]
+        wins = self._answers([([*before, parts[i], parts[j]], prompts[0]) for i, j in orders])
+        won, met = torch.zeros(2, len(parts))
+        for (i, j), first, second in zip(pairs, wins[::2], wins[1::2], strict=True):
+            share = (first + 1 - second) / 2
+            if share == share:  # both orders were answered
+                won[i], won[j] = won[i] + share, won[j] + 1 - share
+                met[i], met[j] = met[i] + 1, met[j] + 1
+        return won / met
+
+    def _instruction(self, prompt: str) -> str:
+        return (self.edit_template if images_of(prompt) else self.template).replace("{prompt}", prompt)
+
+    def _read(self, answer: Any) -> float:
+        return parse_scores(answer_text(answer), self.names, self.form) if self.names else yes_probability(answer, ("1", "2"))
+
+
+def pairs_of(members: int, most: int | None, seed: int) -> list[tuple[int, int]]:
+    """Pairs of different members, each once: all, or the first `most`, in rounds in which nobody is in two pairs.
+
+    A tournament by the circle method: one stays, the others go round; of an odd number, one has a round without a pair.
+    """
+    order, last = torch.randperm(members, generator=generator_for("pairs", seed)).tolist(), members - 1 + members % 2
+    rounds = [[(last, r), *(((r + k) % last, (r - k) % last) for k in range(1, (last + 1) // 2))] for r in range(last)]
+    return [(order[i], order[j]) for each in rounds for i, j in each if i < members][:most]
