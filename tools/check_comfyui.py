@@ -28,9 +28,9 @@ from diffusers.loaders import single_file_utils as converters
 from safetensors.torch import load_file
 from torch import Tensor
 
-from g2rpo.export.adapter import Adapter
 from g2rpo.export.comfyui import for_comfyui, names_for, whole_names
 from g2rpo.export.weights import Tuned
+from g2rpo.policies.adapters import Adapter
 from g2rpo.policies.catalogue import SPECS
 
 COLUMNS, RANK = 2, 3

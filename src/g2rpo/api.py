@@ -232,7 +232,15 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     return write_page([Path(run) for run in runs], Path(out) if out is not None else None)
 
 
-def export(run: str | Path, format: str, *, checkpoint: int | str | None = None, out: str | Path | None = None) -> Path:
+def export(
+    run: str | Path,
+    format: str,
+    *,
+    checkpoint: int | str | None = None,
+    out: str | Path | None = None,
+    learnt: bool = False,
+    assistant: bool = False,
+) -> Path:
     """Writes what `g2rpo export` writes, and returns where."""
     which = None if checkpoint is None else str(checkpoint)
-    return write_export(Path(run), format, which, Path(out) if out is not None else None)[0]
+    return write_export(Path(run), format, which, Path(out) if out is not None else None, learnt, assistant)[0]

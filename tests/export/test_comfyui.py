@@ -21,9 +21,9 @@ from diffusers.loaders import single_file_utils as converters
 from safetensors.torch import load_file
 
 from g2rpo.core.errors import UserError
-from g2rpo.export.adapter import Adapter
 from g2rpo.export.comfyui import for_comfyui, names_for, whole_names
 from g2rpo.export.weights import Tuned
+from g2rpo.policies.adapters import Adapter
 
 RANK, COLUMNS = 2, 3
 HIDDEN = 3072  # diffusers' converter has FLUX.1's width in it
@@ -259,7 +259,7 @@ def test_projections_that_are_one_matrix_become_one_lora(tmp_path):
 
 def test_one_projection_of_a_shared_matrix_alone_is_refused():
     shapes = {name: shape for name, shape in lumina().items() if not name.endswith("to_k")}
-    with pytest.raises(UserError, match="one matrix in ComfyUI; train to_q, to_k and to_v"):
+    with pytest.raises(UserError, match="one matrix there; train to_q, to_k and to_v"):
         for_comfyui(random_adapter(shapes), names_for("Lumina2Transformer2DModel"))
 
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from g2rpo import __version__, api
 from g2rpo.assembly import components
 from g2rpo.core.errors import UserError
-from g2rpo.export.adapter import read_adapter
 from g2rpo.export.merging import merge
 from g2rpo.export.weights import final
+from g2rpo.policies.adapters import read_adapter
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.runs.lifecycle import read_config
 from g2rpo.training.checkpoint import save_checkpoint

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from g2rpo.assembly.adapters import digests_of
 from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.rewards import declared_by, reward_kind
 from g2rpo.config.schema import Config, RewardConfig
@@ -34,6 +35,7 @@ def contents_of(config: Config, prompts: Sequence[str], heldout: Sequence[str], 
         "prompts.train": f"{len(prompts)} prompts, {_short(digest_of_prompts(prompts))}",
         "evaluation.prompts": f"{len(heldout)} prompts, {_short(digest_of_prompts(heldout))}",
         "policy.path": source_of(given["policy"]) if "policy" in given else pipeline_identity(config.policy.path),
+        **({} if "policy" in given else digests_of(config.policy)),
         "algorithm": source_of(config.algorithm),
         **of_rewards,
     }

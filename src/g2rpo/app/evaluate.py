@@ -14,6 +14,7 @@ from g2rpo.app.ahead import policy_after_encoding
 from g2rpo.app.events import Emit, Line, Progress, cautions, silent
 from g2rpo.app.stopping import stoppable
 from g2rpo.assembly import components
+from g2rpo.assembly.adapters import digests_of
 from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards, check_rewards
@@ -129,6 +130,7 @@ def _contents(config: JudgingConfig, prompts: Sequence[str]) -> dict[str, str]:
     contents = {
         "prompts": digest_of_prompts(prompts),
         "model": pipeline_identity(config.policy.path),
+        **digests_of(config.policy),
     }
     if config.weights is not None:
         weights, digests = local(config.weights), FileDigests(None)

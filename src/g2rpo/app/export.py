@@ -4,58 +4,83 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from g2rpo.assembly.adapters import adapter_of
+from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, did_you_mean
 from g2rpo.core.files import whole_file
-from g2rpo.export.adapter import PREFIX
-from g2rpo.export.comfyui import for_comfyui, names_for, whole_names
+from g2rpo.export.comfyui import for_comfyui, for_trainers, names_for, whole_names
 from g2rpo.export.merging import Rounding, merge, merge_into_one
 from g2rpo.export.weights import Tuned, final, from_checkpoint, transformer_folder
+from g2rpo.policies.adapters import CONFIG, PREFIX, write_tensors
 from g2rpo.policies.tuning import ADAPTER
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import read_config
 from g2rpo.runtime.folders import is_empty, whole, writing
 from g2rpo.training.model_card import copy_card
 
-FORMATS = ("diffusers", "comfyui", "merged")
+FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit", "merged")
+FILES = ("comfyui", "kohya", "ai-toolkit")
+"""Formats that are one file."""
 
 
-def export(run: Path, format: str, checkpoint: str | None, out: Path | None) -> tuple[Path, Rounding | None]:
-    """Writes a new folder, for ComfyUI a new file; returns where, and what rounding has cost merged weights. The base model is
-    read only where its weights are needed. UserError for a run without weights, and for models and modules that a format has no
-    names for."""
+def export(
+    run: Path, format: str, checkpoint: str | None, out: Path | None, learnt: bool = False, assistant: bool = False
+) -> tuple[Path, Rounding | None]:
+    """Writes a new folder or, for `FILES`, a new file; returns where, and what rounding has cost merged weights. The base model
+    is read only where its weights are needed. Of an adapter that continues another, `learnt` leaves that out; `assistant` adds
+    the run's assistant. UserError for a run without weights, and for models and modules that a format has no names for."""
     if not format:
         raise UserError(f"say which --format: {', '.join(FORMATS)}")
     if format not in FORMATS:
         raise UserError(f"--format {format}: is no format.{did_you_mean(format, FORMATS)}")
     config = read_config(run)
-    out = out or _place(run, format, checkpoint)
+    which = "".join([f"-{checkpoint}" if checkpoint else "", "-learnt" * learnt, "-with-assistant" * assistant])
+    out = out or _place(run, format, which)
     _check_new(out, format)
     tuned = final(run, config) if checkpoint is None else from_checkpoint(run, config, checkpoint)
+    tuned = _asked(tuned, config, learnt, assistant)
     finished = RunDirectory(run).weights if checkpoint is None else None
     base = partial(transformer_folder, config.policy)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(out) if format == "comfyui" else whole(out) as unfinished:
+        with whole_file(out) if format in FILES else whole(out) as unfinished:
             rounding = _write(format, tuned, base, unfinished, finished, config.policy.kind)
     return out, rounding
 
 
-def _place(run: Path, format: str, checkpoint: str | None) -> Path:
-    suffix = f"-{checkpoint}" if checkpoint else ""
-    return RunDirectory(run).exports / (
-        f"{run.resolve().name}{suffix}.safetensors" if format == "comfyui" else f"{format}{suffix}"
-    )
+def _asked(tuned: Tuned, config: Config, learnt: bool, assistant: bool) -> Tuned:
+    """The adapter without the one that it continues, or with the assistant."""
+    if not (learnt or assistant):
+        return tuned
+    if tuned.adapter is None:
+        raise UserError("--learnt and --assistant are for adapters; this run trained all weights")
+    adapter = tuned.adapter
+    if learnt and (start := adapter_of(config.policy, "adapter")) is not None:
+        adapter = adapter.plus(start, -1)
+    if assistant:
+        if (second := adapter_of(config.policy, "assistant")) is None:
+            raise UserError("--assistant: this run has none (policy.assistant)")
+        adapter = adapter.plus(second)
+    return replace(tuned, adapter=adapter)
+
+
+def _place(run: Path, format: str, which: str) -> Path:
+    name = run.resolve().name if format == "comfyui" else f"{run.resolve().name}-{format}"
+    return RunDirectory(run).exports / (f"{name}{which}.safetensors" if format in FILES else f"{format}{which}")
 
 
 def _check_new(out: Path, format: str) -> None:
-    if format == "comfyui" and out.suffix != ".safetensors":
+    if format in FILES and out.suffix != ".safetensors":
         raise UserError(
             f"--out {out}: ComfyUI reads one file; name it NAME.safetensors, in models/loras or models/diffusion_models"
+            if format == "comfyui"
+            else f"--out {out}: is one file in this format; name it NAME.safetensors"
         )
-    if out.exists() if format == "comfyui" else not is_empty(out):
+    if out.exists() if format in FILES else not is_empty(out):
         raise UserError(f"{out} exists; name another --out")
 
 
@@ -65,11 +90,17 @@ def _write(
     """Writes a format; `finished` are the final weights of a run, where they are what is exported."""
     if format == "merged":
         return merge(tuned, base(), out)
-    if format == "comfyui":
-        names = names_for(tuned.kind, kind)
-        if tuned.adapter is None:
+    if format in FILES:
+        names = names_for(tuned.kind, kind, format)
+        if tuned.adapter is None and format == "comfyui":
             return merge_into_one(tuned, base(), out, whole_names(names))
-        for_comfyui(tuned.adapter, names).write(out)
+        if tuned.adapter is None:
+            raise UserError(f"--format {format}: is for adapters; this run trained all weights")
+        if format == "comfyui":
+            for_comfyui(tuned.adapter, names).write(out)
+        else:
+            header = {key: text for key, text in tuned.adapter.metadata.items() if key != CONFIG}
+            write_tensors(out, for_trainers(tuned.adapter, names, format), header)
         return None
     if tuned.adapter is not None:
         tuned.adapter.write(out / ADAPTER, PREFIX)

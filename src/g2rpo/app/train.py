@@ -22,6 +22,7 @@ from g2rpo.app.prediction import Predict, beside_plan
 from g2rpo.app.preflight import check
 from g2rpo.app.stopping import Stopping
 from g2rpo.assembly import components
+from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.prompts import caution as prompts_caution
 from g2rpo.assembly.rewards import build_rewards, configured
 from g2rpo.assembly.trackers import build_trackers
@@ -48,15 +49,18 @@ from g2rpo.training.trainer import Trainer
 def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> Config:
     """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the keys that an override drops,
     and if a folder has the recipe's name."""
+    given = {key.removeprefix("policy.") for key, _, _ in (override.partition("=") for override in overrides)}
     if recipe.endswith((".yaml", ".yml")):
-        return resolve(read_yaml(Path(recipe)), overrides, recipe, notify)
+        data = read_yaml(Path(recipe))
+        own = data.get("policy")
+        return completed(resolve(data, overrides, recipe, notify), given | {*(own if isinstance(own, dict) else ())}, notify)
     if "=" in recipe:
         raise UserError(f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it")
     if os.path.isdir(recipe):
         if recipe not in recipes.names():
             raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
         notify(f"{recipe} is taken for the recipe, not for the folder of that name here")
-    return resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", notify)
+    return completed(resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", notify), given, notify)
 
 
 def build_trainer(

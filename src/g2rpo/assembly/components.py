@@ -165,6 +165,9 @@ def policy_options(
     policy = policy_class(config.kind or kind)
     policy.check_options(config)
     given = {name: value for name, value in config if name not in ("path", "kind", "pipeline")}
+    for key in ("adapter", "assistant"):
+        if given[key] is not None:
+            given[key] = str(hub.find_adapter(f"policy.{key}", given[key]))
     return policy, {**given, "device": device, "tuning": tuning or config.tuning, "seed": seed, "keep_base": keep_base}
 
 

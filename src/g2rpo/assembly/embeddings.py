@@ -16,7 +16,7 @@ from g2rpo.policies.embeddings import CachedEncoder, EmbeddingStore, Encoder, ca
 NOT_IN_EMBEDDINGS = {
     "path", "pipeline", "device", "height", "width", "num_frames", "guidance_scale", "tuning", "lora_rank", "lora_alpha",
     "lora_targets", "lora_init", "gradient_checkpointing", "truncate_timesteps", "detach_negative", "published_pictures",
-    "vae_tiling", "quantize", "attention", "autocast", "compile",
+    "vae_tiling", "quantize", "attention", "autocast", "compile", "adapter", "assistant", "assistant_in_evaluation",
 }  # fmt: skip
 """Settings of a policy that text embeddings do not depend on. All others are part of their key."""
 

@@ -1,15 +1,21 @@
-"""Whether files can be downloaded from the Hugging Face Hub, with a time limit (its library retries for half a minute)."""
+"""Whether files can be downloaded from the Hugging Face Hub, with a time limit (its library retries for half a minute), and
+where an adapter lies, there or here."""
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 
+from g2rpo.core.errors import UserError, loading
+from g2rpo.core.files import local
+from g2rpo.policies.tuning import ADAPTER
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
 
 Question = Callable[[], str | None]
@@ -40,6 +46,45 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
     except NoAnswer:  # slow, or no valid JSON: a download may still work
         return None
     return None
+
+
+def find_adapter(key: str, name: str) -> Path:
+    """The file of the adapter `name`, the value of a config's `key`; of the hub's it is downloaded if need be."""
+    place, said = local(name), f"{key}={name}"
+    if os.path.isdir(place):
+        path = place / _only(said, [path.name for path in place.iterdir()])
+    elif os.path.exists(place):
+        path = place
+    elif found := re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:/(.+\.safetensors))?", name):
+        path = _adapter_of(said, *found.groups())
+    else:
+        raise UserError(f"{said}: there is no such file or folder; give a .safetensors file, or OWNER/NAME[/FILE] of the hub")
+    if path.suffix != ".safetensors":
+        raise UserError(
+            f"{said}: is no .safetensors file; a pickle could run code, so convert it (safetensors.torch.save_file)"
+        )
+    return path
+
+
+def _adapter_of(said: str, repository: str, file: str | None) -> Path:
+    from huggingface_hub import hf_hub_download, list_repo_files
+
+    if (found := cached(repository, file or ADAPTER)) is not None:
+        return found
+    if (why := obstacle(repository)) is not None:
+        raise UserError(f"{said}: is no file or folder here, and {why}")
+    with loading(f"{said}: is no file or folder here, and the hub does not give it"):
+        return Path(hf_hub_download(repository, file or _only(said, list_repo_files(repository))))
+
+
+def _only(said: str, files: Sequence[str]) -> str:
+    """The adapter among a folder's files."""
+    found = [file for file in files if file.endswith(".safetensors")]
+    if ADAPTER in found or len(found) == 1:
+        return ADAPTER if ADAPTER in found else found[0]
+    if not found and any(file.endswith((".bin", ".pt", ".ckpt")) for file in files):
+        raise UserError(f"{said}: holds pickles only, which could run code; convert them (safetensors.torch.save_file)")
+    raise UserError(f"{said}: should hold one .safetensors file, or {ADAPTER}; it holds {', '.join(sorted(found)) or 'none'}")
 
 
 def at_once(questions: Mapping[str, Question], seconds: float) -> dict[str, str]:

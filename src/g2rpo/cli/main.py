@@ -356,16 +356,20 @@ def evaluate(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    format: Annotated[str, typer.Option(help="diffusers, comfyui or merged (the base model with the weights in it).")] = "",
+    format: Annotated[
+        str, typer.Option(help="diffusers, comfyui, kohya, ai-toolkit or merged (the base model with the weights in it).")
+    ] = "",
     checkpoint: Annotated[str | None, typer.Option(help="An iteration, last or best; default the final weights.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A new folder, or for comfyui a .safetensors file; default in RUN/export.")
+        Path | None, typer.Option(help="A new folder, or a .safetensors file for formats of one; default in RUN/export.")
     ] = None,
+    learnt: Annotated[bool, typer.Option("--learnt", help="Without the adapter that the run continues.")] = False,
+    assistant: Annotated[bool, typer.Option("--assistant", help="With the run's assistant.")] = False,
 ) -> None:
     """Write a run's weights as other programs read them."""
     from g2rpo.app.export import export as write
 
-    path, rounding = write(run, format, checkpoint, out)
+    path, rounding = write(run, format, checkpoint, out, learnt, assistant)
     say(console, str(path))
     if rounding is not None and rounding.dtype:
         cost = f"rounding moves weights by {rounding.share:.2%} of what training did (root mean square)"

@@ -1,27 +1,29 @@
-"""Trained weights with ComfyUI's names (`policies.comfyui`)."""
+"""Trained weights with the names of ComfyUI, kohya's trainers and ai-toolkit (`policies.comfyui`)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from g2rpo.core.errors import UserError
-from g2rpo.export.adapter import CONFIG, Adapter
 from g2rpo.policies import catalogue
-from g2rpo.policies.comfyui import ComfyUI
+from g2rpo.policies.adapters import CONFIG, DOWN, UP, Adapter
+from g2rpo.policies.comfyui import FLUX, ComfyUI, named
 from g2rpo.policies.spec import PipelineSpec
 
 
-def names_for(transformer: str, kind: str | None = None) -> ComfyUI:
-    """ComfyUI's names of a class of transformers, the catalogue's or those of the spec that `kind` (policy.kind) names;
+def names_for(transformer: str, kind: str | None = None, format: str = "comfyui") -> ComfyUI:
+    """Other programs' names of a class of transformers, the catalogue's or those of the spec that `kind` (policy.kind) names;
     UserError where none are known."""
     found = _of(catalogue.SPECS.values(), transformer) or _of([catalogue.spec_of(kind)] if kind else [], transformer)
     if found is None:
         raise UserError(
-            f"--format comfyui: {transformer}: ComfyUI has no such model, or its names are not known here; --format diffusers "
-            "and merged are for any model"
+            f"--format {format}: {transformer}: {'ComfyUI has' if format == 'comfyui' else 'there is'} no such model, or its "
+            "names are not known here; --format diffusers and merged are for any model"
         )
     return found
 
@@ -48,25 +50,59 @@ def whole_names(names: ComfyUI) -> Callable[[str], str]:
 
 
 def for_comfyui(adapter: Adapter, names: ComfyUI) -> Adapter:
-    """The adapter with ComfyUI's keys as modules' names. Projections that the original weights keep in one matrix become one
-    LoRA: the downs below one another, the ups in the blocks of a diagonal, so that up @ down stacks their changes."""
+    """The adapter with ComfyUI's keys as modules' names."""
+    return _renamed(adapter, "comfyui", names.transformer, names.key)
+
+
+def for_trainers(adapter: Adapter, names: ComfyUI, format: str) -> dict[str, Tensor]:
+    """The tensors of an adapter with the original weights' names, as kohya's trainers and ai-toolkit write them."""
+    if (original := names.original) is None or (format == "ai-toolkit" and original is FLUX.original):
+        raise UserError(
+            f"--format {format}: of a {names.transformer} none is known but diffusers' own; take --format diffusers"
+        )
+    renamed = _renamed(adapter, format, names.transformer, partial(named, original)).layers
+    if format == "ai-toolkit":
+        return {
+            f"diffusion_model.{key}{end}": v for key, pair in renamed.items() for end, v in zip((DOWN, UP), pair, strict=True)
+        }
+    tensors: dict[str, Tensor] = {}
+    for key, (down, up) in renamed.items():
+        key = "lora_unet_" + key.replace(".", "_")
+        tensors |= {
+            f"{key}.lora_down.weight": down,
+            f"{key}.lora_up.weight": up,
+            f"{key}.alpha": torch.tensor(float(len(down))),
+        }
+    return tensors
+
+
+def _renamed(adapter: Adapter, format: str, transformer: str, key_of: Callable[[str], str | None]) -> Adapter:
+    """The adapter with other modules' names. Projections that the original weights keep in one matrix become one LoRA: the
+    downs below one another, the ups in the blocks of a diagonal, so that up @ down stacks their changes."""
     grouped: dict[str, list[str]] = {}
-    for module in sorted(adapter.layers, key=lambda name: (name.rpartition(".")[0], "qkv".find(name[-1]), name)):
-        grouped.setdefault(_key(names, module), []).append(module)
-    for key, modules in grouped.items():
-        if key.endswith(".qkv") and len(modules) != 3:
-            raise UserError(f"--format comfyui: {key} is one matrix in ComfyUI; train to_q, to_k and to_v, not {modules} alone")
+    for module in sorted(adapter.layers, key=lambda name: (_place(name), name)):
+        if (key := key_of(module)) is None:
+            raise UserError(
+                f"--format {format}: its loader has no key for {module} of {transformer} and would leave it out; "
+                "use --format diffusers or merged, or train without it (policy.lora_targets)"
+            )
+        grouped.setdefault(key, []).append(module)
     layers = {}
     for key, modules in grouped.items():
-        downs, ups = zip(*(adapter.layers[module] for module in modules), strict=True)
-        layers[key] = (downs[0], ups[0]) if len(modules) == 1 else (torch.cat(downs), torch.block_diag(*ups))
+        if key.endswith("qkv") and len(modules) != 3:
+            raise UserError(f"--format {format}: {key} is one matrix there; train to_q, to_k and to_v, not {modules} alone")
+        pairs = [adapter.layers[module] for module in modules]
+        if key.endswith("linear1") and _place(modules[0]) in range(4):  # FLUX.1's blocks of one stream; what is absent is zero
+            rank, width = pairs[0][0].shape
+            found = dict(zip(map(_place, modules), pairs, strict=True))
+            lacks = {i: (torch.zeros(rank, width), torch.zeros(width * (4 if i == 3 else 1), rank)) for i in range(4)}
+            pairs = [{**lacks, **found}[i] for i in range(4)]
+        downs, ups = zip(*pairs, strict=True)
+        layers[key] = pairs[0] if len(pairs) == 1 else (torch.cat(downs), torch.block_diag(*ups))
     return Adapter(layers, {key: text for key, text in adapter.metadata.items() if key != CONFIG})  # its names are diffusers'
 
 
-def _key(names: ComfyUI, module: str) -> str:
-    if (key := names.key(module)) is not None:
-        return key
-    raise UserError(
-        f"--format comfyui: ComfyUI's loader has no key for {module} of {names.transformer} and would leave it out; "
-        "use --format diffusers or merged, or train without it (policy.lora_targets)"
-    )
+def _place(module: str) -> int:
+    """The place of a projection in a joint matrix: q, k, v, and FLUX.1's mlp."""
+    found = re.search(r"(?:to|add)_([qkv])(?:_proj)?$|(proj_mlp)$", module)
+    return 4 if found is None else "qkv".index(found[1]) if found[1] else 3

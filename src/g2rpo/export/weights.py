@@ -16,7 +16,7 @@ from g2rpo.assembly.blueprint import on_meta, read_blueprint
 from g2rpo.config.schema import Config, PolicyConfig
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.plain import parse_json, read_text
-from g2rpo.export.adapter import DOWN, UP, Adapter, read_adapter
+from g2rpo.policies.adapters import DOWN, UP, Adapter, read_adapter
 from g2rpo.policies.tuning import ADAPTER, Tuning
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.sharding import Pieces

@@ -17,6 +17,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.types import Policy
 from g2rpo.policies import catalogue
+from g2rpo.policies.adapters import read_adapter
 from g2rpo.policies.attention import MASKLESS
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.pipelines import (
@@ -97,6 +98,9 @@ class DiffusersPolicy(Policy):
             sharding=sharding,
             quantized=o.quantize,
             autocast=o.autocast,
+            start=read_adapter(Path(o.adapter), type(pipeline)) if o.adapter else None,
+            assistant=read_adapter(Path(o.assistant), type(pipeline)) if o.assistant else None,
+            deployed=o.assistant_in_evaluation,
         )
         place(
             pipeline,
@@ -387,6 +391,10 @@ class DiffusersPolicy(Policy):
 
     def base(self) -> AbstractContextManager[None]:
         return self.tuning.base()
+
+    def assisted(self) -> AbstractContextManager[None]:
+        """While entered, the assistant acts (policy.assistant)."""
+        return self.tuning.assisted()
 
     def load(self, path: Path, strength: float = 1.0) -> None:
         """Loads tuned weights written by `save`; `strength` scales an adapter."""

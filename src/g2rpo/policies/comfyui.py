@@ -1,4 +1,5 @@
-"""ComfyUI's names of modules and tensors (github.com/comfyanonymous/ComfyUI, comfy/lora.py, comfy/utils.py).
+"""Other programs' names of modules and tensors: ComfyUI's (github.com/comfyanonymous/ComfyUI, comfy/lora.py, comfy/utils.py),
+and those of the original weights, which kohya's trainers and ai-toolkit use.
 
 For some models its LoRA loader accepts diffusers' names after "transformer."; for others only those of the original
 weights after "diffusion_model.". `tools/check_comfyui.py` compares them with a checkout of ComfyUI.
@@ -26,17 +27,56 @@ class ComfyUI:
     prefix: str
     names: Mapping[str, str]
     whole: Mapping[str, str] | None = None
+    original: Mapping[str, str] | None = None
+    """Patterns of modules with their names in the original weights; None where diffusers reads no LoRA with these."""
 
     def key(self, module: str) -> str | None:
         """The key of a module; None if there is none."""
-        for pattern, name in self.names.items():
-            if found := re.fullmatch(pattern, module):
-                return self.prefix + found.expand(name)
-        return None
+        name = named(self.names, module)
+        return name and self.prefix + name
 
 
-def _same(transformer: str, *patterns: str, whole: Mapping[str, str] | None = None) -> ComfyUI:
-    return ComfyUI(transformer, "transformer.", dict.fromkeys(patterns, SAME), whole)
+def named(names: Mapping[str, str], module: str) -> str | None:
+    """The replacement by the first pattern that matches a module's whole name."""
+    found = ((re.fullmatch(pattern, module), name) for pattern, name in names.items())
+    return next((match.expand(name) for match, name in found if match), None)
+
+
+def _same(
+    transformer: str, *patterns: str, whole: Mapping[str, str] | None = None, original: Mapping[str, str] | None = None
+) -> ComfyUI:
+    return ComfyUI(transformer, "transformer.", dict.fromkeys(patterns, SAME), whole, original)
+
+
+_BLOCK, _SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
+
+
+def _double_blocks(feed: Mapping[str, str]) -> dict[str, str]:
+    """The original names of FLUX's blocks of two streams; `feed` has the patterns of a feed-forward network's two layers."""
+    names: dict[str, str] = {}
+    for stream, joint, out, ff in (
+        ("img", r"to_[qkv]", r"to_out\.0", "ff"),
+        ("txt", r"add_[qkv]_proj", "to_add_out", "ff_context"),
+    ):
+        names |= {rf"{_BLOCK}attn\.{joint}": rf"double_blocks.\1.{stream}_attn.qkv"}
+        names |= {rf"{_BLOCK}attn\.{out}": rf"double_blocks.\1.{stream}_attn.proj"}
+        names |= {rf"{_BLOCK}{ff}\.{layer}": rf"double_blocks.\1.{stream}_mlp.{number}" for layer, number in feed.items()}
+    return names
+
+
+_FLUX1 = {
+    **_double_blocks({r"net\.0\.proj": "0", r"net\.2": "2"}),
+    rf"{_BLOCK}norm1\.linear": r"double_blocks.\1.img_mod.lin",
+    rf"{_BLOCK}norm1_context\.linear": r"double_blocks.\1.txt_mod.lin",
+    rf"{_SINGLE}(attn\.to_[qkv]|proj_mlp)": r"single_blocks.\1.linear1",
+    rf"{_SINGLE}proj_out": r"single_blocks.\1.linear2",
+    rf"{_SINGLE}norm\.linear": r"single_blocks.\1.modulation.lin",
+}
+_FLUX2 = {
+    **_double_blocks({"linear_in": "0", "linear_out": "2"}),
+    rf"{_SINGLE}attn\.to_qkv_mlp_proj": r"single_blocks.\1.linear1",
+    rf"{_SINGLE}attn\.to_out": r"single_blocks.\1.linear2",
+}
 
 
 _FLUX_BLOCKS = (
@@ -50,16 +90,19 @@ FLUX = _same(
     r"transformer_blocks\.\d+\.norm1(_context)?\.linear|single_transformer_blocks\.\d+\.norm\.linear",
     r"norm_out\.linear|time_text_embed\.(timestep|text|guidance)_embedder\.linear_[12]",
     whole={},
+    original=_FLUX1,
 )
 CHROMA = _same(
     "ChromaTransformer2DModel",
     *_FLUX_BLOCKS,
+    original=_FLUX1,
 )
 FLUX2 = _same(
     "Flux2Transformer2DModel",
     rf"transformer_blocks\.\d+\.({_JOINT}|ff(_context)?\.linear_(in|out))",
     r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
     r"x_embedder|context_embedder|proj_out|norm_out\.linear",
+    original=_FLUX2,
 )
 SD3 = _same(
     "SD3Transformer2DModel",
@@ -72,6 +115,7 @@ QWEN_IMAGE = _same(
     rf"transformer_blocks\.\d+\.({_JOINT}|(img|txt)_mlp\.{_FF}|(img|txt)_mod\.1)",
     r"img_in|txt_in|proj_out|norm_out\.linear|time_text_embed\.timestep_embedder\.linear_[12]",
     whole={},
+    original={r".+": SAME},
 )
 Z_IMAGE = _same(
     "ZImageTransformer2DModel",
@@ -79,6 +123,7 @@ Z_IMAGE = _same(
     r"(layers|noise_refiner)\.\d+\.adaLN_modulation\.0",
     r"all_x_embedder\.2-1|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|cap_embedder\.1|t_embedder\.mlp\.[02]",
     whole={},
+    original={r".+": SAME},
 )
 KREA2 = _same(
     "Krea2Transformer2DModel",
@@ -100,22 +145,23 @@ LTX = ComfyUI(
         r"\.norm_([qk])\.": r".\1_norm.",
     },
 )
+_WAN = {
+    r"(blocks\.\d+)\.attn1\.to_([qkv])": r"\1.self_attn.\2",
+    r"(blocks\.\d+)\.attn1\.to_out\.0": r"\1.self_attn.o",
+    r"(blocks\.\d+)\.attn2\.to_([qkv])": r"\1.cross_attn.\2",
+    r"(blocks\.\d+)\.attn2\.to_out\.0": r"\1.cross_attn.o",
+    r"(blocks\.\d+)\.attn2\.add_([kv])_proj": r"\1.cross_attn.\2_img",
+    r"(blocks\.\d+)\.ffn\.net\.0\.proj": r"\1.ffn.0",
+    r"(blocks\.\d+)\.ffn\.net\.2": r"\1.ffn.2",
+    r"condition_embedder\.(text|time)_embedder\.linear_1": r"\1_embedding.0",
+    r"condition_embedder\.(text|time)_embedder\.linear_2": r"\1_embedding.2",
+    r"condition_embedder\.time_proj": "time_projection.1",
+    r"proj_out": "head.head",
+}
 WAN = ComfyUI(
     "WanTransformer3DModel",
     "diffusion_model.",
-    {
-        r"(blocks\.\d+)\.attn1\.to_([qkv])": r"\1.self_attn.\2",
-        r"(blocks\.\d+)\.attn1\.to_out\.0": r"\1.self_attn.o",
-        r"(blocks\.\d+)\.attn2\.to_([qkv])": r"\1.cross_attn.\2",
-        r"(blocks\.\d+)\.attn2\.to_out\.0": r"\1.cross_attn.o",
-        r"(blocks\.\d+)\.attn2\.add_([kv])_proj": r"\1.cross_attn.\2_img",
-        r"(blocks\.\d+)\.ffn\.net\.0\.proj": r"\1.ffn.0",
-        r"(blocks\.\d+)\.ffn\.net\.2": r"\1.ffn.2",
-        r"condition_embedder\.(text|time)_embedder\.linear_1": r"\1_embedding.0",
-        r"condition_embedder\.(text|time)_embedder\.linear_2": r"\1_embedding.2",
-        r"condition_embedder\.time_proj": "time_projection.1",
-        r"proj_out": "head.head",
-    },
+    _WAN,
     {
         r"\.attn1\.": ".self_attn.",
         r"\.attn2\.": ".cross_attn.",
@@ -133,6 +179,7 @@ WAN = ComfyUI(
         r"^condition_embedder\.(text|time)_embedder\.linear_2\.": r"\1_embedding.2.",
         r"^condition_embedder\.time_proj\.": "time_projection.1.",
     },
+    _WAN,
 )
 LUMINA2 = ComfyUI(
     "Lumina2Transformer2DModel",

@@ -48,6 +48,14 @@ class PolicyConfig(Section):
     lora_targets: list[str] | None = None
     lora_init: LoraInit = "kaiming"
     """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 / rank."""
+    adapter: str | None = None
+    """A LoRA to continue: a .safetensors file, a folder with one, or OWNER/NAME[/FILE] of the hub. Rank, alpha and targets are
+    the file's. The base model of losses and comparisons is then the model with it. Under full tuning it is merged at first."""
+    assistant: str | None = None
+    """A second LoRA, frozen, that acts where training samples and learns, such as a de-distillation adapter of a Turbo
+    model."""
+    assistant_in_evaluation: bool = False
+    """Whether the assistant also acts in held-out pictures and samples: true if it is deployed with the result."""
     dtype: Dtype = "float32"
     quantize: Quantize = "none"
     """How the frozen weights of a LoRA are stored: in a byte each (int8, fp8) or in half of one (nf4)."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import add_metadata
+from g2rpo.policies.adapters import DOWN, PREFIX, UP, Adapter, check_fit, read_adapter
 from g2rpo.policies.options import LoraInit
 from g2rpo.policies.quantized import Quantize, is_quantized, quantize
 from g2rpo.runtime.sharding import Sharded
@@ -42,6 +43,9 @@ class Tuning:
     the transformer to call: the trained one, or the untrained one inside `base`. `sharding` shards the weights that "full"
     trains; all ranks must then call `save`. `quantized` is how frozen weights are stored. Without
     `autocast` adapters compute in the dtype of their inputs.
+
+    With `start` "lora" continues that adapter, "full" begins with it merged in, and "frozen" has it beside its weights; the
+    untrained transformer has it too. The `assistant` is frozen and acts while `assisted`, or with `deployed` always.
     """
 
     def __init__(
@@ -60,9 +64,18 @@ class Tuning:
         sharding: Sharded | None = None,
         quantized: Quantize = "none",
         autocast: bool = True,
+        start: Adapter | None = None,
+        assistant: Adapter | None = None,
+        deployed: bool = False,
     ) -> None:
         self.transformer = self.active = transformer
         self.mode = mode
+        self.own: str | None = "default" if mode == "lora" else None
+        self._strength = 1.0
+        self._untrained, self._assisted, self._deployed, self._autocast = False, False, deployed, autocast
+        for key, adapter in (("adapter", start), ("assistant", assistant)):
+            if adapter is not None:
+                check_fit(f"policy.{key}", adapter, transformer)
         self._kind = type(transformer)
         self._sharding = sharding
         self._divided: dict[str, nn.Parameter] = {}
@@ -74,19 +87,32 @@ class Tuning:
 
             check_lora(type(transformer))
             transformer.requires_grad_(False).to(dtype)
+            if assistant is not None:
+                _add(transformer, "assistant", assistant, dtype)
             with torch.random.fork_rng(devices=[]):  # the weights are on the CPU; do not initialise other GPUs
                 torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
                 how: Any = "gaussian" if init == "gaussian" else True
-                transformer.add_adapter(
-                    LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights=how)
-                )
-            for parameter in self.named().values():
-                parameter.data = parameter.data.float()
-            if not autocast:
-                _compute_as_called(transformer)
+                lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights=how)
+                transformer.add_adapter(lora)
+                if start is not None:
+                    transformer.add_adapter(lora, "start")
+            trained = _factors(transformer, "default")
+            for factor in (*trained.values(), *_factors(transformer, "start").values()):
+                factor.weight.data = factor.weight.data.float()
+            if start is not None:
+                _fill(trained, start, alpha / rank)
+                for name, factor in _factors(transformer, "start").items():
+                    factor.weight.data.copy_(trained[name].weight.data)
         elif mode == "frozen":
             transformer.requires_grad_(False).to(dtype)
+            for name, adapter in (("start", start), ("assistant", assistant)):
+                if adapter is not None:
+                    _add(transformer, name, adapter, torch.float32 if name == "start" else dtype)
         else:
+            if start is not None:
+                for module in start.layers:  # in float32, for less would round the change away
+                    weight = transformer.get_submodule(module).weight
+                    weight.data = weight.data.float() + start.delta(module).view_as(weight).to(weight.device)
             if keep_base:
                 self._frozen = _twin(transformer)
             transformer.requires_grad_(True)
@@ -103,6 +129,26 @@ class Tuning:
                     sharding.shard(self._frozen, dtype, trained=False)
         if quantized != "none":
             quantize(transformer, quantized, device)
+        self._choose()
+
+    def _choose(self) -> None:
+        """Activates the adapters of the next calls, each with its strength. That of the trained one is of what was learnt:
+        between 0 and 1 it leads from the start to the result."""
+        learnt = 0.0 if self._untrained or self.own is None else self._strength
+        strengths = {"start": 1 - learnt, "assistant": float(self._assisted or self._deployed)}
+        strengths |= {self.own: learnt} if self.own is not None else {}
+        if not strengths.keys() & getattr(self.transformer, "peft_config", {}).keys():
+            return
+        for layer in self.transformer.modules():
+            if hasattr(layer, "lora_A"):
+                for name, strength in strengths.items():
+                    layer.set_scale(name, strength or 1.0)
+                layer.set_adapter([name for name, strength in strengths.items() if strength], inference_mode=True)
+        if self.mode == "lora":
+            for factor in _factors(self.transformer, "default").values():
+                factor.requires_grad_(True)
+        if not self._autocast:
+            _compute_as_called(self.transformer)
 
     def named(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name."""
@@ -121,42 +167,56 @@ class Tuning:
                 yield
             finally:
                 self.active = self.transformer
-        elif not getattr(self.transformer, "peft_config", None):
-            yield
         else:
-            self.transformer.disable_adapters()
-            try:
+            with self._with("_untrained"):
                 yield
-            finally:
-                self.transformer.enable_adapters()
+
+    def assisted(self) -> AbstractContextManager[None]:
+        """While entered, the assistant acts."""
+        return self._with("_assisted")
+
+    @contextmanager
+    def _with(self, state: str) -> Iterator[None]:
+        """While entered, `state` is true."""
+        before = getattr(self, state)
+        setattr(self, state, True)
+        self._choose()
+        try:
+            yield
+        finally:
+            setattr(self, state, before)
+            self._choose()
 
     def load(self, path: Path, pipeline: Any, strength: float) -> None:
         """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that `save` wrote, or a single
         .safetensors file with diffusers' names."""
         file = path / ADAPTER if path.is_dir() else path
         if file.is_file() and (path.is_dir() or _is_adapter(file)):
-            # pipelines compare adapters with weights by name, which quantized ones lack; some pipelines have no loader
-            own = is_quantized(self.transformer) or not hasattr(pipeline, "load_lora_weights")
-            load = self.transformer.load_lora_adapter if own else pipeline.load_lora_weights
-            load(file.parent, weight_name=file.name, adapter_name="tuned")
+            adapter = read_adapter(file, type(pipeline))
+            check_fit(str(file), adapter, self.transformer)
+            _add(self.transformer, "tuned", adapter, torch.float32)
+            self.own = "tuned"
             self.scale(strength)
         elif file.is_file() or (path / "config.json").is_file():
             if is_quantized(self.transformer):
                 raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
+            if self._keep_base and self._frozen is None:
+                self._frozen = copy.deepcopy(self.transformer)
+            if getattr(self.transformer, "peft_config", None):  # the adapter that training began with is in the weights
+                self.transformer.unload_lora()
             if file.is_file():
                 weights = _fitting(self.transformer, file)
             else:
                 weights = type(self.transformer).from_pretrained(path, use_safetensors=True).state_dict()
-            if self._keep_base and self._frozen is None:
-                self._frozen = copy.deepcopy(self.transformer)
             self._changed = True
             self.transformer.load_state_dict(weights)
         else:
             raise FileNotFoundError(f"{path}: holds neither pytorch_lora_weights.safetensors nor a transformer's config.json")
 
     def scale(self, strength: float) -> None:
-        """Sets the strength of the loaded adapter; 0 is the base model."""
-        self.transformer.set_adapters("tuned", strength)
+        """Sets the strength of the loaded adapter; 0 is the untrained model."""
+        self._strength = strength
+        self._choose()
 
     def save(self, directory: Path) -> Path:
         """Writes what diffusers reads: `pytorch_lora_weights.safetensors`, or a transformer folder; returns where.
@@ -195,6 +255,35 @@ class Tuning:
             whole = self._kind.from_config(self.transformer.config)
         whole.load_state_dict(weights, assign=True)
         return whole
+
+
+def _factors(transformer: nn.Module, adapter: str) -> dict[str, nn.Linear]:
+    """The factors of an adapter by module and which of the two."""
+    return {
+        f"{name}{end}": getattr(layer, end[1:7])[adapter]
+        for name, layer in transformer.named_modules()
+        for end in (DOWN, UP)
+        if adapter in getattr(layer, end[1:7], ())
+    }
+
+
+def _add(transformer: Any, name: str, adapter: Adapter, dtype: torch.dtype) -> None:
+    """Adds a frozen adapter."""
+    pairs = {module: dict(zip((DOWN, UP), pair, strict=True)) for module, pair in adapter.layers.items()}
+    weights = {f"{PREFIX}{module}{end}": value for module, pair in pairs.items() for end, value in pair.items()}
+    transformer.load_lora_adapter({key: value.to(transformer.device) for key, value in weights.items()}, adapter_name=name)
+    for factor in _factors(transformer, name).values():
+        factor.weight.data = factor.weight.data.to(dtype)
+
+
+def _fill(factors: Mapping[str, nn.Linear], start: Adapter, scale: float) -> None:
+    """Puts an adapter's values into an untrained one. Ranks and modules that it lacks stay at no change."""
+    for module, (down, up) in start.layers.items():
+        if module + DOWN not in factors or len(down) > len(factors[module + DOWN].weight):
+            raise UserError(f"policy.adapter: its {module} of rank {len(down)} is not in policy.lora_rank and lora_targets")
+        into, out = factors[module + DOWN].weight.data, factors[module + UP].weight.data
+        into[: len(down)] = down.to(into.device)
+        out[:, : len(down)] = (up / scale).to(out.device)
 
 
 def _is_adapter(file: Path) -> bool:

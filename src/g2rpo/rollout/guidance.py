@@ -1,9 +1,9 @@
-"""The guidance scale of a policy, where it has one."""
+"""How a policy samples: its guidance scale, and its assistant, where it has them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from g2rpo.core.types import Policy
@@ -30,6 +30,13 @@ def guided_by(policy: Policy, scale: float | None) -> Iterator[None]:
         yield
     finally:
         inner.guidance_scale = before
+
+
+@contextmanager
+def in_training(policy: Policy, scale: float | None) -> Iterator[None]:
+    """While entered, the policy samples as training does: with this guidance, and with its assistant if it has one."""
+    with getattr(_inner(policy), "assisted", nullcontext)(), guided_by(policy, scale):
+        yield
 
 
 def _inner(policy: object) -> Any:

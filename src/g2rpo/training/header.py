@@ -24,6 +24,7 @@ def header_of(config: Config, iteration: int) -> dict[str, str]:
         **({"arxiv": paper} if paper else {}),
         "rewards": json.dumps({name: entry.weight for name, entry in config.rewards.items()}),
         "base_model": base_name(config.policy.path),
+        **({"adapter": base_name(config.policy.adapter)} if config.policy.adapter else {}),
         "iteration": str(iteration),
         "size": f"{config.policy.width}x{config.policy.height}",
     }

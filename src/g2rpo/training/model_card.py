@@ -20,6 +20,7 @@ from g2rpo.evaluation.heldout import Comparison
 from g2rpo.monitor.clips import clip_of
 from g2rpo.policies.catalogue import licence_of
 from g2rpo.runs.directory import RunDirectory
+from g2rpo.training.header import base_name
 from g2rpo.training.rates import read_sweep
 
 CARD = "README.md"
@@ -123,10 +124,14 @@ def _what(config: Config) -> str:
     method, paper = title_of(config.algorithm)
     source = f"{method}, arXiv {paper}" if paper else f"the algorithm {method}"
     licence = licence_of(config.policy.path, config.policy.kind)
+    brought = [f"It continues {_code(base_name(config.policy.adapter))}. "] if config.policy.adapter else []
+    if config.policy.assistant:
+        where = "and is used with it" if config.policy.assistant_in_evaluation else "and is not part of the result"
+        brought.append(f"The assistant {_code(base_name(config.policy.assistant))} acted in training {where}. ")
     return (
         f"A {kind}, trained by g2rpo {__version__}{recipe} ({source}) for "
         f"{config.trainer.iterations} iterations of {config.trainer.prompts_per_iteration} prompts. Trained on: {rewards}. "
-        f"The licence of the base model applies{f': {licence}' if licence else ''}."
+        f"{''.join(brought)}The licence of the base model applies{f': {licence}' if licence else ''}."
     )
 
 

@@ -27,7 +27,7 @@ from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.scores import has_rows, read_rows, scores_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
-from g2rpo.rollout.guidance import guided_by
+from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.scoring import weighted_scores
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import writing
@@ -235,7 +235,7 @@ class Trainer:
 
         self._find_sizes(cond)
         guidance = self.config.sampling.guidance_scale
-        with self.files.naming(self.iteration), self._sampling_weights(), guided_by(self.policy, guidance):
+        with self.files.naming(self.iteration), self._sampling_weights(), in_training(self.policy, guidance):
             prompts, cond, choice = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
             collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
@@ -253,7 +253,7 @@ class Trainer:
         if differentiates_rewards(self.algorithm):
             self.updater.reward = partial(weighted_scores, self.policy, self.rewards, self.weights, prompts)
         rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
-        with guided_by(self.policy, guidance):
+        with in_training(self.policy, guidance):
             stats = self.updater.update(examples, cond)
         self.learner.update_average()
         if isinstance(self.algorithm, KeepsOldWeights):

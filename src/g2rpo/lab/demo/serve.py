@@ -37,7 +37,7 @@ def open_session(settings: DemoSettings, weights: Path | None, notify: Say, held
     tuned: Tuned = "nothing"
     if weights is not None:
         components.load_weights(policy, weights, settings.policy.path)
-        tuned = "adapter" if getattr(policy.tuning.transformer, "peft_config", None) else "all weights"
+        tuned = "adapter" if policy.tuning.own else "all weights"
     steps = settings.steps or settings.sampling.num_steps
     shift = settings.sampling.shift
     return Session(

@@ -26,7 +26,7 @@ from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import reduced, seconds_of
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.rollout.engine import Engine, Noise
-from g2rpo.rollout.guidance import guided_by
+from g2rpo.rollout.guidance import guided_by, in_training
 from g2rpo.rollout.planning import count_evaluations
 from g2rpo.rollout.scoring import at_once, decode, score
 from g2rpo.runtime.memory import BatchSizes
@@ -283,7 +283,7 @@ def trace_group(
             seconds=seconds_of(session.policy, finals.shape[1]),
         )
 
-    with session.model(tuned, s.guidance_scale):
+    with session.model(tuned, None), in_training(session.policy, s.guidance_scale):
         return session.sizes.fit(sampled)
 
 

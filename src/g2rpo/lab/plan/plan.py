@@ -26,7 +26,7 @@ from g2rpo.lab.plan.trace import Calls, trace_calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
-from g2rpo.rollout.guidance import guided_by
+from g2rpo.rollout.guidance import in_training
 from g2rpo.runtime.distributed import World
 
 COUNTED: dict[str, Callable[[Iteration], float]] = {
@@ -110,7 +110,7 @@ class Estimate:
     @property
     def network_rows(self) -> int:
         """Rows of the network in an evaluation of training: two under classifier-free guidance."""
-        with guided_by(self.policy, self.config.sampling.guidance_scale):
+        with in_training(self.policy, self.config.sampling.guidance_scale):
             return shapes_of(self.policy, self.blueprint).rows
 
     @property

@@ -33,7 +33,7 @@ from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.roofline import Kernel, Kernels, Roofline
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
-from g2rpo.rollout.guidance import guided_by
+from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.planning import dry_rollout
 from g2rpo.training.updater import Trained, passes
 
@@ -125,7 +125,7 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
         def velocity(rows: int) -> Call:
             return traced(rows, lambda: policy.velocity(*inputs(policy, shapes, rows)))
 
-        with guided_by(policy, config.sampling.guidance_scale):
+        with in_training(policy, config.sampling.guidance_scale):
             largest = velocity(rows)
             single = largest if rows == 1 else velocity(1)
             training = traced(passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True)

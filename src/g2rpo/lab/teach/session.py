@@ -32,7 +32,7 @@ from g2rpo.rewards import votes
 from g2rpo.rewards.clicks import Clicks
 from g2rpo.rewards.taste import Choice, Head, features_of, fit
 from g2rpo.rewards.votes import Vote
-from g2rpo.rollout.guidance import guided_by
+from g2rpo.rollout.guidance import in_training
 from g2rpo.rollout.scoring import decode
 from g2rpo.training.collector import RolloutSpec
 from g2rpo.training.pace import with_length
@@ -269,7 +269,7 @@ class Session:
         shown = replace(t.algorithm, branch_steps=(step,), granularities=(1,), branch_schedule="all")  # type: ignore[type-var]
         plans = shown.plans(t.config.sampling.num_steps)
         spec = RolloutSpec(plans, shown.group_size, shown.kernel(t.sigmas), partial(self._noise, round), 0)
-        with torch.no_grad(), guided_by(t.policy, t.config.sampling.guidance_scale):
+        with torch.no_grad(), in_training(t.policy, t.config.sampling.guidance_scale):
             cond = t.policy.encode([prompt])
             (rollout,), _ = t.sizes.fit(partial(t.collector.roll_out, spec, cond, [0]))
             images = t.sizes.fit(lambda: decode(t.policy, rollout.finals[0], t.sizes.decode))
@@ -330,7 +330,7 @@ class Session:
                 examples.append(replace(example, prompt=place))
             conds.append(t.policy.encode([group.prompt]))
         t.learner.set_rate(t.iteration, t.config.trainer.iterations)
-        with guided_by(t.policy, t.config.sampling.guidance_scale):
+        with in_training(t.policy, t.config.sampling.guidance_scale):
             t.updater.update(examples, Cond.join(conds))
         self._waiting = []
         self.changes += 1

@@ -1,0 +1,71 @@
+"""The adapters that a config names, before anything else is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Literal
+
+from g2rpo.assembly.blueprint import on_meta, read_blueprint
+from g2rpo.assembly.hub import find_adapter
+from g2rpo.config.schema import Config, PolicyConfig
+from g2rpo.core.errors import UserError, counted
+from g2rpo.core.files import FileDigests
+from g2rpo.policies.adapters import Adapter, check_fit, endings, read_adapter
+
+Key = Literal["adapter", "assistant"]
+KEYS: tuple[Key, ...] = ("adapter", "assistant")
+
+
+def completed(config: Config, given: Collection[str] = (), notify: Callable[[str], None] = lambda message: None) -> Config:
+    """The config with the rank, alpha and targets of the adapter that it continues. UserError for one that does not fit the
+    model, or values among those `given` by the user that differ; `notify` is called with other values that are left out."""
+    policy = config.policy
+    if policy.assistant is None and policy.assistant_in_evaluation:
+        raise UserError("policy.assistant_in_evaluation=true: there is none; name it in policy.assistant")
+    if policy.assistant is not None and policy.tuning == "full":
+        raise UserError("policy.assistant: acts beside frozen weights; set policy.tuning=lora, or take it out")
+    adapters = {key: adapter for key in KEYS if (adapter := adapter_of(policy, key)) is not None}
+    if not adapters:
+        return config
+    transformer = on_meta(read_blueprint(policy).parts["transformer"])
+    for key, adapter in adapters.items():
+        check_fit(f"policy.{key}={getattr(policy, key)}", adapter, transformer)
+    if policy.tuning == "full" or (start := adapters.get("adapter")) is None:
+        return config
+    names = [name for name, _ in transformer.named_modules()]
+    own = {
+        "lora_rank": start.rank,
+        "lora_alpha": start.scale * start.rank,
+        "lora_targets": endings(start.layers, names),
+    }
+    left = [name for name, value in own.items() if not _agrees(getattr(policy, name), value, names)]
+    for name in left:
+        if name in given:
+            asked = f"policy.{name}={getattr(policy, name)}"
+            raise UserError(f"{asked}: the adapter {policy.adapter} has {own[name]}; take it out")
+    has = f"rank {start.rank}, alpha {own['lora_alpha']:g} and {counted(len(start.layers), 'module')}"
+    notify(f"policy.adapter={policy.adapter}: {has}" + (f"; the recipe's {', '.join(left)} are left out" if left else ""))
+    return config.model_copy(update={"policy": policy.model_copy(update=own)})
+
+
+def _agrees(mine: object, value: object, names: Collection[str]) -> bool:
+    """Whether values are equal, endings of names by what they fit."""
+    if not isinstance(mine, list) or not isinstance(value, list):
+        return mine == value
+    fits = [{name for name in names if f".{name}".endswith(tuple(f".{end}" for end in ends))} for ends in (mine, value)]
+    return fits[0] == fits[1]
+
+
+def adapter_of(policy: PolicyConfig, key: Key) -> Adapter | None:
+    """An adapter of a config; None if it has none."""
+    import diffusers
+
+    if (name := getattr(policy, key)) is None:
+        return None
+    return read_adapter(find_adapter(f"policy.{key}", name), getattr(diffusers, read_blueprint(policy).kind, None))
+
+
+def digests_of(policy: PolicyConfig) -> dict[str, str]:
+    """Digests of a config's adapters, by their keys."""
+    named: dict[str, str] = {f"policy.{key}": name for key in KEYS if (name := getattr(policy, key)) is not None}
+    return {key: f"sha256 {FileDigests(None).of(find_adapter(key, name))[:16]}" for key, name in named.items()}

@@ -1,0 +1,312 @@
+"""Adapters that people bring: read, continued, held against, and written in every format as diffusers itself reads them."""
+
+import json
+
+import pytest
+import torch
+from diffusers import FluxPipeline
+from safetensors.torch import load_file, save_file
+
+from g2rpo import api
+from g2rpo.app.train import load_config
+from g2rpo.export.comfyui import for_trainers
+from g2rpo.policies.adapters import PREFIX, UP, endings, read_adapter, write_tensors
+from g2rpo.policies.catalogue import SPECS
+from tests.support.adapters import READ, differences, fused, policy_of, random_adapter, velocity
+from tests.support.commands import g2rpo
+from tests.support.tiny import flux_pipeline
+from tests.support.tiny_pipelines import tiny_pipeline
+from tests.support.variants import few
+
+KIND = "FluxPipeline"
+ENDS = ["to_q", "to_k", "to_v", "to_out.0"]
+CONTINUED = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": ENDS}
+QUICK = ("ZImagePipeline", "Flux2KleinPipeline")
+CASES = [(kind, format) for format, kinds in READ.items() for kind in kinds]
+
+
+@pytest.mark.parametrize(("kind", "format"), few(CASES, lambda each: each[0] in QUICK))
+def test_velocities_with_a_file_are_diffusers_own_whether_it_is_read_or_written(kind, format, tmp_path):
+    """Products of float32 in another order; the files are exact."""
+    assert max(differences(kind, format, tmp_path)) < 1e-4
+
+
+def flux_of_real_width():
+    """An adapter with the matrices of FLUX.1's first blocks, for which diffusers' kohya converter has the widths."""
+    width, draw = 3072, torch.Generator().manual_seed(0)
+    joint = {f"attn.to_{each}": (width, width) for each in "qkv"}
+    feed = {"ff.net.0.proj": (width, 4 * width), "ff.net.2": (4 * width, width), "attn.to_out.0": (width, width)}
+    modules = {f"transformer_blocks.0.{name}": size for name, size in (joint | feed).items()}
+    modules |= {f"transformer_blocks.0.attn.add_{each}_proj": (width, width) for each in "qkv"}
+    modules |= {f"single_transformer_blocks.0.{name}": size for name, size in joint.items()}
+    modules |= {"single_transformer_blocks.0.proj_out": (5 * width, width)}
+    pairs = {m: (torch.randn(2, i, generator=draw), torch.randn(o, 2, generator=draw)) for m, (i, o) in modules.items()}
+    return type(random_adapter(flux_pipeline().transformer))(pairs)
+
+
+def test_a_kohya_file_of_flux_has_joint_matrices_and_comes_back_exactly(tmp_path):
+    """What is absent of a joint matrix, here the mlp of the block of one stream, comes back as no change."""
+    adapter = flux_of_real_width()
+    write_tensors(tmp_path / "kohya.safetensors", for_trainers(adapter, SPECS[KIND].comfyui, "kohya"), {})
+    assert "lora_unet_single_blocks_0_linear1.lora_up.weight" in load_file(tmp_path / "kohya.safetensors")
+    back = read_adapter(tmp_path / "kohya.safetensors", FluxPipeline)
+    assert back.layers.keys() == adapter.layers.keys() | {"single_transformer_blocks.0.proj_mlp"}
+    for module, (down, up) in adapter.layers.items():
+        assert torch.equal(back.layers[module][0], down) and torch.equal(back.layers[module][1], up), module
+    assert not back.layers["single_transformer_blocks.0.proj_mlp"][1].any()
+
+
+@pytest.fixture(scope="module")
+def brought():
+    return random_adapter(flux_pipeline().transformer, ENDS)
+
+
+@pytest.fixture
+def file(brought, tmp_path):
+    brought.write(tmp_path / "brought.safetensors", PREFIX)
+    return tmp_path / "brought.safetensors"
+
+
+def as_peft(adapter, folder):
+    """As peft itself saves: alpha is beside the tensors."""
+    adapter.write(folder / "adapter_model.safetensors", "base_model.model.")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    raw = {name: value / 2 if name.endswith(UP) else value for name, value in tensors.items()}
+    save_file(raw, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 3, "lora_alpha": 6, "rank_pattern": {}}))
+    return folder / "adapter_model.safetensors"
+
+
+def with_alphas(adapter, folder):
+    """As some trainers save: diffusers' names with alphas."""
+    adapter.write(folder / "alphas.safetensors", PREFIX)
+    raw = {name: value / 2 if name.endswith(UP) else value for name, value in load_file(folder / "alphas.safetensors").items()}
+    alphas = {f"{PREFIX}{module}.alpha": torch.tensor(6.0) for module in adapter.layers}
+    save_file(raw | alphas, folder / "alphas.safetensors")
+    return folder / "alphas.safetensors"
+
+
+def as_kohya(adapter, folder):
+    tensors = for_trainers(adapter, SPECS["ZImagePipeline"].comfyui, "kohya")
+    by = {"alpha": 2.0, "lora_up.weight": 0.5, "lora_down.weight": 1.0}
+    raw = {name: value * by[name.partition(".")[2]] for name, value in tensors.items()}
+    save_file(raw, folder / "kohya.safetensors")
+    return folder / "kohya.safetensors"
+
+
+@pytest.mark.parametrize(("kind", "make"), [(KIND, as_peft), (KIND, with_alphas), ("ZImagePipeline", as_kohya)])
+def test_alpha_is_the_files_and_factors_are_as_they_were_trained(kind, make, tmp_path):
+    pipeline = tiny_pipeline(kind)
+    adapter = random_adapter(pipeline.transformer, ENDS)
+    read = read_adapter(make(adapter, tmp_path), type(pipeline))
+    assert (read.scale, read.rank) == (2.0, 3) and read.layers.keys() == adapter.layers.keys()
+    assert all(torch.equal(a, b) for m in adapter.layers for a, b in zip(read.layers[m], adapter.layers[m], strict=True))
+
+
+def test_targets_are_the_shortest_endings_that_fit():
+    names = ["blocks.0.to_q", "blocks.0.out.0", "blocks.1.to_q", "blocks.1.out.0", "blocks.1.in.0", "last", "blocks.1.last"]
+    assert endings(names[:4], names) == ["out.0", "to_q"]
+    assert endings(names[2:3], names) == ["1.to_q"]
+    assert endings(["last"], names) == ["last"]  # and blocks.1.last with it, which then begins at no change
+
+
+def moved(policy, size=0.1):
+    with torch.no_grad():
+        for number, value in enumerate(policy.trainable_parameters()):
+            value.add_(size * torch.randn(value.shape, generator=torch.Generator().manual_seed(number)))
+    return policy
+
+
+def test_the_start_stays_while_the_adapter_is_trained_and_strength_leads_from_one_to_the_other(file, tmp_path):
+    policy = policy_of(KIND, flux_pipeline(), "lora", adapter=str(file), **CONTINUED)
+    start = velocity(policy)
+    plain = velocity(policy_of(KIND, flux_pipeline()))
+    assert float((start - plain).abs().max()) > 1e-2
+    changed = velocity(moved(policy))
+    assert float((start - changed).abs().max()) > 1e-2
+    assert [name for name in policy.tuning.named() if ".default." not in name] == []
+    with policy.base():
+        assert torch.equal(velocity(policy), start)  # to the bit, as before the first update
+        assert all(value.requires_grad for value in policy.trainable_parameters())
+    assert torch.equal(velocity(policy), changed)
+    saved = policy.save(tmp_path / "tuned")
+    assert not any("start" in name for name in load_file(saved))
+    sampled = policy_of(KIND, flux_pipeline(), adapter=str(file), keep_base=True)
+    torch.testing.assert_close(velocity(sampled), start, atol=1e-5, rtol=0)
+    for strength, expected in ((0.0, start), (1.0, changed)):
+        if strength == 0:
+            sampled.load(tmp_path / "tuned", 0.0)
+        sampled.tuning.scale(strength)
+        torch.testing.assert_close(velocity(sampled), expected, atol=1e-5, rtol=0)
+        with sampled.base():
+            torch.testing.assert_close(velocity(sampled), start, atol=1e-5, rtol=0)
+    fresh = flux_pipeline()
+    fused(fresh, saved)
+    torch.testing.assert_close(velocity(policy_of(KIND, fresh)), changed, atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def helper(tmp_path):
+    adapter = random_adapter(flux_pipeline().transformer, ["to_q", "ff.net.2"], rank=2, seed="assistant")
+    adapter.write(tmp_path / "helper.safetensors", PREFIX)
+    return tmp_path / "helper.safetensors"
+
+
+@pytest.mark.parametrize("deployed", [False, True])
+def test_an_assistant_acts_where_it_should_and_is_neither_trained_nor_saved(file, helper, tmp_path, deployed):
+    options = {"adapter": str(file), "assistant": str(helper), "assistant_in_evaluation": deployed}
+    policy = policy_of(KIND, flux_pipeline(), "lora", **options, **CONTINUED)
+    alone = velocity(policy_of(KIND, fused(flux_pipeline(), file)))
+    both = velocity(policy_of(KIND, fused(fused(flux_pipeline(), file), helper)))
+    assert float((alone - both).abs().max()) > 1e-2
+    for model in (policy, policy_of(KIND, flux_pipeline(), **options)):
+        torch.testing.assert_close(velocity(model), both if deployed else alone, atol=1e-5, rtol=0)
+        with model.assisted():
+            torch.testing.assert_close(velocity(model), both, atol=1e-5, rtol=0)
+            with model.base():
+                torch.testing.assert_close(velocity(model), both, atol=1e-5, rtol=0)
+    moved(policy)
+    with policy.assisted(), policy.base():
+        torch.testing.assert_close(velocity(policy), both, atol=1e-5, rtol=0)
+    names = {name.removeprefix(PREFIX).partition(".lora")[0] for name in load_file(policy.save(tmp_path / "out"))}
+    assert names == {name.partition(".lora")[0] for name in policy.tuning.named()} == read_adapter(file).layers.keys()
+
+
+@pytest.mark.parametrize("options", [{"quantize": "int8"}, {"dtype": "bfloat16", "autocast": False}])
+def test_an_adapter_stays_beside_a_quantised_or_rounded_base(file, helper, options):
+    bare = velocity(policy_of(KIND, flux_pipeline(), **options))
+    named = {"adapter": str(file), "assistant": str(helper), **options}
+    trained, sampled = (policy_of(KIND, flux_pipeline(), t, **CONTINUED, **named) for t in ("lora", "frozen"))
+    assert float((velocity(trained) - bare).abs().max()) > 1e-2
+    with trained.assisted(), sampled.assisted():
+        torch.testing.assert_close(velocity(trained), velocity(sampled), atol=0.1, rtol=0)
+    exact = velocity(policy_of(KIND, fused(flux_pipeline(), file)))
+    assert float((velocity(trained) - exact).abs().max()) < 0.5 * float((bare - exact).abs().max())
+
+
+def test_full_tuning_begins_with_the_adapter_merged_in(file, tmp_path):
+    expected = velocity(policy_of(KIND, fused(flux_pipeline(), file)))
+    policy = policy_of(KIND, flux_pipeline(), "full", adapter=str(file))
+    torch.testing.assert_close(velocity(policy), expected, atol=1e-5, rtol=0)
+    changed = velocity(moved(policy, 0.02))
+    with policy.base():
+        torch.testing.assert_close(velocity(policy), expected, atol=1e-5, rtol=0)
+    policy.save(tmp_path / "full")
+    sampled = policy_of(KIND, flux_pipeline(), adapter=str(file), keep_base=True)
+    sampled.load(tmp_path / "full")
+    torch.testing.assert_close(velocity(sampled), changed, atol=1e-5, rtol=0)
+    with sampled.base():
+        torch.testing.assert_close(velocity(sampled), expected, atol=1e-5, rtol=0)
+
+
+def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
+    tiny_config, flux_directory, file, helper, tmp_path, capsys
+):
+    """lora_rank=2 of the config file disagrees with the adapter's 3, so it is taken out."""
+    run, own = tmp_path / "run", [f"policy.adapter={file}", f"policy.assistant={helper}"]
+    kl = ["algorithm.name=flow_grpo", "algorithm.kl_weight=0.1", "optim.ema_decay=0.5", "evaluation.controls=true"]
+    tiny_config.write_text(tiny_config.read_text().replace("lora_rank: 2", ""))
+    code, out, err = g2rpo(capsys, "train", tiny_config, *own, *kl, "trainer.iterations=1", "--run-dir", run)
+    assert code == 0, err
+    assert "rank 3, alpha 3 and 7 modules" in " ".join((out + err).split())
+    code, _, err = g2rpo(capsys, "resume", run, "trainer.iterations=2")
+    assert code == 0, err
+
+    config = api.sampler(run, base=True).policy.options
+    assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (3, 3.0, sorted(ENDS))
+    prompts = ["a red circle"]
+    start = policy_of(KIND, fused(FluxPipeline.from_pretrained(flux_directory), file), max_sequence_length=12)
+    base, tuned = velocity(api.sampler(run, base=True).policy), velocity(api.sampler(run).policy)
+    torch.testing.assert_close(base, velocity(start), atol=1e-5, rtol=0)
+    assert float((base - tuned).abs().max()) > 1e-4
+    pictures = api.sample(run, prompts, base=True)
+    assert not torch.equal(pictures, api.sample(run, prompts))
+
+    both, learnt = (
+        read_adapter(api.export(run, "diffusers", learnt=each) / "pytorch_lora_weights.safetensors") for each in (0, 1)
+    )
+    assert (both.rank, learnt.rank) == (3, 6)
+    loaded = fused(fused(FluxPipeline.from_pretrained(flux_directory), file), api.export(run, "comfyui", learnt=True))
+    torch.testing.assert_close(velocity(policy_of(KIND, loaded, max_sequence_length=12)), tuned, atol=1e-5, rtol=0)
+    last = read_adapter(api.export(run, "comfyui", checkpoint="last", out=tmp_path / "last.safetensors"))
+    assert last.layers.keys() == both.layers.keys()
+    added = read_adapter(api.export(run, "comfyui", assistant=True))
+    assert added.rank == 5 and added.layers.keys() > both.layers.keys()
+
+    card = (run / "adapter" / "README.md").read_text()
+    assert "It continues `brought.safetensors`" in card and "assistant `helper.safetensors`" in card
+    code, out, err = g2rpo(capsys, "plan", tiny_config, *own)
+    assert code == 0, err
+    file.write_bytes(file.read_bytes()[:-4] + bytes(4))
+    code, _, err = g2rpo(capsys, "resume", run, "trainer.iterations=3")
+    assert code == 2 and "policy.adapter" in err
+
+
+def refused(capsys, tiny_config, *overrides):
+    code, _, err = g2rpo(capsys, "train", tiny_config, *overrides)
+    assert code == 2 and "Traceback" not in err, err
+    return " ".join(err.split())
+
+
+def saved(folder, tensors, name="x.safetensors"):
+    save_file({key: torch.ones(2, 2) for key in tensors}, folder / name)
+    return folder / name
+
+
+def other_model(folder):
+    adapter = random_adapter(tiny_pipeline("ZImagePipeline").transformer, ENDS)
+    adapter.write(folder / "x.safetensors", PREFIX)
+
+
+def wider(folder):
+    adapter = random_adapter(flux_pipeline().transformer, ENDS)
+    layers = {module: (torch.ones(3, 7), up) for module, (down, up) in adapter.layers.items()}
+    type(adapter)(layers).write(folder / "x.safetensors", PREFIX)
+
+
+REFUSED = {
+    "missing": (lambda folder: None, "there is no such file or folder"),
+    "another model's": (other_model, "is for another model than this FluxTransformer2DModel: of its"),
+    "other widths": (wider, "have another shape, such as single_transformer_blocks.0.attn.to_k [32, 7] (the model: [32, 32])"),
+    "unknown names": (
+        lambda folder: saved(folder, ["lora_unet_x.lora_down.weight", "lora_unet_x.lora_up.weight"]),
+        "in no format",
+    ),
+    "a merged model": (lambda folder: saved(folder, ["transformer_blocks.0.attn.to_q.weight"]), "a merged model is no adapter"),
+    "DoRA": (lambda folder: saved(folder, ["x.lora_A.weight", "x.lora_B.weight", "x.dora_scale"]), "is a DoRA"),
+    "LoKr": (lambda folder: saved(folder, ["x.lokr_w1", "x.lokr_w2"]), "is a LoKr"),
+    "text": (lambda folder: saved(folder, ["lora_te1_x.lora_down.weight"]), "changes text encoders too"),
+    "no safetensors": (lambda folder: (folder / "x.safetensors").write_bytes(b"no"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_adapter_of_the_model_is_said_in_one_message(case, tiny_config, tmp_path, capsys):
+    make, message = REFUSED[case]
+    make(tmp_path)
+    for key in ("adapter", "assistant"):
+        err = refused(capsys, tiny_config, f"policy.{key}={tmp_path}/x.safetensors")
+        assert message in err and f"{tmp_path}/x.safetensors" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_that_contradict_an_adapter_are_refused(tiny_config, file, tmp_path, capsys):
+    own = f"policy.adapter={file}"
+    assert f"policy.lora_rank=2: the adapter {file} has 3; take it out" in refused(capsys, tiny_config, own)
+    assert "policy.lora_targets=" in refused(capsys, tiny_config, own, "policy.lora_rank=3", "policy.lora_targets=[to_q]")
+    assert "there is none" in refused(capsys, tiny_config, "policy.assistant_in_evaluation=true")
+    assert "set policy.tuning=lora" in refused(capsys, tiny_config, f"policy.assistant={file}", "policy.tuning=full")
+    for name in ("x.pt", "x.bin"):
+        (tmp_path / name).write_bytes(b"")
+        assert "a pickle could run code" in refused(capsys, tiny_config, f"policy.adapter={tmp_path / name}")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/x.bin").write_bytes(b"")
+    assert "holds pickles only" in refused(capsys, tiny_config, f"policy.adapter={tmp_path / 'folder'}")
+
+
+def test_a_recipes_rank_makes_way_for_the_adapters(file, flux_directory):
+    said = []
+    overrides = [f"policy.path={flux_directory}", "policy.pipeline=", "policy.height=32", "policy.width=32"]
+    config = load_config("flux1-dev-lora", [*overrides, f"policy.adapter={file}"], said.append)
+    assert (config.policy.lora_rank, config.policy.lora_alpha) == (3, 3.0)
+    assert "the recipe's lora_rank, lora_alpha, lora_targets are left out" in said[-1]

@@ -1,0 +1,115 @@
+"""Adapter files as other trainers write them, and how far velocities with them are from diffusers' own.
+
+`python -m tests.support.adapters` prints the table of docs/coming_from.md.
+"""
+
+import argparse
+import copy
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from g2rpo.core.seeding import generator_for
+from g2rpo.export.comfyui import for_comfyui, for_trainers, names_for
+from g2rpo.policies.adapters import PREFIX, Adapter, endings, write_tensors
+from g2rpo.policies.catalogue import SPECS
+from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
+
+FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit")
+ORIGINAL = ["Flux2KleinPipeline", "QwenImagePipeline", "ZImagePipeline", "WanPipeline"]
+READ = {
+    "diffusers": [kind for kind in CLASSES if not SPECS[kind].pictured],
+    "comfyui": [*ORIGINAL, "FluxPipeline", "StableDiffusion3Pipeline", "ChromaPipeline", "Krea2Pipeline", "LTXPipeline"],
+    "kohya": ORIGINAL,
+    "ai-toolkit": ORIGINAL,
+}
+"""The classes whose tiny models diffusers reads in a format; its kohya converter of FLUX.1 and that of Lumina 2 have the widths
+of the real models."""
+SIZE = {"height": 32, "width": 32, "max_sequence_length": 24}
+
+
+def random_adapter(transformer, targets=("to_q", "to_k", "to_v", "to_out.0"), rank=3, seed="adapter", size=0.2):
+    draw = generator_for(seed)
+    shapes = {
+        name: module.weight.shape
+        for name, module in transformer.named_modules()
+        if isinstance(module, torch.nn.Linear) and f".{name}".endswith(tuple(f".{target}" for target in targets))
+    }
+    pairs = {m: (torch.randn(rank, i, generator=draw), torch.randn(o, rank, generator=draw)) for m, (o, i) in shapes.items()}
+    return Adapter({module: (down, size * up) for module, (down, up) in pairs.items()})
+
+
+def targets_of(kind):
+    """The default, and what else diffusers' kohya converter of Wan expects."""
+    return (*SPECS[kind].lora_targets, *(("net.0.proj", "net.2") if kind == "WanPipeline" else ()))
+
+
+def write(adapter, file, format, transformer):
+    """Writes an adapter as `g2rpo export` does."""
+    if format == "diffusers":
+        adapter.write(file, PREFIX)
+        return file
+    names = names_for(type(transformer).__name__, format=format)
+    if format == "comfyui":
+        for_comfyui(adapter, names).write(file)
+    else:
+        write_tensors(file, for_trainers(adapter, names, format), adapter.metadata)
+    return file
+
+
+def policy_of(kind, pipeline, tuning="frozen", **options):
+    frames = {"num_frames": 3} if SPECS[kind].video else {}
+    return CLASSES[kind](pipeline, tuning=tuning, **{**SIZE, **frames, **options})
+
+
+@torch.no_grad()
+def velocity(policy):
+    x = policy.noise([generator_for(0)])
+    return policy.velocity(x, torch.tensor([0.6]), policy.encode(["a red circle"]))
+
+
+def fused(pipeline, file):
+    """The pipeline with a file's LoRA in its weights, all by diffusers."""
+    pipeline.load_lora_weights(load_file(file))
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    return pipeline
+
+
+def differences(kind, format, folder):
+    """Of velocities, relative to what the adapter changes: ours and diffusers' with the file that we write, and with the file
+    that we read."""
+    pipeline = tiny_pipeline(kind)
+    adapter = random_adapter(pipeline.transformer, targets_of(kind))
+    file = write(adapter, Path(folder) / f"{kind}-{format}.safetensors", format, pipeline.transformer)
+    ends = endings(adapter.layers, [name for name, _ in pipeline.transformer.named_modules()])
+    untrained = velocity(policy_of(kind, copy.deepcopy(pipeline)))
+    theirs = velocity(policy_of(kind, fused(copy.deepcopy(pipeline), file)))
+    options = {"lora_rank": 3, "lora_alpha": 6, "lora_targets": ends}
+    continued = policy_of(kind, copy.deepcopy(pipeline), "lora", adapter=str(file), **options)
+    read = velocity(continued)
+    continued.save(Path(folder) / f"{kind}-{format}")
+    written = velocity(policy_of(kind, fused(pipeline, Path(folder) / f"{kind}-{format}/pytorch_lora_weights.safetensors")))
+    change = (theirs - untrained).abs().max()
+    assert change > 1e-3
+    return [float((one - other).abs().max() / change) for one, other in ((theirs, read), (theirs, written))]
+
+
+def arguments():
+    return argparse.ArgumentParser(description=__doc__).parse_args()
+
+
+def main():
+    arguments()
+    print("| format | classes | read | written |\n|---|---|---|---|")
+    for format in FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = [differences(kind, format, folder) for kind in READ[format]]
+        read, written = (max(each) for each in zip(*found, strict=True))
+        print(f"| {format} | {len(found)} | {read:.0e} | {written:.0e} |")
+
+
+if __name__ == "__main__":
+    main()
