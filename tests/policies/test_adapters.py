@@ -204,7 +204,8 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
 ):
     """lora_rank=2 of the config file disagrees with the adapter's 3, so it is taken out."""
     run, own = tmp_path / "run", [f"policy.adapter={file}", f"policy.assistant={helper}"]
-    kl = ["algorithm.name=flow_grpo", "algorithm.kl_weight=0.1", "optim.ema_decay=0.5", "evaluation.controls=true"]
+    kl = ["algorithm.kl_weight=0.1", "rewards.brightness=1", "optim.learning_rate=0.02", "evaluation.controls=true"]
+    kl += ["algorithm.name=flow_grpo", "algorithm.group_size=4", "optim.ema_decay=0.5"]
     tiny_config.write_text(tiny_config.read_text().replace("lora_rank: 2", ""))
     code, out, err = g2rpo(capsys, "train", tiny_config, *own, *kl, "trainer.iterations=1", "--run-dir", run)
     assert code == 0, err

@@ -58,10 +58,10 @@ def _agrees(mine: object, value: object, names: Collection[str]) -> bool:
 
 def adapter_of(policy: PolicyConfig, key: Key) -> Adapter | None:
     """An adapter of a config; None if it has none."""
-    import diffusers
-
     if (name := getattr(policy, key)) is None:
         return None
+    import diffusers
+
     return read_adapter(find_adapter(f"policy.{key}", name), getattr(diffusers, read_blueprint(policy).kind, None))
 
 
