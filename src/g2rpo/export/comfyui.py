@@ -11,7 +11,7 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError
 from g2rpo.policies import catalogue
-from g2rpo.policies.adapters import CONFIG, DOWN, UP, Adapter
+from g2rpo.policies.adapters import CONFIG, Adapter
 from g2rpo.policies.comfyui import FLUX, ComfyUI, named
 from g2rpo.policies.spec import PipelineSpec
 
@@ -60,13 +60,11 @@ def for_trainers(adapter: Adapter, names: ComfyUI, format: str) -> dict[str, Ten
         raise UserError(
             f"--format {format}: of a {names.transformer} none is known but diffusers' own; take --format diffusers"
         )
-    renamed = _renamed(adapter, format, names.transformer, partial(named, original)).layers
+    renamed = _renamed(adapter, format, names.transformer, partial(named, original))
     if format == "ai-toolkit":
-        return {
-            f"diffusion_model.{key}{end}": v for key, pair in renamed.items() for end, v in zip((DOWN, UP), pair, strict=True)
-        }
+        return renamed.tensors("diffusion_model.")
     tensors: dict[str, Tensor] = {}
-    for key, (down, up) in renamed.items():
+    for key, (down, up) in renamed.layers.items():
         key = "lora_unet_" + key.replace(".", "_")
         tensors |= {
             f"{key}.lora_down.weight": down,

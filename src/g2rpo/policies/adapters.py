@@ -64,10 +64,13 @@ class Adapter:
         size = {key: str(both.rank) for key in ("ss_network_dim", "ss_network_alpha") if key in self.metadata}
         return Adapter(layers, {**both.metadata, **size})
 
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """The factors by diffusers' endings, after `prefix`."""
+        return {f"{prefix}{m}{end}": v for m, pair in self.layers.items() for end, v in zip((DOWN, UP), pair, strict=True)}
+
     def write(self, path: Path, prefix: str = "") -> None:
         """Writes the file; its bytes depend on nothing but matrices and text."""
-        tensors = {f"{prefix}{m}{end}": v for m, pair in self.layers.items() for end, v in zip((DOWN, UP), pair, strict=True)}
-        write_tensors(path, tensors, self.metadata)
+        write_tensors(path, self.tensors(prefix), self.metadata)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

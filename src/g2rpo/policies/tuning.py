@@ -98,11 +98,11 @@ class Tuning:
                     transformer.add_adapter(lora, "start")
             trained = _factors(transformer, "default")
             for factor in (*trained.values(), *_factors(transformer, "start").values()):
-                factor.weight.data = factor.weight.data.float()
+                factor.to(transformer.device, torch.float32)
             if start is not None:
                 _fill(trained, start, alpha / rank)
                 for name, factor in _factors(transformer, "start").items():
-                    factor.weight.data.copy_(trained[name].weight.data)
+                    factor.weight.data = trained[name].weight.data.clone()
         elif mode == "frozen":
             transformer.requires_grad_(False).to(dtype)
             for name, adapter in (("start", start), ("assistant", assistant)):
@@ -269,11 +269,10 @@ def _factors(transformer: nn.Module, adapter: str) -> dict[str, nn.Linear]:
 
 def _add(transformer: Any, name: str, adapter: Adapter, dtype: torch.dtype) -> None:
     """Adds a frozen adapter."""
-    pairs = {module: dict(zip((DOWN, UP), pair, strict=True)) for module, pair in adapter.layers.items()}
-    weights = {f"{PREFIX}{module}{end}": value for module, pair in pairs.items() for end, value in pair.items()}
-    transformer.load_lora_adapter({key: value.to(transformer.device) for key, value in weights.items()}, adapter_name=name)
+    device = transformer.device
+    transformer.load_lora_adapter(adapter.tensors(PREFIX), adapter_name=name, low_cpu_mem_usage=True)  # draws no values first
     for factor in _factors(transformer, name).values():
-        factor.weight.data = factor.weight.data.to(dtype)
+        factor.to(device, dtype)
 
 
 def _fill(factors: Mapping[str, nn.Linear], start: Adapter, scale: float) -> None:
