@@ -26,7 +26,7 @@ class Vote:
     """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of the last answer; or another
     `strength` of learning from here on.
 
-    `iteration` is the number of updates before it counts, `digest` that of the group's pictures.
+    `iteration` is the number of updates when it was given, `digest` that of the group's pictures, `ahead` the session's.
     """
 
     kind: Kind = "vote"
@@ -38,6 +38,7 @@ class Vote:
     skipped: bool = False
     strength: float = 1.0
     iteration: int
+    ahead: int = 1
     seconds: float = 0.0
     time: str = ""
 

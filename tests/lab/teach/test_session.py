@@ -4,12 +4,15 @@ import dataclasses
 
 import pytest
 import torch
+from PIL import Image
 
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.lab.teach import brake
 from g2rpo.lab.teach import session as teaching
 from g2rpo.lab.teach.agree import agree
 from g2rpo.lab.teach.background import InBackground
+from g2rpo.lab.teach.opening import opened
 from g2rpo.lab.teach.session import OVERRIDES, Session
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards import votes
@@ -204,6 +207,27 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"kind": "vote"}\n')
     with pytest.raises(UserError, match="line 1: is no answer"):
         votes.read(tmp_path / "bad.jsonl")
+
+
+def test_answers_are_repeated_with_the_groups_ahead_that_they_were_given_with(tmp_path):
+    votes.append(tmp_path / "votes.jsonl", votes.Vote(round=0, iteration=0, ahead=3))
+    with (
+        pytest.raises(UserError, match=r"--ahead 4: these answers were given with \[3\]"),
+        opened("scenes-fast", [], tmp_path / "run", ahead=4, stored=tmp_path / "votes.jsonl"),
+    ):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_page_shows_the_input_pictures_of_an_edit(tmp_path):
+    page = pytest.importorskip("g2rpo.lab.teach.page")
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "in.png")
+    s = session(tmp_path / "run")
+    with s.begun():
+        plain = page.group_html(s, s.group)
+        edit = dataclasses.replace(s.group, prompt=Prompt("make it <blue>", images=(str(tmp_path / "in.png"),)))
+        shown = page.group_html(s, edit)
+    assert plain.count("<img") == 12 and shown.count("<img") == 13 and "make it &lt;blue&gt;" in shown
 
 
 def test_what_cannot_be_taught_is_refused(tmp_path):

@@ -18,6 +18,8 @@ from g2rpo.runs.lifecycle import entered, read_config
 
 GUARDED = 0.5
 """The weight of the clicks, as a share of that of the guards: with equal weights pictures break before a taste is met."""
+AHEAD = 2
+"""Groups that lie ready: one is shown while the answer to the one before is learnt from."""
 ADAPTER = 3
 """The learning rate of an adapter, as a multiple of that of all weights, with which both learn alike (scenes)."""
 
@@ -39,12 +41,12 @@ def opened(
     overrides: Sequence[str] = (),
     run_dir: Path | None = None,
     *,
-    ahead: int = 2,
+    ahead: int | None = None,
     stored: Path | None = None,
     emit: Emit = silent,
 ) -> Iterator[Session]:
     """A session that has begun, in a run directory of its own, on a recipe; or on a run that `g2rpo teach` began, whose answers
-    are repeated first. `stored` is a file of answers to repeat as well."""
+    are repeated first. `stored` is a file of answers to repeat as well. `ahead` is `AHEAD`, or that of the answers."""
     notify = cautions(emit)
     begun = RunDirectory(Path(recipe))
     if begun.config.is_file():
@@ -54,6 +56,12 @@ def opened(
     else:
         config, resume = teach_config(recipe, overrides, notify), False
     repeated: list[Vote] = votes.read(stored) if stored is not None else []
+    given = {vote.ahead for vote in (votes.read(begun.votes) if resume else []) + repeated}
+    if len(given | ({ahead} if ahead is not None else set())) > 1:
+        raise UserError(
+            f"--ahead {ahead or ''}: these answers were given with {sorted(given)}, on which pictures depend; leave it out"
+        )
+    ahead = ahead or next(iter(given), AHEAD)
     with entered(config, run_dir, resume, notify) as folder:
         trainer = open_run(config, folder, resume=False, accept_changes=False, notify=notify, emit=emit)
         session = Session(trainer=trainer, ahead=ahead, notify=notify)

@@ -12,8 +12,10 @@ from html import escape
 from typing import Any
 
 from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.input_pictures import read_inputs
 from g2rpo.lab.demo.app import ONE_AT_A_TIME, SYSTEM, gr, serve  # noqa: F401  sets Gradio's environment before its import
 from g2rpo.lab.demo.views import uri
+from g2rpo.lab.report.embedded import data_uri
 from g2rpo.lab.teach.background import InBackground
 from g2rpo.lab.teach.session import ENOUGH, FIRST, Group, Session
 from g2rpo.monitor.clips import seconds_of
@@ -48,6 +50,7 @@ STYLE = """<style>
 .teach figure { margin: 0; padding: 4px; border: 2px solid transparent; border-radius: 8px; cursor: pointer; }
 .teach figure:hover, .teach figure:focus-visible { border-color: #2563eb; outline: none; }
 .teach img, .teach-pair img { width: 100%; image-rendering: pixelated; border-radius: 6px; display: block; }
+.teach-inputs img { height: 9rem; border-radius: 6px; margin: 0 .6rem .6rem 0; }
 .teach-pair { display: grid; grid-template-columns: 1fr 1fr; gap: .6rem; }
 .teach-pair figure { margin: 0; text-align: center; }
 #members { position: absolute; left: -999rem; }
@@ -136,7 +139,9 @@ def group_html(session: Session, group: Group) -> str:
         for member, image in enumerate(group.images)
     )
     asked = f"<p>Which is best? <b>{escape(str(group.prompt))}</b></p>"
-    return f'<div class="g2">{asked}<div class="teach">{pictures}</div></div>'
+    inputs = "".join(f'<img src="{data_uri(picture, SIDE)}" alt="input picture">' for picture in read_inputs(group.prompt))
+    given = f'<div class="teach-inputs">{inputs}</div>' if inputs else ""
+    return f'<div class="g2">{asked}{given}<div class="teach">{pictures}</div></div>'
 
 
 def pair_html(taught: InBackground) -> str:

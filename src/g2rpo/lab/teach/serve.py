@@ -21,7 +21,7 @@ def teach(
     *,
     stored: Path | None = None,
     prompt: str | None = None,
-    ahead: int = 2,
+    ahead: int | None = None,
     host: str = "127.0.0.1",
     port: int = 7861,
     token_env: str | None = None,

@@ -214,7 +214,7 @@ class Session:
     def vote(self, **said: Any) -> Vote:
         """An answer, now."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Vote(**said, iteration=self.trainer.iteration, time=now)
+        return Vote(**said, iteration=self.trainer.iteration, ahead=self.ahead, time=now)
 
     def take(self, vote: Vote, written: bool = False) -> Vote:
         """Stores an answer, unless it is `written`, and acts on it."""
