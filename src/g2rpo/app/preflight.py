@@ -198,6 +198,10 @@ def _check_reward(name: str, entry: RewardConfig, questions: dict[str, Question]
     for option, value in options.items():
         if value is inspect.Parameter.empty:
             raise UserError(f"rewards.{name}.options.{option} is missing; {entry.kind} cannot do without it")
+    try:
+        declared.check_options(options)
+    except UserError as error:
+        raise UserError(f"rewards.{name}.options.{error}") from None
     if declared.asks:
         questions[f"rewards.{name}"] = partial(_ask_endpoint, kind, entry.options)
     for option, files in declared.files.items():

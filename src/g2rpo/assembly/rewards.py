@@ -28,6 +28,7 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "function": "g2rpo.rewards.function:FunctionReward",
     "ocr": "g2rpo.rewards.ocr:OCR",
     "clicks": "g2rpo.rewards.clicks:Clicks",
+    "style": "g2rpo.rewards.style:Style",
     "jpeg_size": "g2rpo.rewards.analytic:JPEGSize",
     "brightness": "g2rpo.rewards.analytic:Brightness",
     "saturation": "g2rpo.rewards.analytic:Saturation",
@@ -63,6 +64,8 @@ def _configured(name: str, scorer: Scorer, entry: RewardConfig | None) -> Reward
         return reward
     if reward is scorer:
         reward = CallableReward(reward)  # the object may have other frames under another name
+    if reward.learns_every:
+        raise UserError(f"rewards.{name}.frames: this reward learns from clips (its `learns_every` is set); take frames out")
     if reward.video or reward.latent:
         what, kind = ("whole clips", "video") if reward.video else ("latents", "latent")
         raise UserError(f"rewards.{name}.frames: this reward takes {what} (its `{kind}` is true); take frames out")

@@ -27,7 +27,12 @@ def images_of(prompt: str) -> tuple[str, ...]:
 
 def read_inputs(prompt: str) -> list[Image.Image]:
     """The prompt's input pictures, RGB and upright as EXIF says; UserError names the prompt and the file."""
-    return [_opened(path, _place(prompt), _decoded) for path in images_of(prompt)]
+    return [read_file(path, _place(prompt)) for path in images_of(prompt)]
+
+
+def read_file(path: str, place: str) -> Image.Image:
+    """A picture, RGB and upright; UserError begins with `place`."""
+    return _opened(path, place, _decoded)
 
 
 def check_inputs(prompts: Iterable[str]) -> None:
@@ -46,7 +51,7 @@ def check_counts(prompts: Iterable[str], takes: tuple[int, int]) -> None:
 
 
 def check_files(paths: Sequence[str], place: str) -> None:
-    """The same for the pictures of one prompt; messages begin with `place`."""
+    """The same for pictures at `paths`; messages begin with `place`."""
     for path in paths:
         _opened(path, place, lambda picture: None)
 

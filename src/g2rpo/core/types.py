@@ -133,9 +133,12 @@ class Reward:
     """Where it computes, if that is an accelerator; where the policy is, nothing is rolled out meanwhile."""
     frames: Frames | None = None
     """The frames of clips that it scores; None: those of `Frames()`."""
+    learns_every: int = 0
+    """It learns from pictures of every so many iterations; 0: from none. Its held-out scores then say that it rose, but not
+    that it fell."""
     state: Any = None
     """State that changes during the run: plain data and tensors, saved in checkpoints and restored on resuming. Ranks score
-    different pictures but must have equal states, so only `observe` may change it."""
+    different pictures but must have equal states, so only `observe` and `learn` may change it."""
 
     # Declarations of the class, read by preflight and `g2rpo plan` before construction; options are constructor arguments.
     upstream: ClassVar[str] = ""
@@ -155,6 +158,10 @@ class Reward:
     @staticmethod
     def target(prompt: str) -> Any:
         """The part of the prompt that `wants` describes, None if absent; ValueError if its metadata are malformed."""
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """UserError that begins with the name of an option that is wrong. Asked before anything is loaded."""
 
     @classmethod
     def fault(cls, options: Mapping[str, Any], prompts: Sequence[str]) -> str | None:
@@ -179,6 +186,14 @@ class Reward:
 
     def observe(self, iteration: int, scores: Tensor) -> None:
         """Called on every rank after an iteration with the scores [N, M, G] of all ranks' N groups."""
+
+    def look(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """With `learns_every`: what it learns from in these pictures, [B, D]."""
+        raise NotImplementedError(f"{self.name} has learns_every, but no look")
+
+    def learn(self, iteration: int, seen: Tensor) -> Mapping[str, float]:
+        """With `learns_every`: learns, after an iteration, from what it saw on every rank, [N, D]; returns what to log."""
+        raise NotImplementedError(f"{self.name} has learns_every, but no learn")
 
     @property
     def name(self) -> str:

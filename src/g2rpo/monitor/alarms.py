@@ -58,6 +58,8 @@ class Alarms:
     judged: Sequence[str]
     drift_limit: float
     off: frozenset[str] = frozenset()
+    moving: frozenset[str] = frozenset()
+    """Rewards that learn during the run: their scores may fall because they ask for more."""
     rows: list[Row] = field(default_factory=list)
     history: dict[int, Scores] = field(default_factory=dict)
 
@@ -71,7 +73,7 @@ class Alarms:
             self.history[row["iteration"]] = scores
             pictures = picture_alarms(row, len(next(iter(scores.values()))))
             alike = diversity_alarm([other for other in self.rows if "diversity" in other])
-            raised = unscored(scores) | fallen_rewards(self.history, self.trained) | pictures | alike
+            raised = unscored(scores) | fallen_rewards(self.history, self.trained, self.moving) | pictures | alike
         raised = {name: said for name, said in raised.items() if name not in self.off}
         if raised:
             row["alarms"] = raised
@@ -125,9 +127,11 @@ def unscored(scores: Scores) -> dict[str, str]:
     return {"masked": "; ".join(said)} if said else {}
 
 
-def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dict[str, str]:
-    """Whether a held-out reward is below what it was at an earlier evaluation: "hacking" if a trained reward has risen since
-    then, "decline" if none has.
+def fallen_rewards(
+    history: Mapping[int, Scores], trained: Sequence[str], moving: frozenset[str] = frozenset()
+) -> dict[str, str]:
+    """Whether a held-out reward that is not `moving` is below what it was at an earlier evaluation: "hacking" if a trained
+    reward has risen since then, "decline" if none has.
 
     One-sided t-tests of paired differences, prompt by prompt on the same noise. Evaluation t (the base's is 0) tests each of R
     rewards against t earlier evaluations, each at level a / (R t . t (t + 1)): by the union bound, and 1/2 + 1/6 + 1/12 + ... =
@@ -140,7 +144,7 @@ def fallen_rewards(history: Mapping[int, Scores], trained: Sequence[str]) -> dic
         return {}
     level = LEVEL / (len(now) * looks * looks * (looks + 1))
     said: dict[str, list[str]] = {}
-    for name in now:
+    for name in (name for name in now if name not in moving):
         chance, iteration = min((chance_of_fall(before[name], now[name]), iteration) for iteration, before in earlier)
         if chance < level:
             since = history[iteration]

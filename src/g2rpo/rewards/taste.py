@@ -36,15 +36,16 @@ Features = Mapping[str, Tensor]
 class Encoder(Protocol):
     """What a reward with a picture encoder has."""
 
-    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Features [B, D] of pictures [B, 3, H, W] in [0, 1] and of their prompts."""
+    def features(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """Features [B, D] of pictures [B, 3, H, W] in [0, 1] and, if it has any, of their prompts."""
         ...
 
 
 @torch.no_grad()
 def features_of(images: Tensor, prompts: Sequence[str], encoder: Encoder | None = None) -> dict[str, Tensor]:
     """Features of pictures [B, 3, H, W] in [0, 1], or means over frames of clips [B, T, 3, H, W], by block: statistics of
-    colour and layout, 8 x 8 pixels and, with an `encoder`, its features of the picture, and their products with the prompt's.
+    colour and layout, 8 x 8 pixels and, with an `encoder`, its features of the picture, and their products with any of the
+    prompt's.
     """
     if images.ndim == 5:
         every = features_of(images.flatten(0, 1), [prompt for prompt in prompts for _ in range(images.shape[1])], encoder)
@@ -56,8 +57,10 @@ def features_of(images: Tensor, prompts: Sequence[str], encoder: Encoder | None 
         "pixels": torch.nn.functional.adaptive_avg_pool2d(images, 8).flatten(1),
     }
     if encoder is not None:
-        pictures, texts = (values.float().cpu() for values in encoder.features(images, prompts))
-        found |= {"encoder": pictures, "encoder x prompt": pictures * texts}
+        pictures, texts = encoder.features(images, prompts)
+        found["encoder"] = pictures.float().cpu()
+        if texts is not None:
+            found["encoder x prompt"] = found["encoder"] * texts.float().cpu()
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,12 +41,27 @@ def observe(rewards: Mapping[str, Reward], iteration: int, scores: Tensor) -> No
             reward.observe(iteration, scores[:, index].clone())
 
 
+def learn(
+    rewards: Mapping[str, Reward], iteration: int, pictures: Callable[[], tuple[Tensor, list[str]]], world: World
+) -> dict[str, float]:
+    """Rewards that learn in this iteration do so, from some `pictures` of every rank; returns what to log."""
+    learnt: dict[str, float] = {}
+    learning = {name: one for name, one in rewards.items() if one.learns_every and iteration % one.learns_every == 0}
+    seen = pictures() if learning else None
+    for name, reward in learning.items():
+        with naming_reward(name, "failed to learn"):
+            assert seen is not None
+            found = reward.learn(iteration, world.gather(reward.look(*seen)))
+            learnt |= {f"{name}/{key}": value for key, value in found.items()}
+    return learnt
+
+
 def states(rewards: Mapping[str, Reward], world: World) -> dict[str, Any]:
     """The states of all rewards that have one. Raises `Stopped` if those of the ranks differ."""
     found = {name: reward.state for name, reward in stateful(rewards).items()}
     for name, state in found.items():
         if differing := world.differing(_digest(state)):
-            hint = "it may change in `observe` alone, which has the scores of all ranks"
+            hint = "it may change in `observe` and `learn` alone, which see what all ranks have"
             raise Stopped(f"reward '{name}': the state of ranks {differing} is not rank 0's; {hint}. Nothing was saved")
     return found
 

@@ -28,7 +28,7 @@ from g2rpo.monitor.scores import has_rows, read_rows, scores_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.rollout.guidance import in_training
-from g2rpo.rollout.scoring import weighted_scores
+from g2rpo.rollout.scoring import decode, weighted_scores
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import writing
 from g2rpo.runtime.memory import batch_sizes
@@ -42,11 +42,14 @@ from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import write_card
 from g2rpo.training.pace import MEASURED, fitted, with_length
 from g2rpo.training.persistence import Persistence
-from g2rpo.training.reward_states import observe, stateful
+from g2rpo.training.reward_states import learn, observe, stateful
 from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.run_files import RunFiles
 from g2rpo.training.stopwatch import Stopwatch
 from g2rpo.training.updater import Updater, check_differentiable, check_groups
+
+LOOKED_AT = 4
+"""Members of a group from whose pictures rewards learn."""
 
 
 @dataclass(repr=False, kw_only=True)
@@ -92,6 +95,7 @@ class Trainer:
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         entries = self.policy.noise([generator_for("alarms")]).numel()
         self.alarms = alarms_of(c, self.algorithm, self.sigmas, entries)
+        self.alarms.moving = frozenset(name for name, reward in self.rewards.items() if reward.learns_every)
         self.early_stop = EarlyStop(config=c, rewards=list(self.rewards), alarms=self.alarms, files=self.files)
         stateful({**self.rewards, **self.judges})  # refuses a state that no checkpoint can hold
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
@@ -242,6 +246,7 @@ class Trainer:
             rewards = self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
             watch.lap("waiting")
             observe(self.rewards, self.iteration, rewards)
+            learnt = learn(self.rewards, self.iteration, partial(self._looked_at, collected, prompts), self.world)
         advantages = advantages_of(algorithm, rewards, self.weights)
         own = self.world.shard(advantages)
         examples = [
@@ -261,7 +266,7 @@ class Trainer:
         watch.lap("update")
 
         branches = [rollout.plan.branch for rollout in collected.rollouts] * self.world.size  # equal on all ranks
-        learnt = self.memory.observe(self.iteration, branches, rewards, self.weights) if self.memory else {}
+        learnt |= self.memory.observe(self.iteration, branches, rewards, self.weights) if self.memory else {}
         if self.iteration == 0:
             self._save_first_group(prompts, collected, own)
         self.iteration += 1
@@ -276,6 +281,12 @@ class Trainer:
         }
         self.early_stop.see(row)
         return row
+
+    def _looked_at(self, collected: Collected, prompts: Sequence[str]) -> tuple[Tensor, list[str]]:
+        """The first `LOOKED_AT` pictures of every group's first tail, and their prompts: what rewards learn from."""
+        latents = torch.cat([rollout.finals[0, :LOOKED_AT] for rollout in collected.rollouts])
+        texts = [prompts[one.prompt] for one in collected.rollouts for _ in one.finals[0, :LOOKED_AT]]
+        return self.sizes.fit(lambda: decode(self.policy, latents, self.sizes.decode)), texts
 
     def _save_first_group(self, prompts: Sequence[str], collected: Collected, advantages: Tensor) -> None:
         """Saves one group as pictures, unless its members are not compared or rewards score latents."""
