@@ -9,9 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from g2rpo import api
 from g2rpo.app.train import load_config
+from g2rpo.assembly.blueprint import build_on_meta, build_shallow, read_blueprint, size_of
 from g2rpo.export.comfyui import for_trainers
 from g2rpo.policies.adapters import PREFIX, UP, endings, read_adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
+from g2rpo.policies.options import PolicyConfig
 from tests.support.adapters import READ, differences, fused, policy_of, random_adapter, velocity
 from tests.support.commands import g2rpo
 from tests.support.tiny import flux_pipeline
@@ -182,6 +184,35 @@ def test_an_adapter_stays_beside_a_quantised_or_rounded_base(file, helper, optio
         torch.testing.assert_close(velocity(trained), velocity(sampled), atol=0.1, rtol=0)
     exact = velocity(policy_of(KIND, fused(flux_pipeline(), file)))
     assert float((velocity(trained) - exact).abs().max()) < 0.5 * float((bare - exact).abs().max())
+
+
+def test_a_plan_has_the_bytes_of_the_start_and_the_assistant(file, helper, flux_directory):
+    """Beside the trained adapter, in float32 and in the dtype of the base."""
+    size = {"height": 32, "width": 32, "max_sequence_length": 12, "dtype": "bfloat16", **CONTINUED}
+    named, sizes = {"adapter": str(file), "assistant": str(helper)}, []
+    for own in ({}, named):
+        config = PolicyConfig(path=str(flux_directory), **size, **own)
+        policy = build_on_meta(read_blueprint(config), config)
+        sizes.append(size_of(policy.pipeline.transformer))
+        trained = sum(value.nbytes for value in policy.trainable_parameters())
+    beside = sum(value.numel() for pair in read_adapter(helper).layers.values() for value in pair)
+    assert sizes[1] - sizes[0] == trained + 2 * beside
+
+
+def test_plans_and_checks_with_fewer_blocks_take_an_adapter_of_the_last_ones(tmp_path):
+    """As of a large model, which is built with two blocks of each kind before it is loaded."""
+    pipeline = tiny_pipeline("ZImagePipeline")
+    assert len(pipeline.transformer.layers) == 3
+    pipeline.save_pretrained(tmp_path / "model")
+    adapter = random_adapter(pipeline.transformer, ["layers.2.attention.to_q", "layers.2.feed_forward.w2"])
+    adapter.write(tmp_path / "last.safetensors", PREFIX)
+    size = [f"policy.path={tmp_path / 'model'}", "policy.height=32", "policy.width=32", "policy.max_sequence_length=24"]
+    config = load_config("z-image-lora", [*size, f"policy.adapter={tmp_path / 'last.safetensors'}", "policy.device=cpu"])
+    assert config.policy.lora_targets == ["2.attention.to_q", "2.feed_forward.w2"]
+    policy, times = build_shallow(read_blueprint(config.policy), config.policy)
+    assert 2 in times and policy.trainable_parameters()
+    whole = build_on_meta(read_blueprint(config.policy), config.policy)
+    assert len(whole.trainable_parameters()) == 4
 
 
 def test_full_tuning_begins_with_the_adapter_merged_in(file, tmp_path):

@@ -20,13 +20,16 @@ from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.lab.plan.plan import make_plan
+from g2rpo.policies.adapters import PREFIX
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Pieces, Sharded
 from g2rpo.training import checkpoint as checkpointing
 from g2rpo.training.checkpoint import checkpoints, load_checkpoint
 from tests.support import ranks
+from tests.support.adapters import random_adapter
 from tests.support.runs import PLAIN, config, log, trainer
+from tests.support.tiny import sd3_pipeline
 from tests.support.tiny_pipelines import save_tiny
 from tests.support.variants import few
 
@@ -154,10 +157,11 @@ def test_pieces_learn_what_whole_weights_learn(runs, flux_directory, size, mode)
 
 @pytest.mark.parametrize("name", few(["SD3", "ZImagePipeline", "CogView4Pipeline"], "SD3".__eq__))
 def test_other_pipelines_learn_the_same_in_pieces(tmp_path, sd3_directory, name):
-    """SD3.5 with a KL term and an average. CogView4's prompts of different lengths are separate calls: ranks make as many,
-    whatever their prompts."""
+    """SD3.5 with a KL term, an average and an adapter to begin with. CogView4's prompts of different lengths are separate
+    calls: ranks make as many, whatever their prompts."""
     if name == "SD3":
-        model, settings = sd3_directory, (SD3, {"keep_base": True})
+        random_adapter(sd3_pipeline().transformer, size=0.02).write(tmp_path / "brought.safetensors", PREFIX)
+        model, settings = sd3_directory, (SD3, {"keep_base": True, "adapter": str(tmp_path / "brought.safetensors")})
     else:
         model, settings = save_tiny(name, tmp_path / "model"), ((), {"guidance_scale": 4.0, "max_sequence_length": 64})
     alone, pieces = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 
 
 def quiet_libraries() -> None:
@@ -13,6 +14,7 @@ def quiet_libraries() -> None:
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # about kernels for other devices, at every import
         logging.getLogger(library).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are wanted
 
 
 def quiet_bars() -> None:

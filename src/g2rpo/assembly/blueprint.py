@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,11 @@ def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[Diffusers
     """The same without text encoders and with two blocks of every kind, and how many blocks each of these represents."""
     modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
     times = thin(modules["transformer"])
+    names = [name for name, _ in modules["transformer"].named_modules()]
+    if config.lora_targets is not None:  # of a block that is left out, those of any block
+        there = {name for name in config.lora_targets if any(f".{each}".endswith(f".{name}") for each in names)}
+        ends = [name if name in there else re.sub(r"^(\w+\.)?\d+\.", "", name) for name in config.lora_targets]
+        config = config.model_copy(update={"lora_targets": ends})
     return _built(blueprint, config, modules), times
 
 

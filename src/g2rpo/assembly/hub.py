@@ -51,6 +51,8 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
 def find_adapter(key: str, name: str) -> Path:
     """The file of the adapter `name`, the value of a config's `key`; of the hub's it is downloaded if need be."""
     place, said = local(name), f"{key}={name}"
+    if os.path.isfile(place / "adapter" / ADAPTER):  # a run
+        return place / "adapter" / ADAPTER
     if os.path.isdir(place):
         path = place / _only(said, [path.name for path in place.iterdir()])
     elif os.path.exists(place):

@@ -54,6 +54,12 @@ class Adapter:
         down, up = self.layers[module]
         return up.flatten(1) @ down.flatten(1)
 
+    def of(self, transformer: nn.Module) -> Adapter | None:
+        """The part of it for the modules that are there; None if there is none."""
+        there = {name for name, _ in transformer.named_modules()}
+        layers = {module: pair for module, pair in self.layers.items() if module in there}
+        return Adapter(layers, self.metadata, self.scale) if layers else None
+
     def plus(self, other: Adapter, sign: float = 1.0) -> Adapter:
         """The sum of the changes (sign -1: their difference), exactly: with the factors side by side, so that ranks add up."""
         layers = dict(self.layers)

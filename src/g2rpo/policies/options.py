@@ -49,8 +49,9 @@ class PolicyConfig(Section):
     lora_init: LoraInit = "kaiming"
     """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 / rank."""
     adapter: str | None = None
-    """A LoRA to continue: a .safetensors file, a folder with one, or OWNER/NAME[/FILE] of the hub. Rank, alpha and targets are
-    the file's. The base model of losses and comparisons is then the model with it. Under full tuning it is merged at first."""
+    """A LoRA to continue: a .safetensors file, a folder with one, a run, or OWNER/NAME[/FILE] of the hub. Rank, alpha and
+    targets are the file's. The base model of losses and comparisons is then the model with it. Under full tuning it is merged
+    at first."""
     assistant: str | None = None
     """A second LoRA, frozen, that acts where training samples and learns, such as a de-distillation adapter of a Turbo
     model."""

@@ -73,6 +73,8 @@ class Tuning:
         self.own: str | None = "default" if mode == "lora" else None
         self._strength = 1.0
         self._untrained, self._assisted, self._deployed, self._autocast = False, False, deployed, autocast
+        if device.type == "meta":  # a plan's, which may have fewer blocks
+            start, assistant = (adapter and adapter.of(transformer) for adapter in (start, assistant))
         for key, adapter in (("adapter", start), ("assistant", assistant)):
             if adapter is not None:
                 check_fit(f"policy.{key}", adapter, transformer)

@@ -154,10 +154,14 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
 
 
 def _lora_usage(config: Config, task: str, deployed: Mapping[str, Any] | None, loader: str) -> str:
+    beside, assistant = ")", config.policy.assistant
+    if assistant and config.policy.assistant_in_evaluation:
+        beside = f', adapter_name="tuned")\npipe.{loader}({base_name(assistant)!r}, adapter_name="assistant")'
+        beside += '\npipe.set_adapters(["tuned", "assistant"])'
     return f"""from diffusers import DiffusionPipeline{_helpers(task)}
 
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r})
-pipe.{loader}("THIS FOLDER OR REPOSITORY", weight_name="pytorch_lora_weights.safetensors")
+pipe.{loader}("THIS FOLDER OR REPOSITORY", weight_name="pytorch_lora_weights.safetensors"{beside}
 {_call(config, task, deployed)}"""
 
 
