@@ -2,6 +2,7 @@
 
 import json
 
+import huggingface_hub
 import pytest
 import torch
 from diffusers import FluxPipeline
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo import api
 from g2rpo.app.train import load_config
 from g2rpo.assembly.blueprint import build_on_meta, build_shallow, read_blueprint, size_of
+from g2rpo.assembly.hub import find_adapter
 from g2rpo.export.comfyui import for_trainers
 from g2rpo.policies.adapters import PREFIX, UP, endings, read_adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
@@ -265,6 +267,7 @@ def test_a_run_continues_an_adapter_and_exports_both_and_what_was_learnt(
     added = read_adapter(api.export(run, "comfyui", assistant=True))
     assert added.rank == 5 and added.layers.keys() > both.layers.keys()
 
+    assert find_adapter("policy.adapter", str(run)) == run / "adapter" / "pytorch_lora_weights.safetensors"
     card = (run / "adapter" / "README.md").read_text()
     assert "It continues `brought.safetensors`" in card and "assistant `helper.safetensors`" in card
     code, out, err = g2rpo(capsys, "plan", tiny_config, *own)
@@ -322,7 +325,7 @@ def test_what_is_no_adapter_of_the_model_is_said_in_one_message(case, tiny_confi
     assert not (tmp_path / "runs").exists()
 
 
-def test_settings_that_contradict_an_adapter_are_refused(tiny_config, file, tmp_path, capsys):
+def test_settings_that_contradict_an_adapter_are_refused(tiny_config, file, tmp_path, capsys, monkeypatch):
     own = f"policy.adapter={file}"
     assert f"policy.lora_rank=2: the adapter {file} has 3; take it out" in refused(capsys, tiny_config, own)
     assert "policy.lora_targets=" in refused(capsys, tiny_config, own, "policy.lora_rank=3", "policy.lora_targets=[to_q]")
@@ -334,6 +337,10 @@ def test_settings_that_contradict_an_adapter_are_refused(tiny_config, file, tmp_
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/x.bin").write_bytes(b"")
     assert "holds pickles only" in refused(capsys, tiny_config, f"policy.adapter={tmp_path / 'folder'}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name in ("someone/theirs", "someone/theirs/it.safetensors"):
+        said = refused(capsys, tiny_config, f"policy.adapter={name}")
+        assert f"policy.adapter={name}: is no file or folder here, and is not in the local hub cache" in said
 
 
 def test_a_recipes_rank_makes_way_for_the_adapters(file, flux_directory):
