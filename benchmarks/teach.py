@@ -82,11 +82,14 @@ def session_of(taste: str, person: str, seed: int, groups: int, every: int, over
     rows: list[dict[str, object]] = []
     chosen = [*GUARDED, f"trainer.seed={seed}", *(["rewards.clicks=1e-9"] if person == "guard" else []), *overrides]
     with tempfile.TemporaryDirectory() as folder, opened("scenes", chosen, Path(folder) / "run") as session:
-        session.direct = person == "direct"
+        if person == "direct":
+            session.learn_directly()
         before, correct = measured(session)
         within = {name: float((one[:, 0] - one[:, 1]).square().mean().div(2).sqrt()) for name, one in before.items()}
         for number in range(1, groups + 1):
             session.answer(click(session.group, TASTES[taste], person, seed), round=session.next)
+            if number == groups:
+                session.settle()  # as "Finish" does
             if number % every == 0:
                 now, right = measured(session)
                 moved = {name: paired(before[name].mean(1), now[name].mean(1)) for name in TASTES}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from PIL import Image
 from torch import Tensor
@@ -18,13 +18,13 @@ from g2rpo.rewards.pixels import to_tensor
 
 FILE, FOLDER = "votes.jsonl", "votes"
 """Names in a run directory: the answers, and a folder of pictures for each round."""
-Kind = Literal["vote", "undo", "strength"]
+Kind = Literal["vote", "undo", "strength", "direct"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of the last answer; or another
-    `strength` of learning from here on.
+    """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of the last answer; another
+    `strength` of learning from here on; or learning without a head (`direct`).
 
     `iteration` is the number of updates when it was given, `digest` that of the group's pictures, `ahead` the session's.
     """
@@ -58,7 +58,7 @@ def read(path: Path) -> list[Vote]:
 def _vote(path: Path, number: int, row: dict[str, Any]) -> Vote:
     try:
         vote = Vote(**{**row, "liked": tuple(row.get("liked", ()))})
-        known = vote.kind in ("vote", "undo", "strength") and all(isinstance(member, int) for member in vote.liked)
+        known = vote.kind in get_args(Kind) and all(isinstance(member, int) for member in vote.liked)
     except TypeError:
         known = False
     if not known:

@@ -56,6 +56,11 @@ class InBackground:
         with self._changed:
             self._store(self.session.vote(kind="strength", round=self._asked, strength=float(strength)))
 
+    def learn_directly(self) -> None:
+        """As `Session.learn_directly`, from the next answer on."""
+        with self._changed:
+            self._store(self.session.vote(kind="direct", round=self._asked))
+
     def undo(self) -> None:
         """As `Session.undo`, once the earlier answers are acted on."""
         with self._changed:

@@ -17,7 +17,7 @@ from g2rpo.lab.demo.app import ONE_AT_A_TIME, SYSTEM, gr, serve  # noqa: F401  s
 from g2rpo.lab.demo.views import uri
 from g2rpo.lab.report.embedded import data_uri
 from g2rpo.lab.teach.background import InBackground
-from g2rpo.lab.teach.session import ENOUGH, FIRST, Group, Session
+from g2rpo.lab.teach.session import FIRST, Group, Session
 from g2rpo.monitor.clips import seconds_of
 
 SIDE = 320
@@ -110,6 +110,7 @@ def build(taught: InBackground, title: str, stop: threading.Event) -> gr.Blocks:
                 pair = gr.HTML(pair_html(taught), elem_id="pair")
                 said = gr.HTML(status(session, taught.learning), elem_id="status")
                 strength = gr.Slider(0, 4, session.strength, step=0.25, label="Strength of learning")
+                direct = gr.Button("Clicks alone", size="sm", elem_id="direct")
                 finish = gr.Button("Finish", size="sm", elem_id="finish")
         outputs = [grid, asked, pair, said, version]
         finish.click(None, js=FINISHED, api_visibility="private")  # at once: the server ends before it could answer
@@ -119,6 +120,7 @@ def build(taught: InBackground, title: str, stop: threading.Event) -> gr.Blocks:
         none.click(voted([]), asked, outputs, **ONE_AT_A_TIME)
         skip.click(voted([], skipped=True), asked, outputs, **ONE_AT_A_TIME)
         undo.click(acting(taught.undo), None, outputs, **ONE_AT_A_TIME)
+        direct.click(acting(taught.learn_directly), None, outputs, **ONE_AT_A_TIME)
         strength.release(acting(taught.set_strength), strength, outputs, **ONE_AT_A_TIME)
 
         def liked(round: int, chosen: list[str]) -> tuple[Any, ...]:
@@ -161,7 +163,7 @@ def status(session: Session, learning: bool) -> str:
     if session.answered < FIRST:
         lines.append(f"Learning begins after {FIRST} answers.")
     elif session.direct:
-        lines.append("The head was given up; the model learns from the clicks alone, four groups at a time.")
+        lines.append("The model learns from the clicks alone, four groups at a time.")
     elif head is not None:
         a = head.agreement
         lines.append(
@@ -169,7 +171,7 @@ def status(session: Session, learning: bool) -> str:
             f"[{100 * max(0, a.low):.0f}, {100 * min(1, a.high):.0f}]; 50 % is chance."
         )
         if head.trust == 0:
-            lines.append(f"Too little to learn from yet; after {ENOUGH} answers it goes on without.")
+            lines.append('Too little to learn from. "Clicks alone" learns without it, at random from one who clicks at random.')
     for look in session.brake.looks[-1:]:
         scores = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in look.judges.items())
         lines.append(f"Held-out pictures: {scores}." + (f" Worse: {look.wrong}; undone." if look.wrong else ""))

@@ -45,7 +45,7 @@ UPDATES = 4
 SHOWN_STEPS = (0, 1)
 """Steps whose noise the groups that are shown differ by, by turns: that of later steps changes little that a person can see."""
 ENOUGH, HOPELESS = 12, 0.6
-"""After so many groups a head that agrees less with the person is given up: the model then learns from the clicks alone."""
+"""After so many groups a head that agrees less with the person is said not to know the taste."""
 DIRECT = 4
 """Groups of an update that learns from the clicks alone."""
 PROMPTS = 64
@@ -60,7 +60,7 @@ OVERRIDES = (
     "trainer.prompts_per_iteration=4",
     "optim.decay=constant",
     "optim.ema_decay=0",
-    "evaluation.num_prompts=64",
+    "evaluation.num_prompts=96",
     "evaluation.controls=false",
     "alarms.decline=off",
     "alarms.hacking=off",
@@ -97,7 +97,7 @@ class Session:
     strength: float = 1.0
     brake: Brake = field(init=False)
     direct: bool = False
-    """Whether the head was given up."""
+    """Whether the model learns from the clicks alone, without a head."""
     groups: dict[int, Group] = field(default_factory=dict)
     changes: int = 0
     """How often the weights have changed."""
@@ -165,6 +165,10 @@ class Session:
         """Sets the factor of the learning rate, 0 to 4, from the next answer on."""
         return self.take(self.vote(kind="strength", round=self.next, strength=float(strength)))
 
+    def learn_directly(self) -> Vote:
+        """Gives up the head: from here on the model learns from the clicks alone, whether or not a person is consistent."""
+        return self.take(self.vote(kind="direct", round=self.next))
+
     def repeat(self, stored: Sequence[Vote], written: bool = False) -> None:
         """Takes stored answers again, in their order; UserError for another run's. `written`: they are in votes.jsonl."""
         for vote in stored:
@@ -188,9 +192,15 @@ class Session:
             self._drawn[prompt] = (before, self.changes, now)
         return before, now
 
+    def settle(self) -> None:
+        """Looks at held-out pictures, if weights changed since the last look, and takes back what made them worse."""
+        if self.brake.since:
+            self._look()
+
     def finish(self) -> dict[str, Comparison]:
         """Ends the run at this iteration: weights, comparison, pictures and card, as any run's."""
         t = self.trainer
+        self.settle()
         t.config = t.early_stop.config = with_length(t.config, max(1, t.iteration), t.config.evaluation.every)
         if t.files.writes:
             with t.files.written(t.files.run.config) as path:
@@ -251,6 +261,8 @@ class Session:
             self._undo()
         elif vote.kind == "strength":
             self.strength = vote.strength
+        elif vote.kind == "direct":
+            self.direct = True
         else:
             self._learn(vote)
         self._fill()
@@ -295,11 +307,10 @@ class Session:
         if len(self._choices) < FIRST or self.head is None:
             return
         agreement, changed = self.head.agreement, self.changes
-        if not self.direct and len(self._choices) >= ENOUGH and agreement.mean < HOPELESS:
-            self.direct = True
+        if not self.direct and len(self._choices) == ENOUGH and agreement.mean < HOPELESS:
             self.notify(
-                f"after {len(self._choices)} groups the head orders {agreement.mean:.0%} of pairs that it was not fitted to as "
-                "you do, little more than chance: from here on the model learns from your clicks alone, which takes many more"
+                f"after {ENOUGH} groups the head orders {agreement.mean:.0%} of pairs that it was not fitted to as you do, "
+                'little more than chance; "Clicks alone" goes on without it, which takes many more clicks'
             )
         if self.direct:
             self._waiting = [
