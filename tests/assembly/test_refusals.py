@@ -25,6 +25,9 @@ TRUE = {
     refusals._encoder: lambda source: "text_encoder_4=text_encoder_4" in source,
     refusals._predicted: lambda source: "c_skip * latents + c_out * noise_pred" in source,
     refusals._cached: lambda source: "reuse cached ref K/V" in source,
+    refusals._reversed: lambda source: "1000 - t" in source,
+    refusals._sizes: lambda source: "width, height = self.resolutions[" in source,
+    refusals._tokens: lambda source: "prior_token_id=" in source,
     refusals._first_frame: lambda source: "image" in source and "video" in source,
 }
 """What else the source of a class must say where a kind of reason is given."""
@@ -57,9 +60,8 @@ def test_no_class_is_refused_for_what_another_one_does():
 
 
 DESCRIBABLE = (
-    *("HunyuanVideoPipeline", "HunyuanVideo15Pipeline", "OvisImagePipeline", "LongCatImagePipeline", "PRXPipeline"),
-    *("AuraFlowPipeline", "BriaPipeline", "Kandinsky5T2IPipeline", "GlmImagePipeline", "NucleusMoEImagePipeline"),
-    *("QwenImage21Pipeline", "SkyReelsV2Pipeline", "SanaVideoPipeline", "MochiPipeline"),
+    *("BriaPipeline", "PRXPipeline", "AuraFlowPipeline", "NucleusMoEImagePipeline", "SkyReelsV2Pipeline"),
+    *("SanaVideoPipeline",),
 )
 """Classes that `DiffusersPolicy` runs by a description, or would by their source."""
 NOT = {
@@ -75,6 +77,9 @@ NOT = {
     "StableDiffusionXLPipeline": refusals._network,
     "WanImageToVideoPipeline": refusals._first_frame,
     "FluxFillPipeline": refusals._further,
+    "MochiPipeline": refusals._reversed,
+    "Kandinsky5T2IPipeline": refusals._sizes,
+    "GlmImagePipeline": refusals._tokens,
 }
 
 

@@ -3,10 +3,12 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import OvisImagePipeline, OvisImageTransformer2DModel
+from diffusers import BriaPipeline, BriaTransformer2DModel, PRXTransformer2DModel
+from diffusers.pipelines.prx import pipeline_prx
 from safetensors.torch import load_file
 
 from g2rpo import api
@@ -27,14 +29,20 @@ PROMPTS = ["a red circle", "two blue square"]
 SIZE = {"height": 32, "width": 48, "max_sequence_length": 12}
 ADAPTER = "pytorch_lora_weights.safetensors"
 PRX = """
+import torch
 from g2rpo.policies.spec import PipelineSpec
 
 Prx = PipelineSpec(
     pipeline_class="PRXPipeline",
     encoded=("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask"),
-    widths={},
+    widths={"prompt_embeds": ("context_in_dim",), "prompt_attention_mask": ()},
+    dtypes={"prompt_attention_mask": torch.bool},
     guidance=4.0,
-    tokens=256,
+    tokens=24,  # its tokenizer's
+    fixed={"use_resolution_binning": False},
+    one_row=True,
+    one_time=lambda pipeline: True,
+    unsupported=("num_frames", "published_pictures", "detach_negative"),
 )
 """
 PUBLISHED = """
@@ -44,20 +52,20 @@ from g2rpo.policies.spec import Model
 
 parts = PARTS
 Published = replace(
-    Ovis,
-    comfyui=ComfyUI("OvisImageTransformer2DModel", "mine.", {r"(.+)": r"\\1"}),
-    models={"AIDC-AI/Ovis-Image-7B": Model("A licence", parts=parts)},
+    Bria,
+    comfyui=ComfyUI("BriaTransformer2DModel", "mine.", {r"(.+)": r"\\1"}),
+    models={"briaai/BRIA-3.2": Model("A licence", parts=parts)},
 )
 """
 
 
 @pytest.fixture
-def ovis(tmp_path):
+def bria(tmp_path):
     """(the pipeline's folder, FILE.py:NAME)."""
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    (code,) = [block.code for block in blocks(page) if block.code.startswith("# ovis.py\n")]
-    (tmp_path / "ovis.py").write_text(code)
-    return save_tiny("OvisImagePipeline", tmp_path / "ovis"), f"{tmp_path / 'ovis.py'}:Ovis"
+    (code,) = [block.code for block in blocks(page) if block.code.startswith("# bria.py\n")]
+    (tmp_path / "bria.py").write_text(code)
+    return save_tiny("BriaPipeline", tmp_path / "bria"), f"{tmp_path / 'bria.py'}:Bria"
 
 
 def plain(pipeline):
@@ -70,20 +78,20 @@ def own(policy):
     return Sampler(policy=policy, shift="model", num_steps=4, seed=5).pictures(PROMPTS)
 
 
-def test_pictures_are_the_pipelines_own(ovis):
-    folder, kind = ovis
+def test_pictures_are_the_pipelines_own(bria):
+    folder, kind = bria
     plugins.allow(kind)
     policy = components.build_policy(PolicyConfig(path=str(folder), kind=kind, **SIZE), tuning="frozen")
-    torch.testing.assert_close(own(policy), plain(OvisImagePipeline.from_pretrained(folder)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(own(policy), plain(BriaPipeline.from_pretrained(folder)), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("right", "code", "failed"), [(True, 0, []), (False, 1, ["policy"])])
-def test_check_model_tells_whether_the_description_is_right(ovis, capsys, right, code, failed):
+def test_check_model_tells_whether_the_description_is_right(bria, capsys, right, code, failed):
     """From the command line: a line for each check, and what to do about one that failed."""
-    folder, kind = ovis
+    folder, kind = bria
     file = Path(kind.partition(":")[0])
     if not right:  # a result of encode_prompt is left out
-        file.write_text(file.read_text().replace('"text_ids", "negative_text_ids"', '"text_ids"'))
+        file.write_text(file.read_text().replace('"negative_prompt_embeds", "text_ids"', '"text_ids"'))
     size = [f"policy.{name}={value}" for name, value in SIZE.items()]
     found, out, err = g2rpo(capsys, "check-model", folder, "--kind", kind, *size)
     assert found == code, out + err
@@ -92,9 +100,9 @@ def test_check_model_tells_whether_the_description_is_right(ovis, capsys, right,
 
 
 @pytest.fixture
-def published(ovis):
+def published(bria):
     """The same with a declaration of published sizes, a licence and ComfyUI's names."""
-    folder, kind = ovis
+    folder, kind = bria
     index = json.loads((folder / "model_index.json").read_text())
     parts = {
         name: (":".join(index[name]), json.loads((folder / name / "config.json").read_text()))
@@ -108,8 +116,8 @@ def published(ovis):
 def test_published_sizes_and_licence_are_known_from_the_value(published, capsys):
     """By a hub id that is nowhere."""
     options = ["policy.height=32", "policy.width=48", f"policy.kind={published[1]}", "policy.pipeline="]
-    code, out, err = g2rpo(capsys, "plan", "scenes", "policy.path=AIDC-AI/Ovis-Image-7B", *options, "--no-probe")
-    assert code == 0 and "AIDC-AI/Ovis-Image-7B: A licence" in out, err
+    code, out, err = g2rpo(capsys, "plan", "scenes", "policy.path=briaai/BRIA-3.2", *options, "--no-probe")
+    assert code == 0 and "briaai/BRIA-3.2: A licence" in out, err
 
 
 def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, capsys):
@@ -130,12 +138,12 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
     card = (run / "adapter" / "README.md").read_text()
     (line,) = re.findall(r"^pipe\.(\S+)\(", card, re.MULTILINE)
     assert line == "transformer.load_lora_adapter"
-    pipe = OvisImagePipeline.from_pretrained(folder)
+    pipe = BriaPipeline.from_pretrained(folder)
     pipe.transformer.load_lora_adapter(run / "adapter", weight_name=ADAPTER)
     torch.testing.assert_close(plain(pipe), tuned, atol=1e-5, rtol=0)
 
-    transformer = OvisImageTransformer2DModel.from_pretrained(api.export(run, "merged"))
-    pipe = OvisImagePipeline.from_pretrained(folder, transformer=transformer)
+    transformer = BriaTransformer2DModel.from_pretrained(api.export(run, "merged"))
+    pipe = BriaPipeline.from_pretrained(folder, transformer=transformer)
     torch.testing.assert_close(plain(pipe), tuned, atol=1e-5, rtol=0)
     names = load_file(api.export(run, "comfyui"))
     assert names and all(name.startswith("mine.") for name in names)
@@ -143,25 +151,61 @@ def test_it_trains_and_what_it_saves_plain_diffusers_draws(published, tmp_path, 
     assert g2rpo(capsys, *sample)[0] == 0
 
 
-def test_adapters_that_a_transformer_does_not_take_are_refused_before_it_is_loaded(tmp_path):
-    folder, kind = save_tiny("PRXPipeline", tmp_path / "prx"), f"{tmp_path / 'own.py'}:Prx"
+@pytest.fixture
+def prx(tmp_path):
+    """(the pipeline's folder, FILE.py:NAME, options): a class whose transformer has no methods for adapters in diffusers."""
     Path(tmp_path / "own.py").write_text(PRX)
+    kind = f"{tmp_path / 'own.py'}:Prx"
     plugins.allow(kind)
     size = {name: value for name, value in SIZE.items() if name != "max_sequence_length"}  # which its call does not take
+    return save_tiny("PRXPipeline", tmp_path / "prx"), kind, size
+
+
+def test_layers_that_a_transformer_lacks_are_named_before_it_is_loaded(prx):
+    folder, kind, size = prx
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
-    with pytest.raises(UserError, match=r"no adapters for PRXTransformer2DModel; set policy\.tuning=full"):
-        components.load_pipeline(PolicyConfig(path=str(folder), kind=kind, **size))
-    with pytest.raises(UserError, match=r"set policy\.tuning=full"):  # from Python too
-        DiffusersPolicy.of(plugins.load(kind))(tiny_pipeline("PRXPipeline"), **size)
+    missing = {"lora_targets": ["to_q", "to_k"]}
+    with pytest.raises(
+        UserError, match=r"no layer of a PRXTransformer2DModel is named to_q, to_k; .* img_qkv_proj, .*tuning=full"
+    ):
+        components.load_pipeline(PolicyConfig(path=str(folder), kind=kind, **size, **missing))
+    with pytest.raises(UserError, match=r"img_qkv_proj"):  # from Python too
+        DiffusersPolicy.of(plugins.load(kind))(tiny_pipeline("PRXPipeline"), **size, **missing)
 
 
-def test_one_value_of_the_catalogue_is_enough(ovis, monkeypatch):
-    folder, kind = ovis
+def test_an_adapter_that_diffusers_cannot_load_is_exported_merged(prx, tmp_path, capsys, monkeypatch):
+    folder, kind, size = prx
+    monkeypatch.setattr(pipeline_prx, "ftfy", SimpleNamespace(fix_text=str), raising=False)  # with which it cleans prompts
+    run, given = tmp_path / "run", [f"policy.{name}={value}" for name, value in size.items()]
+    few = ["trainer.iterations=1", "evaluation.num_prompts=1", "algorithm.group_size=2", "policy.max_sequence_length="]
+    few += ["rewards.scene_accuracy=", "rewards.brightness=1", "optim.learning_rate=0.01"]
+    code, _, err = g2rpo(capsys, "train", write_tiny(tmp_path, folder), f"policy.kind={kind}", *few, *given, "--run-dir", run)
+    assert code == 0, err
+    policy = components.build_policy(read_config(run).policy, tuning="frozen")
+    base = own(policy)
+    policy.load(run / "adapter")
+    tuned = own(policy)
+    assert float((tuned - base).abs().max()) > 1e-3
+    with policy.base():
+        torch.testing.assert_close(own(policy), base, atol=1e-6, rtol=0)
+    assert (
+        'AutoModel.from_pretrained("FOLDER OF g2rpo export RUN --format merged")' in (run / "adapter" / "README.md").read_text()
+    )
+    transformer = PRXTransformer2DModel.from_pretrained(api.export(run, "merged"))
+    merged = components.load_pipeline(read_config(run).policy, tuning="frozen")
+    merged.pipeline.transformer = transformer
+    torch.testing.assert_close(own(merged.policy()), tuned, atol=1e-5, rtol=0)
+    code, out, _ = g2rpo(capsys, "check-model", folder, "--kind", kind, *given)
+    assert code == 0 and "from_pretrained, merged" in out, out
+
+
+def test_one_value_of_the_catalogue_is_enough(bria, monkeypatch):
+    folder, kind = bria
     with pytest.raises(UserError, match="is not declared yet"):
         components.policy_options(
             PolicyConfig(path=str(folder), **SIZE), components.locate_pipeline(str(folder))[1], device="cpu"
         )
-    monkeypatch.setitem(catalogue.SPECS, "OvisImagePipeline", plugins.load(kind))
+    monkeypatch.setitem(catalogue.SPECS, "BriaPipeline", plugins.load(kind))
     policy = components.build_policy(PolicyConfig(path=str(folder), **SIZE), tuning="frozen")
     assert policy.spec is plugins.load(kind)

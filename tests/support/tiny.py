@@ -38,14 +38,14 @@ def tokenizer(length):
     )
 
 
-def tiny_vae(**changes):
+def tiny_vae(channels=4, **changes):
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
         block_out_channels=(8, 8),
         norm_num_groups=4,
         layers_per_block=1,
-        latent_channels=4,
+        latent_channels=channels,
         use_quant_conv=False,
         use_post_quant_conv=False,
         scaling_factor=0.7,

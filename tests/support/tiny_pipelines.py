@@ -5,19 +5,31 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     AutoencoderKLWan,
+    BriaPipeline,
+    BriaTransformer2DModel,
     ChromaPipeline,
     ChromaTransformer2DModel,
+    ClassifierFreeGuidance,
     CogView4Pipeline,
     CogView4Transformer2DModel,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
     FluxKontextPipeline,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
     Krea2Pipeline,
     Krea2Transformer2DModel,
+    LongCatImagePipeline,
+    LongCatImageTransformer2DModel,
     LTXPipeline,
     LTXVideoTransformer3DModel,
     Lumina2Pipeline,
@@ -26,6 +38,8 @@ from diffusers import (
     OvisImageTransformer2DModel,
     PRXPipeline,
     PRXTransformer2DModel,
+    QwenImage21Pipeline,
+    QwenImage21Transformer2DModel,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
@@ -39,24 +53,29 @@ from diffusers import (
 )
 from tokenizers import processors
 from transformers import (
+    CLIPTextModel,
     Gemma2Config,
     Gemma2Model,
     GlmConfig,
     GlmModel,
+    LlamaConfig,
+    LlamaModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
     Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
     UMT5Config,
     UMT5EncoderModel,
 )
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
-from tests.support.tiny import BLOCKS, WORDS, flux_pipeline, sd3_pipeline, tiny_t5, tiny_vae, tokenizer
+from tests.support.tiny import BLOCKS, WORDS, clip_config, flux_pipeline, sd3_pipeline, tiny_t5, tiny_vae, tokenizer
 
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}</s>"
 
@@ -443,7 +462,6 @@ def krea2():
 
 
 def ovis():
-    """A class that the catalogue does not describe."""
     transformer = OvisImageTransformer2DModel(
         **BLOCKS, in_channels=16, out_channels=16, joint_attention_dim=16, axes_dims_rope=(4, 6, 6)
     )
@@ -457,8 +475,162 @@ def ovis():
     )
 
 
+def longcat():
+    transformer = LongCatImageTransformer2DModel(
+        **BLOCKS, in_channels=64, joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=[4, 6, 6]
+    )
+    louder(transformer.proj_out, 0.3)
+    return LongCatImagePipeline(
+        scheduler=dynamic(),
+        vae=tiny_vae(channels=16),
+        text_encoder=qwen_vl(16),
+        tokenizer=tokenizer(512),
+        text_processor=None,  # rewrites prompts, which policies leave out
+        transformer=transformer,
+    )
+
+
+def chatting(before, length=2048):
+    """A tokenizer whose chats begin with so many words; pipelines cut off as many as their real template has."""
+    made = tokenizer(length)
+    made.chat_template = "{{ 'a ' * " + str(before) + " }}{{ messages[-1]['content'] }} left </s>"
+    return made
+
+
+def hunyuan_video():
+    transformer = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=2,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 6, 6),
+    )
+    louder(transformer.proj_out, 0.3)
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 3,
+        up_block_types=("HunyuanVideoUpBlock3D",) * 3,
+        block_out_channels=(8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=2,
+        scaling_factor=0.5,
+        spatial_compression_ratio=4,
+        temporal_compression_ratio=4,
+        mid_block_add_attention=False,
+    )
+    clip = clip_config(8)
+    clip.max_position_embeddings = 77
+    llama = LlamaConfig(**LANGUAGE, hidden_size=16, head_dim=8, max_position_embeddings=1024)
+    return HunyuanVideoPipeline(
+        text_encoder=LlamaModel(llama),
+        tokenizer=tokenizer(1024),
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=CLIPTextModel(clip),
+        tokenizer_2=tokenizer(77),
+    )
+
+
+def hunyuan_video_15():
+    transformer = HunyuanVideo15Transformer3DModel(
+        in_channels=9,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=16,
+        text_embed_2_dim=8,
+        image_embed_dim=8,
+        rope_axes_dim=(4, 6, 6),
+        task_type="t2v",
+    )
+    louder(transformer.proj_out, 0.3)
+    vae = AutoencoderKLHunyuanVideo15(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8),
+        layers_per_block=1,
+        spatial_compression_ratio=4,
+        temporal_compression_ratio=2,
+    )
+    rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6}
+    text = {**LANGUAGE, "hidden_size": 16, "max_position_embeddings": 2048, "rope_parameters": rope}
+    return HunyuanVideo15Pipeline(
+        text_encoder=Qwen2_5_VLTextModel(Qwen2_5_VLConfig(text_config=text).text_config),
+        tokenizer=chatting(108),
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=tiny_t5(8),
+        tokenizer_2=tokenizer(256),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    )
+
+
+class TinyVisionProcessor(TinyProcessor):
+    """The same for Qwen3-VL, with chats."""
+
+    def apply_chat_template(self, messages, tokenize, return_dict):
+        return self.tokenizer([f"a a {messages[0]['content'][0]['text']}"])["input_ids"]
+
+    def __call__(self, text, padding, padding_side, return_tensors):
+        return self.tokenizer(text, padding=padding, padding_side=padding_side, return_tensors=return_tensors)
+
+
+def qwen_image_21():
+    transformer = QwenImage21Transformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        context_in_dim=16,
+        axes_dims_rope=(4, 6, 6),
+    )
+    processor = TinyVisionProcessor()
+    rope = {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 1e6}
+    text = {**LANGUAGE, "vocab_size": len(processor.tokenizer), "hidden_size": 16, "head_dim": 8, "rope_parameters": rope}
+    vision = {**VISION, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
+    vae = AutoencoderKLQwenImage21(
+        base_dim=4,
+        decoder_base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1, 1],
+        num_res_blocks=1,
+        latents_mean=[0.1] * 4,
+        latents_std=[0.8] * 4,
+    )
+    return QwenImage21Pipeline(
+        scheduler=dynamic(),
+        vae=vae,
+        text_encoder=Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision)),
+        processor=processor,
+        transformer=transformer,
+    )
+
+
+def bria():
+    """A class that the catalogue does not describe: the example of docs/extending.md."""
+    transformer = BriaTransformer2DModel(**BLOCKS, in_channels=16, joint_attention_dim=16, axes_dims_rope=[4, 6, 6])
+    louder(transformer.proj_out, 0.3)
+    return BriaPipeline(
+        scheduler=dynamic(),
+        vae=tiny_vae(),
+        text_encoder=tiny_t5(16),
+        tokenizer=tokenizer(128),
+        transformer=transformer,
+    )
+
+
 def prx():
-    """A class whose transformer takes no adapters; not described either."""
+    """Another one, whose transformer has no methods for adapters in diffusers."""
     transformer = PRXTransformer2DModel(
         in_channels=4, context_in_dim=16, hidden_size=16, mlp_ratio=2.0, num_heads=2, depth=1, axes_dim=[4, 4]
     )
@@ -488,6 +660,11 @@ MAKERS = {
     "SanaPipeline": sana,
     "Krea2Pipeline": krea2,
     "OvisImagePipeline": ovis,
+    "LongCatImagePipeline": longcat,
+    "QwenImage21Pipeline": qwen_image_21,
+    "HunyuanVideoPipeline": hunyuan_video,
+    "HunyuanVideo15Pipeline": hunyuan_video_15,
+    "BriaPipeline": bria,
     "PRXPipeline": prx,
 }
 

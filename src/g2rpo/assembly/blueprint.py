@@ -5,7 +5,6 @@ The policies' own constructors are used, so dtypes, frozen weights and adapters 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -13,21 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from g2rpo.assembly import components, pipeline_check
+from g2rpo.assembly.meta import Part, Uninitialised, on_meta
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError, loading
-from g2rpo.core.plain import parse_json, read_text, refuse_hub_kernels
+from g2rpo.core.plain import parse_json, read_text
 from g2rpo.policies import catalogue
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes, thin
-
-LIBRARIES = ("diffusers", "transformers")
-Part = tuple[str, dict[str, Any]]
-"""A class, as "library:Name", and its config."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,8 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
         if library is not None
     }
     options = {name: value for name, value in index.items() if name[0] != "_" and name not in pipeline_check.parts_in(index)}
-    return Blueprint(kind, parts, _read(path, "tokenizer/tokenizer_config.json").get("model_max_length", 77), options)
+    words = _read(path, "tokenizer/tokenizer_config.json") if "tokenizer" in index else {}
+    return Blueprint(kind, parts, words.get("model_max_length", 77), options)
 
 
 def published(path: str, kind: str | None = None) -> Blueprint | None:
@@ -84,37 +79,6 @@ def _read(pipeline: str, file: str) -> dict[str, Any]:
         raise UserError(f"policy.path={pipeline}: its {file} cannot be read: {error}") from None
 
 
-class Uninitialised(TorchFunctionMode):
-    """While entered, torch's initialisers do nothing: on the meta device they take time and have no effect."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if getattr(func, "__module__", None) == nn.init.__name__ or func in RANDOM:
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-RANDOM = (torch.Tensor.normal_, torch.Tensor.uniform_)
-
-
-def on_meta(part: Part) -> nn.Module:
-    """The module of a part, on the meta device."""
-    target, config = part
-    library, _, name = target.partition(":")
-    if library not in LIBRARIES:  # importing a library named by a downloaded file would run its code
-        raise UserError(
-            f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(LIBRARIES)} are loaded"
-        )
-    kind: Any = getattr(importlib.import_module(library), name, None)
-    if nn.Module not in getattr(kind, "__mro__", ()):
-        raise UserError(f"policy.path: its model_index.json names {name}, which is no model of the {library} installed here")
-    try:
-        refuse_hub_kernels(config, f"the config.json of its {name}")
-    except ValueError as error:
-        raise UserError(f"policy.path: {error}") from None
-    with loading(f"policy.path: its config files describe no {name}"), torch.device("meta"), Uninitialised():
-        return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
-
-
 def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy:
     """The policy that a run of `config` would build, on the meta device. UserError for a size or option it refuses."""
     return _built(blueprint, config, {name: on_meta(part) for name, part in blueprint.parts.items()})
@@ -132,12 +96,31 @@ def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[Diffusers
     return _built(blueprint, config, modules), times
 
 
+class _Anything:
+    """A stand-in for a part that a constructor reads numbers of texts from, which plans do not need."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    __getitem__ = __call__
+
+    def __len__(self) -> int:
+        return 0
+
+
 def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.Module]) -> DiffusersPolicy:
     import diffusers
 
     pipeline_class = getattr(diffusers, blueprint.kind)
     parameters = inspect.signature(pipeline_class).parameters.values()
-    absent = {each.name: None for each in parameters if each.default is inspect.Parameter.empty}  # tokenizers, and the like
+    absent: dict[str, Any] = {
+        each.name: None for each in parameters if each.default is inspect.Parameter.empty
+    }  # tokenizers, and the like
+    stand_ins = {"guider": diffusers.ClassifierFreeGuidance, "processor": _Anything}
+    absent |= {name: stand_ins[name]() for name in stand_ins.keys() & absent.keys()}
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     with loading(f"policy.path={config.path}: its parts make no {blueprint.kind}"):
         pipeline = pipeline_class(**{**absent, **blueprint.options, **modules, "scheduler": scheduler})

@@ -137,7 +137,7 @@ def load_pipeline(config: PolicyConfig, *, seed: int = 0, tuning: str | None = N
     attention.check(config.attention, device)
     kind, options = policy_options(config, name, device=device, seed=seed, tuning=tuning, keep_base=keep_base)
     if options["tuning"] == "lora" and issubclass(kind, DiffusersPolicy):
-        pipeline_check.check_adapters(path)
+        pipeline_check.check_adapters(path, config.lora_targets or kind.spec.lora_targets)
     with _loading(config.path):
         pipeline = kind.load_pipeline(path, **options)
         return Loaded(config, kind, options, pipeline, kind.encoders(pipeline, **options))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo.assembly import hub
+from g2rpo.assembly.meta import on_meta
 from g2rpo.core.errors import UserError
 from g2rpo.core.plain import parse_json, read_text
-from g2rpo.policies.tuning import check_lora
+from g2rpo.policies.tuning import check_targets
 
 MOST_LAYERS = 1000
 """More than any model has."""
@@ -47,14 +48,12 @@ def check_files(name: str, folder: str, optional: Sequence[str] = ()) -> None:
         )
 
 
-def check_adapters(folder: str) -> None:
-    """UserError for a transformer that takes no adapters."""
-    import diffusers
-
+def check_adapters(folder: str, targets: Sequence[str]) -> None:
+    """UserError for a transformer without the layers that a LoRA would change."""
     library, name = (_read(folder, "model_index.json").get("transformer") or [None, None])[:2]
-    kind = getattr(diffusers, str(name), None) if library == "diffusers" else None
-    if isinstance(kind, type):
-        check_lora(kind)
+    config = _read(folder, "transformer/config.json")
+    if library == "diffusers" and config:
+        check_targets(on_meta((f"diffusers:{name}", config)), targets)
 
 
 def _check_numbers(name: str, file: str, config: Mapping[str, Any], *keys: str) -> None:

@@ -113,9 +113,24 @@ def _frames(p: Pipeline) -> str | None:
     return "its frames have times of their own" if "ar_step" in p.call else None
 
 
+def _reversed(p: Pipeline) -> str | None:
+    return "its sigmas run from 0 to 1, against the flow" if "reversed timesteps" in p.source else None
+
+
+def _sizes(p: Pipeline) -> str | None:
+    own = "self.resolutions[" in p.source
+    return "it draws in sizes of a list of its own, whatever height and width are" if own else None
+
+
+def _tokens(p: Pipeline) -> str | None:
+    drawn = hasattr(p.kind, "generate_prior_tokens")
+    return "another model draws tokens for each prompt, which are an input beside its embeddings" if drawn else None
+
+
 KINDS: tuple[Callable[[Pipeline], str | None], ...] = (
     *(_sound, _network, _networks, _scheduler, _noise, _few_steps, _layers, _encoder, _further, _first_frame, _interface),
     *(_perturbed, _momentum, _predicted, _cached, _frames),
+    *(_reversed, _sizes, _tokens),
 )
 
 

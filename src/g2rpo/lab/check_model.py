@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from g2rpo.core.files import in_bytes
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.plan.plan import make_plan
-from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.adapters import read_adapter
+from g2rpo.policies.anyflow import DiffusersPolicy, opaque
+from g2rpo.policies.replay import guiding
 from g2rpo.policies.spec import PipelineSpec
+from g2rpo.policies.tuning import ADAPTER, loader_of
 
 TEXTS = ("a red circle", "two blue squares left of a circle")
 """Of different lengths, so that padding and masks matter."""
@@ -131,6 +135,10 @@ def draw(pipeline: Any, spec: PipelineSpec, options: PolicyConfig, prompts: Sequ
     euler = type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
     alone = bool(spec.ragged or spec.pictured or spec.one_row)
     generators = [generator_for(SEED, "picture", i) for i in range(len(prompts))]
+    if spec.guider:
+        pipeline.guider = guiding(
+            pipeline.guider, spec.guidance if options.guidance_scale is None else options.guidance_scale, guided
+        )
     own, pictures, firsts = scheduler.step, [], []
     for rows in [[row] for row in range(len(prompts))] if alone else [list(range(len(prompts)))]:
         seen: list[tuple[Tensor, Tensor]] = []
@@ -154,7 +162,7 @@ def draw(pipeline: Any, spec: PipelineSpec, options: PolicyConfig, prompts: Sequ
             made = pipeline(**{**spec.arguments(pipeline, options, rows=len(rows), guided=guided, steps=steps), **changes})[0]
         finally:
             del scheduler.step
-        pictures.append(made.float())
+        pictures.append(opaque(made.float()))
         firsts.append(seen[0])
     noise, velocity = (torch.cat(each) for each in zip(*firsts, strict=True))
     return Drawn(torch.cat(pictures), noise, velocity, scheduler.sigmas.float().cpu(), euler)
@@ -236,7 +244,7 @@ def _checks(
     tuned = grids[shift].pictures(prompts)
     changed = _apart(tuned, base)
     policy.save(folder)
-    loader = f"pipe.{policy.lora_loader}" if config.tuning == "lora" else "from_pretrained"
+    loader = f"pipe.{policy.lora_loader}" if config.tuning == "lora" and policy.lora_loader else "from_pretrained, merged"
     del policy, grids, trained
     pipeline = load()
     load_saved(pipeline, folder, config.tuning)
@@ -262,8 +270,13 @@ def load_saved(pipeline: Any, folder: Path, tuning: str) -> None:
     if tuning == "full":
         pipeline.transformer = type(pipeline.transformer).from_pretrained(folder).to(pipeline.transformer.dtype)
         return
-    loads = getattr(pipeline, "load_lora_weights", None) or pipeline.transformer.load_lora_adapter
-    loads(folder, weight_name="pytorch_lora_weights.safetensors")
+    if (loader := loader_of(pipeline)) is not None:
+        attrgetter(loader)(pipeline)(folder, weight_name=ADAPTER)
+        return
+    adapter = read_adapter(folder / ADAPTER)
+    for module in adapter.layers:  # as `g2rpo export --format merged`
+        weight = pipeline.transformer.get_submodule(module).weight
+        weight.data += adapter.delta(module).view_as(weight).to(weight)
 
 
 def slope(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> tuple[int, float, float]:

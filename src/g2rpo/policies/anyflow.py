@@ -36,13 +36,14 @@ from g2rpo.policies.replay import (
     Script,
     Unseen,
     UnseenProcessor,
+    guiding,
     probe,
     replay,
     rows_alike,
 )
 from g2rpo.policies.spec import SIZES, PipelineSpec, parameters_of, sizes_in
 from g2rpo.policies.text import TextEncoders
-from g2rpo.policies.tuning import Tuning, TuningMode
+from g2rpo.policies.tuning import Tuning, TuningMode, loader_of
 from g2rpo.runtime.sharding import Sharded
 
 CALLED = ("height", "width", "num_frames", "negative_prompt", "guidance_scale", "max_sequence_length")
@@ -142,7 +143,7 @@ class DiffusersPolicy(Policy):
         for name in spec.unsupported:
             if getattr(options, name) not in (None, False):
                 raise UserError(f"policy.{name}: a {spec.pipeline_class} has no such option; take it out")
-        known = {*parameters_of(getattr(diffusers, spec.pipeline_class)), *spec.fixed}
+        known = {*parameters_of(getattr(diffusers, spec.pipeline_class)), *spec.fixed, *([spec.scale] if spec.guider else [])}
         for name in CALLED:
             argument = spec.scale if name == "guidance_scale" else name
             if getattr(options, name) is not None and argument not in known:
@@ -234,9 +235,9 @@ class DiffusersPolicy(Policy):
         return self.dtype != torch.float32 and self.options.autocast
 
     @property
-    def lora_loader(self) -> str:
-        """The method of the pipeline, or of a part of it, that loads a saved adapter in plain diffusers."""
-        return "load_lora_weights" if hasattr(self.pipeline, "load_lora_weights") else "transformer.load_lora_adapter"
+    def lora_loader(self) -> str | None:
+        """What loads a saved adapter in plain diffusers (`tuning.loader_of`)."""
+        return loader_of(self.pipeline)
 
     def check_size(self, height: int, width: int) -> None:
         """Raises ValueError for a picture size that the model cannot generate."""
@@ -254,7 +255,8 @@ class DiffusersPolicy(Policy):
         """Height and width must be multiples of this many pixels."""
         processor = getattr(self.pipeline, "image_processor", None) or self.pipeline.video_processor
         patch = self.config.patch_size if self.spec.patched else 1
-        return int(patch[-1] if isinstance(patch, Sequence) else patch) * int(processor.config.vae_scale_factor)
+        patch = patch[-1] if isinstance(patch, Sequence) else patch
+        return int(patch) * self.spec.grouped * int(processor.config.vae_scale_factor)
 
     @property
     def seconds(self) -> float:
@@ -276,7 +278,8 @@ class DiffusersPolicy(Policy):
     @property
     def image_tokens(self) -> int:
         """Tokens of one picture."""
-        return math.prod(self._latent) // (self.config.in_channels * (1 if len(self._latent) == 2 else _patch(self.config)))
+        packed = len(self._latent) == 2
+        return self._latent[0] if packed else math.prod(self._latent[1:]) // _patch(self.config)
 
     def shapes(self, clip_tokens: int, text_tokens: int | None = None) -> Shapes:
         """The sizes of a call; `clip_tokens` is the length to which the CLIP tokenizers pad, `text_tokens` that of prompts, if
@@ -358,7 +361,7 @@ class DiffusersPolicy(Policy):
 
     def _decode(self, x: Tensor) -> Tensor:
         step = OneStep(self.pipeline.scheduler.config, None)
-        pictures = self._replay(self.blank(len(x), 1).to(self._device), x, {"scheduler": step})[0].clamp(0, 1).float()
+        pictures = opaque(self._replay(self.blank(len(x), 1).to(self._device), x, {"scheduler": step})[0].clamp(0, 1).float())
         return pictures[:, 0] if self.spec.video and pictures.shape[1] == 1 else pictures
 
     def _replay(self, cond: Cond, latents: Tensor, parts: Mapping[str, Any], **changes: Any) -> Any:
@@ -380,6 +383,8 @@ class DiffusersPolicy(Policy):
         network = Network(self.tuning.active, self.dtype, self.autocast, detach_negative=detached)
         vae = Pictures(self.pipeline.vae, self.options.published_pictures)
         parts = {**dict.fromkeys(self._encoders), "transformer": network, "vae": vae, **parts}
+        if self.spec.guider:
+            parts["guider"] = guiding(self.pipeline.guider, self.guidance_scale, guided)
         if self.spec.seen:
             pictures = [Unseen((width, height)) for width, height in sizes_in(cond.ragged[SIZES][0])]
             changes["image"] = pictures if self.spec.most_pictures > 1 else pictures[0]
@@ -409,6 +414,14 @@ def _patch(config: Any) -> int:
     """Latent pixels of a token."""
     sides = getattr(config, "patch_size", None) or config.all_patch_size[0]
     return math.prod(sides) if isinstance(sides, Sequence) else sides**2
+
+
+def opaque(pictures: Tensor) -> Tensor:
+    """Pictures [..., 3, H, W] on white, of those with transparency."""
+    if pictures.shape[-3] == 3:
+        return pictures
+    colours, alpha = pictures.split([3, 1], -3)
+    return alpha * colours + (1 - alpha)
 
 
 def _expanded(value: Any, rows: int) -> Any:

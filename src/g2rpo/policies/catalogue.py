@@ -18,6 +18,8 @@ FLUX2 = "FLUX Non-Commercial License"
 STABILITY = "Stability AI Community License: commercial use is free up to 1 M$ of revenue a year"
 NVIDIA = "NVIDIA License (NSCL v2-custom); Gemma's terms for the text encoder"
 LIGHTRICKS = "LTX-Video Open Weights License: commercial use is free up to 10 M$ of revenue a year"
+QWEN = "Qwen Research License: non-commercial"
+TENCENT = "Tencent Hunyuan Community License: not in the EU, the UK and South Korea"
 KREA = "Krea 2 Community License: commercial use is free up to 50 people"
 
 VIDEOS = ("published_pictures", "detach_negative")
@@ -247,11 +249,79 @@ krea2 = PipelineSpec(  # several layers of the text encoder; v + scale (v - v_ne
     models={"krea/Krea-2-Raw": Model(KREA)},
 )
 
+ovis = PipelineSpec(
+    pipeline_class="OvisImagePipeline",
+    encoded=("prompt_embeds", "negative_prompt_embeds", "text_ids", "negative_text_ids"),
+    widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (3,)},
+    tokens=256,
+    guidance=5.0,
+    unsupported=PICTURES,
+    models={"AIDC-AI/Ovis-Image-7B": Model(APACHE)},
+)
+
+longcat = PipelineSpec(  # guided velocities have at most the norm of the prompt's, token by token
+    pipeline_class="LongCatImagePipeline",
+    encoded=("prompt_embeds", "text_ids"),
+    widths={"prompt_embeds": ("joint_attention_dim",), "text_ids": (3,)},
+    tokens=512,
+    guidance=4.5,
+    fixed={"enable_prompt_rewrite": False},  # by the text encoder, which would sample other prompts than were given
+    unsupported=PICTURES,
+    models={"meituan-longcat/LongCat-Image": Model(APACHE)},
+)
+
+qwen_image_21 = PipelineSpec(  # pictures with transparency; 16 pixels a latent, four latents a slot of the text's layout
+    pipeline_class="QwenImage21Pipeline",
+    encoded=("prompt_embeds", "prompt_embeds_mask", "image_pad_mask"),
+    widths={"prompt_embeds": ("context_in_dim",), "image_pad_mask": ()},
+    ragged=("prompt_embeds", "image_pad_mask"),  # padding would move the picture's positions
+    dtypes={"image_pad_mask": torch.bool},
+    tokens=512,
+    guidance=1.0,
+    scale="true_cfg_scale",
+    fixed={"use_kv_cache": False},  # it would be filled in every call, and never read
+    grouped=2,
+    unsupported=PICTURES,
+    models={"Qwen/Qwen-Image-2.1": Model(QWEN)},
+)
+
+hunyuan_video = PipelineSpec(
+    pipeline_class="HunyuanVideoPipeline",
+    encoded=("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"),
+    widths={"prompt_embeds": ("text_embed_dim",), "prompt_attention_mask": ()},
+    pooled={"pooled_prompt_embeds": ("pooled_projection_dim",)},
+    dtypes={"prompt_attention_mask": torch.int64},
+    tokens=256,
+    guidance=6.0,
+    unguided=None,
+    frames="vae_scale_factor_temporal",
+    fps=lambda pipeline: 24,
+    patched=True,
+    unsupported=(*VIDEOS, "negative_prompt"),
+    models={"hunyuanvideo-community/HunyuanVideo": Model(TENCENT)},
+)
+
+hunyuan_video_15 = PipelineSpec(
+    pipeline_class="HunyuanVideo15Pipeline",
+    encoded=("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2"),
+    widths={"prompt_embeds": ("text_embed_dim",), "prompt_embeds_mask": ()},
+    pooled={"prompt_embeds_2": (256, "text_embed_2_dim"), "prompt_embeds_mask_2": (256,)},  # of words in quotation marks
+    tokens=1000,
+    guidance=6.0,
+    guider=True,
+    one_row=True,  # diffusers' VAE decodes one clip at a time
+    frames="vae_scale_factor_temporal",
+    fps=lambda pipeline: 24,
+    patched=True,
+    unsupported=VIDEOS,
+    models={"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Model(TENCENT)},
+)
+
 SPECS: Mapping[str, PipelineSpec] = {
     spec.pipeline_class: spec
     for spec in (
         *(flux, sd3, flux2, klein, qwen_image, z_image, kontext, qwen_edit, qwen_edit_plus, wan, ltx, lumina2, chroma),
-        *(cogview4, sana, krea2),
+        *(cogview4, sana, krea2, ovis, longcat, qwen_image_21, hunyuan_video, hunyuan_video_15),
     )
 }
 """By the class of the pipeline."""

@@ -79,6 +79,9 @@ class OneStep:
     def set_begin_index(self, index: int = 0) -> None:
         pass
 
+    def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
+        return sample
+
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True) -> Any:
         raise Caught(model_output)
 
@@ -198,6 +201,13 @@ class Script:
     latents: Callable[[Call], Any]
 
 
+def guiding(guider: Any, scale: float, guided: bool) -> Any:
+    """A copy of a pipeline's guider with another scale; guiders keep the state of a call."""
+    copied = copy.copy(guider)
+    copied.guidance_scale, copied._enabled = scale, guided
+    return copied
+
+
 class _NoBar:
     def update(self) -> None:
         pass
@@ -211,6 +221,8 @@ def _replaying(kind: Any) -> Any:
         @property
         def _execution_device(self) -> Any:
             return self.__dict__["replay_device"]
+
+        device = _execution_device
 
         def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
             return self.__dict__["script"].encode(functools.partial(super().encode_prompt, *args, **kwargs))

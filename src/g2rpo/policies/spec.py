@@ -103,6 +103,10 @@ class PipelineSpec:
     fps: Of = lambda pipeline: 16
     patched: bool = False
     """Whether sides are multiples of the transformer's patch as well as of the VAE's scale."""
+    grouped: int = 1
+    """Sides are multiples of so many latents besides."""
+    guider: bool = False
+    """Whether guidance is the pipeline's part `guider`, which has the scale."""
     one_row: bool = False
     """Whether a call takes a single row."""
     one_time: Of = lambda pipeline: False
@@ -130,7 +134,7 @@ class PipelineSpec:
     def is_masked(self) -> bool:
         """Whether attention gets a mask, which leaves out the padding of prompts."""
         padded = bool(self.masks or self.lists) and not self.one_row
-        return padded or any(name.removeprefix(NEGATIVE) not in self.masks.values() for name in self.encoded if "mask" in name)
+        return padded or any("mask" in name and name not in self.ragged for name in (*self.widths, *self.pooled))
 
     @property
     def input_pictures(self) -> tuple[int, int]:

@@ -73,7 +73,8 @@ class TextEncoders:
         def latents(own: Call) -> Any:
             raise Caught(own()[1:] if pictures else ())
 
-        scale = spec.guidance if guided else None  # the options' scale may be unguided, and the demo changes it
+        # any scale with guidance: the options' may be without, and the demo changes it
+        scale = max(spec.guidance, (spec.unguided or 0) + 1) if guided else None
         arguments = spec.arguments(self.pipeline, self.options, rows=1, guided=guided, scale=scale)
         arguments["prompt"] = [str(prompt)]
         if pictures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -28,10 +29,15 @@ ADAPTER = "pytorch_lora_weights.safetensors"
 """The file of a saved adapter."""
 
 
-def check_lora(transformer: type) -> None:
-    """UserError for a class of transformers that takes no adapters."""
-    if not hasattr(transformer, "add_adapter"):
-        raise UserError(f"policy.tuning=lora: diffusers has no adapters for {transformer.__name__}; set policy.tuning=full")
+def check_targets(transformer: nn.Module, targets: Sequence[str]) -> None:
+    """UserError for a transformer without linear layers or convolutions of these names, which adapters change."""
+    names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    if not any(name == end or name.endswith(f".{end}") for name in names for end in targets):
+        ends = dict.fromkeys(re.sub(r".*\.(?=[a-z])", "", name) for name in names if re.search(r"\.\d+\.", name))
+        raise UserError(
+            f"policy.lora_targets: no layer of a {type(transformer).__name__} is named {', '.join(targets)[:200]}; "
+            f"those of its blocks are {', '.join(ends)[:300]}. Or set policy.tuning=full"
+        )
 
 
 class Tuning:
@@ -87,7 +93,7 @@ class Tuning:
         if mode == "lora":
             from peft import LoraConfig
 
-            check_lora(type(transformer))
+            check_targets(transformer, targets)
             transformer.requires_grad_(False).to(dtype)
             if assistant is not None:
                 _add(transformer, "assistant", assistant, dtype)
@@ -95,9 +101,8 @@ class Tuning:
                 torch.manual_seed(seed)  # peft draws the adapters' first factor from the global generator
                 how: Any = "gaussian" if init == "gaussian" else True
                 lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights=how)
-                transformer.add_adapter(lora)
-                if start is not None:
-                    transformer.add_adapter(lora, "start")
+                for name in ("default", *(["start"] if start is not None else [])):
+                    _inject(transformer, name, lora)
             trained = _factors(transformer, "default")
             for factor in (*trained.values(), *_factors(transformer, "start").values()):
                 factor.to(transformer.device, torch.float32)
@@ -269,10 +274,37 @@ def _factors(transformer: nn.Module, adapter: str) -> dict[str, nn.Linear]:
     }
 
 
+def _inject(transformer: Any, name: str, config: Any) -> None:
+    """Adds an adapter as peft initialises it."""
+    if hasattr(transformer, "add_adapter"):
+        transformer.add_adapter(config, name)
+    else:  # diffusers has no adapters for it (PRX)
+        from peft import inject_adapter_in_model
+
+        inject_adapter_in_model(config, transformer, name)
+
+
+def loader_of(pipeline: Any) -> str | None:
+    """The method of a pipeline, or of a part of it, that loads a saved adapter in plain diffusers; None: there is none, and
+    a merged transformer is loaded."""
+    if "transformer" in getattr(pipeline, "_lora_loadable_modules", ()):
+        return "load_lora_weights"
+    return "transformer.load_lora_adapter" if hasattr(pipeline.transformer, "load_lora_adapter") else None
+
+
 def _add(transformer: Any, name: str, adapter: Adapter, dtype: torch.dtype) -> None:
     """Adds a frozen adapter."""
     device = transformer.device
-    transformer.load_lora_adapter(adapter.tensors(PREFIX), adapter_name=name, low_cpu_mem_usage=True)  # draws no values first
+    if hasattr(transformer, "load_lora_adapter"):
+        transformer.load_lora_adapter(
+            adapter.tensors(PREFIX), adapter_name=name, low_cpu_mem_usage=True
+        )  # draws no values first
+    else:
+        from peft import LoraConfig, set_peft_model_state_dict
+
+        ranks = {module: len(down) for module, (down, _) in adapter.layers.items()}
+        _inject(transformer, name, LoraConfig(target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=ranks))
+        set_peft_model_state_dict(transformer, adapter.tensors(""), name)
     for factor in _factors(transformer, name).values():
         factor.to(device, dtype)
 

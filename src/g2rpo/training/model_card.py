@@ -24,6 +24,7 @@ from g2rpo.training.header import base_name
 from g2rpo.training.rates import read_sweep
 
 CARD = "README.md"
+THIS, MERGED = "THIS FOLDER OR REPOSITORY", "FOLDER OF g2rpo export RUN --format merged"
 
 
 def finished_at(run_dir: Path) -> int | None:
@@ -54,13 +55,14 @@ def write_card(
     prompts: int,
     edits: bool = False,
     deployed: Mapping[str, Any] | None = None,
-    lora_loader: str = "load_lora_weights",
+    lora_loader: str | None = "load_lora_weights",
     against: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes README.md, with its pictures, beside the weights of a finished run; `weights` is a file or a folder.
 
-    `edits` says that the prompts have input pictures; `deployed` are further arguments of the pipeline's call,
-    and its `lora_loader` is what loads an adapter; `against` are the base's free knobs (`controls.against_controls`).
+    `edits` says that the prompts have input pictures; `deployed` are further arguments of the pipeline's call, and its
+    `lora_loader` is what loads an adapter (None: merged weights are loaded); `against` are the base's free knobs
+    (`controls.against_controls`).
     """
     folder = weights if weights.is_dir() else weights.parent
     still, curves, clips = _pictures(RunDirectory(run_dir))
@@ -89,7 +91,10 @@ def write_card(
                 f"![curves]({curves.name})",
                 "## Use",
                 _block(
-                    "python", _lora_usage(config, task, deployed, lora_loader) if lora else _full_usage(config, task, deployed)
+                    "python",
+                    _lora_usage(config, task, deployed, lora_loader)
+                    if lora and lora_loader
+                    else _full_usage(config, task, deployed, MERGED if lora else THIS),
                 ),
                 "`g2rpo export RUN --format comfyui` writes the file that ComfyUI reads, `--format merged` the base model with "
                 "these weights in it.",
@@ -161,14 +166,14 @@ def _lora_usage(config: Config, task: str, deployed: Mapping[str, Any] | None, l
     return f"""from diffusers import DiffusionPipeline{_helpers(task)}
 
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r})
-pipe.{loader}("THIS FOLDER OR REPOSITORY", weight_name="pytorch_lora_weights.safetensors"{beside}
+pipe.{loader}("{THIS}", weight_name="pytorch_lora_weights.safetensors"{beside}
 {_call(config, task, deployed)}"""
 
 
-def _full_usage(config: Config, task: str, deployed: Mapping[str, Any] | None) -> str:
+def _full_usage(config: Config, task: str, deployed: Mapping[str, Any] | None, where: str) -> str:
     return f"""from diffusers import AutoModel, DiffusionPipeline{_helpers(task)}
 
-transformer = AutoModel.from_pretrained("THIS FOLDER OR REPOSITORY")
+transformer = AutoModel.from_pretrained("{where}")
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r}, transformer=transformer)
 {_call(config, task, deployed)}"""
 

@@ -36,7 +36,7 @@ def longest_prompt(config: PolicyConfig, prompts: Sequence[str]) -> int | None:
         return None
     _, kind = components.locate_pipeline(config.path, config.pipeline, config.kind)
     spec = components.policy_class(config.kind or kind).spec
-    if spec.pictured or not (spec.masks or spec.lists or spec.ragged):
+    if spec.pictured or not (spec.masks or spec.lists or spec.ragged) or not (index.parent / "tokenizer").is_dir():
         return None
     try:
         return _counted(config, spec, index.parent, sorted(set(prompts), key=len)[-COUNTED:])

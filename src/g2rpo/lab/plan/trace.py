@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -176,7 +176,7 @@ def shallow_policy(blueprint: Blueprint, config: Config) -> Iterator[tuple[Diffu
         _materialise(policy)
         try:
             yield policy, times
-        except DataDependentOutputException:
+        except (DataDependentOutputException, DynamicOutputShapeException):
             raise UserError(
                 f"policy.path={config.policy.path}: cannot be planned: the call of a {blueprint.kind} reads values of tensors "
                 "(a time, the length of a mask), and a plan has shapes alone; training does not need that"

@@ -1,0 +1,48 @@
+"""Modules without weights, on torch's meta device."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from g2rpo.core.errors import UserError, loading
+from g2rpo.core.plain import refuse_hub_kernels
+
+LIBRARIES = ("diffusers", "transformers")
+Part = tuple[str, dict[str, Any]]
+"""A class, as "library:Name", and its config."""
+
+
+class Uninitialised(TorchFunctionMode):
+    """While entered, torch's initialisers do nothing: on the meta device they take time and have no effect."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__module__", None) == nn.init.__name__ or func in RANDOM:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+RANDOM = (torch.Tensor.normal_, torch.Tensor.uniform_)
+
+
+def on_meta(part: Part) -> nn.Module:
+    """The module of a part, on the meta device."""
+    target, config = part
+    library, _, name = target.partition(":")
+    if library not in LIBRARIES:  # importing a library named by a downloaded file would run its code
+        raise UserError(
+            f"policy.path: its model_index.json names a part of '{library}'; only {' and '.join(LIBRARIES)} are loaded"
+        )
+    kind: Any = getattr(importlib.import_module(library), name, None)
+    if nn.Module not in getattr(kind, "__mro__", ()):
+        raise UserError(f"policy.path: its model_index.json names {name}, which is no model of the {library} installed here")
+    try:
+        refuse_hub_kernels(config, f"the config.json of its {name}")
+    except ValueError as error:
+        raise UserError(f"policy.path: {error}") from None
+    with loading(f"policy.path: its config files describe no {name}"), torch.device("meta"), Uninitialised():
+        return kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
