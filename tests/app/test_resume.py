@@ -1,6 +1,8 @@
 """`g2rpo resume`: a run goes on with its own config, and with what its names stood for when it began."""
 
 import json
+import sys
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.lifecycle import read_config, read_starts
 from tests.support.commands import g2rpo
+from tests.support.processes import Forked
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few
 from tests.training.test_faults import log
@@ -70,6 +73,34 @@ def test_a_recipes_name_needs_no_override_again_if_it_is_the_runs(capsys, tmp_pa
     assert code == 2 and "algorithm.group_size: 3 there, 4 here" in err and "`g2rpo resume run` continues that run" in err
     code, _, err = g2rpo(capsys, "train", "scenes-fast", "--run-dir", "run", "--resume")
     assert code == 2 and "another config" in err
+
+
+def test_the_same_command_again_makes_of_a_killed_run_the_one_that_was_not(tiny_config, tmp_path):
+    """What torchrun --max-restarts, Kubernetes and SkyPilot do. Bit for bit, with whatever was unfinished."""
+
+    def start(run):
+        words = ["train", str(tiny_config), "trainer.iterations=4", "--run-dir", str(run), "--resume=auto"]
+        with (tmp_path / "log.txt").open("ab") as out:
+            return Forked([sys.executable, "-P", "-m", "g2rpo", *words], stdout=out, env={})
+
+    def trained(run):
+        return len([row for row in read_metrics(run) if row["kind"] == "train"]) if (run / "metrics.jsonl").exists() else 0
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole).wait(200) == 0, (tmp_path / "log.txt").read_text()
+    for iterations in (0, 2):  # before anything is trained, and between two iterations
+        process, ends = start(killed), time.monotonic() + 200
+        while not (killed / "config.yaml").exists() or trained(killed) < iterations:
+            assert process.alive and time.monotonic() < ends, (tmp_path / "log.txt").read_text()
+            time.sleep(0.01)
+        process.kill()
+        process.wait(30)
+        assert trained(killed) < 4
+    for _ in range(2):  # a finished run is left as it is
+        assert start(killed).wait(200) == 0, (tmp_path / "log.txt").read_text()
+        assert log(killed) == log(whole)
+        for path in (whole / "adapter").glob("*.safetensors"):
+            assert path.read_bytes() == (killed / "adapter" / path.name).read_bytes()
 
 
 def test_messages_name_a_command_that_works(capsys, begun, tmp_path):

@@ -22,8 +22,8 @@ algorithm.old_most algorithm.old_rise algorithm.old_weight algorithm.population_
 algorithm.scale algorithm.schedule algorithm.sde algorithm.segments algorithm.share algorithm.shared_noise
 algorithm.strength algorithm.stride algorithm.tail algorithm.times algorithm.trained_fraction algorithm.update_every
 algorithm.window_iterations algorithm.window_range algorithm.window_size
-evaluation.controls evaluation.every evaluation.every_minutes evaluation.first_minutes evaluation.num_prompts
-evaluation.num_steps evaluation.prompts
+evaluation.controls evaluation.every evaluation.every_minutes evaluation.first_minutes evaluation.height
+evaluation.num_prompts evaluation.num_steps evaluation.prompts evaluation.width
 optim.betas optim.decay optim.ema_decay optim.ema_every optim.ema_warmup optim.eps optim.learning_rate
 optim.max_grad_norm optim.warmup_iterations optim.weight_decay
 policy.adapter policy.assistant policy.assistant_in_evaluation policy.attention policy.autocast policy.compile

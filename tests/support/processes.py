@@ -26,6 +26,9 @@ class Forked:
     def terminate(self):
         self._process.terminate()
 
+    def kill(self):
+        self._process.kill()
+
     def interrupt(self):
         os.kill(self._process.pid, signal.SIGINT)
 

@@ -45,7 +45,7 @@ def config_settings(config: Config) -> dict[str, Any]:
     """The same for the base model of a run of `config`."""
     rewards = {**config.rewards, **config.evaluation.rewards}
     return {
-        "policy": config.policy.model_dump(mode="json"),
+        "policy": config.judged.model_dump(mode="json"),
         "prompts": config.evaluation.prompts,
         "num_prompts": config.evaluation.num_prompts,
         "cache": config.prompts.cache,

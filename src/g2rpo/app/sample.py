@@ -76,7 +76,7 @@ def sample(
     out = out or fresh_directory(Path(), "samples")
     _check(prompts, options, out)
     if run is not None and config is not None:
-        policy, weights = config.policy, weights or (None if base else RunDirectory(run).weights)
+        policy, weights = config.judged, weights or (None if base else RunDirectory(run).weights)
         steps_and_shift = {"steps": options.steps or config.sampling.num_steps, "shift": options.shift or config.sampling.shift}
         options = options.model_copy(update=steps_and_shift)
     if policy is None:

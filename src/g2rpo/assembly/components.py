@@ -195,6 +195,17 @@ def check_guidance(config: Config) -> None:
         raise UserError(f"sampling.guidance_scale={scale:g}: the model is sampled without guidance; take it out")
 
 
+def check_judged_size(config: Config, policy: Any) -> None:
+    """Refuses a size of judged pictures that the policy cannot make."""
+    if (size := config.judged_size) is None:
+        return
+    policy = getattr(policy, "policy", policy)  # of a CachedPolicy
+    if not hasattr(policy, "sized"):
+        raise UserError(f"evaluation.height, evaluation.width: a {type(policy).__name__} has one size; take them out")
+    with loading("evaluation.height, evaluation.width"):
+        policy.check_size(*size)
+
+
 def cautions(config: PolicyConfig) -> list[str]:
     """Cautions about a model, printed before it is trained."""
     folder = str(local(config.path))

@@ -73,7 +73,9 @@ def train(
     recipe: options.RecipeOrNone = None,
     overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=100")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir if there is one.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --run-dir, or begin it if there is none; also --resume=auto.")
+    ] = False,
     accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
     within: options.Within = None,
     find_rate: Annotated[
@@ -543,7 +545,7 @@ def serve_reward(
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line: exit code 0 when done, 2 for wrong input (one message, no traceback), 130 and 75 for a run that
     Ctrl-C or SIGTERM ended early and that can be resumed, 1 for anything else."""
-    given = sys.argv[1:] if arguments is None else arguments
+    given = [{"--resume=auto": "--resume"}.get(word, word) for word in (sys.argv[1:] if arguments is None else arguments)]
     quiet_libraries()
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -173,6 +173,10 @@ class EvaluationConfig(Section):
     """The same for the first evaluation after the base model's; None: as every_minutes."""
     num_steps: Steps | None = None
     """None: `sampling.num_steps`."""
+    height: Count | None = None
+    """Of judged pictures; None: `policy.height`."""
+    width: Count | None = None
+    """None: `policy.width`."""
     rewards: RewardTable = {}
     controls: bool | Literal["auto"] = "auto"
     """Whether free knobs of the untrained model are sampled too, on up to 64 held-out prompts, and how much a prompt's pictures
@@ -225,6 +229,18 @@ class Config(Section):
         """The dtypes of rollout and training pass."""
         s = self.sampling
         return Precision(*(getattr(torch, name) for name in (self.policy.dtype, s.anchor_dtype, s.sample_dtype, s.step_dtype)))
+
+    @property
+    def judged(self) -> PolicyConfig:
+        """The policy with the size of judged pictures."""
+        size = {name: getattr(self.evaluation, name) or getattr(self.policy, name) for name in ("height", "width")}
+        return self.policy.model_copy(update=size)
+
+    @property
+    def judged_size(self) -> tuple[int, int] | None:
+        """Height and width of judged pictures; None where they are those of training."""
+        size = self.judged.height, self.judged.width
+        return size if size != (self.policy.height, self.policy.width) else None
 
     def action_of(self, alarm: str) -> Action:
         """The action of an alarm."""

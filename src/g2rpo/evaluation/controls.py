@@ -105,7 +105,7 @@ def run_controls(num_steps: int, guidance: float | None) -> list[Control]:
     return [control for control in default_controls(num_steps, guidance) if (control.steps or 0) <= 2 * num_steps]
 
 
-def prompts_within(asked: bool | Literal["auto"], heldout: int, cost: int, evaluations: int) -> int:
+def prompts_within(asked: bool | Literal["auto"], heldout: int, cost: int, evaluations: float) -> int:
     """The number of held-out prompts on which a run samples controls, at `cost` network evaluations a prompt; 0: none."""
     most = min(PROMPTS, heldout)
     if asked == "auto":

@@ -16,7 +16,7 @@ from g2rpo.evaluation.controls import PLAIN, Control
 from g2rpo.evaluation.heldout import Evaluation, verdicts
 from g2rpo.monitor.clips import reduced
 from g2rpo.rollout.engine import Engine
-from g2rpo.rollout.guidance import guided_by
+from g2rpo.rollout.guidance import guided_by, sized
 from g2rpo.rollout.scoring import decode, score
 
 
@@ -32,13 +32,16 @@ class Sampler:
     seed: int = 0
     batch_size: int = 16
     decode_batch_size: int = 16
+    size: tuple[int, int] | None = None
+    """Height and width; None: the policy's."""
     on_rows: Callable[[int], None] = lambda rows: None
     """Called with the rows of every call of the network; an exception from it ends the sampling."""
 
     @property
     def sigmas(self) -> Tensor:
         """The sigma grid."""
-        return grid_of(self.shift, self.policy, self.num_steps)
+        with sized(self.policy, self.size):
+            return grid_of(self.shift, self.policy, self.num_steps)
 
     def pictures(self, prompts: Sequence[str], first: int = 0) -> Tensor:
         """One picture [3, H, W] in [0, 1], or clip, per prompt; `first` is the index of the first one if they are part of a
@@ -46,7 +49,7 @@ class Sampler:
         images = []
         for start in range(0, len(prompts), self.batch_size):
             latents = self._latents(prompts[start : start + self.batch_size], first + start)
-            with torch.no_grad():
+            with torch.no_grad(), sized(self.policy, self.size):
                 images.append(decode(self.policy, latents, self.decode_batch_size))
         return torch.cat(images)
 
@@ -67,7 +70,7 @@ class Sampler:
         for start in range(0, len(prompts), self.batch_size):
             part = prompts[start : start + self.batch_size]
             latents = self._latents(part, first + start, control)
-            with torch.no_grad():
+            with torch.no_grad(), sized(self.policy, self.size):
                 images = decode(self.policy, latents, self.decode_batch_size)
             values = dict(zip(alone, score(alone, images, part, latents, self.decode_batch_size), strict=True)) if alone else {}
             if comparing:
@@ -85,14 +88,15 @@ class Sampler:
     def _latents(self, prompts: Sequence[str], first: int, control: Control = PLAIN) -> Tensor:
         """Final latents of one batch of prompts, the first of which has the index `first`."""
         policy, count = self.policy, len(prompts)
-        sigmas = grid_of(self.shift, policy, control.steps or self.num_steps)
-        engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas, batch_size=count, on_rows=self.on_rows)
-        noise = policy.noise([generator_for(self.seed, "picture", first + i) for i in range(count)])
-        with guided_by(policy, control.guidance):
+        with sized(policy, self.size), guided_by(policy, control.guidance):
+            sigmas = grid_of(self.shift, policy, control.steps or self.num_steps)
+            engine = Engine(policy=policy, cond=policy.encode(prompts), sigmas=sigmas, batch_size=count, on_rows=self.on_rows)
+            noise = policy.noise([generator_for(self.seed, "picture", first + i) for i in range(count)])
             return control.sample(engine, noise, self.seed, first)
 
 
 def sampler_of(config: Config, policy: Policy, **options: Any) -> Sampler:
     """The sampler of the evaluations of a run of `config`."""
     steps = config.evaluation.num_steps or config.sampling.num_steps
-    return Sampler(policy=policy, shift=config.sampling.shift, num_steps=steps, **{"seed": config.trainer.seed, **options})
+    given = {"seed": config.trainer.seed, "size": config.judged_size, **options}
+    return Sampler(policy=policy, shift=config.sampling.shift, num_steps=steps, **given)

@@ -116,8 +116,24 @@ class DiffusersPolicy(Policy):
         self._encoders = [
             n for n, part in vars(pipeline).items() if n.startswith("text_encoder") and isinstance(part, nn.Module)
         ]
+        self._measure()
+
+    def _measure(self) -> None:
+        """Reads the shape and dtype of latents at this size, and what belongs to them."""
         latents, *self._beside = self._prepared(self.blank(1, 1).to(self._device), [torch.Generator()])
         self._latent, self._latent_dtype = tuple(latents.shape[1:]), latents.dtype
+
+    @contextmanager
+    def sized(self, height: int, width: int) -> Iterator[None]:
+        """While entered, pictures have another size. ValueError for one that the model cannot make."""
+        self.check_size(height, width)
+        before = {name: getattr(self, name) for name in ("options", "_beside", "_latent", "_latent_dtype")}
+        self.options = self.options.model_copy(update={"height": height, "width": width})
+        try:
+            self._measure()
+            yield
+        finally:
+            vars(self).update(before)
 
     @classmethod
     @functools.cache

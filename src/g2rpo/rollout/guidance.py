@@ -1,4 +1,4 @@
-"""How a policy samples: its guidance scale, and its assistant, where it has them."""
+"""How a policy samples: its guidance scale, its size and its assistant, where it has them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def guided_by(policy: Policy, scale: float | None) -> Iterator[None]:
 def in_training(policy: Policy, scale: float | None) -> Iterator[None]:
     """While entered, the policy samples as training does: with this guidance, and with its assistant if it has one."""
     with getattr(_inner(policy), "assisted", nullcontext)(), guided_by(policy, scale):
+        yield
+
+
+@contextmanager
+def sized(policy: Policy, size: tuple[int, int] | None) -> Iterator[None]:
+    """While entered, the policy makes pictures of this height and width; None: of its own."""
+    with _inner(policy).sized(*size) if size is not None else nullcontext():
         yield
 
 

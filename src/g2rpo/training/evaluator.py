@@ -64,7 +64,8 @@ def free_knobs(config: Config, policy: Policy, steps: int, heldout: int, writes:
     if setting is False:
         return {}
     controls = run_controls(steps, guidance_of(policy))
-    evaluations = work_of_run(config)
+    larger = config.judged.height * config.judged.width / (config.policy.height * config.policy.width)
+    evaluations = work_of_run(config) / larger  # of the size that is judged
     cost = sum(control.steps or steps for control in controls)
     looks = 1 + math.ceil(config.trainer.iterations / config.evaluation.every)
     spread_on = min(SPREAD_PROMPTS, heldout)

@@ -184,7 +184,7 @@ def _helpers(task: str) -> str:
 
 
 def _call(config: Config, task: str, deployed: Mapping[str, Any] | None) -> str:
-    size = f"height={config.policy.height}, width={config.policy.width}"
+    size = f"height={config.judged.height}, width={config.judged.width}"
     scale = config.policy.guidance_scale
     further = deployed if deployed is not None else {} if scale is None else {"guidance_scale": scale}
     named = (f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}" for name, value in further.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,7 @@ from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.scores import has_rows, read_rows, scores_of
 from g2rpo.monitor.trackers import TensorBoard, Tracker
 from g2rpo.prompts.order import PromptOrder
-from g2rpo.rollout.guidance import in_training
+from g2rpo.rollout.guidance import in_training, sized
 from g2rpo.rollout.scoring import decode, weighted_scores
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.folders import writing
@@ -462,5 +463,7 @@ class Trainer:
         if self.sizes.auto:
             members = self.own_prompts * len(self.plans()) * self.algorithm.group_size
             most = max(members, len(self.evaluator.own()))
-            with self.shards.sampling():
+            size = self.config.judged_size  # the larger of the two is measured
+            larger = size is not None and math.prod(size) > self.config.policy.height * self.config.policy.width
+            with self.shards.sampling(), sized(self.policy, size if larger else None):
                 self.sizes.find(self.policy, cond.rows([0]), self.policy.noise([generator_for("memory")]), most)

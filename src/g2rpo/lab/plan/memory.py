@@ -83,7 +83,7 @@ def plan_memory(
     }
     stays = sum(always.values()) + sum(after.values())
     held = stays + sum(work.values())  # without what only a rollout and decoding have: `finals` a second time, as rows
-    sampling = max(traced.heldout.peak, traced.decode.peak)
+    sampling = max(traced.heldout.peak, traced.judged.peak)
     moments = {
         "encoding prompts": encoders if parked else sum(always.values()) + encoders,
         "rollout": held + finals + sampled + traced.velocity.peak,

@@ -162,6 +162,7 @@ def make_plan(
     same = [it.traced for it in alike if _calls(it.config, it.counts, it.cuda) == _calls(config, counts, cuda)]
     with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):
         policy = alike[0].policy if alike else build_on_meta(blueprint, config.policy)
+        components.check_judged_size(config, policy)
         traced = same[0] if same else trace_calls(blueprint, config, counts, like_cuda=cuda)
         shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
@@ -197,4 +198,4 @@ def make_plan(
 
 def _calls(config: Config, counts: Counts, cuda: bool) -> tuple[Any, ...]:
     """What calls of one model are traced from."""
-    return config.algorithm, config.sampling, config.trainer.sharding, counts, cuda
+    return config.algorithm, config.sampling, config.trainer.sharding, config.judged_size, counts, cuda

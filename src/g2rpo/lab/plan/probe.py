@@ -18,6 +18,7 @@ from g2rpo.core.types import Cond, Example
 from g2rpo.lab.plan.counting import Counts
 from g2rpo.lab.plan.seconds import Seconds, summed
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.guidance import sized
 from g2rpo.rollout.planning import dry_rollout
 from g2rpo.rollout.scoring import decode, score, weighted_scores
 from g2rpo.runtime.devices import accelerator
@@ -63,6 +64,10 @@ def by_probe(
     chunks = [min(most, counts.heldout - start) for start in range(0, counts.heldout, most)]  # calls of an evaluation's step
     own_calls = measured([*chunks, *(size for iteration, _ in counts.kinds for size in iteration.calls)])
     picture, images, asked = _pictures(trainer, cond, prompts, rows, timed)
+    heldout, judged = own_calls(chunks), picture
+    if config.judged_size is not None:
+        with sized(policy, config.judged_size):
+            heldout, judged = measured(chunks)(chunks), _pictures(trainer, cond, prompts, rows, timed)[0]
     scoring = {
         name: timed(partial(score, {name: reward}, images, asked, images)) / len(images)
         for name, reward in {**trainer.rewards, **trainer.judges}.items()
@@ -79,8 +84,8 @@ def by_probe(
         "rewards": counts.mean(lambda it: it.images) * sum(scoring[name] for name in config.rewards),
         "update": counts.mean(lambda it: it.training_rows / passed * (update - step) + it.optimizer_steps * step),
     }
-    evaluation = counts.heldout_steps * own_calls(chunks)
-    evaluation += counts.heldout * (picture + sum(scoring.values()) + (0.0 if cached else encoding))
+    evaluation = counts.heldout_steps * heldout
+    evaluation += counts.heldout * (judged + sum(scoring.values()) + (0.0 if cached else encoding))
     ahead = distinct_prompts * encoding if cached else 0.0
     return summed(iteration, ahead, evaluation, counts, f"probe of this machine's {policy.device}: a few calls of each kind")
 

@@ -98,9 +98,9 @@ def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL) ->
     def scoring(names: Iterable[str]) -> float:
         return sum(compute(*work.score[name]) for name in names if name in work.score)
 
-    single, largest, passed, decoded, heldout = (
+    single, largest, passed, decoded, heldout, judged = (
         (call.rows, call.roofline.call(card, reached))
-        for call in (work.calls.single, work.calls.velocity, work.calls.training, work.calls.decode, work.calls.heldout)
+        for call in (getattr(work.calls, name) for name in ("single", "velocity", "training", "decode", "heldout", "judged"))
     )
 
     def velocity(rows: int) -> float:
@@ -122,7 +122,7 @@ def on_card(card: Card, counts: Counts, work: Work, reached: Reached = USUAL) ->
         "update": counts.mean(update),
     }
     evaluation = counts.heldout_evaluations * heldout[1] / heldout[0]
-    evaluation += counts.heldout * (prompt + picture + scoring(work.score))
+    evaluation += counts.heldout * (prompt + judged[1] / judged[0] + scoring(work.score))
     shares = f"products {reached.products:.0%}, attention {reached.attention:.0%}, moving {reached.bandwidth:.0%}"
     rates = f"{card.tflops(work.dtype):g} TFLOP/s in {work.dtype}, {card.bandwidth:g} GB/s"
     basis = f"{card.name} by roofline: {rates} (datasheet), of which are reached (assumed): {shares}"

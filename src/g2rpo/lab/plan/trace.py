@@ -89,10 +89,13 @@ class Calls:
     single: Call
     heldout: Call
     """The largest call of an evaluation, which has policy.guidance_scale; the others have that of training."""
+    judged: Call
+    """The largest decoded batch of an evaluation."""
 
     def compiled(self) -> Calls:
         """With the transformer's kernels fused, as a compiler could at best."""
-        fused = {name: replace(call, roofline=call.roofline.fused()) for name, call in vars(self).items() if name != "decode"}
+        network = {name: call for name, call in vars(self).items() if name not in ("decode", "judged")}
+        fused = {name: replace(call, roofline=call.roofline.fused()) for name, call in network.items()}
         return replace(self, **fused)
 
 
@@ -131,7 +134,11 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
             training = traced(passed, lambda: training_pass(policy, config, shapes, plans, passed), grad=True)
         heldout = velocity(drawn) if config.sampling.guidance_scale is not None else largest
         decode = traced(pictures, lambda: policy.decode(torch.empty(pictures, *shapes.latent)))
-    return Calls(velocity=largest, training=training, decode=decode, single=single, heldout=heldout)
+    judged = decode
+    if config.judged_size is not None:  # a size of its own
+        other = trace_calls(blueprint, config.model_copy(update={"policy": config.judged}), counts, like_cuda=like_cuda)
+        heldout, judged = other.heldout, other.decode
+    return Calls(velocity=largest, training=training, decode=decode, single=single, heldout=heldout, judged=judged)
 
 
 def training_pass(policy: DiffusersPolicy, config: Config, shapes: Shapes, plans: Iterable[Plan], rows: int) -> None:

@@ -140,7 +140,8 @@ def facts(run: Run) -> dict[str, str]:
         "Trained": f"an adapter (LoRA of rank {c.policy.lora_rank})" if c.policy.tuning == "lora" else "all weights",
         **({"Continues": c.policy.adapter} if c.policy.adapter else {}),
         **({"Assistant in training": c.policy.assistant} if c.policy.assistant else {}),
-        "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps",
+        "Pictures": f"{c.policy.width} × {c.policy.height} pixels, {c.sampling.num_steps} steps"
+        + (f"; judged at {c.judged.width} × {c.judged.height}" if c.judged_size else ""),
         "Algorithm": name_of(c.algorithm),
         "Recipe": c.recipe or "–",
         "Trained on": weights,
