@@ -22,7 +22,7 @@ class WithSettings(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, ["--resume" if word == "--resume=auto" else word for word in args])
         except Exception as error:  # click's, of which some versions of typer have their own copy
             if (option := getattr(error, "option_name", None)) is not None and hasattr(error, "message"):
                 from g2rpo.config.resolve import key_of
