@@ -42,7 +42,7 @@ FLOW, OBJECTIVES = "tests/core/test_flow.py", "tests/core/test_objectives.py"
 NEIGHBOURS = "tests/algorithms/test_neighbours.py tests/algorithms/test_published_values.py"
 FIELDS, SCHEDULE = "tests/algorithms/test_fields.py", "tests/algorithms/test_branch_schedule.py"
 DPPO, FORWARD = "tests/algorithms/test_flow_dppo.py", "tests/algorithms/test_forward_process.py"
-PAVE, ADA, NFT = (f"tests/published/test_{name}.py" for name in ("pave_grpo", "adagrpo", "forward_process"))
+PAVE, ADA, NFT, E = (f"tests/published/test_{name}.py" for name in ("pave_grpo", "adagrpo", "forward_process", "e_grpo"))
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
@@ -108,6 +108,8 @@ MUTATIONS = [
     Mutation("algorithms/flow_dppo.py", ">= self.divergence_limit", "< self.divergence_limit", DPPO),
     Mutation("algorithms/flow_dppo.py", "(ratio > 1) & (advantages > 0)", "(ratio < 1) & (advantages > 0)", DPPO),
     Mutation("algorithms/pave_grpo.py", "(after - here) / n", "(after - here) / (n + 1)", PAVE),
+    Mutation("algorithms/e_grpo.py", "return step + self.merged", "return step + 1 + 0 * self.merged", E),
+    Mutation("rollout/engine.py", "self.sigmas[group.plan.after(step)]", "self.sigmas[step + 1]", E),
     Mutation("algorithms/adagrpo.py", "argmin(1)", "argmax(1)", ADA),
     Mutation("algorithms/adagrpo.py", "self.algorithm.forget * known + (1", "known + (1", ADA),
     Mutation("algorithms/diffusion_nft.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", NFT),

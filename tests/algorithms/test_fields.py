@@ -14,6 +14,7 @@ WRONG = {
     "branch_steps": ["[]", "[-1]", "[1,1]", "all"],
     "granularities": ["[]", "[0]", "auto", "[[1,2]]"],
     "segments": ["[1]", "[2,2]"],
+    "merged_steps": ["[]", "[0,1,1,1,1,1,1,1]"],
     "update_every": ["often", 0],
     "candidates": [1],
     "ceiling": ["high"],  # any number may be one
@@ -52,6 +53,7 @@ def test_a_value_out_of_range_is_refused_by_its_key(name, field):
         (["name=flow_grpo", "sde=cps", "eta=1"], "eta must be below 1 with sde=cps"),
         (["name=grpo_guard", "sde=cps"], "algorithm.sde: input should be 'flow' or 'dance', got 'cps'"),
         (["name=pave_grpo", "update_every=branch"], "algorithm.update_every"),
+        (["name=e_grpo", "merged_steps=[1,2]"], "one number for each of branch_steps"),
         (["name=dgpo", "times=8"], "first_steps=7"),
         (["name=refl", "eta=0.7"], "algorithm.eta"),
     ],

@@ -16,8 +16,8 @@ alarms
 algorithm.advantage_clip algorithm.batch_std algorithm.branch_schedule algorithm.branch_steps algorithm.candidates
 algorithm.ceiling algorithm.clip_range algorithm.compression algorithm.correction algorithm.divergence_limit
 algorithm.drop_zero_advantages algorithm.eta algorithm.first_steps algorithm.forget algorithm.granularities
-algorithm.group_size algorithm.kl_denominator algorithm.kl_weight algorithm.last_steps algorithm.level algorithm.mixing
-algorithm.name algorithm.noise_weight algorithm.noisy_last_step algorithm.old_after algorithm.old_flat
+algorithm.group_size algorithm.kl_denominator algorithm.kl_weight algorithm.last_steps algorithm.level
+algorithm.merged_steps algorithm.mixing algorithm.name algorithm.noise_weight algorithm.noisy_last_step algorithm.old_after algorithm.old_flat
 algorithm.old_most algorithm.old_rise algorithm.old_weight algorithm.population_std algorithm.power algorithm.reward_mix
 algorithm.scale algorithm.schedule algorithm.sde algorithm.segments algorithm.share algorithm.shared_noise
 algorithm.strength algorithm.stride algorithm.tail algorithm.times algorithm.trained_fraction algorithm.update_every

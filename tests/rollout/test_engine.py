@@ -66,6 +66,8 @@ PLANS = {
     "g2rpo": GranularGRPO(branch_steps=(0, 3, 6), granularities=(1, 2, 3)).plans(16),
     "closed": GranularGRPO(branch_steps=(1, 14), granularities=(1, 4), tail="closed").plans(16),
     "flow_grpo": FlowGRPO(eta=0.5).plans(16),
+    "merged": [Plan(2, 5, ((5, 6, 7, 10, 16),), merged=True), Plan(1, 2, ((2, 7, 16),))],
+    "merged, own noise": [Plan(2, 5, ((5, 6, 16),), merged=True, shared_noise=False)],
     "window": [Plan(2, 6, ((6, 7, 10, 16),))],
     "every step, own noise": [Plan(0, 16, ((16,),), shared_noise=False)],
     "window, own noise": [Plan(3, 5, (tuple(range(5, 17)), (5, 6, 16)), shared_noise=False)],

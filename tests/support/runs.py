@@ -82,7 +82,11 @@ def darkness(images, prompts):
 
 def fits(name: str) -> list[str]:
     """Overrides with which an algorithm's defaults fit a few steps."""
-    return ["algorithm.last_steps=3"] if name == "refl" else []
+    shorter = {
+        "refl": ["algorithm.last_steps=3"],
+        "e_grpo": ["algorithm.branch_steps=[0,2]", "algorithm.merged_steps=[1,2]"],
+    }
+    return shorter.get(name, [])
 
 
 def config(*overrides: str) -> Config:

@@ -67,8 +67,11 @@ class GranularGRPO(PolicyGradient):
         if max(self.branch_steps) > num_steps - 2:
             wrong = f"branch_steps must lie in 0..{num_steps - 2} for num_steps={num_steps}, got {self.branch_steps}"
             raise ValueError(f"{wrong}: a tail needs a step")
-        tails = {k: tuple(tail(k + 1, num_steps, size, self.tail) for size in self.granularities) for k in self.branch_steps}
-        plans = [Plan(k, k + 1, tails[k], granularities=self.granularities) for k in self.branch_steps]
+        plans = []
+        for k in self.branch_steps:
+            end = self.landing_step(k)
+            tails = tuple(tail(end, num_steps, size, self.tail) for size in self.granularities)
+            plans.append(Plan(k, end, tails, merged=end > k + 1, granularities=self.granularities))
         if self.branch_schedule == "all":
             return plans
         turn = iteration if self.branch_schedule == "turns" else draw_below(len(plans), seed, "branch step", iteration)

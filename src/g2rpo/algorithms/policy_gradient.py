@@ -42,6 +42,10 @@ class PolicyGradient(Algorithm):
     def uses_base(self) -> bool:
         return self.kl_weight > 0
 
+    def landing_step(self, step: int) -> int:
+        """The grid index at which the stochastic step `step` ends (`Plan.after`)."""
+        return step + 1
+
     def log_ratio(self, steps: Steps) -> Tensor:
         """The log of the ratio that the loss clips, [B]; 0 if the weights are those of the rollout."""
         return steps.log_prob - steps.old_log_prob
@@ -91,9 +95,13 @@ class PolicyGradient(Algorithm):
         return Loss(values, log)
 
     def landing(self, batch: Batch, x: Tensor, velocity: Tensor, sigma: Tensor) -> Normal:
-        """The distribution of the step to the batch's next sigmas from x [rows, ...] at sigma [rows], one row per member."""
+        """The distribution of the step to `sigma_after` from x [rows, ...] at sigma [rows], one row per member."""
         each = batch.by_member
-        return self.kernel(batch.sigmas)(each(x), each(velocity), each(sigma), each(batch.sigma(ahead=1)))
+        return self.kernel(batch.sigmas)(each(x), each(velocity), each(sigma), each(self.sigma_after(batch)))
+
+    def sigma_after(self, batch: Batch) -> Tensor:
+        """The sigmas at which the batch's steps end, [rows]."""
+        return batch.sigmas[[self.landing_step(step) for step in batch.steps.tolist()]].to(batch.x.device)
 
     def taken(
         self, batch: Batch, new: Normal, sigma: Tensor, old_mean: Tensor | None = None, old_log_prob: Tensor | None = None
@@ -107,7 +115,7 @@ class PolicyGradient(Algorithm):
             old_kl=kernel_kl(new, old),
             advantages=batch.advantages,
             std=new.std,
-            dsigma=batch.by_member(sigma - batch.sigma(ahead=1)),
+            dsigma=batch.by_member(sigma - self.sigma_after(batch)),
             step=batch.by_member(batch.steps).to(batch.x.device),
         )
 
@@ -133,7 +141,7 @@ class PolicyGradient(Algorithm):
         kernel = self.kernel(sigmas)
         allowed, unit = 0.0, 0.0
         for step in steps:
-            sigma, sigma_next = sigmas[step], sigmas[step + 1]
+            sigma, sigma_next = sigmas[step], sigmas[self.landing_step(step)]
             still, moved = (kernel(0 * one, velocity * one, sigma, sigma_next) for velocity in (0, 1))
             std = still.std.reshape(1)
             e = rounding * math.sqrt(2) * float((moved.mean - still.mean).abs()) / float(std)

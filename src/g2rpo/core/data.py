@@ -129,8 +129,8 @@ FLOAT32 = Precision()
 class Plan:
     """How the members of one group are sampled: where noise enters, and how a member is finished.
 
-    Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and each tail is an ODE trajectory from
-    `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
+    Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic (with `merged` they are one step, from `branch`
+    to `merge`), and each tail is an ODE trajectory from `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
     branch = merge has no stochastic steps.
     With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`.
     `trained` are the stochastic steps to learn from (None: all of them); `solver` integrates the tails. `granularities` name
@@ -142,6 +142,7 @@ class Plan:
     tails: tuple[tuple[int, ...], ...]
     _: KW_ONLY
     shared_noise: bool = True
+    merged: bool = False
     trained: tuple[int, ...] | None = None
     solver: Solver = "euler"
     granularities: tuple[int, ...] = field(default=(), compare=False)
@@ -160,8 +161,17 @@ class Plan:
             raise ValueError(f"all tails must end at the same step, got {self.tails}")
         if self.granularities and len(self.granularities) != len(self.tails):
             raise ValueError(f"granularities must name every tail once, got {self.granularities} for {len(self.tails)} tails")
-        if self.trained is not None and not (self.trained and set(self.trained) <= set(range(self.branch, self.merge))):
-            raise ValueError(f"trained must name some of steps {self.branch}..{self.merge - 1}, got {self.trained}")
+        if self.trained is not None and not (self.trained and set(self.trained) <= set(self.stochastic)):
+            raise ValueError(f"trained must name some of steps {[*self.stochastic]}, got {self.trained}")
+
+    @property
+    def stochastic(self) -> range:
+        """The stochastic steps, by the grid indices at which they begin."""
+        return range(self.branch, min(self.merge, self.branch + 1) if self.merged else self.merge)
+
+    def after(self, step: int) -> int:
+        """The grid index at which the stochastic step `step` ends."""
+        return self.merge if self.merged else step + 1
 
     def trains(self, step: int) -> bool:
         """Whether the stochastic step `step` is learnt from."""

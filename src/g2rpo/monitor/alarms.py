@@ -223,7 +223,7 @@ def alarms_of(config: Config, algorithm: Algorithm, sigmas: Tensor, entries: int
     plans = (
         plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, len(sigmas) - 1, i, config.trainer.seed)
     )
-    steps = {step for plan in plans for step in range(plan.branch, plan.merge) if plan.trains(step)}
+    steps = {step for plan in plans for step in plan.stochastic if plan.trains(step)}
     limit = drift_limit_of(algorithm, sigmas, sorted(steps), entries, rounding_of(config))
     return Alarms(list(config.rewards), list(config.evaluation.rewards), limit, off)
 

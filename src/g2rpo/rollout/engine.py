@@ -72,14 +72,14 @@ class Engine:
         for group in apart:
             group.x = group.x.to(self.precision.anchor).float()  # rounds; later arithmetic stays float32
 
-        for ahead in range(max(plan.merge - plan.branch for plan in plans)):
-            stepping = [(g, g.plan.branch + ahead) for g in groups if g.plan.branch + ahead < g.plan.merge]
+        for ahead in range(max(len(plan.stochastic) for plan in plans)):
+            stepping = [(g, g.plan.stochastic[ahead]) for g in groups if ahead < len(g.plan.stochastic)]
             unknown = [(group, step) for group, step in stepping if group.v is None]
             for (group, _), v in zip(unknown, self._velocities(unknown), strict=True):
                 group.v = v
             for group, step in stepping:
                 assert group.v is not None
-                landing = kernel(group.x, group.v, self.sigmas[step], self.sigmas[step + 1])
+                landing = kernel(group.x, group.v, self.sigmas[step], self.sigmas[group.plan.after(step)])
                 generator = noise(group.prompt, "branch", group.plan.branch, step)
                 draw = torch.randn(group_size, *group.x.shape[1:], generator=generator)
                 # rounded before its log-prob is taken, so that the log-prob is that of the stored latent

@@ -38,14 +38,14 @@ def count_per_prompt(algorithm: Algorithm, plans: Sequence[Plan], tails: Tails =
 
 
 def _evaluations(plan: Plan, group_size: int, tails: Tails) -> int:
-    stochastic = plan.merge - plan.branch
+    stochastic = len(plan.stochastic)
     own_walk = plan.branch + stochastic if not plan.shared_noise else stochastic - 1
     return group_size * (own_walk + tails.tree(plan.tails).evaluations())
 
 
 def dry_rollout(plan: Plan, group_size: int, latent: Sequence[int] = (1,), prompt: int = 0) -> Rollout:
     """A rollout of zeros with the shapes that `Engine.rollout` returns for one group with latents of the shape `latent`."""
-    steps = [step for step in range(plan.branch, plan.merge) if plan.trains(step)]
+    steps = [step for step in plan.stochastic if plan.trains(step)]
     group = torch.zeros(group_size, *latent)
 
     def transition(step: int) -> Transition:

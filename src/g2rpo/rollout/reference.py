@@ -32,8 +32,8 @@ def rollout(
     for step in range(plan.branch):
         x = ode_step(x, velocity(x, step), sigmas[step], sigmas[step + 1])
     transitions = []
-    for step in range(plan.branch, plan.merge):
-        landing = kernel(x, velocity(x, step), sigmas[step], sigmas[step + 1])
+    for step in plan.stochastic:
+        landing = kernel(x, velocity(x, step), sigmas[step], sigmas[plan.after(step)])
         x_next = landing.sample(torch.randn(x.shape, generator=noise(0, "branch", plan.branch, step)))
         if plan.trains(step):
             transitions.append(Transition(step, x, x_next, landing.mean, landing.log_prob(x_next)))

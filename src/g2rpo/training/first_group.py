@@ -66,6 +66,8 @@ def how(plan: Plan) -> str:
     """A description of how the members of a group are sampled."""
     last = plan.merge - 1
     steps = f"step {plan.branch}" if last <= plan.branch else f"steps {plan.branch} to {last}"
+    if plan.merged:
+        steps += ", merged into one,"
     begin = (
         "All members begin from one noise, the anchor's."
         if plan.shared_noise

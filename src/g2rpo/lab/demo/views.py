@@ -115,7 +115,7 @@ def group_html(group: GroupTrace) -> str:
                 "step": step,
                 "sigma": f"{sigmas[step]:.2f}",
                 "uri": uri(picture, SMALL, group.seconds),
-                "noise": group.plan.branch <= step < group.plan.merge,
+                "noise": step in group.plan.stochastic,
             }
             for step, picture in enumerate(group.predictions)
         ]

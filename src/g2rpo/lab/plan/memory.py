@@ -189,7 +189,7 @@ def _latents(config: Config, counts: Counts, shapes: Shapes) -> tuple[int, int]:
         return [sum(group * len(plan.tails) for plan in iteration.plans)]
 
     def rows(iteration: Iteration) -> list[int]:
-        return [sum(2 + group * (2 * (plan.merge - plan.branch) + len(plan.tails)) for plan in iteration.plans)]
+        return [sum(2 + group * (2 * len(plan.stochastic) + len(plan.tails)) for plan in iteration.plans)]
 
     candidates = 2 * counts.prompts_drawn if counts.prompts_drawn > counts.prompts else 0
     kept = counts.prompts * counts.largest(rows) + candidates

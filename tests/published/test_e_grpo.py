@@ -1,0 +1,134 @@
+"""E-GRPO against a restatement of its formulas: lengths of steps, samples, densities, and a training step on the tiny FLUX."""
+
+from functools import partial
+from math import e, pi, sqrt
+
+import pytest
+import torch
+
+from g2rpo.algorithms.e_grpo import EGRPO, merges
+from g2rpo.core.flow import sigma_grid
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Plan
+from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.rollout.engine import Engine
+from tests.published.neighbours import log_prob, normalised
+from tests.published.second_half import Beside, tiny
+
+MERGED = {0: 1, 1: 2, 3: 3}
+SETTING = (
+    "algorithm.name=e_grpo",
+    "algorithm.group_size=4",
+    f"algorithm.branch_steps={list(MERGED)}",
+    f"algorithm.merged_steps={list(MERGED.values())}",
+)
+SIGMAS, ETA = sigma_grid(8, 3.0), 0.7
+
+
+def over(x, v, sigmas, k, length, eta=ETA):
+    """(mean, std) of one step from sigma_k over so many steps of the grid: every time difference is the whole one."""
+    sigma, dt = sigmas[k], sigmas[k + length] - sigmas[k]
+    spread = eta * (sigma / (1 - (sigmas[1] if sigma == 1 else sigma))).sqrt()
+    drift = v + spread**2 / (2 * sigma) * (x + (1 - sigma) * v)
+    return x + drift * dt, spread * (-dt).sqrt()
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(16, 3), (25, 3), (16, 1), (16, 5)])
+def test_lengths_are_the_least_whose_entropy_reaches_the_threshold(steps, shift):
+    """exp of the entropy per entry, sqrt(2 pi e a^2 t_m / (1 - t_m) (t_m - t_{m-l})), t_m = s m / (T + (s - 1) m)."""
+
+    def entropy(m, length):
+        product = shift**2 * steps * m * length
+        return sqrt(
+            2 * pi * e * ETA**2 * product / ((steps - m) * (steps + (shift - 1) * m) * (steps + (shift - 1) * (m - length)))
+        )
+
+    first_half = range(1, steps // 2)  # at pure noise, m = T, the formula is infinite
+    wanted = tuple(next(n for n in range(1, steps) if entropy(steps - k, n) >= 2.2) for k in first_half)
+    assert merges(sigma_grid(steps, shift), ETA, first_half) == wanted
+    if (steps, shift) == (16, 3):
+        assert EGRPO().merged_steps == (1, *wanted) == merges(sigma_grid(16, 3.0), ETA, range(8))
+
+
+@torch.no_grad()
+def test_samples_and_densities_are_those_of_one_step_over_the_span():
+    """Exact noise of every member's own draw, the ODE before and after, step by step."""
+    policy, algorithm = GaussianPolicy(), EGRPO(branch_steps=tuple(MERGED), merged_steps=tuple(MERGED.values()))
+    cond = policy.encode(["0.3"])
+    engine = Engine(policy=policy, cond=cond, sigmas=SIGMAS)
+    rollouts = engine.rollout(algorithm.plans(8), 5, algorithm.kernel(SIGMAS), generator_for)
+
+    def velocity(x, k):
+        return policy.velocity(x, SIGMAS[k].expand(len(x)), cond.rows([0] * len(x)))
+
+    def walk(x, start, stop):
+        for k in range(start, stop):
+            x = x + (SIGMAS[k + 1] - SIGMAS[k]) * velocity(x, k)
+        return x
+
+    close = partial(torch.testing.assert_close, atol=2e-6, rtol=0)
+    for rollout, (k, length) in zip(rollouts, MERGED.items(), strict=True):
+        (taken,) = rollout.transitions
+        close(taken.x, walk(policy.noise([generator_for(0, "initial")]), 0, k))
+        mean, std = over(taken.x, velocity(taken.x, k), SIGMAS, k, length)
+        close(taken.x_next, mean + std * torch.randn(5, *mean.shape[1:], generator=generator_for(0, "branch", k, k)))
+        exact = torch.distributions.Normal(mean, std).log_prob(taken.x_next).flatten(1).mean(1)
+        torch.testing.assert_close(taken.old_log_prob, exact, atol=1e-5, rtol=0)
+        close(rollout.finals[0], walk(taken.x_next, k + length, 8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_a_merged_steps_variance_is_wrong_by_the_square_of_its_width(length):
+    """From the exact marginal of images N(0, s^2), V(t) = (1 - t)^2 s^2 + t^2: the variance after a step of width D is
+    D^2 ((V' + g^2)^2 / (4 V) - 1 - s^2) too large; the mean of the marginal is kept."""
+    sigmas, k, s = sigma_grid(16, 3.0), 5, 0.6
+    policy = GaussianPolicy(std=s, size=1)
+    x = torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1).expand(2, 3, 1, 1)
+    here, after = sigmas[k], sigmas[k + length]
+    kernel = EGRPO().kernel(sigmas)
+    step = kernel(x, policy.velocity(x, here.expand(2), policy.encode(["0", "0"])), here, after)
+    t, width, g2 = float(here), float(here - after), ETA**2 * float(here / (1 - here))
+    now, then = ((1 - at) ** 2 * s**2 + at**2 for at in (t, float(after)))
+    landed = float((step.mean[1] - step.mean[0]).mean()) ** 2 * now + float(step.std) ** 2
+    slope = 2 * t - 2 * (1 - t) * s**2
+    assert landed - then == pytest.approx(width**2 * ((slope + g2) ** 2 / (4 * now) - 1 - s**2), abs=2e-6)
+    assert float(step.mean[0].abs().max()) < 1e-6
+
+
+def term(models, rollout, rewards, g, share):
+    """-A exp(log p - its own value) of member g at the merged step."""
+    (taken,) = rollout.transitions
+    v = models.velocity("trained", taken.x, SIGMAS[taken.step], rollout.prompt)
+    mean, std = over(taken.x, v, SIGMAS, taken.step, MERGED[taken.step])
+    density = log_prob(taken.x_next[g : g + 1], mean, std)
+    return -share * normalised(rewards[0, 0]).clamp(-5, 5)[g] * (density - density.detach()).exp()
+
+
+def objective(models, seen):
+    members = seen.rewards.shape[-1]
+    share = 1 / (len(seen.rollouts) * members)
+    return [
+        partial(term, models, rollout, rewards, g, share)
+        for rollout, rewards in zip(seen.rollouts, seen.rewards, strict=True)
+        for g in range(members)
+    ]
+
+
+def test_losses_gradients_and_weights_are_the_published_ones(flux_directory):
+    """Two orders of the same float32 sums, as for Pave-GRPO."""
+    apart = Beside(tiny(flux_directory, *SETTING), objective).differences()
+    assert apart["loss"] < 1e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3
+
+
+def test_a_merged_plan_has_one_stochastic_step():
+    first, second, third = EGRPO(branch_steps=(0, 1, 3), merged_steps=(1, 2, 3)).plans(8)
+    assert [(plan.branch, plan.merge, len(plan.stochastic)) for plan in (first, second, third)] == [
+        (0, 1, 1),
+        (1, 3, 1),
+        (3, 6, 1),
+    ]
+    with pytest.raises(ValueError, match="trained"):
+        Plan(1, 3, ((3, 8),), merged=True, trained=(2,))
+    with pytest.raises(ValueError, match="ends at step 8 of num_steps=8"):
+        EGRPO(branch_steps=(5,), merged_steps=(3,)).plans(8)
