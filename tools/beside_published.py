@@ -8,6 +8,7 @@ The published code is not part of this package. Clone it first, and name the fol
     git clone https://github.com/scxue/advantage_weighted_matching      # awm
     git clone https://github.com/Luo-Yihong/DGPO            # dgpo
     git clone https://github.com/RuoyuWang-2077/FlowBP      # refl
+    git clone https://github.com/shengjun-zhang/VisualGRPO  # e_grpo
     python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series diffusion_nft=DiffusionNFT
 
 tests/published holds restatements of the same formulas, for a machine that has no clones.
@@ -32,7 +33,7 @@ from torch.nn import functional
 
 from g2rpo.algorithms.flow_dppo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import Steps
-from g2rpo.core.data import Example, Normal
+from g2rpo.core.data import Example, Normal, Rollout
 from g2rpo.core.errors import UserError
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.training.trainer import Trainer
@@ -50,6 +51,43 @@ def pave_grpo(folder: Path, code: Path) -> Beside:
     trainer = tiny(folder, *options)
     args = Namespace(group_size=GROUP, sde_stepidx=list(STEPS), sde_eta=0.8, seg_list=[2, 3], adv_clip_max=5.0)
     return Beside(trainer, _groups(trainer, lambda models, *given: method.compute_loss(args, models.trained, *given)))
+
+
+def e_grpo(folder: Path, code: Path) -> Beside:
+    """fastvideo: FluxSampler.compute_log_prob, RolloutBuffer.compute_advantages, GRPOTrainer._compute_grpo_loss."""
+    merged = {0: 1, 3: 3}
+    options = (f"algorithm.branch_steps={list(merged)}", f"algorithm.merged_steps={list(merged.values())}")
+    trainer = tiny(folder, "algorithm.name=e_grpo", f"algorithm.group_size={GROUP}", *options)
+    typing = {"Dict": dict, "List": list, "Tuple": tuple, "Iterator": Any, "Any": Any, "Optional": Optional}
+    stubs = dict.fromkeys(("BaseSampler", "BaseTrainer", "DataLoader", "RewardManager"), object) | {"math": math, **typing}
+    buffer = _functions(code / "fastvideo/workers/rollout_buffer.py", "RolloutBuffer", dataclass=dataclass, **typing)
+    stubs |= {"RolloutBuffer": buffer["RolloutBuffer"]}
+    sampler = _functions(code / "fastvideo/workers/sampler/flux_sampler.py", "FluxSampler", **stubs)["FluxSampler"]
+    stubs |= {"FluxSampler": sampler}
+    method = _functions(code / "fastvideo/trainer/grpo_trainer.py", "GRPOTrainer", **stubs)["GRPOTrainer"]
+    sampling = sampler.__new__(sampler)
+    sampling.eta = 0.7
+    lists = {"eta_step_list": list(merged), "eta_step_merge_list": list(merged.values())}
+    given = Namespace(sampler=sampling, adv_clip_max=5.0, clip_range=1e-4, **lists)
+
+    def term(models: Models, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
+        (taken,) = rollout.transitions
+
+        def at_every_step(values: torch.Tensor) -> torch.Tensor:  # its tensors are [members, steps, ...]
+            return values[:, None].expand(GROUP, len(merged), *values.shape[1:])
+
+        made = buffer["RolloutBuffer"](rewards=[at_every_step(rewards[0, 0])], sigma_schedule=trainer.sigmas)
+        made.compute_advantages(num_generations=GROUP)
+        made.latents, made.next_latents = at_every_step(taken.x), at_every_step(taken.x_next)
+        made.log_probs = at_every_step(taken.old_log_prob)
+        velocity = models.velocity("trained", taken.x, trainer.sigmas[taken.step], rollout.prompt)
+        return method._compute_grpo_loss(given, velocity.repeat(GROUP, 1, 1), made, list(merged).index(taken.step))[0]
+
+    def terms(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
+        pairs = zip(seen.rollouts, seen.rewards, strict=True)
+        return [lambda pair=pair: term(models, *pair) / len(seen.rollouts) for pair in pairs]
+
+    return Beside(trainer, terms)
 
 
 def adagrpo(folder: Path, code: Path) -> Beside:
@@ -331,7 +369,7 @@ def _module(code: Path, name: str):
 
 
 METHODS = {"pave_grpo": pave_grpo, "adagrpo": adagrpo, "diffusion_nft": diffusion_nft, "awm": awm, "dgpo": dgpo}
-METHODS |= {"refl": refl, "flow_dppo": flow_dppo}
+METHODS |= {"refl": refl, "flow_dppo": flow_dppo, "e_grpo": e_grpo}
 
 
 def main(words: list[str]) -> None:

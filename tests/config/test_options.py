@@ -17,11 +17,12 @@ algorithm.advantage_clip algorithm.batch_std algorithm.branch_schedule algorithm
 algorithm.ceiling algorithm.clip_range algorithm.compression algorithm.correction algorithm.divergence_limit
 algorithm.drop_zero_advantages algorithm.eta algorithm.first_steps algorithm.forget algorithm.granularities
 algorithm.group_size algorithm.kl_denominator algorithm.kl_weight algorithm.last_steps algorithm.level
-algorithm.merged_steps algorithm.mixing algorithm.name algorithm.noise_weight algorithm.noisy_last_step algorithm.old_after algorithm.old_flat
-algorithm.old_most algorithm.old_rise algorithm.old_weight algorithm.population_std algorithm.power algorithm.reward_mix
-algorithm.scale algorithm.schedule algorithm.sde algorithm.segments algorithm.share algorithm.shared_noise
-algorithm.strength algorithm.stride algorithm.tail algorithm.times algorithm.trained_fraction algorithm.update_every
-algorithm.window_iterations algorithm.window_range algorithm.window_size
+algorithm.merged_steps algorithm.mixing algorithm.name algorithm.noise_weight algorithm.noisy_last_step
+algorithm.old_after algorithm.old_flat algorithm.old_most algorithm.old_rise algorithm.old_weight
+algorithm.population_std algorithm.power algorithm.reward_mix algorithm.scale algorithm.schedule algorithm.sde
+algorithm.segments algorithm.share algorithm.shared_noise algorithm.strength algorithm.stride algorithm.tail
+algorithm.times algorithm.trained_fraction algorithm.update_every algorithm.window_iterations algorithm.window_range
+algorithm.window_size
 evaluation.controls evaluation.every evaluation.every_minutes evaluation.first_minutes evaluation.height
 evaluation.num_prompts evaluation.num_steps evaluation.prompts evaluation.width
 optim.betas optim.decay optim.ema_decay optim.ema_every optim.ema_warmup optim.eps optim.learning_rate

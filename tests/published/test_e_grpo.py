@@ -9,9 +9,10 @@ import torch
 from g2rpo.algorithms.e_grpo import EGRPO, merges
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Plan
+from g2rpo.core.types import Batch, Plan
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from g2rpo.training.updater import Trained
 from tests.published.neighbours import log_prob, normalised
 from tests.published.second_half import Beside, tiny
 
@@ -53,7 +54,8 @@ def test_lengths_are_the_least_whose_entropy_reaches_the_threshold(steps, shift)
 @torch.no_grad()
 def test_samples_and_densities_are_those_of_one_step_over_the_span():
     """Exact noise of every member's own draw, the ODE before and after, step by step."""
-    policy, algorithm = GaussianPolicy(), EGRPO(branch_steps=tuple(MERGED), merged_steps=tuple(MERGED.values()))
+    policy = GaussianPolicy()
+    algorithm = EGRPO(branch_steps=tuple(MERGED), merged_steps=tuple(MERGED.values()), clip_range=100.0)
     cond = policy.encode(["0.3"])
     engine = Engine(policy=policy, cond=cond, sigmas=SIGMAS)
     rollouts = engine.rollout(algorithm.plans(8), 5, algorithm.kernel(SIGMAS), generator_for)
@@ -66,6 +68,7 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
             x = x + (SIGMAS[k + 1] - SIGMAS[k]) * velocity(x, k)
         return x
 
+    advantages, network = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0]), Trained(policy, cond)
     close = partial(torch.testing.assert_close, atol=2e-6, rtol=0)
     for rollout, (k, length) in zip(rollouts, MERGED.items(), strict=True):
         (taken,) = rollout.transitions
@@ -75,6 +78,13 @@ def test_samples_and_densities_are_those_of_one_step_over_the_span():
         exact = torch.distributions.Normal(mean, std).log_prob(taken.x_next).flatten(1).mean(1)
         torch.testing.assert_close(taken.old_log_prob, exact, atol=1e-5, rtol=0)
         close(rollout.finals[0], walk(taken.x_next, k + length, 8))
+        policy.mean += 0.05  # the ratio of other weights, which the first update of a rollout cannot show
+        mean, std = over(taken.x, velocity(taken.x, k), SIGMAS, k, length)
+        moved = torch.distributions.Normal(mean, std).log_prob(taken.x_next).flatten(1).mean(1)
+        wanted = -advantages * (moved - exact).exp()
+        batch = Batch.of(algorithm.examples(rollout, advantages, generator_for), SIGMAS, first=False)
+        torch.testing.assert_close(algorithm.loss(batch, network).values, wanted, atol=1e-4, rtol=0)
+        policy.mean -= 0.05
 
 
 @torch.no_grad()
@@ -116,7 +126,8 @@ def objective(models, seen):
 
 
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory):
-    """Two orders of the same float32 sums, as for Pave-GRPO."""
+    """Two orders of the same float32 sums, as for Pave-GRPO. The first update's gradient does not depend on a step's length:
+    advantages sum to 0, and the drift's width cancels the variance's; the test above has ratios that do."""
     apart = Beside(tiny(flux_directory, *SETTING), objective).differences()
     assert apart["loss"] < 1e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3
 

@@ -129,9 +129,9 @@ FLOAT32 = Precision()
 class Plan:
     """How the members of one group are sampled: where noise enters, and how a member is finished.
 
-    Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic (with `merged` they are one step, from `branch`
-    to `merge`), and each tail is an ODE trajectory from `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
-    branch = merge has no stochastic steps.
+    Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and each tail is an ODE trajectory from
+    `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
+    branch = merge has no stochastic steps. With `merged` there is one stochastic step, from `branch` to `merge`.
     With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`.
     `trained` are the stochastic steps to learn from (None: all of them); `solver` integrates the tails. `granularities` name
     the tails in the log, one number each (empty: 1, 2, ...); the smallest is the finest.
