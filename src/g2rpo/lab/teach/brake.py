@@ -15,7 +15,7 @@ from g2rpo.training.trainer import Trainer
 
 LOOK = 2
 """Changes of the weights between two looks at held-out pictures."""
-FALL = 1.0
+FALL = 1.5
 """Standard errors by which the mean of a judge may fall."""
 SHRINK, GROW, MOST = 0.5, 1.25, 1.0
 """Factors of the step after a look that was bad and one that was good, and the largest step, as a multiple of the rate."""
