@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from g2rpo.algorithms.g2rpo import GranularGRPO, Granularities
 from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.core.flow import flow_sde
-from g2rpo.core.types import Plan
+from g2rpo.core.types import Batch, Plan
 
 
 def merges(sigmas: Tensor, eta: float, branch_steps: Sequence[int], threshold: float = 2.2) -> tuple[int, ...]:
@@ -61,6 +62,11 @@ class EGRPO(GranularGRPO):
 
     def landing_step(self, step: int) -> int:
         return step + self.merged_steps[self.branch_steps.index(step)]
+
+    def sigma_after(self, batch: Batch) -> Tensor:
+        ends = torch.zeros(len(batch.sigmas), dtype=torch.long)  # a table, for a plan traces steps without their values
+        ends[list(self.branch_steps)] = torch.tensor([self.landing_step(step) for step in self.branch_steps])
+        return batch.sigmas[ends[batch.steps]].to(batch.x.device)
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         if (end := max(map(self.landing_step, self.branch_steps))) >= num_steps:

@@ -101,7 +101,7 @@ class PolicyGradient(Algorithm):
 
     def sigma_after(self, batch: Batch) -> Tensor:
         """The sigmas at which the batch's steps end, [rows]."""
-        return batch.sigmas[[self.landing_step(step) for step in batch.steps.tolist()]].to(batch.x.device)
+        return batch.sigma(ahead=1)
 
     def taken(
         self, batch: Batch, new: Normal, sigma: Tensor, old_mean: Tensor | None = None, old_log_prob: Tensor | None = None
