@@ -256,8 +256,8 @@ STOCHASTIC = [
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_every_algorithm_with_stochastic_steps_has_a_group(flux_directory, prompts, name):
-    steps = 11 if name == "e_grpo" else 8  # its merged steps end at 10
-    config = tiny(flux_directory, prompts, f"algorithm.name={name}", "algorithm.group_size=3", f"sampling.num_steps={steps}")
+    count = 11 if name == "e_grpo" else 8  # its merged steps end at 10
+    config = tiny(flux_directory, prompts, f"algorithm.name={name}", "algorithm.group_size=3", f"sampling.num_steps={count}")
     assert config.algorithm.name == name
     settings = of_model(str(flux_directory), 32, 3.5, {"brightness": {}})
     settings = replace(settings, title=name, algorithm=config.algorithm, sampling=config.sampling)
@@ -266,10 +266,9 @@ def test_every_algorithm_with_stochastic_steps_has_a_group(flux_directory, promp
     assert (group.predictions is None) == (not group.plan.shared_noise)
     assert group.noised.shape == (3, 3, 32, 32) and group.finals.shape[1:] == (3, 3, 32, 32)
     assert group.advantages.shape == (3,) and group.advantages.abs().sum() > 0
-    steps = range(group.plan.branch, group.plan.merge)
-    assert group.noised_at == max(step for step in steps if group.plan.trains(step))
+    assert group.noised_at == max(step for step in group.plan.stochastic if group.plan.trains(step))
     html = group_html(group)
-    assert html.count("<li") == 3 + (8 if group.plan.shared_noise else 0)
+    assert html.count("<li") == 3 + (count if group.plan.shared_noise else 0)
     assert ("No anchor" in html) == (not group.plan.shared_noise)
 
 
