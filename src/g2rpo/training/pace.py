@@ -54,7 +54,7 @@ def planned(config: Config, row: float, picture: float, look: float, heldout: in
         if prompts >= min(heldout, 4 * FEWEST):
             break
     prompts = max(fewest, prompts)
-    iterations = max(1, int((left - looks * prompts * look) / iteration))
+    iterations = max(MEASURED + 1, int((left - looks * prompts * look) / iteration))  # fitted before it ends
     evaluation = config.evaluation.model_copy(update={"num_prompts": prompts})
     return with_length(config.model_copy(update={"evaluation": evaluation}), iterations, math.ceil(iterations / (looks - 1)))
 
