@@ -57,6 +57,20 @@ def test_pictures_have_the_size_and_training_does_not_see_it(run):
     assert (run_settings(large)["policy"]["height"], run_settings(large)["policy"]["width"]) == (64, 48)
 
 
+def test_a_reward_that_compares_gets_the_bases_pictures_at_their_size(tiny_config):
+    """An untrained policy is its own base, so both pictures of a pair are equal."""
+    pairs = []
+
+    def compares(images, prompts):
+        pairs.append(images)
+        return torch.zeros(len(images))
+
+    compares.group = True
+    config = load_config(str(tiny_config), LARGER)
+    sampler_of(config, components.build_policy(config.policy, tuning="frozen")).evaluate(["a red circle"], {"it": compares})
+    assert pairs[0].shape == (2, 3, 64, 48) and torch.equal(pairs[0][0], pairs[0][1])
+
+
 def test_a_plan_counts_judged_pictures_at_their_size(tiny_config):
     plain, larger = (
         make_plan(load_config(str(tiny_config), more), cuda=True, heldout=3, distinct_prompts=6)

@@ -74,7 +74,7 @@ class Sampler:
                 images = decode(self.policy, latents, self.decode_batch_size)
             values = dict(zip(alone, score(alone, images, part, latents, self.decode_batch_size), strict=True)) if alone else {}
             if comparing:
-                with self.policy.base(), torch.no_grad():
+                with self.policy.base(), torch.no_grad(), sized(self.policy, self.size):
                     before = decode(self.policy, self._latents(part, first + start), self.decode_batch_size)
                 pairs, asked = torch.stack([images, before], 1).flatten(0, 1), [prompt for prompt in part for _ in range(2)]
                 values |= dict(zip(comparing, score(comparing, pairs, asked, members=2)[:, ::2], strict=True))
