@@ -104,9 +104,8 @@ class Session:
     _choices: dict[int, Choice] = field(default_factory=dict)
     _waiting: list[tuple[Group, Vote]] = field(default_factory=list)
     _before: list[tuple[int, Any]] = field(default_factory=list)
-    _drawn: dict[str, tuple[Tensor, int, Tensor]] = field(
-        default_factory=dict
-    )  # base, and how often weights had changed by then
+    _drawn: dict[str, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+    """By prompt: the base's picture; the last one, after how many changes of the weights; and that."""
     _logged: Callable[[Row], Row] = lambda row: row
 
     def __post_init__(self) -> None:
