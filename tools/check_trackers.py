@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from g2rpo.assembly.trackers import build_trackers
 from g2rpo.monitor.metrics import read_metrics
+from g2rpo.monitor.trackers import build_trackers
 from tests.monitor.test_trackers import cut_short
 
 BLOCK = 32768

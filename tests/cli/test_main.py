@@ -79,7 +79,7 @@ def test_recipes_are_listed_and_explained(capsys, monkeypatch):
     code, out, _ = g2rpo(capsys, "recipes")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == recipes.names()  # one line each
     assert all(recipes.summary(line.split()[0]) in line for line in out.splitlines())
-    monkeypatch.setattr("g2rpo.cli.main.console", Console(width=60))
+    monkeypatch.setattr("g2rpo.cli.train.console", Console(width=60))
     narrow = g2rpo(capsys, "recipes")[1].splitlines()
     assert all(len(line) <= 60 for line in narrow) and " ".join(" ".join(narrow).split()) == " ".join(out.split())
     begins = [line[: (max(map(len, recipes.names())) + 2)].strip() for line in narrow]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from g2rpo.app.evaluate import _save_grid
 from g2rpo.assembly import components
+from g2rpo.core.images import to_uint8
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
 from g2rpo.monitor import clips
@@ -17,7 +18,6 @@ from g2rpo.monitor.image_statistics import image_statistics
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.pictures import PictureRow, _canvas, save_grid
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rewards.pixels import to_uint8
 from g2rpo.runs.lifecycle import claim, record_start
 from tests.app.test_evaluate import judging
 from tests.support.commands import g2rpo

@@ -10,11 +10,10 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from g2rpo.assembly.trackers import build_trackers, check_trackers
 from g2rpo.config.resolve import resolve
 from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
-from g2rpo.monitor.trackers import BACKLOG, Feed, scalars
+from g2rpo.monitor.trackers import BACKLOG, Feed, build_trackers, check_trackers, scalars
 from tests.support.commands import g2rpo
 from tests.support.runs import PLAIN, cut, resumed, trainer
 

@@ -6,12 +6,12 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from diffusers.image_processor import VaeImageProcessor
 
+from g2rpo.core.images import to_uint8
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import flux
 from g2rpo.policies.pipelines import deployed_shift
-from g2rpo.rewards.pixels import to_uint8
 from tests.support.tiny import save_flux
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]

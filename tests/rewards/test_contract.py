@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from g2rpo.core.images import to_uint8
 from g2rpo.core.types import Reward
 from g2rpo.rewards import clip_encoder, pixels, weights
 from g2rpo.rewards.aesthetic import Aesthetic
@@ -17,7 +18,6 @@ from g2rpo.rewards.hpsv2 import HPSv2, pad_to_square
 from g2rpo.rewards.image_reward import ImageReward
 from g2rpo.rewards.open_clip import clip_config
 from g2rpo.rewards.pickscore import PickScore
-from g2rpo.rewards.pixels import to_uint8
 from tests.rewards.learned import TOKENIZER, openai_clip_dir, oracle, state_of
 from tests.rewards.oracle_inputs import PROMPTS
 

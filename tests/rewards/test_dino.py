@@ -10,8 +10,8 @@ from g2rpo.app.preflight import check
 from g2rpo.app.train import load_config
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.images import to_pil
 from g2rpo.rewards.dino import MEAN, STD, ClipConsistency, DinoSimilarity, Motion
-from g2rpo.rewards.pixels import to_pil
 from g2rpo.rollout.scoring import score
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}

@@ -14,8 +14,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from g2rpo.core.images import to_pil, to_uint8
 from g2rpo.rewards.geneval_scoring import Task
-from g2rpo.rewards.pixels import to_pil, to_uint8
 from g2rpo.rewards.remote import RemoteReward, encode_png
 from g2rpo.rewards.remote import parse_scores as parse_remote
 from g2rpo.rewards.server import BadRequest, Limits, RewardServer, parse_request

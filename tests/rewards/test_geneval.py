@@ -11,11 +11,11 @@ from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
+from g2rpo.core.images import to_pil
 from g2rpo.core.types import Prompt
 from g2rpo.rewards.detectors import TransformersDetector
 from g2rpo.rewards.geneval import Colours, GenEval, cut_out
 from g2rpo.rewards.geneval_scoring import Detection, Task, relations
-from g2rpo.rewards.pixels import to_pil
 from tests.rewards.geneval_cases import CASES, CLASSES, case, read, see
 from tests.rewards.learned import oracle
 

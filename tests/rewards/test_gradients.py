@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from g2rpo.assembly.rewards import REWARDS
+from g2rpo.core.images import to_uint8
 from g2rpo.core.plugins import find
-from g2rpo.rewards.pixels import CLIP_STD, Preprocess, normalise, to_uint8
+from g2rpo.rewards.pixels import CLIP_STD, Preprocess, normalise
 
 KINDS = {name: find("rewards", name, REWARDS) for name in REWARDS}
 DIFFERENTIABLE = [name for name, kind in KINDS.items() if kind.differentiable]

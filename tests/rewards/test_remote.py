@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from g2rpo.core.images import to_pil, to_uint8
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.rewards.analytic import JPEGSize
-from g2rpo.rewards.pixels import to_pil, to_uint8
 from g2rpo.rewards.remote import RemoteReward, encode_png
 from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, request_json

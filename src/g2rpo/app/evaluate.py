@@ -19,16 +19,16 @@ from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
-from g2rpo.config.schema import Config, RewardTable, Section
+from g2rpo.config.schema import Config, PolicyConfig, RewardTable, Section
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.evaluation.controls import default_controls
 from g2rpo.evaluation.sweep import MAY_CHANGE, Chunk, Judging, JudgingConfig
-from g2rpo.monitor.clips import clip_of, read_clip
+from g2rpo.monitor.clips import read_clip
 from g2rpo.monitor.pictures import PictureRow, save_grid
 from g2rpo.monitor.scores import SHOWN, picture_of, read_picture, right_of, scores_of
-from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, check_weights
+from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, check_weights, clip_of
 from g2rpo.runs.lifecycle import first_usable, read_config
 from g2rpo.runtime.folders import held, is_empty
 
@@ -63,6 +63,11 @@ def model_settings(model: str, size: int | None, guidance: float | None) -> dict
     height, width = (height, width) if size is None else (size, size)
     policy = {"path": model, "height": height, "width": width, "guidance_scale": guidance}
     return {"policy": {**policy, "max_sequence_length": length}}
+
+
+def model_policy(model: str, size: int | None, guidance: float | None) -> PolicyConfig:
+    """The policy of these settings."""
+    return resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
 
 
 def named_rewards(names: str) -> dict[str, Any]:

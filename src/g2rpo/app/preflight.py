@@ -18,7 +18,6 @@ from g2rpo.assembly.blueprint import build_shallow, read_blueprint
 from g2rpo.assembly.hub import Question, at_once
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_devices, check_rewards, declared_by, defaults_of, reward_kind
-from g2rpo.assembly.trackers import check_trackers
 from g2rpo.config.given import Mentioned
 from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
 from g2rpo.core import plugins
@@ -26,6 +25,7 @@ from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.core.types import as_rewards
+from g2rpo.monitor.trackers import check_trackers
 from g2rpo.rewards.transport import TooSlow
 from g2rpo.rewards.weights import fetch
 from g2rpo.runs.directory import RunDirectory

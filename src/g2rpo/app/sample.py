@@ -23,6 +23,7 @@ from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
 from g2rpo.monitor.pictures import PictureRow, save_grid, to_pil
 from g2rpo.monitor.scores import SHOWN
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
+from g2rpo.prompts.sources import read_prompts
 from g2rpo.runs.directory import RunDirectory, check_weights
 from g2rpo.runs.lifecycle import fresh_directory, read_config
 from g2rpo.runtime.folders import is_empty
@@ -54,6 +55,7 @@ class SampleOptions(Section):
 
 def sample(
     prompts: Sequence[str],
+    file: Path | None = None,
     *,
     run: Path | None,
     policy: PolicyConfig | None,
@@ -67,9 +69,10 @@ def sample(
     video: str = "webp",
     out: Path | None,
 ) -> Sampled:
-    """Writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and `out/grid.png`. Clips are
-    NNNN.webp, which needs no further library, or NNNN.mp4. Without `out` it is the first of samples, samples-2 ... that does
-    not exist."""
+    """Draws `prompts` and those in `file`: writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and
+    `out/grid.png`. Clips are NNNN.webp, which needs no further library, or NNNN.mp4. Without `out` it is the first of samples,
+    samples-2 ... that does not exist."""
+    prompts = [*prompts, *(read_prompts(file) if file else [])]
     values = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
     options = resolve_as(SampleOptions, values, source="sample")
     config = read_config(run) if run is not None else None

@@ -25,7 +25,6 @@ from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.prompts import caution as prompts_caution
 from g2rpo.assembly.rewards import build_rewards, configured
-from g2rpo.assembly.trackers import build_trackers
 from g2rpo.config import recipes
 from g2rpo.config.resolve import read_yaml, resolve
 from g2rpo.config.schema import Config, RewardConfig
@@ -34,6 +33,7 @@ from g2rpo.core.files import digest_of
 from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Reward
 from g2rpo.monitor.metrics import Row
+from g2rpo.monitor.trackers import build_trackers
 from g2rpo.rollout.planning import count_per_prompt
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import check_contents, claim, entered, read_config, record_start

@@ -22,7 +22,6 @@ from g2rpo.lab.plan.network import Limit
 from g2rpo.lab.plan.plan import COUNTED, Estimate, Target, find_target
 from g2rpo.lab.plan.seconds import Seconds
 from g2rpo.lab.plan.within import Within
-from g2rpo.policies.catalogue import licence_of
 
 
 def show_plan(answer: Answer, console: Console) -> None:
@@ -39,8 +38,8 @@ def show_plan(answer: Answer, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    if (licence := licence_of(policy.path, policy.kind)) is not None:
-        say(console, f"{policy.path}: {licence}")
+    if answer.licence is not None:
+        say(console, f"{policy.path}: {answer.licence}")
     if plan.ranks > 1:
         all_prompts = plan.ranks * plan.counts.prompts
         console.print(

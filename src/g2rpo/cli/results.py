@@ -22,8 +22,7 @@ from g2rpo.lab.check_model import Check
 from g2rpo.lab.compare.results import FREE, StudyResults, knob_cells
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
-from g2rpo.monitor.clips import clip_of
-from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, StudyDirectory
+from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, StudyDirectory, clip_of
 from g2rpo.runs.lifecycle import fresh_directory
 
 

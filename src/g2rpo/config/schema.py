@@ -21,7 +21,6 @@ from g2rpo.core.plain import Count, Section
 from g2rpo.core.types import Frames, Policy
 from g2rpo.policies.options import Dtype, PolicyConfig
 from g2rpo.rollout.tails import Tails
-from g2rpo.runtime.sharding import ShardingMode
 
 Shift = PositiveFloat | Literal["model", "scheduler"]
 """The time shift of the sigma grid. "model": the one that the pipeline is deployed with at this size; "scheduler": the same on
@@ -149,7 +148,7 @@ class TrainerConfig(Section):
     checkpoint_minutes: PositiveFloat | None = None
     """A checkpoint also after the first iteration that ends so many minutes after the last one."""
     keep_checkpoints: Count = 2
-    sharding: ShardingMode = "none"
+    sharding: Literal["none", "training", "full"] = "none"
     """For full fine-tuning on several ranks: "full" shards weights, gradients and moments, and each call gathers layer by
     layer; "training" also samples with gathered weights in `policy.dtype`: faster, but needs their memory."""
     shard_group: Count | Literal["all", "node"] = "all"

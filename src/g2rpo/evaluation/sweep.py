@@ -19,16 +19,16 @@ from pydantic import Field
 from g2rpo.config.schema import CacheFolder, Count, PolicyConfig, RewardTable, Section, Shift, Steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
+from g2rpo.core.images import to_uint8
 from g2rpo.core.plain import as_json, parse_json, read_text
 from g2rpo.core.statistics import interval
 from g2rpo.core.types import Policy, Reward
 from g2rpo.evaluation.controls import PLAIN, Best, Control, best_control
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.monitor.clips import clip_of, seconds_of
+from g2rpo.monitor.clips import seconds_of
 from g2rpo.monitor.scores import Row, picture_of, save_pictures, save_rows, score_rows, scores_of
-from g2rpo.rewards.pixels import to_uint8
-from g2rpo.runs.directory import EvaluationDirectory
+from g2rpo.runs.directory import EvaluationDirectory, clip_of
 
 Side = Literal["base", "control", "tuned"]
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
+from g2rpo.core.images import to_pil, to_tensor, to_uint8
 from g2rpo.core.types import Policy
-from g2rpo.rewards.pixels import to_pil, to_tensor, to_uint8
 
 FRAMES, SIDE = 24, 256
 """The largest number of frames, and of pixels a side, of a reduced clip."""
@@ -44,7 +44,7 @@ def seconds_of(policy: Policy, frames: int) -> float:
 
 def frames_of(clip: Tensor) -> list[Image.Image]:
     """Pillow pictures of a clip [T, 3, H, W], 8 bit or in [0, 1]."""
-    return to_pil(clip if clip.dtype == torch.uint8 else to_uint8(clip))
+    return to_pil(clip)
 
 
 def webp(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], quality: int = 80) -> bytes:
@@ -52,11 +52,6 @@ def webp(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], quali
     out, durations = io.BytesIO(), milliseconds if isinstance(milliseconds, int) else list(milliseconds)
     frames[0].save(out, "WEBP", save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=quality)
     return out.getvalue()
-
-
-def clip_of(picture: Path) -> Path:
-    """The clip beside its middle frame."""
-    return picture.with_suffix(".webp")
 
 
 def save_clip(path: Path, clip: Tensor, seconds: float, quality: int = 90) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from g2rpo.core.files import whole_file, write_whole
 from g2rpo.core.input_pictures import read_inputs
-from g2rpo.monitor.clips import clip_of, stills, webp
+from g2rpo.monitor.clips import frames_of, stills, webp
+from g2rpo.runs.directory import clip_of
 
 INK, SOFT, PAPER = (40, 40, 46), (93, 96, 105), (255, 255, 255)
 RIGHT, WRONG = (0, 97, 158), (182, 70, 0)
@@ -25,8 +25,7 @@ CELL = 128  # pixels of a small picture in a grid; larger ones keep up to twice 
 
 def to_pil(image: Tensor) -> Image.Image:
     """A PIL picture of [3, H, W], 8 bit or in [0, 1]."""
-    pixels = image if image.dtype == torch.uint8 else (image.clamp(0, 1) * 255).round().to(torch.uint8)
-    return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
+    return frames_of(image[None])[0]
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import whole_file, write_whole
+from g2rpo.core.images import to_tensor
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.plain import as_json, read_json_lines
 from g2rpo.core.statistics import in_proportion
-from g2rpo.monitor.clips import clip_of, read_clip, reduced, save_clip, stills
+from g2rpo.monitor.clips import read_clip, reduced, save_clip, stills
 from g2rpo.monitor.pictures import beside, to_pil
-from g2rpo.rewards.pixels import to_tensor
+from g2rpo.runs.directory import clip_of
 
 Row = dict[str, Any]
 SHOWN = 8

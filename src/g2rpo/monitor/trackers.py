@@ -6,6 +6,7 @@ Accounts and keys are configured as the libraries do (`wandb login`, WANDB_API_K
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -17,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from g2rpo.core import plugins
+from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.runs.directory import RunDirectory
 
@@ -216,3 +219,20 @@ class _Line(threading.Thread):
                 getattr(self.tracker, method)(*arguments)
         except Exception as error:  # whatever a tracker's library comes up with; reported by Feed
             self.error = error
+
+
+TRACKERS = {"tensorboard": f"{__name__}:TensorBoard", "wandb": f"{__name__}:WandB", "trackio": f"{__name__}:Trackio"}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuses a tracker whose library is not installed."""
+    for name in names:
+        plugins.find("trackers", name, TRACKERS)
+        if name in TRACKERS and importlib.util.find_spec(name) is None:
+            raise UserError(f"trackers: {name} is not installed; `pip install {name}`, or leave it out")
+
+
+def build_trackers(names: Sequence[str]) -> list[Tracker]:
+    """The trackers of a config; nothing of their libraries is imported yet."""
+    check_trackers(names)
+    return [plugins.find("trackers", name, TRACKERS)() for name in names]

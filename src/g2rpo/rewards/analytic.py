@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
-from g2rpo.rewards.pixels import PictureReward, to_pil, to_tensor
+from g2rpo.rewards.pixels import PictureReward
 
 
 class JPEGSize(PictureReward):

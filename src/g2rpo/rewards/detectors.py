@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo.core.images import to_pil
 from g2rpo.rewards.geneval_scoring import Detection
-from g2rpo.rewards.pixels import to_pil
 from g2rpo.rewards.weights import check_config, parse_dtype
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.files import is_hub_id, local
+from g2rpo.core.images import to_tensor, to_uint8
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.types import Reward, RewardModel
-from g2rpo.rewards.pixels import PictureReward, Preprocess, to_tensor, to_uint8
+from g2rpo.rewards.pixels import PictureReward, Preprocess
 from g2rpo.rewards.weights import check_config, parse_dtype
 
 BASE = "facebook/dinov2-base"

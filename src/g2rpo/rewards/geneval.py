@@ -11,12 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.plugins import find, is_code
 from g2rpo.core.types import Prompt, RewardModel
 from g2rpo.rewards.clip_encoder import ClipEncoder, clip_model, load_clip
 from g2rpo.rewards.detectors import TransformersDetector
 from g2rpo.rewards.geneval_scoring import COLOURS, Detection, Found, Task, by_class, is_correct, partial_score
-from g2rpo.rewards.pixels import Preprocess, TargetReward, to_pil, to_tensor
+from g2rpo.rewards.pixels import Preprocess, TargetReward
 from g2rpo.rewards.weights import CLIP_FILES
 
 Detector = Callable[[Tensor], Sequence[Sequence[Detection]]]

@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.instructions import read_instruction
-from g2rpo.rewards.pixels import PictureReward, normalise, to_pil, to_tensor
+from g2rpo.rewards.pixels import PictureReward, normalise
 from g2rpo.rewards.weights import TOKENIZER_FILES, build, check_config, fetch, guess_model, parse_dtype, read_state_dict
 
 WEIGHTS = "HPSv3.safetensors"

@@ -15,8 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.core.errors import UserError, at_least_one
+from g2rpo.core.images import to_pil
 from g2rpo.core.types import Prompt
-from g2rpo.rewards.pixels import TargetReward, to_pil
+from g2rpo.rewards.pixels import TargetReward
 
 _QUOTED = re.compile(r"\"([^\"]+)\"|“([^”]+)”|(?<!\w)'(.+?)'(?!\w)|‘([^’]+)’")  # an apostrophe inside a word is no quote
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.seeding import generator_for
-from g2rpo.rewards.pixels import to_pil
 from g2rpo.rewards.vlm import Form, VLMJudge, answer_text, parse_scores
 from g2rpo.rewards.yes_no import yes_probability
 

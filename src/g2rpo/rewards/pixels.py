@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from g2rpo.core.errors import at_least_one
+from g2rpo.core.images import to_pil, to_tensor, to_uint8
 from g2rpo.core.types import Reward
 
 log = logging.getLogger(__name__)
@@ -46,21 +46,6 @@ def check_batch(images: Tensor, prompts: Sequence[str]) -> None:
         low, high = (x.item() for x in torch.where(torch.isfinite(images), images, 0.5).aminmax())
     if low < -0.01 or high > 1.01:
         raise ValueError(f"images must be in [0, 1], got values from {low:.3g} to {high:.3g}")
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    """The 8-bit pictures [B, 3, H, W] of `images` in [0, 1], rounded as pipelines do when they save."""
-    return (images.float() * 255).round_().clamp_(0, 255).to(torch.uint8)
-
-
-def to_pil(images: Tensor) -> list[Image.Image]:
-    """Pillow pictures of uint8 `images` [B, 3, H, W]."""
-    return [Image.fromarray(array) for array in images.permute(0, 2, 3, 1).cpu().numpy()]
-
-
-def to_tensor(pictures: Sequence[Image.Image]) -> Tensor:
-    """uint8 pictures [B, 3, H, W] of Pillow pictures of one size."""
-    return torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2)
 
 
 class PictureReward(Reward):

@@ -26,9 +26,10 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.core.errors import at_least_one
+from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import images_of, read_inputs
 from g2rpo.core.types import Prompt
-from g2rpo.rewards.pixels import PictureReward, to_pil
+from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
 
 LARGEST = torch.finfo(torch.float32).max

@@ -32,10 +32,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.core.images import to_pil, to_tensor
 from g2rpo.core.plain import is_text, parse_json
 from g2rpo.core.types import Prompt, Scorer, as_reward
 from g2rpo.core.web import bounded, host_of, is_loopback
-from g2rpo.rewards.pixels import to_pil, to_tensor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError, at_least_one
 from g2rpo.core.files import local
+from g2rpo.core.images import to_tensor, to_uint8
 from g2rpo.core.input_pictures import check_files, read_file
 from g2rpo.core.plain import parse_json, read_text
 from g2rpo.core.types import Reward, RewardModel
 from g2rpo.rewards.clip_encoder import clip_model, load_clip
 from g2rpo.rewards.dino import KINDS, Dino, dino_model
-from g2rpo.rewards.pixels import to_tensor, to_uint8
 from g2rpo.rewards.taste import Choice, Encoder, Head, features_of, fit
 from g2rpo.rewards.weights import CLIP_FILES, fetch
 

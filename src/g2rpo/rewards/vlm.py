@@ -23,9 +23,10 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.core.errors import did_you_mean
+from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.rewards.instructions import read_instruction
-from g2rpo.rewards.pixels import PictureReward, to_pil
+from g2rpo.rewards.pixels import PictureReward
 from g2rpo.rewards.remote import encode_png
 from g2rpo.rewards.transport import NoAnswer, brief, check_patience, endpoint, request_json, token_from, with_retries
 from g2rpo.rewards.yes_no import MOST_LIKELY, yes_probability

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import append_line
+from g2rpo.core.images import to_tensor
 from g2rpo.core.plain import read_json_lines
-from g2rpo.rewards.pixels import to_tensor
 
 FILE, FOLDER = "votes.jsonl", "votes"
 """Names in a run directory: the answers, and a folder of pictures for each round."""

@@ -116,6 +116,11 @@ def _named(iteration: int) -> str:
     return f"iteration_{iteration:06d}"
 
 
+def clip_of(picture: Path) -> Path:
+    """The clip beside its middle frame."""
+    return picture.with_suffix(".webp")
+
+
 def check_weights(path: Path) -> None:
     """UserError for a path that cannot be tuned weights."""
     if not path.is_dir() and not (path.is_file() and path.suffix == ".safetensors"):

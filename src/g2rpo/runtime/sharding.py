@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from g2rpo.core.errors import Stopped, UserError, out_of_device_memory
 from g2rpo.runtime.distributed import ALONE, World
 
-ShardingMode = Literal["none", "training", "full"]
 DONE, SAMPLING, TRAINING = 0, 1, 2
 """What ranks exchange before a call: that this rank has finished its phase, or the kind of its next call."""
 

@@ -17,9 +17,8 @@ from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.plain import parse_json, read_text
 from g2rpo.evaluation.controls import in_words, told
 from g2rpo.evaluation.heldout import Comparison
-from g2rpo.monitor.clips import clip_of
 from g2rpo.policies.catalogue import licence_of
-from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.directory import RunDirectory, clip_of
 from g2rpo.training.header import base_name
 from g2rpo.training.rates import read_sweep
 

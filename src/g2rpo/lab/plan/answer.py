@@ -18,6 +18,7 @@ from g2rpo.lab.plan.plan import COUNTED, SMALL, Estimate, Target, find_target
 from g2rpo.lab.plan.planner import Planner
 from g2rpo.lab.plan.probe import by_probe
 from g2rpo.lab.plan.seconds import Seconds
+from g2rpo.policies.catalogue import licence_of
 from g2rpo.policies.quantized import NO_FLOAT8
 
 
@@ -47,6 +48,10 @@ class Answer:
     @property
     def fits(self) -> bool:
         return self.target.holds(self.plan)
+
+    @property
+    def licence(self) -> str | None:
+        return licence_of(self.plan.config.policy.path, self.plan.config.policy.kind)
 
     def plain(self) -> dict[str, Any]:
         """As plain data: bytes and seconds."""

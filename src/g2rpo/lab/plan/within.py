@@ -9,6 +9,7 @@ from typing import Any
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.plan import Estimate, Target, find_target
 from g2rpo.lab.plan.planner import Planner
+from g2rpo.training.pace import seconds_in
 
 LEAST = 40
 """Fewest iterations of a run: an assumption, a third below the shortest `-evening` recipe."""
@@ -83,9 +84,9 @@ def cuts(plan: Estimate, target: Target) -> Iterator[Cut]:
         yield Cut(("policy.quantize=fp8",), "weights and inputs off by 2.6 % (docs/performance.md); its worth is unknown")
 
 
-def plan_within(recipe: str, overrides: Sequence[str], limit: float, device: str | None) -> Within:
-    """Makes cuts until the run takes at most `limit` seconds; the last one is the number of iterations, at least `LEAST`."""
-    planner = Planner(recipe, overrides)
+def plan_within(recipe: str, overrides: Sequence[str], time: str, device: str | None) -> Within:
+    """Makes cuts until the run takes at most `time`, such as 3h; the last one is the number of iterations, at least `LEAST`."""
+    limit, planner = seconds_in(time), Planner(recipe, overrides)
     target = find_target(device or planner.config.policy.device)
     if target.card is None:
         raise UserError("--within: name a card, such as --device rtx4090; `g2rpo train --within` measures this machine")

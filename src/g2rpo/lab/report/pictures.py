@@ -12,9 +12,10 @@ from PIL import Image
 from g2rpo.core.errors import UserError
 from g2rpo.lab.report.embedded import clip_uri, data_uri
 from g2rpo.lab.report.history import Run
-from g2rpo.monitor.clips import clip_of, read_webp
+from g2rpo.monitor.clips import read_webp
 from g2rpo.monitor.pictures import figure
 from g2rpo.monitor.scores import SHOWN, Row, chosen, input_of, picture_of, read_rows, right_of
+from g2rpo.runs.directory import clip_of
 
 FRAMES, PICTURE_BYTES = 9, 3_000_000
 """The largest number of evaluations shown of a run, and approximate bytes of pictures on a page."""

@@ -1,0 +1,173 @@
+"""Commands about a model or a finished run: sample, evaluate, export, report, check-model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from g2rpo.cli import options
+from g2rpo.cli.output import Output, console, say
+from g2rpo.core.errors import UserError, counted
+
+commands = typer.Typer()
+
+
+@commands.command()
+def sample(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN] [PROMPT]...", help="A run directory, for its model and weights; and what to draw."),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    model: options.Model = None,
+    weights: options.Weights = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompts", help="A file of prompts, one a line or .jsonl.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="An input picture for the prompts given here, for models that edit.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="Leave the tuned weights out.")] = False,
+    strength: Annotated[float, typer.Option(help="Scale of a LoRA adapter.")] = 1.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps; default the run's.")] = None,
+    shift: Annotated[float | None, typer.Option(help="Time shift of the sampler; default the run's, else the model's.")] = None,
+    guidance: options.Guidance = None,
+    size: options.Size = None,
+    seed: Annotated[int, typer.Option(help="Picture i starts from noise (seed, i).")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    video: Annotated[str, typer.Option(help="Files of clips: webp, or mp4 with imageio and ffmpeg.")] = "webp",
+    out: Annotated[Path | None, typer.Option(help="A new folder for the pictures; default samples, or samples-2 ...")] = None,
+) -> None:
+    """Draw pictures with a run's model, or any pipeline."""
+    from g2rpo.app.evaluate import model_policy
+    from g2rpo.app.sample import sample as draw
+    from g2rpo.core.types import Prompt
+
+    if run is None and model is None and prompts:
+        run, prompts = Path(prompts[0]), prompts[1:]
+    if image and not prompts:
+        raise UserError("--image belongs to prompts that are given as arguments; a file of prompts names its own pictures")
+    inputs = [str(path) for path in image or []]
+    sampled = draw(
+        [Prompt(text, inputs) for text in prompts or []],
+        prompt_file,
+        run=run,
+        policy=None if model is None else model_policy(model, size, guidance),
+        weights=weights,
+        strength=strength,
+        base=base,
+        steps=steps,
+        shift=shift,
+        seed=seed,
+        batch_size=batch_size,
+        video=video,
+        out=out,
+    )
+    beside = f"the first {sampled.in_grid} side by side" if sampled.in_grid < sampled.count else "side by side"
+    grid = f", {beside} in {sampled.grid}" if sampled.count > 1 else ""
+    say(console, f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}")
+
+
+@commands.command(cls=options.WithSettings)
+def evaluate(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] [KEY=VALUE]...",
+            help="A finished run, for its model, weights, held-out prompts and rewards; and settings: policy.dtype=bfloat16",
+        ),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    model: options.Model = None,
+    weights: options.Weights = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="A file, hf:OWNER/NAME:SPLIT:COLUMN, testbed:heldout or words:heldout.")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N prompts.")] = None,
+    rewards: Annotated[str | None, typer.Option(help="Names with commas between them, or a YAML file.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Step counts, like 10,20,50.")] = None,
+    guidance: options.Guidance = None,
+    size: options.Size = None,
+    seed: Annotated[int | None, typer.Option(help="Picture i starts from noise (seed, i); default the run's, else 0.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Pictures at a time.")] = None,
+    controls: options.Controls = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A folder for the results; one already begun is finished. Default evaluation, or evaluation-2 ..."),
+    ] = None,
+) -> None:
+    """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
+    from g2rpo.app import evaluate as command
+    from g2rpo.cli.results import show_evaluation
+
+    if run is None and overrides and "=" not in overrides[0]:
+        run, overrides = Path(overrides[0]), overrides[1:]
+    if (run is None) == (model is None):
+        raise UserError("name a run, or a pipeline with --model")
+    settings = command.run_settings(run) if run else command.model_settings(str(model), size, guidance)
+    named = {
+        "weights": str(weights) if weights else None,
+        "prompts": prompts,
+        "num_prompts": num_prompts,
+        "rewards": command.named_rewards(rewards) if rewards else None,
+        "steps": command.step_counts(steps) if steps else None,
+        "seed": seed,
+        "batch_size": batch_size,
+    }
+    if prompts is not None:
+        settings["num_prompts"] = None  # a run's is for its own prompts
+    settings |= {key: value for key, value in named.items() if value is not None}
+    with Output() as emit:
+        judging = command.evaluate(settings, overrides or [], out, controls, emit)
+    show_evaluation(judging, console)
+
+
+@commands.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    format: Annotated[
+        str, typer.Option(help="diffusers, comfyui, kohya, ai-toolkit or merged (the base model with the weights in it).")
+    ] = "",
+    checkpoint: Annotated[str | None, typer.Option(help="An iteration, last or best; default the final weights.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder, or a .safetensors file for formats of one; default in RUN/export.")
+    ] = None,
+    learnt: Annotated[bool, typer.Option("--learnt", help="Without the adapter that the run continues.")] = False,
+    assistant: Annotated[bool, typer.Option("--assistant", help="With the run's assistant.")] = False,
+) -> None:
+    """Write a run's weights as other programs read them."""
+    from g2rpo.app.export import export as write
+
+    path, rounding = write(run, format, checkpoint, out, learnt, assistant)
+    say(console, str(path))
+    if rounding is not None and rounding.dtype:
+        cost = f"rounding moves weights by {rounding.share:.2%} of what training did (root mean square)"
+        say(console, f"stored in {rounding.dtype}: {cost}")
+
+
+@commands.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, finished or not.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default RUN/report.html, for several runs report.html.")] = None,
+) -> None:
+    """Show what runs did: one HTML page that needs nothing else."""
+    from g2rpo.lab.report.page import write_page
+
+    path = write_page(runs, out)
+    say(console, f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+@commands.command("check-model", cls=options.WithSettings)
+def check_model(
+    model: Annotated[str, typer.Argument(help="A diffusers pipeline: a folder or a hub id.")],
+    overrides: Annotated[list[str] | None, options.key_values("policy.dtype=bfloat16 policy.height=512")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="A policy of your own, FILE.py:NAME; default by the pipeline's class.")
+    ] = None,
+) -> None:
+    """Check that a model draws, learns and saves here as in plain diffusers."""
+    from g2rpo.cli.results import show_checks
+    from g2rpo.lab.check_model import check_model as check
+
+    if not show_checks(check(model, kind, overrides or []), console):
+        raise typer.Exit(1)

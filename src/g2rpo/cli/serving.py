@@ -1,0 +1,100 @@
+"""Commands with a server: demo, teach, serve-reward; and agree, for what teach stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from g2rpo.cli import options
+from g2rpo.cli.output import Output, console, say
+from g2rpo.core.errors import UserError, counted
+
+commands = typer.Typer()
+
+
+@commands.command()
+def demo(
+    run: Annotated[Path | None, typer.Argument(help="A finished run: its model, weights, rewards and algorithm.")] = None,
+    model: options.Model = None,
+    weights: Annotated[
+        Path | None, typer.Option("--weights", "--adapter", help="An adapter/, a transformer/, or a .safetensors file.")
+    ] = None,
+    rewards: Annotated[str | None, typer.Option(help="With --model: names with commas between them, or a YAML file.")] = None,
+    guidance: options.Guidance = None,
+    size: options.Size = None,
+    host: options.Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
+    token_env: options.TokenEnv = None,
+) -> None:
+    """Show base and tuned pictures and a group of the algorithm in the browser."""
+    from g2rpo.app.evaluate import named_rewards
+    from g2rpo.lab.demo.serve import demo as serve
+    from g2rpo.lab.demo.settings import of_model, of_run
+
+    if (run is None) == (model is None):
+        raise UserError("name a run, or a pipeline with --model")
+    for option, value in (("--rewards", rewards), ("--guidance", guidance), ("--size", size)):
+        if run is not None and value is not None:
+            raise UserError(f"{option} is for --model; a run has its own")
+    table = named_rewards(rewards) if rewards is not None else None
+    settings = of_run(run) if run else of_model(str(model), size, guidance, table)
+    serve(run, settings, weights, host=host, port=port, token_env=token_env, emit=Output())
+
+
+@commands.command(cls=options.WithSettings)
+def teach(
+    recipe: Annotated[str, typer.Argument(help="A recipe, a config.yaml, or a run that teach began.")],
+    overrides: Annotated[list[str] | None, options.key_values("optim.learning_rate=5e-4")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
+    votes: Annotated[Path | None, typer.Option(help="Repeat the answers in this file, without a page.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Drawn before and after; default the first held-out prompt.")] = None,
+    ahead: Annotated[int | None, typer.Option(min=1, max=8, help="Groups that lie ready while it learns; default 2.")] = None,
+    host: options.Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 7861,
+    token_env: options.TokenEnv = None,
+) -> None:
+    """Teach a model by clicking on the best of its pictures, in the browser."""
+    from g2rpo.lab.teach.serve import teach as serve
+
+    serve(
+        recipe,
+        overrides or [],
+        run_dir,
+        stored=votes,
+        prompt=prompt,
+        ahead=ahead,
+        host=host,
+        port=port,
+        token_env=token_env,
+        emit=Output(),
+    )
+
+
+@commands.command(cls=options.WithSettings)
+def agree(
+    run: Annotated[Path, typer.Argument(help="A run that teach began.")],
+    rewards: Annotated[str, typer.Option(help="Names with commas between them, or a YAML file.")],
+) -> None:
+    """Tell which rewards order the pictures of a teaching session as the person did."""
+    from g2rpo.app.evaluate import named_rewards
+    from g2rpo.lab.teach.agree import agree as shares
+
+    found = shares(run, named_rewards(rewards))
+    for name, share in sorted(found.items(), key=lambda item: -item[1].mean):
+        say(console, f"{share} of pairs  {name}  ({counted(share.count, 'group')}; 0.5 is chance)")
+
+
+@commands.command()
+def serve_reward(
+    kind: Annotated[str, typer.Argument(help="A reward's name, e.g. hpsv2 or function.")],
+    options: Annotated[list[str] | None, options.key_values("path=..., device=cuda")] = None,
+    host: options.Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
+    token_env: options.TokenEnv = None,
+) -> None:
+    """Serve a reward over HTTP, for a trainer elsewhere."""
+    from g2rpo.app.serve import serve_reward as serve
+
+    serve(kind, options or [], host=host, port=port, token_env=token_env, emit=Output())

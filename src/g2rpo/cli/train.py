@@ -1,0 +1,132 @@
+"""Commands that begin with a recipe or a run and train: train, resume, encode, push; and recipes."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from g2rpo.app.stopping import stoppable
+from g2rpo.cli import options
+from g2rpo.cli.output import Output, console, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from g2rpo.app.prediction import Planned
+    from g2rpo.config.schema import Config
+
+commands = typer.Typer()
+
+
+@commands.command(cls=options.WithSettings)
+def train(
+    recipe: options.RecipeOrNone = None,
+    overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=100")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; default runs/RECIPE.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --run-dir, or begin it if there is none; also --resume=auto.")
+    ] = False,
+    accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
+    within: options.Within = None,
+    find_rate: Annotated[
+        bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at .25 to 4 times it.")
+    ] = False,
+    push_to_hub: options.PushToHub = None,
+) -> None:
+    """Train a model on rewards."""
+    if resume and recipe is not None and "=" in recipe:
+        overrides, recipe = [recipe, *(overrides or [])], None
+    _train(recipe, overrides, run_dir, resume, accept_changes, within, push_to_hub, find_rate)
+
+
+@commands.command("resume", cls=options.WithSettings)
+def resume_run(
+    run: Annotated[Path, typer.Argument(help="The directory of a run that was interrupted, or that is to go on for longer.")],
+    overrides: Annotated[list[str] | None, options.key_values("trainer.iterations=200 sampling.batch_size=32")] = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on although prompts, model or reward code are not those of before.")
+    ] = False,
+    within: options.Within = None,
+    push_to_hub: options.PushToHub = None,
+) -> None:
+    """Continue a run where it was stopped, with its own config."""
+    _train(None, overrides, run, True, accept_changes, within, push_to_hub)
+
+
+def _train(
+    recipe: str | None,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    resume: bool,
+    accept_changes: bool,
+    within: str | None,
+    push_to_hub: str | None,
+    find_rate: bool = False,
+) -> None:
+    with stoppable("stopped before training began; the same command begins again") as stopping:  # loading is slow
+        from g2rpo.app.push import check_push
+        from g2rpo.app.train import train as run
+
+        if push_to_hub is not None:
+            check_push(push_to_hub)
+        with Output() as emit:
+            directory = run(
+                recipe, overrides or [], run_dir, resume, accept_changes, stopping, within, emit, find_rate, _predict
+            )
+    if push_to_hub is not None and directory is not None:
+        push(directory, push_to_hub)
+
+
+def _predict(config: Config, ranks: int, prompts: Sequence[str], heldout: Sequence[str]) -> Planned | None:
+    from g2rpo.lab.plan.prediction import predict
+
+    return predict(config, ranks, prompts, heldout)
+
+
+@commands.command(cls=options.WithSettings)
+def encode(
+    recipe: options.RecipeOrFile,
+    overrides: Annotated[list[str] | None, options.key_values("prompts.cache=FOLDER")] = None,
+) -> None:
+    """Store the text embeddings of a recipe's prompts ahead of training."""
+    from g2rpo.app.encode import encode as run
+
+    with Output() as emit:
+        count, new = run(recipe, overrides or [], emit)
+    say(console, f"{count} prompts are stored, {new} of them new")
+
+
+@commands.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="A finished run.")],
+    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+) -> None:
+    """Upload a run's weights and their model card."""
+    from g2rpo.app.push import push as upload
+    from g2rpo.runs.directory import RunDirectory
+
+    address = upload(run, repository, private=private)
+    say(console, f"pushed {RunDirectory(run).weights} to {address}")
+
+
+@commands.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Show one, with the reason for every value.", autocompletion=options.recipe_names)
+    ] = None,
+) -> None:
+    """List the recipes, or explain one."""
+    from g2rpo.config import recipes as known
+
+    if name is None:
+        column = max(map(len, known.names())) + 2
+        for each in known.names():
+            lines = textwrap.wrap(known.summary(each), max(20, console.width - column), break_on_hyphens=False)
+            console.print(Text.assemble((f"{each:<{column}}", "bold"), f"\n{'':{column}}".join(lines)), highlight=False)
+    else:
+        console.print(known.text(name), highlight=False, markup=False, soft_wrap=True)
