@@ -85,7 +85,7 @@ class Trainer:
         self.stopping = False
         self.fitted = False  # whether the number of iterations was fitted to `ends_at`
         self.rolled_back_from: int | None = None
-        self.final: Evaluation | None = None  # of the weights as they are, after the last iteration
+        self.final: Evaluation | None = None  # of the weights as they are
         self.files = RunFiles(self.run_dir, self.world, self.notify)
         self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
         self.algorithm = c.algorithm
@@ -338,9 +338,7 @@ class Trainer:
     def evaluate(self) -> Row:
         """Evaluates the (averaged) weights on held-out prompts; returns the row for the log."""
         watch = Stopwatch()
-        evaluation = self.score_heldout()
-        if self.iteration >= self.config.trainer.iterations:
-            self.final = evaluation
+        evaluation = self.final = self.score_heldout()
         spread = self.evaluator.spread(self.iteration, lambda rows: self._leave_if_asked())
         if self.iteration == 0 and not self._keeps_base:
             self._sample_controls()

@@ -24,7 +24,7 @@ def redness(images, prompts):
     return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 
 
-def session(run_dir, *overrides, judges=None, ahead=1):
+def session(run_dir, *overrides, judges=None, ahead=1, strength=1e9):
     made = trainer(
         run_dir,
         *OVERRIDES,
@@ -39,7 +39,7 @@ def session(run_dir, *overrides, judges=None, ahead=1):
         rewards={"clicks": Clicks(), "bright": brightness},
         judges={"dark": lambda images, prompts: torch.zeros(len(prompts))} if judges is None else judges,
     )
-    return Session(trainer=made, ahead=ahead, notify=lambda words: None)
+    return Session(trainer=made, ahead=ahead, strength=strength, notify=lambda words: None)
 
 
 def reddest(group):
@@ -170,6 +170,22 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
         while not contented.brake.looks:
             teach(contented, 1)
         assert contented.brake.looks[0].wrong == "" and contented.brake.step == min(brake.MOST, brake.GROW)
+
+
+def test_learning_pauses_where_it_was_to_go(tmp_path):
+    """At the first look pictures are further than a hundredth of `AIM`; with more strength it learns on."""
+    s = session(tmp_path, strength=0.01)
+    with s.begun():
+        while not s.brake.looks:
+            teach(s, 1)
+        base, now = (s.head(one).mean() for one in s._heldout)
+        changes, moved = s.changes, s.moved
+        assert s.reached and moved == pytest.approx(float(now - base)) and moved > 0.01
+        teach(s, 2)
+        assert s.changes == changes and s.reached
+        s.strength = 1e9
+        teach(s, 1)
+        assert s.changes == changes + 1
 
 
 def test_without_a_head_the_model_learns_from_the_clicks_alone(tmp_path, monkeypatch):

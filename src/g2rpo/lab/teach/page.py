@@ -17,7 +17,7 @@ from g2rpo.lab.demo.app import ONE_AT_A_TIME, SYSTEM, gr, serve  # noqa: F401  s
 from g2rpo.lab.demo.views import uri
 from g2rpo.lab.report.embedded import data_uri
 from g2rpo.lab.teach.background import InBackground
-from g2rpo.lab.teach.session import FIRST, Group, Session
+from g2rpo.lab.teach.session import AIM, FIRST, Group, Session
 from g2rpo.monitor.clips import seconds_of
 
 SIDE = 320
@@ -109,7 +109,7 @@ def build(taught: InBackground, title: str, stop: threading.Event) -> gr.Blocks:
             with gr.Column(scale=4, min_width=280):
                 pair = gr.HTML(pair_html(taught), elem_id="pair")
                 said = gr.HTML(status(session, taught.learning), elem_id="status")
-                strength = gr.Slider(0, 4, session.strength, step=0.25, label="Strength of learning")
+                strength = gr.Slider(0, 4, session.strength, step=0.25, label="How far to go")
                 direct = gr.Button("Clicks alone", size="sm", elem_id="direct")
                 finish = gr.Button("Finish", size="sm", elem_id="finish")
         outputs = [grid, asked, pair, said, version]
@@ -172,6 +172,9 @@ def status(session: Session, learning: bool) -> str:
         )
         if head.trust == 0:
             lines.append('Too little to learn from. "Clicks alone" learns without it, at random from one who clicks at random.')
+    if session.moved and not session.direct:
+        far = f"By this head, held-out pictures are {session.moved:+.1f} deviations nearer to your taste, of {AIM * session.strength:g}."
+        lines.append(far + ' Enough: raise "How far to go" to learn on.' * session.reached)
     for look in session.brake.looks[-1:]:
         scores = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in look.judges.items())
         lines.append(f"Held-out pictures: {scores}." + (f" Worse: {look.wrong}; undone." if look.wrong else ""))

@@ -46,6 +46,9 @@ SHOWN_STEPS = (0, 1)
 """Steps whose noise the groups that are shown differ by, by turns: that of later steps changes little that a person can see."""
 ENOUGH, HOPELESS = 12, 0.6
 """After so many groups a head that agrees less with the person is said not to know the taste."""
+AIM = 1.0
+"""Standard deviations within groups by which the head's utility of held-out pictures is to rise, at strength 1: a model that
+learns on loses what a prompt asks for (LOG.md)."""
 DIRECT = 4
 """Groups of an update that learns from the clicks alone."""
 PROMPTS = 64
@@ -95,6 +98,7 @@ class Session:
     next: int = 0
     """The round that is to be answered."""
     strength: float = 1.0
+    """The multiple of `AIM` at which learning pauses; without a head, a factor of the learning rate."""
     brake: Brake = field(init=False)
     direct: bool = False
     """Whether the model learns from the clicks alone, without a head."""
@@ -106,6 +110,8 @@ class Session:
     _before: list[tuple[int, Any]] = field(default_factory=list)
     _drawn: dict[str, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
     """By prompt: the base's picture; the last one, after how many changes of the weights; and that."""
+    _heldout: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+    """Features of held-out pictures, of the base and of the last good look."""
     _logged: Callable[[Row], Row] = lambda row: row
 
     def __post_init__(self) -> None:
@@ -152,6 +158,19 @@ class Session:
         """The group that is to be answered."""
         return self.groups[self.next]
 
+    @property
+    def moved(self) -> float:
+        """The rise of the head's utility of held-out pictures at the last good look, in standard deviations within groups."""
+        if self.head is None or self._heldout is None:
+            return 0.0
+        base, now = (float(self.head(features).mean()) for features in self._heldout)
+        return now - base
+
+    @property
+    def reached(self) -> bool:
+        """Whether held-out pictures are as far as they should be, so that nothing more is learnt."""
+        return not self.direct and self.moved >= AIM * self.strength
+
     def answer(self, liked: Sequence[int] = (), *, round: int, skipped: bool = False, seconds: float = 0.0) -> Vote:
         """Stores a person's answer to the group of `round` and learns from it; UserError if it cannot be one."""
         return self.take(self.vote_on(round, liked, skipped, seconds))
@@ -161,7 +180,7 @@ class Session:
         return self.take(self.vote(kind="undo", round=self.next))
 
     def set_strength(self, strength: float) -> Vote:
-        """Sets the factor of the learning rate, 0 to 4, from the next answer on."""
+        """Sets how far the model goes, in units of `AIM`, 0 to 4, from the next answer on; without a head a factor of the rate."""
         return self.take(self.vote(kind="strength", round=self.next, strength=float(strength)))
 
     def learn_directly(self) -> Vote:
@@ -317,7 +336,7 @@ class Session:
             ]  # earlier weights'
             if len(self._waiting) == DIRECT:
                 self._update_directly()
-        elif self.head.trust > 0:
+        elif self.head.trust > 0 and not self.reached:
             self._set_rate()
             for _ in range(UPDATES):
                 self._logged(self.trainer.iterate())
@@ -347,24 +366,29 @@ class Session:
 
     def _set_rate(self) -> None:
         config = self.trainer.learner.config
-        rate = max(self.rate * self.brake.step * self.strength, 1e-30)  # a config has no rate of 0
+        rate = max(self.rate * self.brake.step * (self.strength if self.direct else 1), 1e-30)  # a config has no rate of 0
         self.trainer.learner.config = config.model_copy(update={"learning_rate": rate})
 
     def _look(self) -> None:
-        look = self.brake.look(self.trainer, self._logged(self.trainer.evaluate()), self.next)
+        t = self.trainer
+        row, final, base = self._logged(t.evaluate()), t.final, t.evaluator.base()
+        look = self.brake.look(t, row, self.next)
         if look.wrong:
             self.changes += 1
             self.notify(f"held-out pictures became worse ({look.wrong}): back to the last good weights, with smaller steps")
+        elif base is not None and final is not None:
+            sides = [features_of(one.images.float() / 255, one.prompts, self.clicks.encoder) for one in (base, final)]
+            self._heldout = (sides[0], sides[1])
 
     # how an answer is taken back
 
     def _memory(self) -> Any:
-        own = (self.head, self.direct, dict(self._choices), list(self._waiting), replace(self.brake))
+        own = (self.head, self.direct, dict(self._choices), list(self._waiting), replace(self.brake), self._heldout)
         return weights_of(self.trainer), own, dict(self.groups)
 
     def _undo(self) -> None:
         self.next, (weights, own, groups) = self._before.pop()
         put_back(self.trainer, weights)
-        self.head, self.direct, self._choices, self._waiting, self.brake = own
+        self.head, self.direct, self._choices, self._waiting, self.brake, self._heldout = own
         self.clicks.head, self.groups = self.head, groups
         self.changes += 1
