@@ -102,6 +102,7 @@ def session_of(taste: str, person: str, seed: int, groups: int, every: int, over
                         "correct": judged.tuned,
                         "correct_base": judged.base,
                         "correct_error": judged.error,
+                        "moved": session.moved,
                         "agreement": head.agreement.mean if head else None,
                         "block": head.block if head else None,
                         "iterations": session.trainer.iteration,

@@ -16,7 +16,7 @@ SLOW_IMPORTS = (
     "peft",
     "g2rpo.api",
     "g2rpo.lab.plan.plan",
-    "g2rpo.lab.demo.app",
+    "g2rpo.lab.web.page",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

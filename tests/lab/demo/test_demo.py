@@ -29,7 +29,6 @@ from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan, Reward, no_kernel
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.demo.gate import MAX_BODY, Gate
 from g2rpo.lab.demo.opening import Opening, opening, opening_of
 from g2rpo.lab.demo.serve import EXPLAIN, open_session
 from g2rpo.lab.demo.session import MAX_PROMPT, MAX_SEED, draw, plan_labels, trace_group
@@ -37,6 +36,7 @@ from g2rpo.lab.demo.settings import facts, of_model, of_run
 from g2rpo.lab.demo.views import digits, drawing_html, group_html, run_html
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.verdict import summary
+from g2rpo.lab.web.gate import MAX_BODY, Gate
 from g2rpo.monitor.scores import read_rows, scores_of
 from g2rpo.rollout.engine import Engine
 from g2rpo.runs.directory import RunDirectory
@@ -419,8 +419,9 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.parametrize(("model", "message"), [("testbed", "pip install gradio"), ("/no/such", "is no directory")])
 def test_without_gradio_the_extra_is_named_after_all_other_mistakes(capsys, monkeypatch, model, message):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "g2rpo.lab.demo.app", raising=False)  # if another test has imported it
-    monkeypatch.delattr("g2rpo.lab.demo.app", raising=False)
+    for room, module in (("demo", "app"), ("web", "page")):  # if another test has imported them
+        monkeypatch.delitem(sys.modules, f"g2rpo.lab.{room}.{module}", raising=False)
+        monkeypatch.delattr(f"g2rpo.lab.{room}.{module}", raising=False)
     code, _, err = g2rpo(capsys, "demo", "--model", model, "--port", free_port())
     assert code == 2 and message in err and "Traceback" not in err
 
@@ -493,12 +494,12 @@ def test_a_question_that_breaks_the_page_is_an_answer_and_a_line_in_the_log(capl
 def test_strangers_keep_nobody_out_and_choose_no_address():
     """The page as it is served, with a token: 300 connections that say nothing, then somebody who logs in."""
     gradio = pytest.importorskip("gradio")
-    from g2rpo.lab.demo import app
+    from g2rpo.lab.web.page import serve
 
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.Textbox()
     port = free_port()
-    app.serve(page, "127.0.0.1", port, "secret")
+    serve(page, "127.0.0.1", port, "secret")
     idle = []
     try:
         idle += [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(300)]

@@ -12,11 +12,11 @@ from g2rpo.config.schema import SamplingConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Prompt
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.demo.gate import MAX_BODY, MAX_UPLOAD, Gate
 from g2rpo.lab.demo.session import Session, draw, trace_group
 from g2rpo.lab.demo.views import drawing_html, group_html
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
+from g2rpo.lab.web.gate import MAX_BODY, MAX_UPLOAD, Gate
 from g2rpo.runs.lifecycle import claim, record_start
 from g2rpo.runtime.memory import BatchSizes
 from tests.lab.demo.test_demo_browser import CHROMIUM, MINUTE, NEEDED, browser  # noqa: F401
@@ -92,10 +92,11 @@ def test_uploads_pass_only_where_a_model_takes_pictures(method, path, length, st
 @needs_chromium
 def test_a_picture_is_uploaded_in_the_browser(tmp_path, browser):  # noqa: F811
     from g2rpo.lab.demo import app
+    from g2rpo.lab.web.page import serve
 
     black = picture(tmp_path / "black.png", "black", size=(32, 32))
     page = app.build(app.Content(session(Editing(), []), "Edits", "Of a picture."))
-    address = app.serve(page, "127.0.0.1", free_port(), None, uploads=True)
+    address = serve(page, "127.0.0.1", free_port(), None, uploads=True)
     try:
         with pytest.raises(urllib.error.HTTPError, match="403"):  # only what it has taken in
             urllib.request.urlopen(f"{address}gradio_api/file=/etc/passwd")

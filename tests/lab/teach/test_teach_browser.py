@@ -49,9 +49,9 @@ def taught(tmp_path_factory, browser):  # noqa: F811
 
 def answered(page, run, act):
     """Answers by `act`; returns the last line of votes.jsonl once the next group is shown."""
-    before = page.locator("#group b").inner_text()
+    before = page.locator("#asked b").inner_text()
     act()
-    page.wait_for_function("before => document.querySelector('#group b')?.innerText !== before", arg=before)
+    page.wait_for_function("before => document.querySelector('#asked b')?.innerText !== before", arg=before)
     return votes.read(run / "votes.jsonl")[-1]
 
 
@@ -69,6 +69,6 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     page.set_viewport_size(PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     assert answered(page, run, lambda: page.locator("[data-member='0']").click()).liked == (0,)
-    undone = page.locator("#group b").inner_text()
+    undone = page.locator("#asked b").inner_text()
     assert answered(page, run, lambda: page.locator("#undo").click()).kind == "undo" and undone
     assert "5 answers" not in page.locator("#status").inner_text()

@@ -1,31 +1,21 @@
 """The demo's page: Gradio's controls around the pictures of `views`. Nothing is computed here.
 
-Importing this module imports Gradio. No telemetry, no fonts or scripts from elsewhere, one question at a time.
+Importing this module imports Gradio. One question at a time.
 """
 
 from __future__ import annotations
 
 import functools
-import hmac
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
-
-import gradio as gr
-from starlette.datastructures import Headers
-from starlette.middleware import Middleware
-
 from g2rpo.core.errors import RewardFailed, UserError
-from g2rpo.core.web import bounded
 from g2rpo.lab.demo import views
-from g2rpo.lab.demo.gate import MAX_UPLOAD, STRANGERS, Gate, Scope
 from g2rpo.lab.demo.session import MAX_PROMPT, MAX_STRENGTH, Session, draw, plan_labels, trace_group
+from g2rpo.lab.web.page import ONE_AT_A_TIME, gr
 
-ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
 """A click during an answer is queued with the settings at that time; Gradio's default drops it silently."""
 TO_VIEW = "() => { document.getElementById('views').dataset.view = '%s' }"
@@ -40,7 +30,6 @@ TO_OUTPUT = """() => {
 CLEAR = "() => document.querySelectorAll('.toast-close').forEach(button => button.click())"
 """Removes messages about earlier questions."""
 WAITING = 16  # questions in the queue; more are refused
-SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +45,8 @@ class Content:
     """HTML of the drawing shown when the page opens."""
     group: str = ""
     """HTML of the group shown below "How it learns" when the page opens."""
+    lesson: Callable[[], None] | None = None
+    """Adds the content of the tab "Teach", if the model can be taught here."""
     report: Callable[[], str] | None = None
     """Renders the run's report, if there is a run."""
 
@@ -66,16 +57,21 @@ def build(content: Content) -> gr.Blocks:
     prompt = content.examples[0] if content.examples else ""
     with gr.Blocks(title=f"{content.title} · g2rpo demo", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.HTML(f'<div class="g2"><h1>{escape(content.title)}</h1><p class="g2-facts">{escape(content.facts)}</p></div>')
+        names = {"draw": "Draw", "learn": "How it learns"}
+        names |= ({"teach": "Teach"} if content.lesson else {}) | ({"run": "The run"} if content.report else {})
         with gr.Tabs(elem_id="views"):
-            tabs = [gr.Tab("Draw"), gr.Tab("How it learns"), *([gr.Tab("The run")] if content.report else [])]
-        with _view(tabs[0], "draw"):
+            tabs = {name: gr.Tab(label) for name, label in names.items()}
+        with _view(tabs["draw"], "draw"):
             _draw_view(content, session, prompt)
-        with _view(tabs[1], "learn"):
+        with _view(tabs["learn"], "learn"):
             _learn_view(content, session, prompt)
+        if content.lesson is not None:
+            with _view(tabs["teach"], "teach"):
+                content.lesson()
         if content.report is not None:
-            with _view(tabs[2], "run"):
+            with _view(tabs["run"], "run"):
                 shown = gr.HTML(_empty("Reading the run …"))
-            tabs[2].select(_told(content.report), None, shown, **ONE_AT_A_TIME)
+            tabs["run"].select(_told(content.report), None, shown, **ONE_AT_A_TIME)
     page.queue(max_size=WAITING, api_open=False)
     return page
 
@@ -202,39 +198,3 @@ def _told(answer: Callable[..., str]) -> Callable[..., str]:
             raise gr.Error(escape(str(error)), print_exception=False) from error
 
     return guarded
-
-
-def serve(page: gr.Blocks, host: str, port: int, token: str | None, uploads: bool = False) -> str:
-    """Serves the page from its own thread and returns its address. OSError if the port is taken.
-
-    Without a `token`, `host` must be a loopback address.
-    """
-
-    def allowed(name: str, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), (token or "").encode())
-
-    def logged_in(scope: Scope) -> bool:
-        cookies = Headers(scope=scope).get("cookie", "")
-        return not token or any(given in cookies for given in app.tokens)
-
-    app, address, _ = page.launch(
-        server_name=f"[{host}]" if ":" in host else host,
-        server_port=port,
-        auth=allowed if token else None,
-        auth_message="Any name, and the token as the password.",
-        share=False,
-        quiet=True,
-        prevent_thread_lock=True,
-        ssr_mode=False,
-        mcp_server=False,
-        enable_monitoring=False,
-        run_history=False,  # it would keep prompts in the browser
-        footer_links=[],
-        app_kwargs={"middleware": [Middleware(Gate, local=token is None, uploads=uploads)]},
-        max_file_size=MAX_UPLOAD,
-        theme=gr.themes.Default(primary_hue="blue", font=SYSTEM, font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"]),
-        css=views.style(),
-    )
-    config = page.server.config
-    config.http_protocol_class = bounded(config.http_protocol_class, lambda connection: logged_in(connection.scope), STRANGERS)
-    return address

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from html import escape
 from pathlib import Path
 
 import torch
@@ -16,11 +17,16 @@ from g2rpo.assembly import components
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.evaluation.heldout import Comparison
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.lab.demo.opening import Opening, opening_of
 from g2rpo.lab.demo.session import Session, Tuned, draw, trace_group
 from g2rpo.lab.demo.settings import RECIPES, DemoSettings, facts
 from g2rpo.lab.report.history import Run, read_runs
+from g2rpo.lab.teach.background import Lesson
+from g2rpo.lab.teach.opening import opened, teach_config
+from g2rpo.lab.teach.session import Session as Taught
+from g2rpo.lab.web import needing_gradio
 from g2rpo.runs.directory import RunDirectory, check_weights
 from g2rpo.runtime.memory import batch_sizes
 
@@ -77,17 +83,6 @@ def _spelling(prompt: str) -> str:
 EXPLAIN = {"testbed": _grammar, "words": _spelling}
 
 
-@contextmanager
-def needing_gradio(what: str) -> Iterator[None]:
-    """Turns an import that lacks Gradio into a UserError."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "gradio":
-            raise
-        raise UserError(f"{what} needs Gradio: pip install gradio") from None
-
-
 def demo(
     run: Path | None,
     settings: DemoSettings,
@@ -110,6 +105,7 @@ def demo(
     check_address(host, port)
     with needing_gradio("the demo"):
         from g2rpo.lab.demo import app
+        from g2rpo.lab.web.page import serve
     from g2rpo.lab.demo.views import run_html
 
     def say(words: str) -> None:
@@ -124,9 +120,10 @@ def demo(
     examples = [str(prompt) for prompt in dict.fromkeys([*heldout[opening.number :][:1], *heldout])][:EXAMPLES]
     drawn, group = _first_views(settings, session, examples[0], opening, say) if examples else ("", "")
     report = (lambda: run_html(read_runs([run])[0])) if run is not None else None
-    page = app.build(app.Content(session, settings.title, facts(settings, log), examples, drawn, group, report))
+    lesson, teaching = _lesson(settings.policy.path, examples, emit)
+    page = app.build(app.Content(session, settings.title, facts(settings, log), examples, drawn, group, teaching, report))
     with refused(host, port):
-        address = app.serve(page, host, port, token, uploads=session.input_pictures[1] > 0)
+        address = serve(page, host, port, token, uploads=session.input_pictures[1] > 0)
     say(f"{address} (ends with Ctrl-C)")
     try:
         (stop or threading.Event()).wait()
@@ -134,6 +131,26 @@ def demo(
         say("stopped")
     finally:
         page.close(verbose=False)
+        if lesson is not None:
+            lesson.finish()
+
+
+def _lesson(path: str, examples: Sequence[str], emit: Emit) -> tuple[Lesson | None, Callable[[], None] | None]:
+    """A session of `g2rpo teach` on an embedded model, and what adds its tab; none of other models, which would be in memory
+    twice."""
+    if path not in RECIPES or not examples:
+        return None, None
+    from g2rpo.lab.teach.page import build_tab
+
+    recipe = RECIPES[path][1]
+    lesson = Lesson(partial(opened, recipe, emit=emit), examples[0])
+
+    def kept(taught: Taught, table: dict[str, Comparison]) -> str:
+        folder = taught.trainer.files.run.path
+        changes = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in table.items())
+        return f'<div class="g2"><p>Kept in {escape(str(folder))}: {escape(changes)}.</p></div>'
+
+    return lesson, partial(build_tab, lesson, teach_config(recipe, [], lambda words: None).algorithm.group_size, kept)
 
 
 def _heldout(settings: DemoSettings, say: Say) -> Sequence[str]:

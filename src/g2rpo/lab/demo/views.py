@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from torch import Tensor
@@ -12,13 +11,11 @@ from torch import Tensor
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.lab.demo.session import Drawing, GroupTrace, plan_labels
-from g2rpo.lab.report.embedded import clip_uri, data_uri
+from g2rpo.lab.report.embedded import data_uri, picture_uri
 from g2rpo.lab.report.history import Run
-from g2rpo.lab.report.page import compare_style, render, templates_of
+from g2rpo.lab.report.page import render, templates_of
 from g2rpo.lab.report.words import fixed, signed
-from g2rpo.monitor.clips import frames_of
 from g2rpo.monitor.diagnostics import group_std
-from g2rpo.monitor.pictures import to_pil
 
 LARGE, SMALL = 1024, 256  # pixels a side, at most, of the pictures within a page
 
@@ -35,11 +32,6 @@ page.addEventListener("click", event => {
 environment = templates_of("g2rpo.lab.demo")
 
 
-def style() -> str:
-    """The style sheet of everything here, and the report's of compared pictures."""
-    return files("g2rpo.lab.demo").joinpath("templates/style.css").read_text(encoding="utf-8") + compare_style()
-
-
 def drawing_html(drawing: Drawing, note: str = "") -> str:
     """Base and tuned side by side, under each whether it is right and its scores, and their difference; `note` under all."""
     sides = [("base", drawing.base), *([("tuned", drawing.tuned)] if drawing.tuned is not None else [])]
@@ -47,7 +39,7 @@ def drawing_html(drawing: Drawing, note: str = "") -> str:
         prompt=drawing.prompt,
         inputs=[data_uri(picture, SMALL) for picture in read_inputs(drawing.prompt)],
         pictures=[
-            (name, uri(evaluation.images[0], LARGE, drawing.seconds), _scores(drawing, name), _right(evaluation))
+            (name, picture_uri(evaluation.images[0], LARGE, drawing.seconds), _scores(drawing, name), _right(evaluation))
             for name, evaluation in sides
         ],
         shape=tuple(reversed(drawing.base.images.shape[-2:])),
@@ -93,9 +85,9 @@ def group_html(group: GroupTrace) -> str:
         {
             "number": member + 1,
             "mark": "" if silent else {best: "best", worst: "worst"}.get(float(group.advantages[member]), ""),
-            "noised": uri(group.noised[member], SMALL, group.seconds),
+            "noised": picture_uri(group.noised[member], SMALL, group.seconds),
             "finals": [
-                (g, uri(finals[member], SMALL, group.seconds))
+                (g, picture_uri(finals[member], SMALL, group.seconds))
                 for g, finals in zip(group.granularities, group.finals, strict=True)
             ],
             "scores": [(name, [_score(value) for value in group.rewards[r, :, member]]) for r, name in enumerate(group.names)],
@@ -114,7 +106,7 @@ def group_html(group: GroupTrace) -> str:
             {
                 "step": step,
                 "sigma": f"{sigmas[step]:.2f}",
-                "uri": uri(picture, SMALL, group.seconds),
+                "uri": picture_uri(picture, SMALL, group.seconds),
                 "noise": step in group.plan.stochastic,
             }
             for step, picture in enumerate(group.predictions)
@@ -157,10 +149,3 @@ def digits(*values: float) -> int:
 
 def _score(value: Tensor) -> str:
     return fixed(float(value), digits(float(value))) if value.isfinite() else "no score"
-
-
-def uri(image: Tensor, size: int, seconds: float) -> str:
-    """A picture [3, H, W], or a clip [T, 3, H, W], within a page."""
-    if image.ndim == 4:
-        return clip_uri(frames_of(image), round(1000 * seconds / len(image)), size)
-    return data_uri(to_pil(image), size)

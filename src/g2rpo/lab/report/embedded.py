@@ -7,8 +7,10 @@ import io
 from collections.abc import Sequence
 
 from PIL import Image
+from torch import Tensor
 
-from g2rpo.monitor.clips import webp
+from g2rpo.monitor.clips import frames_of, webp
+from g2rpo.monitor.pictures import to_pil
 
 
 def data_uri(picture: Image.Image, size: int) -> str:
@@ -21,6 +23,13 @@ def data_uri(picture: Image.Image, size: int) -> str:
 def clip_uri(frames: Sequence[Image.Image], milliseconds: int | Sequence[int], size: int) -> str:
     """A clip within a page, that repeats, reduced likewise."""
     return _webp_uri(webp([_reduced(frame, size) for frame in frames], milliseconds, quality=70))
+
+
+def picture_uri(image: Tensor, size: int, seconds: float) -> str:
+    """A picture [3, H, W], or a clip [T, 3, H, W] of so many seconds, likewise."""
+    if image.ndim == 4:
+        return clip_uri(frames_of(image), round(1000 * seconds / len(image)), size)
+    return data_uri(to_pil(image), size)
 
 
 def _reduced(picture: Image.Image, size: int) -> Image.Image:

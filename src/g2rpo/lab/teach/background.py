@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor
 
+from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.teach.session import Group, Session
 from g2rpo.rewards.votes import Vote
 
@@ -109,3 +112,32 @@ class InBackground:
                 self._changed.notify_all()
             if self._failed is not None:
                 return
+
+
+class Lesson:
+    """A session that a page may begin and end. `taught` is None but in between."""
+
+    def __init__(self, opened: Callable[[], AbstractContextManager[Session]], prompt: str | None = None) -> None:
+        self.taught: InBackground | None = None
+        self._opened, self._prompt, self._stack = opened, prompt, ExitStack()
+
+    def begin(self) -> InBackground:
+        """Opens the session; `prompt` or the first held-out one is drawn before and after every change."""
+        with ExitStack() as stack:  # closes it, if its first pictures fail
+            session = stack.enter_context(self._opened())
+            self.taught = InBackground(session, self._prompt or session.trainer.heldout[0])
+            self._stack = stack.pop_all()
+        return self.taught
+
+    def finish(self) -> tuple[Session, dict[str, Comparison]] | None:
+        """Ends the run, if one was begun, and keeps what was learnt."""
+        taught, self.taught = self.taught, None
+        if taught is None:
+            return None
+        with self._stack:
+            taught.close()
+            return taught.session, taught.session.finish()
+
+    def close(self) -> None:
+        """Leaves a session that could not be finished; its answers are on disk."""
+        self._stack.close()

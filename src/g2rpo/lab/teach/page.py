@@ -1,11 +1,11 @@
-"""The page of `g2rpo teach`: the pictures of a group as buttons, and a fixed prompt before and after. Nothing is computed here.
+"""The page of `g2rpo teach`, and the same as a tab of the demo: the pictures of a group as buttons, and a fixed prompt before
+and after. Nothing is computed here.
 
 Importing this module imports Gradio.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -13,24 +13,26 @@ from typing import Any
 
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.input_pictures import read_inputs
-from g2rpo.lab.demo.app import ONE_AT_A_TIME, SYSTEM, gr, serve  # noqa: F401  sets Gradio's environment before its import
-from g2rpo.lab.demo.views import uri
-from g2rpo.lab.report.embedded import data_uri
-from g2rpo.lab.teach.background import InBackground
+from g2rpo.evaluation.heldout import Comparison
+from g2rpo.lab.report.embedded import data_uri, picture_uri
+from g2rpo.lab.teach.background import InBackground, Lesson
 from g2rpo.lab.teach.session import AIM, FIRST, Group, Session
+from g2rpo.lab.web.page import ONE_AT_A_TIME, gr
 from g2rpo.monitor.clips import seconds_of
 
 SIDE = 320
 """Pixels a side, at most, of the pictures within the page."""
 
 KEYS = """() => {
+  if (window.taught) return;
+  window.taught = true;
   const press = member => document.getElementById("member-" + member)?.click();
   document.addEventListener("click", event => {
     const picture = event.target.closest("[data-member]");
     if (picture) press(picture.dataset.member);
   });
   document.addEventListener("keydown", event => {
-    if (event.target.closest("input, textarea")) return;
+    if (event.target.closest("input, textarea") || !document.getElementById("asked").offsetParent) return;
     const picture = event.target.closest("[data-member]");
     const place = "1234567890-=".indexOf(event.key);
     if (picture && event.key === "Enter") press(picture.dataset.member);
@@ -45,92 +47,127 @@ KEYS = """() => {
 FINISHED = """() => {
   document.getElementById("status").textContent = "Finished. The terminal names the run's folder; this page can be closed.";
 }"""
-STYLE = """<style>
-.teach { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22%, 15rem), 1fr)); gap: .6rem; }
-.teach figure { margin: 0; padding: 4px; border: 2px solid transparent; border-radius: 8px; cursor: pointer; }
-.teach figure:hover, .teach figure:focus-visible { border-color: #2563eb; outline: none; }
-.teach img, .teach-pair img { width: 100%; image-rendering: pixelated; border-radius: 6px; display: block; }
-.teach-inputs img { height: 9rem; border-radius: 6px; margin: 0 .6rem .6rem 0; }
-.teach-pair { display: grid; grid-template-columns: 1fr 1fr; gap: .6rem; }
-.teach-pair figure { margin: 0; text-align: center; }
-#members { position: absolute; left: -999rem; }
-</style>"""
+EMPTY = '<div class="g2"><p class="g2-empty">A group of pictures appears here, of which you choose the best.</p></div>'
 
 
-def build(taught: InBackground, title: str, stop: threading.Event) -> gr.Blocks:
-    """The page, not yet served; its button "Finish" sets `stop`."""
-    session = taught.session
-    began = time.monotonic()
-
-    def everything() -> tuple[Any, ...]:
-        nonlocal began
-        began = time.monotonic()
-        group = taught.group
-        return group_html(session, group), group.round, *beside()
-
-    def beside() -> tuple[Any, ...]:
-        version = taught.version  # before what it stands for
-        return pair_html(taught), status(session, taught.learning), (version, taught.learning)
-
-    def renewed(shown: tuple[int, bool]) -> Any:
-        return gr.skip() if tuple(shown) == (taught.version, taught.learning) else beside()
-
-    def acting(act: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-        def guarded(*arguments: Any) -> tuple[Any, ...]:
-            try:
-                act(*arguments)
-                return everything()
-            except (UserError, RewardFailed) as error:
-                raise gr.Error(escape(str(error)), print_exception=False) from error
-
-        return guarded
-
-    def voted(liked: Sequence[int], skipped: bool = False) -> Callable[..., tuple[Any, ...]]:
-        return acting(lambda round: taught.answer(liked, round=int(round), skipped=skipped, seconds=round_seconds()))
-
-    def round_seconds() -> float:
-        return round(time.monotonic() - began, 1)
-
-    size = session.trainer.algorithm.group_size
+def build(lesson: Lesson, title: str, stop: Callable[[], None]) -> gr.Blocks:
+    """The page of a session that has begun, not yet served; its button "Finish" calls `stop`."""
+    assert lesson.taught is not None
+    size = lesson.taught.session.trainer.algorithm.group_size
     with gr.Blocks(title=f"{title} · g2rpo teach", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        gr.HTML(f'{STYLE}<div class="g2"><h1>{escape(title)}</h1></div>')
-        asked, version = gr.State(session.next), gr.State((-1, False))
-        with gr.Row(equal_height=False):
-            with gr.Column(scale=7, min_width=320):
-                grid = gr.HTML(group_html(session, taught.group), elem_id="group")
-                with gr.Row(elem_id="members"):
-                    best = [gr.Button(str(member + 1), size="sm", elem_id=f"member-{member}") for member in range(size)]
-                several = gr.CheckboxGroup([str(member + 1) for member in range(size)], label="or several", elem_id="several")
-                with gr.Row():
-                    like = gr.Button("I like these", size="sm")
-                    none = gr.Button("None (n)", size="sm", elem_id="none")
-                    skip = gr.Button("Skip (s)", size="sm", elem_id="skip")
-                    undo = gr.Button("Undo (u)", size="sm", elem_id="undo")
-            with gr.Column(scale=4, min_width=280):
-                pair = gr.HTML(pair_html(taught), elem_id="pair")
-                said = gr.HTML(status(session, taught.learning), elem_id="status")
-                strength = gr.Slider(0, 4, session.strength, step=0.25, label="How far to go")
-                direct = gr.Button("Clicks alone", size="sm", elem_id="direct")
-                finish = gr.Button("Finish", size="sm", elem_id="finish")
-        outputs = [grid, asked, pair, said, version]
+        gr.HTML(f'<div class="g2"><h1>{escape(title)}</h1></div>')
+        everything, outputs, finish = panel(lesson, size)
         finish.click(None, js=FINISHED, api_visibility="private")  # at once: the server ends before it could answer
-        finish.click(stop.set, **ONE_AT_A_TIME)
-        for member, button in enumerate(best):
-            button.click(voted([member]), asked, outputs, **ONE_AT_A_TIME)
-        none.click(voted([]), asked, outputs, **ONE_AT_A_TIME)
-        skip.click(voted([], skipped=True), asked, outputs, **ONE_AT_A_TIME)
-        undo.click(acting(taught.undo), None, outputs, **ONE_AT_A_TIME)
-        direct.click(acting(taught.learn_directly), None, outputs, **ONE_AT_A_TIME)
-        strength.release(acting(taught.set_strength), strength, outputs, **ONE_AT_A_TIME)
-
-        def liked(round: int, chosen: list[str]) -> tuple[Any, ...]:
-            return *voted([int(number) - 1 for number in chosen])(round), []
-
-        like.click(liked, [asked, several], [*outputs, several], **ONE_AT_A_TIME)
-        gr.Timer(1.0).tick(renewed, version, outputs[2:], show_progress="hidden", api_visibility="private")
-        page.load(lambda: everything(), None, outputs, js=KEYS, **ONE_AT_A_TIME)
+        finish.click(stop, **ONE_AT_A_TIME)
+        page.load(everything, None, outputs, js=KEYS, **ONE_AT_A_TIME)
     page.queue(max_size=16, api_open=False)
     return page
+
+
+def build_tab(lesson: Lesson, size: int, kept: Callable[[Session, dict[str, Comparison]], str]) -> None:
+    """The same within another page, in groups of `size`: a session that begins and ends with a button. `kept` tells what became
+    of it."""
+    with gr.Row():
+        begin = gr.Button("Begin", variant="primary", elem_id="begin")
+    everything, outputs, finish = panel(lesson, size)
+
+    def begun() -> tuple[Any, ...]:
+        if lesson.taught is None:
+            lesson.begin()
+        return everything()
+
+    def finished() -> tuple[Any, ...]:
+        ended = lesson.finish()
+        group, round, pair, _, version = everything()
+        return group, round, pair, "" if ended is None else kept(*ended), version
+
+    begin.click(shown(begun), None, outputs, js=KEYS, **ONE_AT_A_TIME)
+    finish.click(shown(finished), None, outputs, **ONE_AT_A_TIME)
+
+
+def shown(act: Callable[..., Any]) -> Callable[..., Any]:
+    """`act`, with what a person can mend as a message on the page."""
+
+    def guarded(*arguments: Any) -> Any:
+        try:
+            return act(*arguments)
+        except (UserError, RewardFailed) as error:
+            raise gr.Error(escape(str(error)), print_exception=False) from error
+
+    return guarded
+
+
+def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], list[Any], gr.Button]:
+    """The pictures and buttons of a session: the values of its outputs as they are now, these outputs, and the button that is
+    to finish it."""
+    asked_at = time.monotonic()
+
+    def everything() -> tuple[Any, ...]:
+        nonlocal asked_at
+        asked_at, taught = time.monotonic(), lesson.taught
+        if taught is None:
+            return EMPTY, 0, "", "", (-1, False)
+        group = taught.group
+        return group_html(taught.session, group), group.round, *beside(taught)
+
+    def beside(taught: InBackground) -> tuple[Any, ...]:
+        version = taught.version  # before what it stands for
+        return pair_html(taught), status(taught.session, taught.learning), (version, taught.learning)
+
+    def renewed(shown: tuple[int, bool]) -> Any:
+        taught = lesson.taught
+        return gr.skip() if taught is None or tuple(shown) == (taught.version, taught.learning) else beside(taught)
+
+    def acting(act: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        def acted(*arguments: Any) -> tuple[Any, ...]:
+            if lesson.taught is None:
+                raise UserError('nothing is asked; press "Begin"')
+            act(lesson.taught, *arguments)
+            return everything()
+
+        return shown(acted)
+
+    def voted(liked: Sequence[int], skipped: bool = False) -> Callable[..., tuple[Any, ...]]:
+        def vote(taught: InBackground, round: int) -> None:
+            seconds = time.monotonic() - asked_at
+            taught.answer(liked, round=int(round), skipped=skipped, seconds=float(f"{seconds:.1f}"))
+
+        return acting(vote)
+
+    first, begun = everything(), lesson.taught
+    asked, version = gr.State(first[1]), gr.State((-1, False))
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=7, min_width=320):
+            grid = gr.HTML(first[0], elem_id="asked")
+            with gr.Row(elem_id="members"):
+                best = [gr.Button(str(member + 1), size="sm", elem_id=f"member-{member}") for member in range(size)]
+            several = gr.CheckboxGroup([str(member + 1) for member in range(size)], label="or several", elem_id="several")
+            with gr.Row():
+                like = gr.Button("I like these", size="sm")
+                none = gr.Button("None (n)", size="sm", elem_id="none")
+                skip = gr.Button("Skip (s)", size="sm", elem_id="skip")
+                undo = gr.Button("Undo (u)", size="sm", elem_id="undo")
+        with gr.Column(scale=4, min_width=280):
+            pair = gr.HTML(first[2], elem_id="pair")
+            said = gr.HTML(first[3], elem_id="status")
+            strength = gr.Slider(0, 4, begun.session.strength if begun else 1.0, step=0.25, label="How far to go")
+            direct = gr.Button("Clicks alone", size="sm", elem_id="direct")
+            finish = gr.Button("Finish", size="sm", elem_id="finish")
+    outputs = [grid, asked, pair, said, version]
+    for member, button in enumerate(best):
+        button.click(voted([member]), asked, outputs, **ONE_AT_A_TIME)
+    none.click(voted([]), asked, outputs, **ONE_AT_A_TIME)
+    skip.click(voted([], skipped=True), asked, outputs, **ONE_AT_A_TIME)
+    undo.click(acting(InBackground.undo), None, outputs, **ONE_AT_A_TIME)
+    direct.click(acting(InBackground.learn_directly), None, outputs, **ONE_AT_A_TIME)
+    strength.release(acting(InBackground.set_strength), strength, outputs, **ONE_AT_A_TIME)
+
+    def liked(round: int, chosen: list[str]) -> tuple[Any, ...]:
+        return *voted([int(number) - 1 for number in chosen])(round), []
+
+    like.click(liked, [asked, several], [*outputs, several], **ONE_AT_A_TIME)
+    gr.Timer(1.0).tick(renewed, version, outputs[2:], show_progress="hidden", api_visibility="private")
+    return everything, outputs, finish
 
 
 def group_html(session: Session, group: Group) -> str:
@@ -173,7 +210,7 @@ def status(session: Session, learning: bool) -> str:
         if head.trust == 0:
             lines.append('Too little to learn from. "Clicks alone" learns without it, at random from one who clicks at random.')
     if session.moved and not session.direct:
-        far = f"By this head, held-out pictures are {session.moved:+.1f} deviations nearer to your taste, of {AIM * session.strength:g}."
+        far = f"Held-out pictures moved by {session.moved:+.1f} of {AIM * session.strength:.2g} deviations to your taste."
         lines.append(far + ' Enough: raise "How far to go" to learn on.' * session.reached)
     for look in session.brake.looks[-1:]:
         scores = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in look.judges.items())
@@ -183,4 +220,4 @@ def status(session: Session, learning: bool) -> str:
 
 def _shown(session: Session, image: Any) -> str:
     """A picture or a clip within the page."""
-    return uri(image, SIDE, seconds_of(session.trainer.policy, len(image)))
+    return picture_uri(image, SIDE, seconds_of(session.trainer.policy, len(image)))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 from g2rpo.app.events import Emit, Line, Results, silent
 from g2rpo.app.serving import check_address, refused, token_for
-from g2rpo.lab.demo.serve import needing_gradio
-from g2rpo.lab.teach.background import InBackground
+from g2rpo.lab.teach.background import Lesson
 from g2rpo.lab.teach.opening import opened
+from g2rpo.lab.web import needing_gradio
 
 
 def teach(
@@ -31,28 +32,25 @@ def teach(
     """Serves a session until interrupted, or until `stop` is set, and then finishes the run; with `stored` answers it only
     repeats them. Returns the run directory."""
     token = token_for(host, token_env)
+    lesson = Lesson(partial(opened, recipe, overrides, run_dir, ahead=ahead, stored=stored, emit=emit), prompt)
     if stored is None:
         check_address(host, port)
-    with needing_gradio("teach"):
-        from g2rpo.lab.teach import page
-    with opened(recipe, overrides, run_dir, ahead=ahead, stored=stored, emit=emit) as session:
-        trainer = session.trainer
+        with needing_gradio("teach"):
+            from g2rpo.lab.teach import page
+            from g2rpo.lab.web.page import serve
+    with closing(lesson):
+        trainer = lesson.begin().session.trainer
         if stored is None:
-            title, stop = f"Teach {trainer.config.recipe or 'a model'}", stop or threading.Event()
-            taught = InBackground(session, prompt or trainer.heldout[0])
-            built = page.build(taught, title, stop)
+            ended = stop or threading.Event()
+            built = page.build(lesson, f"Teach {trainer.config.recipe or 'a model'}", ended.set)
             with refused(host, port):
-                address = page.serve(built, host, port, token)
+                address = serve(built, host, port, token)
             emit(Line(f'{address} ("Finish", or Ctrl-C, ends the session and keeps what was learnt)'))
             with suppress(KeyboardInterrupt):
-                stop.wait()
+                ended.wait()
             built.close(verbose=False)
-            taught.close()
             emit(Line("comparing base and taught ..."))
-        table = session.finish()
-        emit(
-            Results(
-                trainer.files.run.path, table, trainer.heldout, list(trainer.rewards), trainer.config.policy.kind is not None
-            )
-        )
-        return trainer.files.run.path
+        _, table = lesson.finish() or (None, {})
+    rewards = list(trainer.rewards)
+    emit(Results(trainer.files.run.path, table, trainer.heldout, rewards, trainer.config.policy.kind is not None))
+    return trainer.files.run.path

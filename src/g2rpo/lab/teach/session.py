@@ -46,7 +46,7 @@ SHOWN_STEPS = (0, 1)
 """Steps whose noise the groups that are shown differ by, by turns: that of later steps changes little that a person can see."""
 ENOUGH, HOPELESS = 12, 0.6
 """After so many groups a head that agrees less with the person is said not to know the taste."""
-AIM = 1.0
+AIM = 0.75
 """Standard deviations within groups by which the head's utility of held-out pictures is to rise, at strength 1: a model that
 learns on loses what a prompt asks for (LOG.md)."""
 DIRECT = 4
@@ -180,7 +180,7 @@ class Session:
         return self.take(self.vote(kind="undo", round=self.next))
 
     def set_strength(self, strength: float) -> Vote:
-        """Sets how far the model goes, in units of `AIM`, 0 to 4, from the next answer on; without a head a factor of the rate."""
+        """Sets `strength`, 0 to 4, from the next answer on."""
         return self.take(self.vote(kind="strength", round=self.next, strength=float(strength)))
 
     def learn_directly(self) -> Vote:
