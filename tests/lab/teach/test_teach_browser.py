@@ -4,13 +4,19 @@ import json
 import os
 import sys
 import time
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
+from g2rpo.lab.teach.background import Lesson
 from g2rpo.rewards import votes
 from tests.lab.demo.test_demo_browser import CHROMIUM, DESKTOP, MINUTE, NEEDED, PHONE, browser  # noqa: F401
+from tests.lab.demo.test_shown_browser import session as shown
+from tests.lab.teach.test_session import session
 from tests.support.ports import free_port
 from tests.support.processes import Forked
+from tests.support.runs import Editing
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not NEEDED, reason="no Chromium here (Debian: apt-get install chromium)")
 
@@ -49,9 +55,10 @@ def taught(tmp_path_factory, browser):  # noqa: F811
 
 def answered(page, run, act):
     """Answers by `act`; returns the last line of votes.jsonl once the next group is shown."""
-    before = page.locator("#asked b").inner_text()
+    shown = "() => document.querySelector('#asked img')?.src"
+    before = page.evaluate(shown)
     act()
-    page.wait_for_function("before => document.querySelector('#asked b')?.innerText !== before", arg=before)
+    page.wait_for_function(f"before => ({shown})() !== before", arg=before)
     return votes.read(run / "votes.jsonl")[-1]
 
 
@@ -72,3 +79,40 @@ def test_a_group_is_answered_by_mouse_keyboard_and_phone(taught):
     undone = page.locator("#asked b").inner_text()
     assert answered(page, run, lambda: page.locator("#undo").click()).kind == "undo" and undone
     assert "5 answers" not in page.locator("#status").inner_text()
+
+
+def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa: F811
+    """Keys count only while the tab is shown. A second session can follow."""
+    from g2rpo.lab.demo import app
+    from g2rpo.lab.teach.page import build_tab
+    from g2rpo.lab.web.page import serve
+
+    @contextmanager
+    def opened():
+        begun.append(session(tmp_path / str(len(begun))))
+        with begun[-1].begun():
+            yield begun[-1]
+
+    begun, lesson = [], Lesson(opened, "0")
+    tab = partial(build_tab, lesson, 12, lambda ended, table: f"<p>{ended.next} rounds</p>")
+    built = app.build(app.Content(shown(Editing(), []), "Any", "Thing.", lesson=tab))
+    address = serve(built, "127.0.0.1", free_port(), None)
+    try:
+        page = browser.new_page()
+        page.set_default_timeout(MINUTE)
+        page.goto(address)
+        for number in (1, 2):
+            page.get_by_role("tab", name="Teach").click()
+            page.locator("#begin").click()
+            page.locator("[data-member]").first.wait_for()
+            answered(page, tmp_path / str(number - 1), lambda: page.keyboard.press("3"))
+            page.get_by_role("tab", name="Draw").click()
+            page.keyboard.press("3")
+            page.get_by_role("tab", name="Teach").click()
+            page.locator("#finish").click()
+            page.get_by_text("1 rounds").wait_for()
+            assert lesson.taught is None and (tmp_path / str(number - 1) / "results.json").is_file()
+            page.get_by_text("shows pictures of a prompt").wait_for()
+        page.close()
+    finally:
+        built.close(verbose=False)

@@ -47,7 +47,7 @@ KEYS = """() => {
 FINISHED = """() => {
   document.getElementById("status").textContent = "Finished. The terminal names the run's folder; this page can be closed.";
 }"""
-EMPTY = '<div class="g2"><p class="g2-empty">A group of pictures appears here, of which you choose the best.</p></div>'
+EMPTY = '<div class="g2"><p class="g2-empty">"Begin" shows pictures of a prompt, of which you choose the best.</p></div>'
 
 
 def build(lesson: Lesson, title: str, stop: Callable[[], None]) -> gr.Blocks:
@@ -68,7 +68,7 @@ def build_tab(lesson: Lesson, size: int, kept: Callable[[Session, dict[str, Comp
     """The same within another page, in groups of `size`: a session that begins and ends with a button. `kept` tells what became
     of it."""
     with gr.Row():
-        begin = gr.Button("Begin", variant="primary", elem_id="begin")
+        begin = gr.Button("Begin", variant="primary", scale=0, elem_id="begin")
     everything, outputs, finish = panel(lesson, size)
 
     def begun() -> tuple[Any, ...]:
