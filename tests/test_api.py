@@ -3,10 +3,8 @@
 import math
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +18,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runs.lifecycle import read_config
-from tests.support.commands import g2rpo
+from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import PROMPTS, brightness, darkness
-from tests.support.runs import trainer as small_trainer
 
 
 class Notes:
@@ -99,18 +96,14 @@ def test_a_weight_in_the_config_is_that_of_the_object():
     ("given", "message"),
     [
         ({"prompts": "a red circle"}, r"prompts: should be a list of texts, such as \['a red circle'\], is 'a red circle'"),
-        ({"prompts": [1, 2]}, r"prompts: should be a list of texts, .* is \[1, 2\]"),
         ({"heldout": []}, "heldout: is empty; give at least one prompt"),
         ({"overrides": "trainer.iterations=2"}, r"overrides: should be a list of texts, such as \['trainer.iterations=2'\]"),
-        ({"overrides": {"trainer.iterations": 2}}, "overrides: should be a list of texts"),
         ({"rewards": brightness}, "rewards: should be a mapping from names to functions or objects, is <function brightness"),
         ({"judges": {"red": "red.py:red"}}, r"judges\['red'\]: should be a function or an object that can be called"),
         (
             {"algorithm": "mixgrpo"},
             r"algorithm: should be an object; a name goes into the overrides: \['algorithm.name=mixgrpo'\]",
         ),
-        ({"policy": "runs/model"}, r"policy: should be an object; .*\['policy.path=runs/model'\]"),
-        ({"algorithm": MixGRPO}, r"algorithm: is a class; give an object of it, such as MixGRPO\(\)"),
         ({"rewards": {"own": Notes}}, r"rewards\['own'\]: is a class; give an object of it, such as Notes\(\)"),
     ],
 )
@@ -177,33 +170,14 @@ def test_an_algorithm_of_ones_own_is_recorded_as_what_it_is_and_never_taken_for_
         api.trainer(str(tiny_config), run_dir=run, algorithm=OneAtATime(group_size=4), resume=True)
 
     for words in (["train", "CONFIG"], ["train", "CONFIG", "--run-dir", run, "--resume"], ["plan", "CONFIG"], ["demo", run]):
-        code, _, err = g2rpo(capsys, *[run / "config.yaml" if word == "CONFIG" else word for word in words])
-        assert code == 2 and f"algorithm.name=object:tests.test_api.{name}: was given as a Python object" in err, err
+        assert f"algorithm.name=object:tests.test_api.{name}: was given as a Python object" in refused(
+            capsys, *[run / "config.yaml" if word == "CONFIG" else word for word in words]
+        )
     for words in (["report", run], ["sample", "--run", run, "a red circle", "--out", tmp_path / "pictures"]):
-        assert g2rpo(capsys, *words)[0] == 0
+        done(capsys, *words)
     assert f"object:tests.test_api.{name}" in (run / "report.html").read_text()
     named = ["train", run / "config.yaml", "algorithm.name=mixgrpo", "algorithm.group_size=3", "--run-dir", tmp_path / "mix"]
     assert g2rpo(capsys, *named)[0] == 0 and read_config(tmp_path / "mix").algorithm.name == "mixgrpo"
-
-
-def test_no_command_takes_a_name_of_the_recipe_for_an_object_that_was_given(capsys, tmp_path, tiny_config):
-    """A reward that has the name of one of ours too."""
-    objects = {"policy": GaussianPolicy(), "prompts": PROMPTS, "heldout": PROMPTS[:3], "judges": {"judge": darkness}}
-    trainer = api.trainer(str(tiny_config), run_dir=tmp_path / "run", rewards={"scene_accuracy": brightness}, **objects)
-    list(trainer.train())
-    trainer.export()
-    config, pipeline = read_config(tmp_path / "run"), load_config(str(tiny_config), []).policy.path
-    assert config.evaluation.prompts == config.prompts.train == "object"
-    policy, reward = (
-        "policy.path=object:g2rpo.policies.gaussian.GaussianPolicy",
-        "scene_accuracy.kind=object:tests.support.runs.brightness",
-    )
-    for overrides, message in (([], policy), ([f"policy.path={pipeline}"], reward)):
-        for words in (["train", tmp_path / "run" / "config.yaml"], ["evaluate", "--run", tmp_path / "run"]):
-            code, _, err = g2rpo(capsys, *words, *overrides)
-            assert code == 2 and (message in err or f"rewards.{reward}" in err) and "was given as a Python object" in err
-    code, _, err = g2rpo(capsys, "sample", "--run", tmp_path / "run", "a red circle", "--out", tmp_path / "pictures")
-    assert code == 2 and policy in err
 
 
 def test_a_finished_run_paints_is_judged_and_reported(tmp_path, tiny_config):
@@ -232,18 +206,3 @@ def test_a_study_from_python_is_the_commands(tmp_path, tiny_config, forked_jobs)
     assert cells["more"] == ["budget=2"]  # is left alone
     with pytest.raises(UserError, match="cell one: algorithm: branch_steps"):
         api.study(str(tiny_config), {"one": ["algorithm.branch_steps=[99]"]}, tmp_path / "other")
-
-
-def test_a_reward_is_called_below_eight_calls_of_the_package():
-    """train, iterate, collect, _collect, fit, score_rollouts, score, scores; then the reward, here a function's wrapper."""
-    depths = []
-
-    def reward(images, prompts):
-        package = Path(api.__file__).parent
-        called = [frame.name for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(package)]
-        depths.append(len(called) - 1 if "iterate" in called else None)
-        return brightness(images, prompts)
-
-    run = small_trainer(None, "trainer.iterations=1", rewards={"bright": reward})
-    list(run.train())
-    assert {depth for depth in depths if depth is not None} == {8}

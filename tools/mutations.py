@@ -187,7 +187,7 @@ MUTATIONS = [
     Mutation("policies/quantized.py", "/ 127.5)", "/ 255)", QUANTIZED),
     Mutation("policies/replay.py", "[without.detach(), toward]", "[without, toward]", "tests/policies/test_sd3.py"),
     Mutation("policies/anyflow.py", "if not self.truncates:", "if True:", "tests/policies/test_any_pipeline.py -k whole"),
-    Mutation("policies/spec.py", "mask.long()", "1 - mask.long()", "tests/policies/test_any_pipeline.py -k by_hand"),
+    Mutation("policies/spec.py", "mask.long()", "1 - mask.long()", "tests/policies/test_any_pipeline.py -k same_seed"),
     Mutation("policies/quantized.py", "grad @ ctx.layer.dense()", "2 * grad @ ctx.layer.dense()", QUANTIZED),
     Mutation("core/statistics.py", "square().sum(-1) / (count - 1)", "square().sum(-1) / count", STATISTICS),
     Mutation("core/statistics.py", "((other == one).sum(-1) + 1) / 2", "((other == one).sum(-1) + 0) / 2", STATISTICS),

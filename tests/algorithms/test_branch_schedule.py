@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.algorithms.mixgrpo import MixGRPO
 from g2rpo.rollout.planning import count_evaluations, count_trained
 
 STEPS = (0, 2, 3, 5)
@@ -32,18 +31,6 @@ def test_random_takes_each_equally_often_and_is_a_function_of_the_seed():
     often = Counter(drawn)
     assert set(often) == {(step,) for step in STEPS}
     assert all(abs(n - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for n in often.values())  # five standard deviations
-
-
-def test_every_plan_is_the_one_that_all_at_once_would_have():
-    plans = GranularGRPO(branch_steps=STEPS, granularities=(1, 3)).plans(10)
-    turns = GranularGRPO(branch_steps=STEPS, granularities=(1, 3), branch_schedule="turns")
-    assert [plan for iteration in range(4) for plan in turns.plans(10, iteration)] == plans
-
-
-def test_turns_with_the_fine_tail_are_mixgrpos_moving_window_of_one():
-    turns = GranularGRPO(branch_steps=tuple(range(8)), granularities=(1,), branch_schedule="turns")
-    mix = MixGRPO(window_size=1, window_iterations=1)
-    assert [turns.plans(10, i) for i in range(20)] == [mix.plans(10, i) for i in range(20)]
 
 
 def test_an_iteration_costs_its_anchor_and_its_members_tails():

@@ -12,10 +12,8 @@ from g2rpo.core.types import Batch, Example
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.training.updater import Trained
-from tests.support.runs import trainer
 
 SIGMAS = sigma_grid(6, 3.0)
-NAME = "algorithm.name=pave_grpo"
 
 
 def example(step, members=3):
@@ -55,20 +53,6 @@ def test_rollouts_cost_what_g2rpos_do_and_an_update_so_many_sub_steps_more(more,
     assert count_trained(algorithm, plans, 16) == (rows, 0)
     tails = more.get("granularities", (1,))
     assert plans == GranularGRPO(branch_steps=(0, 2, 4, 6), granularities=tails).plans(16)
-
-
-def test_a_run_asks_for_as_many_rows_as_are_counted():
-    class Counting(GaussianPolicy):
-        rows = 0
-
-        def velocity(self, x, sigma, cond):
-            self.rows += len(x) * torch.is_grad_enabled()
-            return super().velocity(x, sigma, cond)
-
-    policy = Counting()
-    t = trainer(None, NAME, "algorithm.branch_steps=[0,2]", "algorithm.segments=[2,3]", policy=policy)
-    t.iterate()
-    assert policy.rows == 2 * 2 * 4 == 2 * count_trained(t.algorithm, t.plans(), 6)[0]
 
 
 def test_the_kl_term_is_that_of_the_whole_step_alone():

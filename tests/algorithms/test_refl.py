@@ -8,7 +8,6 @@ import torch
 from g2rpo.algorithms.refl import ReFL
 from g2rpo.app.preflight import check
 from g2rpo.core.errors import UserError
-from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.planning import count_evaluations, count_trained
 from g2rpo.training.stopwatch import Stopwatch
 from tests.support.runs import config, darkness, trainer
@@ -99,15 +98,6 @@ def test_it_costs_a_walk_and_one_row_a_member():
     assert count_evaluations(plans, 4) == 4 * 25 and count_trained(algorithm, plans, 25) == (4, 0)
     with pytest.raises(ValueError, match="last_steps"):
         algorithm.plans(10)
-
-
-def test_batches_of_any_size_make_the_same_update():
-    ends = []
-    for size in (1, 64):
-        t = made(f"trainer.micro_batch_size={size}", reward=Brightness())
-        t.iterate()
-        ends.append(t.policy.mean.detach())
-    torch.testing.assert_close(*ends, atol=1e-6, rtol=1e-5)
 
 
 def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():

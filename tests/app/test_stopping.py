@@ -22,7 +22,7 @@ from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import load_function
 from g2rpo.runtime.folders import held
 from g2rpo.training.checkpoint import newest_iteration
-from tests.support.commands import g2rpo, write_tiny
+from tests.support.commands import done, g2rpo, write_tiny
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few
 from tests.training.test_faults import log
@@ -108,7 +108,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_comes_to_the_same_end(
     assert all(signal.getsignal(number) != Stopping.handle for number in EXIT_CODES)
 
     plugins._allowed.clear()  # as for another process
-    assert g2rpo(capfd, *command.split())[0] == 0
+    done(capfd, *command.split())
     assert log(run) == log(straight)
     one, two = (load_file(folder / "adapter" / "pytorch_lora_weights.safetensors") for folder in (run, straight))
     assert all(torch.equal(one[name], two[name]) for name in two)
@@ -254,13 +254,6 @@ def test_what_a_reward_does_to_its_pictures_and_prompts_stays_with_it():
     assert after["reward/bright"] == after["reward/last"] == after["reward/vandal"] == before["reward/bright"] > 0
 
 
-def test_signals_are_handled_as_before_when_a_command_has_ended():
-    before = [signal.getsignal(number) for number in EXIT_CODES]
-    with pytest.raises(Interrupted, match="here") as stop, stoppable("here"):
-        os.kill(os.getpid(), SIGTERM)
-    assert stop.value.exit_code == 75 and [signal.getsignal(number) for number in EXIT_CODES] == before
-
-
 def swallowing():
     """As an import may: the signal's exception is caught, and at best comes back as another one."""
     with suppress(BaseException):
@@ -288,12 +281,8 @@ def goes_on(stopping):
 
 
 COMMANDS = {
-    "report": ("g2rpo.lab.report.page.write_page", ["run"]),
-    "export": ("g2rpo.app.export.export", ["run", "--format", "merged"]),
     "plan": ("g2rpo.lab.plan.answer.plan", ["words"]),
-    "encode": ("g2rpo.app.encode.encode", ["words"]),
     "sample": ("g2rpo.app.sample.sample", ["a red circle", "--model", "testbed"]),
-    "demo": ("g2rpo.lab.demo.serve.demo", ["--model", "testbed"]),
     "serve-reward": ("g2rpo.app.serve.serve_reward", ["brightness"]),
 }
 

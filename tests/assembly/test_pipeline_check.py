@@ -9,7 +9,7 @@ from g2rpo.assembly import blueprint, components, pipeline_check
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
-from tests.support.commands import g2rpo, write_tiny
+from tests.support.commands import refused, write_tiny
 
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 
@@ -30,10 +30,8 @@ CASES = {
     "two transformers": ({"kind": "WanPipeline", "transformer_2": ["diffusers", "X"]}, "two transformers.*TI2V-5B"),
     "no flow": ({"scheduler": DDIM}, "EulerDiscreteScheduler with prediction_type=epsilon, is not for flow matching"),
     "text encoder left empty": ({"text_encoder": [None, None]}, "has no text_encoder"),
-    "text encoder left out": ({"missing": ["text_encoder"]}, "has no text_encoder"),
     "unknown class": ({"kind": "QwenImagPipeline"}, "has no policy here.*QwenImagePipeline"),
     "known, and refused": ({"kind": "HunyuanImagePipeline"}, "momentum"),
-    "another kind of model": ({"kind": "StableDiffusionXLPipeline"}, "StableDiffusionXLPipeline, which has no policy"),
 }
 
 
@@ -72,10 +70,7 @@ def test_options_that_a_model_lacks_are_refused(tmp_path, option, message):
     ("name", "index", "cautioned"),
     [
         ("black-forest-labs/FLUX.1-schnell", {}, True),
-        ("Tongyi-MAI/Z-Image-Turbo", {}, True),
-        ("black-forest-labs/FLUX.2-klein-4B", {}, True),
         ("black-forest-labs/FLUX.2-klein-base-4B", {}, False),
-        ("Qwen/Qwen-Image", {}, False),
         ("klein", {"is_distilled": False}, False),
         ("mine", {"is_distilled": True}, True),
     ],
@@ -102,15 +97,10 @@ def test_prompts_without_the_pictures_that_a_model_needs_are_named(tmp_path, kin
 
 WRONG = {
     "layers in a list": ("transformer", {"num_layers": [1, 2]}),
-    "negative heads": ("transformer", {"attention_head_dim": -1}),
     "letters for channels": ("vae", {"latent_channels": "x"}),
-    "no dtype": ("text_encoder", {"dtype": "x"}),
     "a million layers": ("text_encoder_2", {"num_layers": 1_000_000}),
-    "no scale": ("vae", {"scaling_factor": None}),
-    "negative shift": ("scheduler", {"shift": -1}),
     "shift that is no number": ("scheduler", {"shift": float("nan")}),
     "an empty part": ("", {"transformer": [None, None]}),
-    "another class": ("", {"_class_name": "WanPipeline"}),
 }
 
 
@@ -122,8 +112,7 @@ def test_wrong_values_of_config_files_are_one_message_of_plan_and_of_a_run(flux_
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     config = write_tiny(tmp_path, folder)
     for command in (["plan", config, "--no-probe"], ["train", config, "--run-dir", tmp_path / "run"]):
-        code, _, err = g2rpo(capsys, *command)
-        assert code == 2 and "policy.path" in err and "Traceback" not in err, command
+        assert "policy.path" in refused(capsys, *command)
     assert not (tmp_path / "run").exists()
 
 

@@ -67,19 +67,11 @@ DESCRIBABLE = (
 NOT = {
     "LTX2Pipeline": refusals._sound,
     "ErnieImagePipeline": refusals._interface,
-    "OmniGenPipeline": refusals._interface,
-    "PRXPixelPipeline": refusals._interface,
-    "Ideogram4Pipeline": refusals._networks,
-    "SanaSprintPipeline": refusals._few_steps,
-    "Cosmos2TextToImagePipeline": refusals._predicted,
     "BriaFiboPipeline": refusals._layers,
     "HiDreamImagePipeline": refusals._encoder,
     "StableDiffusionXLPipeline": refusals._network,
     "WanImageToVideoPipeline": refusals._first_frame,
     "FluxFillPipeline": refusals._further,
-    "MochiPipeline": refusals._reversed,
-    "Kandinsky5T2IPipeline": refusals._sizes,
-    "GlmImagePipeline": refusals._tokens,
 }
 
 

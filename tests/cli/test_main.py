@@ -9,7 +9,6 @@ import time
 import pytest
 import torch
 from huggingface_hub import HfApi
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import T5EncoderModel
 
@@ -23,12 +22,9 @@ from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.rewards.remote import RemoteReward
-from g2rpo.rewards.server import RewardServer
 from g2rpo.runs.lifecycle import read_config
-from tests.support.commands import g2rpo
+from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import PLAIN, fits
-from tests.support.servers import serving
-from tests.support.tiny import save_flux
 from tests.support.variants import few
 
 DRAW = ["sample", "a red circle", "--model", "testbed"]
@@ -75,31 +71,25 @@ def test_a_shell_completes_commands_options_and_recipes():
     assert completed("g2rpo train --re") == ["--resume"]
 
 
-def test_recipes_are_listed_and_explained(capsys, monkeypatch):
-    code, out, _ = g2rpo(capsys, "recipes")
-    assert code == 0 and [line.split()[0] for line in out.splitlines()] == recipes.names()  # one line each
+def test_recipes_are_listed_and_explained(capsys):
+    out = done(capsys, "recipes")
+    assert [line.split()[0] for line in out.splitlines()] == recipes.names()  # one line each
     assert all(recipes.summary(line.split()[0]) in line for line in out.splitlines())
-    monkeypatch.setattr("g2rpo.cli.train.console", Console(width=60))
-    narrow = g2rpo(capsys, "recipes")[1].splitlines()
-    assert all(len(line) <= 60 for line in narrow) and " ".join(" ".join(narrow).split()) == " ".join(out.split())
-    begins = [line[: (max(map(len, recipes.names())) + 2)].strip() for line in narrow]
-    assert [name for name in begins if name] == recipes.names()
-    code, out, _ = g2rpo(capsys, "recipes", "scenes")
-    assert code == 0 and "group_size: 12" in out
+    out = done(capsys, "recipes", "scenes")
+    assert "group_size: 12" in out
 
 
 def test_train_resume_repeat_and_sample(capsys, tmp_path, monkeypatch, tiny_config):
     run, again = tmp_path / "run", tmp_path / "again"
     monkeypatch.chdir(tmp_path)
-    code, out, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run, "--resume")  # begins: there is nothing to resume
-    assert code == 0, err
+    out = done(capsys, "train", tiny_config, "--run-dir", run, "--resume")
     assert "before_after.png" in out and "scene_accuracy" in out and f"g2rpo report {run}" in out
     assert f"g2rpo sample {run} 'a red circle'" in out  # the first of its own held-out prompts
     assert f"g2rpo train {run}/config.yaml --run-dir {run}-2" in out
     assert g2rpo(capsys, "report", run)[0] == 0 and "a red circle" in (run / "report.html").read_text()
     assert [json.loads(line)["iteration"] for line in (run / "starts.jsonl").open()] == [0]
-    assert g2rpo(capsys, "train", tiny_config, "trainer.iterations=3", "--run-dir", run, "--resume")[0] == 0
-    assert g2rpo(capsys, "train", run / "config.yaml", "--run-dir", again)[0] == 0
+    done(capsys, "train", tiny_config, "trainer.iterations=3", "--run-dir", run, "--resume")
+    done(capsys, "train", run / "config.yaml", "--run-dir", again)
     one, two = (load_file(where / "adapter" / "pytorch_lora_weights.safetensors") for where in (run, again))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
@@ -108,16 +98,14 @@ def test_train_resume_repeat_and_sample(capsys, tmp_path, monkeypatch, tiny_conf
     assert (run / "adapter" / "before_after.png").is_file()
 
     pictures = tmp_path / "pictures"
-    code, _, err = g2rpo(capsys, "sample", "--run", run, "--out", pictures, "a red circle", "a blue square")
-    assert code == 0, err
+    done(capsys, "sample", "--run", run, "--out", pictures, "a red circle", "a blue square")
     listed = [json.loads(line) for line in (pictures / "prompts.jsonl").open()]
     assert [entry["prompt"] for entry in listed] == ["a red circle", "a blue square"]
     assert all((pictures / entry["file"]).is_file() for entry in listed)
-    code, _, err = g2rpo(capsys, "sample", run, "--out", pictures, "a red circle")
-    assert code == 2 and "is not empty" in err
+    assert "is not empty" in refused(capsys, "sample", run, "--out", pictures, "a red circle")
     for folder in ("samples", "samples-2"):
-        code, out, err = g2rpo(capsys, "sample", run, "a red circle")
-        assert code == 0 and out.strip() == f"1 picture in {folder}" and (tmp_path / folder / "0000.png").is_file()
+        out = done(capsys, "sample", run, "a red circle")
+        assert out.strip() == f"1 picture in {folder}" and (tmp_path / folder / "0000.png").is_file()
 
 
 def test_a_recipe_is_meant_before_a_folder_of_its_name(capsys, tmp_path, monkeypatch):
@@ -125,8 +113,7 @@ def test_a_recipe_is_meant_before_a_folder_of_its_name(capsys, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     notes = []
     assert load_config("words", [], notes.append).recipe == "words" and "taken for the recipe" in notes[0]
-    code, _, err = g2rpo(capsys, "compare", "./words", "--algorithms", "g2rpo")
-    assert code == 2 and "./words is a directory" in err
+    assert "./words is a directory" in refused(capsys, "compare", "./words", "--algorithms", "g2rpo")
 
 
 OF_EACH_KIND = ("flow_grpo", "mixgrpo", "pave_grpo", "adagrpo", "diffusion_nft", "refl")
@@ -138,8 +125,7 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
     quick += ["trainer.iterations=1", "evaluation.num_prompts=1"]
     named = [f"algorithm.name={name}", *fits(name)]
     quick += ["rewards.scene_accuracy=", "rewards.brightness=1"] if name == "refl" else []
-    code, out, err = g2rpo(capsys, "train", tiny_config, *named, *quick, "--run-dir", tmp_path / "run")
-    assert code == 0, err
+    out = done(capsys, "train", tiny_config, *named, *quick, "--run-dir", tmp_path / "run")
     note = " ".join(out.split())
     assert f"algorithm.name={name}: its published defaults; {tiny_config}'s" in note and "granularities=[1, 2]" in note
     (row,) = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
@@ -154,105 +140,50 @@ def test_every_algorithm_trains_by_its_name_alone(capsys, tmp_path, tiny_config,
     ("arguments", "message"),
     [
         (["train", "scnes"], "scnes"),
-        (["train", "klein"], "unknown recipe 'klein'. Did you mean "),
         (["train", "policy.path=testbed"], "policy.path=testbed is an override; name a recipe"),
         (["train", "scenes", "rewards.red=red.py:red"], "red.py:red"),
         (["train", "scenes", "algorithm.gruop_size=4"], "algorithm.gruop_size"),
-        (["train", "scenes", "algorithm.name=mixgrop"], "unknown algorithm 'mixgrop'. Did you mean 'mixgrpo'"),
-        (
-            ["train", "scenes", "algorithm.name=flow_grpo_fast", "algorithm.window_size=6"],
-            "window_size=6",
-        ),
-        (["train", "scenes", "trainer.iterations=-1"], "trainer.iterations"),
         (["train", "scenes", "trainer.iterations=soon"], "trainer.iterations: input should be a valid integer"),
-        (["train", "scenes", "policy.path=/no/such/model"], "policy.path=/no/such/model"),
-        (["train", "scenes", "algorithm.branch_steps=[9]"], "branch_steps"),
-        (["train", "scenes", "rewards.scene_acuracy=1"], "scene_acuracy"),
-        (["train", "scenes", "rewards.scene_accuracy.options.partail=true"], "partail"),
-        (["train", "scenes", "prompts.train=testbed:tran"], "testbed:tran"),
         (["train", "scenes", "prompts.train=/no/prompts.txt"], "/no/prompts.txt"),
-        (["train", "scenes", "policy.height=60"], "multiples of"),
         (["train", "scenes", "--resume"], "name its directory with --run-dir"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["recipes", "scnes"], "scnes"),
         (["sample", "--model", "testbed"], "give prompts"),
         (["sample", "a red circle"], "a red circle is no run directory"),
-        (["sample"], "give prompts as arguments"),
         (["train", "scenes", "lr=1e-4"], "unknown key 'lr'. Did you mean 'optim.learning_rate'?"),
-        (["train", "scenes", "iteration=3"], "'iteration'"),
         (["train", "scenes", "--iterations", "3"], "trainer.iterations=..."),
         (["train", "scenes", "algorithm.branch_steps=0,1"], "write it in brackets: [0,1]"),
         (["sample", "a red circle", "--model", "testbed", "--guidance", "-1"], "guidance_scale"),
         (["sample", "a red circle", "--model", "testbed", "--size", "0"], "height"),
-        (["sample", "--run", "nowhere", "a red circle"], "nowhere"),
-        ([*DRAW, "--steps", "600"], "steps"),
         ([*DRAW, "--shift", "-1"], "shift"),
-        ([*DRAW, "--shift", "nan"], "shift"),
-        ([*DRAW, "--shift", "1e30"], "shift"),
         ([*DRAW, "--strength", "nan"], "strength"),
-        ([*DRAW, "--batch-size", "9" * 20], "batch_size"),
         ([*DRAW, "--out", __file__], "test_main.py is a file; name another --out"),
         (["train", "scenes", "optim.learning_rate=1e39"], "optim.learning_rate: should be 0, or from 1e-18 to 1e+18 in size"),
-        (["train", "scenes", "algorithm.clip_range=1e39"], "algorithm.clip_range"),
-        (["train", "scenes", "algorithm.name=mixgrpo_flash", "algorithm.eta=1e-300"], "algorithm.eta"),
         (["train", "scenes", "optim.betas=[0.9,1e-300]"], "optim.betas"),
-        (["train", "scenes", "evaluation.num_steps=1000"], "evaluation.num_steps"),
         (["export", "nowhere"], "say which --format: diffusers, comfyui, kohya, ai-toolkit, merged"),
-        (["serve-reward", "brigthness", "--port", "0"], "brigthness"),
         (["serve-reward", "brightness", "--host", "0.0.0.0"], "without a token"),
         (["serve-reward", "brightness", "--token-env", "NOT_SET"], "is not set"),
-        (["serve-reward", "function", "target=nowhere.py:f", "--port", "0"], "there is no file"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    code, _, err = g2rpo(capsys, *arguments)
-    assert code == 2
+    err = refused(capsys, *arguments)
     assert message in " ".join(err.split()) and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []  # nothing was begun
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["fly"], ["train", "scenes", "--fast"], ["sample", "--steps", "many", "x"]])
-def test_a_misused_command_line_is_exit_2(capsys, arguments):
-    code, _, err = g2rpo(capsys, *arguments)
-    assert code == 2 and "Traceback" not in err
-
-
-def test_a_directory_that_is_no_pipeline_is_named(capsys, tmp_path, tiny_config):
-    (tmp_path / "empty").mkdir()
-    code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={tmp_path / 'empty'}", "--run-dir", tmp_path / "run")
-    assert code == 2 and "has no model_index.json" in err and not (tmp_path / "run").exists()
-
-
-def test_another_kind_of_pipeline_is_named(capsys, tmp_path, tiny_config):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "KandinskyPipeline"}')
-    code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={tmp_path / 'other'}", "--run-dir", tmp_path / "run")
-    assert code == 2 and "is a KandinskyPipeline" in err
-
-
-def test_a_pipeline_with_damaged_weights_is_named(capsys, tmp_path, tiny_config):
-    broken = save_flux(tmp_path / "broken")
-    file = broken / "transformer" / "diffusion_pytorch_model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    code, _, err = g2rpo(capsys, "train", tiny_config, f"policy.path={broken}", "--run-dir", tmp_path / "run")
-    wanted = f"policy.path={broken}: diffusion_pytorch_model.safetensors cannot be read: "
-    assert code == 2 and wanted in err and "Traceback" not in err and not (tmp_path / "run").exists()
-
-
 def test_a_run_directory_of_another_config_is_left_alone(capsys, tmp_path, tiny_config):
     run = tmp_path / "run"
-    assert g2rpo(capsys, "train", tiny_config, "--run-dir", run)[0] == 0
+    done(capsys, "train", tiny_config, "--run-dir", run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run)
-    assert code == 2 and str(run) in err
-    code, _, err = g2rpo(capsys, "train", tiny_config, "algorithm.group_size=4", "--run-dir", run, "--resume")
-    assert code == 2 and "algorithm.group_size" in err
+    assert str(run) in refused(capsys, "train", tiny_config, "--run-dir", run)
+    assert "algorithm.group_size" in refused(
+        capsys, "train", tiny_config, "algorithm.group_size=4", "--run-dir", run, "--resume"
+    )
     for checkpoint in (run / "checkpoints").iterdir():
         (checkpoint / "weights.safetensors").write_bytes(b"cut")
         before[checkpoint / "weights.safetensors"] = b"cut"
-    code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", run, "--resume")
-    assert code == 2 and "weights.safetensors is truncated or changed" in err
+    assert "weights.safetensors is truncated or changed" in refused(capsys, "train", tiny_config, "--run-dir", run, "--resume")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
@@ -293,12 +224,7 @@ def test_a_push_without_a_network_is_one_message_that_says_how_to_try_again(tmp_
 
 @pytest.mark.parametrize(
     ("repository", "token", "message"),
-    [
-        ("not a repo", "hf_x", "'not a repo' is no repository"),
-        ("mine", "hf_x", "'mine' is no repository; write owner/name"),
-        ("me/mi/ne", "hf_x", "is no repository"),
-        ("me/mine", "", "needs a token"),
-    ],
+    [("not a repo", "hf_x", "'not a repo' is no repository"), ("me/mine", "", "needs a token")],
 )
 def test_what_could_not_be_pushed_is_refused_before_training(capsys, tmp_path, monkeypatch, repository, token, message):
     monkeypatch.chdir(tmp_path)
@@ -309,25 +235,18 @@ def test_what_could_not_be_pushed_is_refused_before_training(capsys, tmp_path, m
     assert code == 2 and message in " ".join(err.split()) and out == "" and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("failing", "message"),
-    [
-        ("raise KeyError('no such word')", "KeyError: 'no such word' (in look, "),
-        ("return [1.0]", "ValueError: "),
-        ("raise SystemError('deep')", "SystemError: deep (in look, "),
-    ],
-)
-def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(
-    capsys, tmp_path, monkeypatch, tiny_config, failing, message
-):
+def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, monkeypatch, tiny_config):
     """Its name, the iteration and the line at fault; the rest is in a file of the run."""
-    code = f"calls = []\n\ndef look(images):\n    {failing}\n\ndef mine(images, prompts):\n    calls.append(1)\n"
+    code = (
+        "calls = []\ndef look(images):\n    raise KeyError('no such word')\ndef mine(images, prompts):\n    calls.append(1)\n"
+    )
     (tmp_path / "mine.py").write_text(code + "    return look(images) if len(calls) > 2 else images.mean((1, 2, 3))\n")
     reward = ["rewards.scene_accuracy=", "rewards.mine.kind=function", f"rewards.mine.options.target={tmp_path}/mine.py:mine"]
     code, _, err = g2rpo(capsys, "train", tiny_config, *reward, "sampling.decode_batch_size=64", "--run-dir", tmp_path / "run")
     said = err[err.index("g2rpo:") :]  # loading bars come before it
     assert code == 1 and "Traceback" not in err and len(said.splitlines()) == 2
-    assert f"g2rpo: after iteration 0: reward 'mine' failed on 12 pictures: {message}" in " ".join(err.split())
+    message = "g2rpo: after iteration 0: reward 'mine' failed on 12 pictures: KeyError: 'no such word' (in look, "
+    assert message in " ".join(err.split())
     assert "Traceback" in (tmp_path / "run" / "traceback_rank0.txt").read_text()
     again = f"`g2rpo resume {tmp_path / 'run'} --plugin {tmp_path / 'mine.py'}` begins again."
     assert err.strip().endswith(again)  # there is no checkpoint yet
@@ -337,25 +256,6 @@ def test_a_reward_that_fails_in_the_middle_of_a_run_is_one_message(
     assert code == 2 and err.strip().splitlines()[-1] == whole
 
 
-def test_a_reward_server_that_refuses_in_the_middle_of_a_run_is_one_message(capsys, tmp_path, tiny_config):
-    class Refusing(RewardServer):
-        """Refuses its token once the base model has been scored."""
-
-        def _scores(self, body):
-            self.asked = getattr(self, "asked", 0) + 1
-            if self.asked > 2:  # the trial before anything is loaded, the evaluation
-                self.token = "another"
-            return super()._scores(body)
-
-    with serving(Refusing(lambda images, prompts: images.mean((1, 2, 3)), port=0)) as server:
-        reward = ["rewards.scene_accuracy=", f"rewards.far={{kind: http, options: {{url: '{server.address}'}}}}"]
-        code, _, err = g2rpo(
-            capsys, "train", tiny_config, *reward, "sampling.decode_batch_size=64", "--run-dir", tmp_path / "run"
-        )
-    assert code == 1 and "Traceback" not in err
-    assert "reward 'far' failed on 12 pictures: Refused: http://127.0.0.1:" in err and "answered 401" in err
-
-
 def test_memory_that_runs_out_anywhere_is_one_message(capsys, tmp_path, tiny_config, monkeypatch):
     """As in a text encoder, whose calls no batch size bounds."""
 
@@ -363,9 +263,9 @@ def test_memory_that_runs_out_anywhere_is_one_message(capsys, tmp_path, tiny_con
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nMore words.")
 
     monkeypatch.setattr(T5EncoderModel, "forward", forward)
-    code, _, err = g2rpo(capsys, "train", tiny_config, "--run-dir", tmp_path / "run")
-    assert code == 2 and "Traceback" not in err
-    assert "g2rpo: out of memory: CUDA out of memory. Tried to allocate 9.00 GiB. take smaller" in " ".join(err.split())
+    assert "g2rpo: out of memory: CUDA out of memory. Tried to allocate 9.00 GiB. take smaller" in " ".join(
+        refused(capsys, "train", tiny_config, "--run-dir", tmp_path / "run").split()
+    )
 
 
 def test_a_variable_shows_the_traceback_of_a_message(capsys, tmp_path, monkeypatch):
@@ -418,10 +318,3 @@ def test_a_folder_that_cannot_be_is_one_message(capsys, tmp_path, tiny_config, o
     ):
         code, _, err = g2rpo(capsys, *command)
         assert code == 2 and "Traceback" not in err and len(err) < 2000, command
-
-
-def test_a_negative_seed_is_refused(capsys, tmp_path):
-    code, _, err = g2rpo(
-        capsys, "evaluate", "--model", "testbed", "--rewards", "brightness", "--seed", "-1", "--out", tmp_path / "e"
-    )
-    assert code == 2 and "seed" in err and "greater than or equal to 0" in err

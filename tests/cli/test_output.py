@@ -10,7 +10,7 @@ from rich.console import Console
 
 from g2rpo.app.events import Caution, Line, Progress
 from g2rpo.app.train import train_all
-from g2rpo.cli.output import Output, Steady, fitted, say_items
+from g2rpo.cli.output import Output, fitted
 from g2rpo.cli.results import command, run_table
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.report.history import Change
@@ -62,46 +62,6 @@ def test_the_line_of_training_is_one_line_with_whole_numbers(width):
     assert all(re.search(r" [\d,]+ eval/s  \d+:\d\d:\d\d left", line) for line in lines)
     shown = {number for line in lines for number in re.findall(r"(?<= )-?\d+\.\S+", line)}
     assert all(re.fullmatch(r"-?\d\.\d{3}", number) for number in shown) and (shown or width == 60)
-
-
-def test_evaluations_are_folded_between_items():
-    console = terminal(60)
-    say_items(console, "held-out pictures after iteration 10:", ITEMS)
-    lines = written(console).splitlines()
-    assert lines == [
-        "held-out pictures after iteration 10:  scene_accuracy 0.633",
-        "    scene_clip -0.083  a_reward_with_a_very_long_name 27.559",
-    ]
-    console = pipe()
-    say_items(console, "held-out pictures after iteration 10:", ITEMS)
-    assert len(written(console).splitlines()) == 1
-
-
-def test_without_a_terminal_there_is_a_line_after_a_while_and_whenever_one_is_told():
-    console = pipe()
-    with Steady(console=console, line=lambda task: f"{task.completed} done", quiet=0.05) as progress:
-        task = progress.add_task("", total=3)
-        time.sleep(0.3)  # six times as long as it may be quiet
-        progress.advance(task)
-        progress.tell()
-    lines = written(console).splitlines()
-    assert lines.count("0 done") >= 2 and lines.count("1 done") >= 1
-    console = terminal(80)
-    with Steady(console=console, line=lambda task: "a line", quiet=0.01) as progress:
-        progress.add_task("")
-        time.sleep(0.1)
-        progress.tell()
-    assert "a line" not in written(console)
-
-
-def test_a_counter_says_how_far_it_is():
-    console = pipe()
-    with Output(console, quiet=0.05) as output:
-        output(Progress("judging", "pictures", 0, 8))
-        output(Progress("judging", "pictures", 2, 8))
-        time.sleep(0.3)
-    said = set(written(console).splitlines())
-    assert said and all(re.fullmatch(r"judging 2/8 pictures  [\d.,e+]+ pictures/s  \S+ left", line) for line in said)
 
 
 def test_a_bar_ends_with_its_work_or_with_the_output():

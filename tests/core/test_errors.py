@@ -1,6 +1,6 @@
 """What messages share."""
 
-from g2rpo.core.errors import counted, did_you_mean
+from g2rpo.core.errors import did_you_mean
 
 
 def test_near_matches_come_before_words_that_contain_it_before_all_that_are_known():
@@ -9,7 +9,3 @@ def test_near_matches_come_before_words_that_contain_it_before_all_that_are_know
     assert did_you_mean("klein", known) == " Did you mean 'flux2-klein-lora'?"
     assert did_you_mean("le", known) == " Known: flux2-klein-lora, scenes, words."  # too short to be a part of a name
     assert did_you_mean("x", []) == " There are none."
-
-
-def test_a_number_and_its_noun():
-    assert [counted(number, "reward") for number in (0, 1, 2)] == ["0 rewards", "1 reward", "2 rewards"]

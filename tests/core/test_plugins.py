@@ -19,7 +19,7 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.plain import parse_json
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.lifecycle import read_config
-from tests.support.commands import g2rpo
+from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import config, mean, trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
@@ -44,17 +44,6 @@ def test_an_algorithm_of_each_kind_moves_the_weights_toward_the_reward(kind):
     rows = [row for row in t.train() if row["kind"] == "train"]
     assert float((mean(t) - before).mean()) > 0.02
     assert all(row["skipped_updates"] == 0 for row in rows)
-
-
-def test_a_forward_process_draws_the_same_noise_again():
-    """Chance comes from `draw`: a run is a function of its config."""
-    ends = []
-    for _ in range(2):
-        t = trained("forward", "trainer.iterations=2")
-        torch.rand(7)  # not from torch's own generator
-        list(t.train())
-        ends.append(mean(t))
-    assert torch.equal(*ends)
 
 
 def test_state_is_in_the_checkpoint(tmp_path):
@@ -135,18 +124,17 @@ def test_an_algorithm_is_one_file(tmp_path, monkeypatch, capsys):
     code, out, err = g2rpo(capsys, "plan", *chosen, "--no-probe", "--json")
     assert code == 0, err
     assert parse_json(out)["counts"]["evaluations_per_prompt"] == 2 * 10
-    assert g2rpo(capsys, "train", *chosen, *SHORT, "--run-dir", "run")[0] == 0
-    code, _, err = g2rpo(capsys, "train", *chosen, "algorithm.noisy=0", "--run-dir", "other")
-    assert code == 2 and "algorithm.noisy: input should be greater than 0, got 0" in err
+    done(capsys, "train", *chosen, *SHORT, "--run-dir", "run")
+    assert "algorithm.noisy: input should be greater than 0, got 0" in refused(
+        capsys, "train", *chosen, "algorithm.noisy=0", "--run-dir", "other"
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
         ("def f(:\n", "SyntaxError"),
-        ("raise RuntimeError('no GPU here')\n", r"no GPU here \(in <module>, .*mine.py:1"),
         ("class Other: ...\n", "no 'Mine'.*Known: Other"),
-        ("class Mine: ...\n", "should be a dataclass"),
         ("from dataclasses import dataclass\n@dataclass\nclass Mine:\n    x: int = 0\n", "lacks plans, advantages, examples"),
     ],
 )
@@ -185,26 +173,22 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_an_installed_package_offers_names(installed, capsys, tmp_path, monkeypatch):
-    """`forward` and `redness` by entry point, in plan, train and the model card; misspelt, with a near match."""
+    """`forward` and `redness` by entry point, in train and the model card; misspelt, with a near match."""
     monkeypatch.chdir(tmp_path)
     small = ["algorithm.name=forward", "algorithm.group_size=2", "rewards.redness=1", *SHORT]
-    for command in (["plan", "scenes", *small, "--no-probe", "--json"], ["train", "scenes", *small, "--run-dir", "run"]):
-        code, _, err = g2rpo(capsys, *command)
-        assert code == 0, err
+    done(capsys, "train", "scenes", *small, "--run-dir", "run")
     card = (tmp_path / "run" / "transformer" / "README.md").read_text()
     assert "redness" in card and "forward" in card
-    code, _, err = g2rpo(capsys, "plan", "scenes", "algorithm.name=forwrad")
-    assert code == 2 and "Did you mean 'forward'?" in err
+    assert "Did you mean 'forward'?" in refused(capsys, "plan", "scenes", "algorithm.name=forwrad")
 
 
 def test_suggested_commands_allow_the_code_that_they_need(capsys, tmp_path, monkeypatch, tiny_config):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("from g2rpo.policies.catalogue import flux as Mine\n")
-    code, out, err = g2rpo(capsys, "train", tiny_config, "policy.kind=mine.py:Mine", "trainer.iterations=1", "--run-dir", "run")
-    assert code == 0, err
+    out = done(capsys, "train", tiny_config, "policy.kind=mine.py:Mine", "trainer.iterations=1", "--run-dir", "run")
     for what in ("draw", "repeat"):
         (command,) = re.findall(f" +{what}  g2rpo (.*)", out)
         plugins._allowed.clear()
-        code, _, err = g2rpo(capsys, *shlex.split(command))
-        assert code == 0 and command.endswith(" --plugin mine.py"), err
+        done(capsys, *shlex.split(command))
+        assert command.endswith(" --plugin mine.py")
     assert trainer(Path("run")).files.command == "`g2rpo resume run --plugin mine.py`"

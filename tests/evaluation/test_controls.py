@@ -53,12 +53,6 @@ def test_the_stochastic_solver_keeps_the_marginal():
     assert torch.equal(one, again)
 
 
-def test_a_plain_control_is_the_evaluation_itself():
-    policy = GaussianPolicy(mean=0.5)
-    plain = Sampler(policy=policy, num_steps=10, **OPTIONS).pictures(PROMPTS)
-    torch.testing.assert_close(latents().sigmoid().float(), plain, atol=1e-6, rtol=0)
-
-
 def test_guidance_is_set_while_sampling_only():
     seen = []
 
@@ -87,10 +81,3 @@ def test_the_best_control_is_that_of_the_highest_mean():
     best = best_control({"a": [0, 0, 1], "b": [1, nan, 0.5], "c": [nan] * 3}, tuned=[1, 1, nan])
     assert (best.control, best.mean, best.lead.mean, best.lead.count) == ("b", 0.75, 0.0, 1)
     assert best_control({"c": [nan]}, [1]) is None
-
-
-def test_scores_are_of_the_pictures_that_the_control_draws():
-    policy = GaussianPolicy(mean=0.5)
-    sampler = Sampler(policy=policy, num_steps=4, **OPTIONS)
-    found = sampler.evaluate(["0"], {"bright": brightness}, control=Control(noise=0))
-    assert float(found.scores["bright"]) == pytest.approx(1 / (1 + math.exp(-0.5)), abs=1e-5)

@@ -18,7 +18,6 @@ from g2rpo.evaluation.heldout import (
 )
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.policies.gaussian import GaussianPolicy
-from g2rpo.rewards.function import FunctionReward
 from g2rpo.rewards.geneval import GenEval
 from g2rpo.rewards.ocr import OCR
 from g2rpo.testbed.rewards import SceneAccuracy
@@ -58,14 +57,6 @@ def test_a_scene_is_right_if_all_that_was_asked_is_right():
         reward = SceneAccuracy(partial=partial)
         blank = reward(torch.ones(1, 3, 64, 64), ["a red circle"])
         assert float(torch.tensor(reward.partial * 3 / 3 + (1 - reward.partial))) >= reward.right > float(blank)
-
-
-def test_a_function_may_say_what_is_right(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def f(i, p):\n    return [1.0] * len(p)\nf.right = 0.5\nf.right_in_words = 'Fills {} skies'\n"
-    )
-    mine = {"mine": FunctionReward(f"{tmp_path / 'mine.py'}:f")}
-    assert (least_scores(mine), right_in_words(mine)) == ({"mine": 0.5}, "Fills {} skies")
 
 
 def test_rewards_say_in_words_what_is_right():

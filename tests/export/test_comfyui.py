@@ -227,18 +227,6 @@ def test_keys_of_original_weights_add_up_to_our_merging(kind, tmp_path):
         torch.testing.assert_close(theirs[name], tuned.change(name, value), msg=name)
 
 
-def test_wans_keys_are_those_that_diffusers_reads(tmp_path):
-    adapter = random_adapter(linear(tiny(WanTransformer3DModel)))
-    for_comfyui(adapter, names_for("WanTransformer3DModel")).write(tmp_path / "it.safetensors")
-    theirs = lora_converters._convert_non_diffusers_wan_lora_to_diffusers(load_file(tmp_path / "it.safetensors"))
-    ours = {
-        f"transformer.{m}.lora_{side}.weight": v
-        for m, pair in adapter.layers.items()
-        for side, v in zip("AB", pair, strict=True)
-    }
-    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
-
-
 def lumina():
     block = {"attn.to_q": 2304, "attn.to_k": 768, "attn.to_v": 768, "attn.to_out.0": 5}
     block |= {f"feed_forward.linear_{number}": 4 for number in (1, 2, 3)}

@@ -12,16 +12,14 @@ from g2rpo.assembly import components
 from g2rpo.core.images import to_uint8
 from g2rpo.lab.report.history import read_runs
 from g2rpo.lab.report.page import render
-from g2rpo.monitor import clips
 from g2rpo.monitor.clips import FRAMES, SIDE, read_clip, read_webp, reduced, save_clip, stills
 from g2rpo.monitor.image_statistics import image_statistics
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.pictures import PictureRow, _canvas, save_grid
-from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.runs.lifecycle import claim, record_start
 from tests.app.test_evaluate import judging
 from tests.support.commands import g2rpo
-from tests.support.runs import Clips, Loaded, brightness, config, cut, finished, resumed, trainer
+from tests.support.runs import Clips, Loaded, brightness, config, finished, trainer
 
 LOSSY = 4  # grey levels that a flat frame may be off after WebP's quality 80
 
@@ -104,20 +102,6 @@ def test_a_run_keeps_its_clips(run):
     assert {"image/motion/low", "image/motion/below", "image/brightness"} <= rows[-1].keys()
 
 
-def test_the_card_of_a_run_of_clips_moves(run):
-    card = (run / "adapter" / "README.md").read_text()
-    assert "pipeline_tag: text-to-video" in card and "(before_after.webp)" in card and "export_to_video(pipe(" in card
-    assert (run / "adapter" / "before_after.webp").read_bytes() == (run / "samples" / "before_after.webp").read_bytes()
-
-
-def test_a_resumed_run_has_its_clips(tmp_path):
-    cut(trainer(tmp_path, policy=Clips()), "train", 3)
-    again = resumed(tmp_path, policy=Clips())
-    assert again.iteration == 2 and again.evaluator.base().images.shape == (3, 3, 3, 4, 4)
-    finished(again)
-    assert len(read_webp(tmp_path / "samples" / "before_after.webp")[0]) == 3
-
-
 def test_the_report_shows_them_moving_and_stills_to_who_asked_for_no_motion(run):
     page = render(read_runs([run]))
     shown = page.count('<picture><source media="(prefers-reduced-motion: reduce), print" srcset="data:image/webp;base64,')
@@ -181,7 +165,3 @@ def test_videos_that_cannot_be_written_are_refused_first(tmp_path, capsys, monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = sampled(capsys, monkeypatch, tmp_path, "--video", video)
     assert code == 2 and message in err and not (tmp_path / "out").exists()
-
-
-def test_clips_of_a_policy_that_does_not_say_how_long_they_are(monkeypatch):
-    assert clips.seconds_of(GaussianPolicy(), 8) == 0.5 and clips.seconds_of(Clips(), 8) == 1.5

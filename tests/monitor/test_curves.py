@@ -20,7 +20,7 @@ def rows(count, errors=True):
     return out
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 7, 11])
+@pytest.mark.parametrize("count", [1, 7])
 def test_panels_fill_the_picture(count):
     figure = curves(rows(count), ["reward0"], 40)
     assert len(figure.axes) == count

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from g2rpo.monitor.pictures import RIGHT, WRONG, PictureRow, _canvas, figure, save_grid
+from g2rpo.monitor.pictures import RIGHT, WRONG, PictureRow, _canvas, save_grid
 
 NAN = math.nan
 
@@ -44,8 +44,3 @@ def test_a_note_makes_a_grid_higher_and_is_never_cut(tmp_path):
 
     (width, bare), (wide, noted), (_, long) = size(""), size("a note"), size("a note of many words " * 20)
     assert width == wide and bare < noted < long
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.66666, "0.667"), (-0.1, "-0.100"), (73.6512, "73.65"), (NAN, "no score")])
-def test_scores_for_people(value, text):
-    assert figure(value) == text

@@ -41,10 +41,7 @@ def test_scores_of_earlier_versions_are_read(tmp_path):
     assert same(scores.scores_of(scores.read_rows(tmp_path / "t.jsonl")), SCORES)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["3", "{}", '{"scores": [1]}', '{"scores": {"a": "b"}}', '{"scores": {"a": 1}}\n{"scores": {}}', "{", "\x80", None],
-)
+@pytest.mark.parametrize("text", ["{}", '{"scores": {"a": "b"}}', '{"scores": {"a": 1}}\n{"scores": {}}', "{", None])
 def test_a_damaged_table_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "t.jsonl").write_bytes((text + "\n").encode("latin-1"))

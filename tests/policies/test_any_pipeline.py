@@ -21,15 +21,13 @@ from g2rpo.core.data import Precision, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.check_model import REMEDIES, checks, draw, load_saved, prompts_for
+from g2rpo.lab.check_model import REMEDIES, checks, draw, prompts_for
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.pipelines import choose_attention
 from g2rpo.policies.spec import SIZES, parameters_of
 from g2rpo.rollout.engine import Engine
-from tests.support import by_hand as hands
-from tests.support.by_hand import by_hand
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 
@@ -40,8 +38,9 @@ STEPS = 5
 DIFFERENT = ("FluxPipeline", "StableDiffusion3Pipeline", "ZImagePipeline", "QwenImageEditPlusPipeline", "WanPipeline")
 """Packed latents, plain ones, lists of latents, input pictures, clips."""
 BOTH = list(product(CLASSES, ("on", "off")))
-WRITTEN_OUT = [each for each in BOTH if hasattr(hands, each[0])]
-GUIDED_AND_SOME_NOT = few(BOTH, lambda each: each[1] == "on" or each[0] in DIFFERENT)
+LONGEST = "HunyuanVideo15Pipeline"
+"""Two text encoders, and a guider's copies: a quarter of the time of all classes."""
+GUIDED_AND_SOME_NOT = few(BOTH, lambda each: each[0] in DIFFERENT or (each[1] == "on" and each[0] != LONGEST))
 A_FEW = few(CLASSES, DIFFERENT.__contains__)
 
 
@@ -145,26 +144,9 @@ def test_pictures_equal_the_pipelines_own_at_the_same_seed(kind, guided, prompts
     assert difference(*expected) > 0.05  # the prompts, and the noise, are seen
 
 
-@pytest.mark.parametrize("kind", A_FEW)
-def test_guidance_is_seen_in_the_pictures(kind, prompts):
-    """Otherwise parity above would compare the same pictures twice."""
-    assert difference(pictures(load(kind, "on"), prompts), pictures(load(kind, "off"), prompts)) > 1e-3
-
-
 def inputs(policy, prompts):
     x = policy.noise([generator_for(i) for i in range(2)])
     return x, torch.tensor([0.8, 0.3]), policy.encode(prompts)
-
-
-@pytest.mark.parametrize(("kind", "guided"), few(WRITTEN_OUT, lambda each: each[1] == "on"))
-@torch.no_grad()
-def test_velocity_equals_a_call_of_the_transformer_by_hand(kind, guided, prompts):
-    """Two rows with a sigma each, prompts of two lengths."""
-    policy = load(kind, guided)
-    x, sigma, cond = inputs(policy, prompts)
-    expected = by_hand(pipeline_of(kind), x, sigma, prompts, scale_of(kind, guided), size_of(kind))
-    torch.testing.assert_close(policy.velocity(x, sigma, cond), expected, atol=2e-5, rtol=1e-5)
-    assert float(expected.std()) > 0.01
 
 
 @pytest.mark.parametrize("truncate", [False, True])
@@ -230,7 +212,7 @@ def checked(kind, folder):
     )
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", few(CLASSES, lambda kind: kind != LONGEST))
 def test_every_class_passes_check_model(kind, tmp_path):
     found = {check.name: check for check in checked(kind, tmp_path)}
     assert [name for name in REMEDIES if name != "plan"] == list(found)
@@ -274,24 +256,6 @@ def perturb(policy, size):
 
 
 @pytest.mark.parametrize("kind", A_FEW)
-def test_a_saved_lora_loads_in_plain_diffusers_and_draws_the_same(kind, prompts, tmp_path):
-    plain = pictures(load(kind), prompts)
-    policy = load(kind, tuning="lora", lora_rank=4, lora_alpha=8)
-    torch.testing.assert_close(pictures(policy, prompts), plain, atol=1e-6, rtol=0)
-    perturb(policy, 0.1).save(tmp_path)
-    tuned = pictures(policy, prompts)
-    assert difference(tuned, plain) > 1e-3
-    with policy.base():
-        torch.testing.assert_close(pictures(policy, prompts), plain, atol=1e-6, rtol=0)
-    pipeline = pipeline_of(kind)
-    load_saved(pipeline, tmp_path, "lora")
-    torch.testing.assert_close(tuned, theirs(pipeline, kind, prompts), atol=1e-5, rtol=0)
-    sampling = load(kind)
-    sampling.load(tmp_path)
-    torch.testing.assert_close(pictures(sampling, prompts), tuned, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("kind", A_FEW)
 def test_fully_tuned_weights_load_with_from_pretrained(kind, prompts, tmp_path):
     policy = perturb(load(kind, tuning="full", keep_base=True), 0.01)
     policy.save(tmp_path)
@@ -311,7 +275,7 @@ def test_fully_tuned_weights_load_with_from_pretrained(kind, prompts, tmp_path):
     ("kind", "tuning", "dtype"),
     few(
         product(CLASSES, ("lora", "full"), (torch.float32, torch.bfloat16)),
-        lambda variant: variant[0] == "FluxPipeline" or variant[1:] == ("lora", torch.bfloat16),
+        lambda each: each[0] == "FluxPipeline" or (each[1:] == ("lora", torch.bfloat16) and each[0] != LONGEST),
     ),
 )
 def test_ratio_is_exactly_one_before_the_first_update(kind, prompts, tuning, dtype):

@@ -11,12 +11,12 @@ from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import FileDigests, write_whole
-from g2rpo.core.types import Cond, Policy
+from g2rpo.core.files import FileDigests
+from g2rpo.core.types import Cond
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore, cache_root
 from g2rpo.policies.gaussian import GaussianPolicy
-from tests.support.commands import g2rpo, small_files
-from tests.support.runs import PROMPTS, brightness, trainer
+from tests.support.commands import done, refused, small_files
+from tests.support.runs import PROMPTS, trainer
 from tests.support.tiny import save_flux
 
 TEXTS = ["a red circle", "two blue square left of a circle", "a square"]
@@ -132,19 +132,6 @@ def test_a_damaged_file_is_never_used(store, damage):
         store.read("p")
 
 
-def test_a_damaged_file_is_named_and_made_again(flux_directory):
-    whole = cached(flux_directory)
-    made = whole.encode(TEXTS)
-    path = whole.store._path(TEXTS[1])
-    path.write_bytes(path.read_bytes()[:-8])
-    warnings = []
-    again = cached(flux_directory, notify=warnings.append)
-    again.park()
-    assert equal(again.encode(TEXTS), made) and again.encoded == 1
-    assert len(warnings) == 1 and str(path) in warnings[0]
-    assert equal(cached(flux_directory).encode(TEXTS), made)
-
-
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
 def test_an_interrupted_write_leaves_nothing_in_use(store, monkeypatch, stop):
     def interrupted(*paths):
@@ -159,14 +146,6 @@ def test_an_interrupted_write_leaves_nothing_in_use(store, monkeypatch, stop):
             store.write("old", Cond({"a": torch.zeros(1)}))
     assert store.read("p") is None and equal(store.read("old"), ROW)
     assert not list(store.folder.rglob(".unfinished*"))
-
-
-def test_a_file_that_the_disk_cuts_short_is_not_in_use(tmp_path):
-    path = tmp_path / "file"
-    write_whole(path, b"old")
-    with small_files(1000), pytest.raises(OSError):
-        write_whole(path, b"x" * 2000)
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_path):
@@ -201,14 +180,6 @@ def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):
     assert encoder.encoded == 1 and not encoder.encoder.times and "5 prompts need" in warnings[0]
     assert encode_ahead(encoder, PROMPTS[:4])
     assert encoder.encoded == 4 and encoder.encoder.times == 1
-
-
-def test_a_cached_policy_is_a_policy_and_trains_like_its_own(tmp_path):
-    plain, behind = GaussianPolicy(), gaussian(EmbeddingStore(tmp_path, {}, reserve=0))
-    assert isinstance(behind, Policy)
-    one, two = trainer(None, policy=plain), trainer(None, policy=behind, rewards={"bright": brightness})
-    assert [one.iterate()["loss"] for _ in range(2)] == [two.iterate()["loss"] for _ in range(2)]
-    assert torch.equal(plain.mean, behind.policy.mean)
 
 
 def test_a_run_asks_for_the_prompts_it_was_said_to_ask_for():
@@ -288,20 +259,18 @@ def test_a_folder_that_cannot_be_written_is_refused(flux_directory, tmp_path):
 
 
 def test_encode_fills_the_cache_and_training_then_encodes_nothing(tiny_config, capsys, monkeypatch, tmp_path):
-    code, out, _ = g2rpo(capsys, "encode", tiny_config)
-    assert code == 0 and "2 prompts are stored, 2 of them new" in out
-    code, out, _ = g2rpo(capsys, "encode", tiny_config)
-    assert code == 0 and "0 of them new" in out
+    out = done(capsys, "encode", tiny_config)
+    assert "2 prompts are stored, 2 of them new" in out
+    out = done(capsys, "encode", tiny_config)
+    assert "0 of them new" in out
 
     def refuse(*args, **kwargs):
         raise AssertionError("the text encoders were asked")
 
     monkeypatch.setattr("diffusers.FluxPipeline.encode_prompt", refuse)
-    code, out, err = g2rpo(capsys, "train", tiny_config, "--run-dir", tmp_path / "run")
-    assert code == 0, err
+    out = done(capsys, "train", tiny_config, "--run-dir", tmp_path / "run")
     for wrong, fact in (("prompts.cache=off", "no cache to fill"), ("prompts.train=missing.txt", "missing.txt")):
-        code, _, err = g2rpo(capsys, "encode", tiny_config, wrong)
-        assert code == 2 and fact in err
+        assert fact in refused(capsys, "encode", tiny_config, wrong)
 
 
 def test_text_of_any_length_is_kept_row_by_row(tmp_path):

@@ -8,16 +8,12 @@ import torch
 from diffusers import FluxPipeline
 from torch import nn
 
-from g2rpo.app.train import load_config
-from g2rpo.assembly.blueprint import read_blueprint
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.plan.counting import count, settled
-from g2rpo.lab.plan.trace import trace_calls
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.quantized import KINDS, QuantizedLinear, check, weights_of
-from tests.support.commands import g2rpo
+from tests.support.commands import done, refused
 from tests.support.variants import few
 
 PROMPTS = ["a red circle", "two blue square left of a circle", "a square"]
@@ -141,15 +137,6 @@ def relative_error(exact, got):
     return float((got.float() - exact.float()).norm() / exact.float().norm())
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.03), ("fp8", 0.12), ("nf4", 0.25)], indirect=["kind"])
-def test_velocities_are_as_near_as_the_roundings_of_weights_are(flux_directory, kind, most):
-    """A weight is off by 0.6 % of its size in int8, 2.6 % in fp8 (inputs too) and 9 % in NF4; two or three layers add up."""
-    exact, quantized = load(flux_directory), load(flux_directory, quantize=kind)
-    with torch.no_grad():
-        error = relative_error(exact.velocity(*question(exact)), quantized.velocity(*question(quantized)))
-    assert most / 20 < error < most
-
-
 def test_nearly_equal_inputs_are_rounded_apart_to_float8():
     """Inputs one bfloat16 eps apart come out further apart than two eps, and no further than two independent roundings to
     numbers at most eps of themselves apart do: sqrt(2 / 12) eps."""
@@ -189,8 +176,7 @@ def test_a_whole_transformer_does_not_fit_a_quantised_base(flux_directory):
 def test_a_run_on_a_quantised_base_keeps_its_ratio(tmp_path, capsys, tiny_config, kind):
     """1 to the bit before the first update; the drift is what bfloat16 leaves, and the alarm is silent."""
     options = [f"policy.quantize={kind}", "policy.dtype=bfloat16", "policy.gradient_checkpointing=true", "alarms.drift=stop"]
-    code, _, err = g2rpo(capsys, "train", tiny_config, *options, "--run-dir", tmp_path / "run")
-    assert code == 0, err
+    done(capsys, "train", tiny_config, *options, "--run-dir", tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     trained = [row for row in rows if row["kind"] == "train"]
     assert len(trained) == 2 and all(row["ratio_deviation"] == 0 for row in trained)
@@ -205,8 +191,9 @@ WRONG = {
 
 @pytest.mark.parametrize("override", WRONG)
 def test_what_cannot_be_had_is_refused(tmp_path, capsys, tiny_config, override):
-    code, _, err = g2rpo(capsys, "train", tiny_config, "policy.quantize=int8", override, "--run-dir", tmp_path / "run")
-    assert code == 2 and WRONG[override] in err and "Traceback" not in err
+    assert WRONG[override] in refused(
+        capsys, "train", tiny_config, "policy.quantize=int8", override, "--run-dir", tmp_path / "run"
+    )
 
 
 def test_nf4_without_bitsandbytes_says_what_to_install(monkeypatch):
@@ -220,22 +207,7 @@ def test_float8_takes_a_card_that_has_it(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A6000")
     with pytest.raises(UserError, match=r"RTX A6000 has no float8"):
         check("fp8", tuning="lora", dtype="bfloat16", device="cuda")
-    code, _, err = g2rpo(capsys, "plan", "flux1-dev-lora", "policy.quantize=fp8", "--device", "rtx3090")
-    assert code == 2 and "RTX 3090 has no float8" in err
-
-
-@pytest.mark.parametrize("kind", few(["int8", "fp8", "nf4"], "fp8".__eq__), indirect=True)
-def test_a_plan_counts_the_operations_of_quantised_layers(tiny_config, kind):
-    """The same matrix products, whatever their weights are stored in."""
-    plain, quantized = (
-        load_config(str(tiny_config), ["policy.dtype=bfloat16", f"policy.quantize={how}"]) for how in ("none", kind)
-    )
-    calls = [
-        trace_calls(read_blueprint(config.policy), config, count(config, 1), like_cuda=True)
-        for config in (settled(plain, True), settled(quantized, True))
-    ]
-    flops = [(traced.single.roofline.flops, traced.velocity.roofline.flops) for traced in calls]
-    assert flops[0] == flops[1] > (0, 0)
+    assert "RTX 3090 has no float8" in refused(capsys, "plan", "flux1-dev-lora", "policy.quantize=fp8", "--device", "rtx3090")
 
 
 def test_float8_is_tried_before_a_run_begins(monkeypatch):

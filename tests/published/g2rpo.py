@@ -174,14 +174,7 @@ class Update:
     norms: list[float]
 
 
-def update(
-    model,
-    texts,
-    rollouts,
-    weighed,
-    height,
-    setting,
-):
+def update(model, texts, rollouts, weighed, height, setting):
     """An optimizer step after every branch, with the average over prompts (there one on each GPU) of Eq. 12's clipped loss.
 
     One forward pass serves the members of a group. `weighed` are advantages by prompt and branch.

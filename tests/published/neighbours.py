@@ -183,17 +183,7 @@ class Learner:
         self.optimizer.step()
 
 
-def window_updates(
-    network,
-    learner,
-    groups,
-    trained,
-    sigmas,
-    step,
-    *,
-    accumulate,
-    clip=1e-4,
-):
+def window_updates(network, learner, groups, trained, sigmas, step, *, accumulate, clip=1e-4):
     """The second half of DanceGRPO's and MixGRPO's iteration: every GPU has a group, and the weights move after `accumulate`
     members of each; a loss is divided by accumulated members and trained steps, and gradients are means over the GPUs."""
     share = accumulate * len(trained) * len(groups)
@@ -207,50 +197,12 @@ def window_updates(
         learner.update(losses)
 
 
-def flash_points(num_steps, last, ratio, shift):
-    """MixGRPO-Flash's sigmas behind the last stochastic step: int(max((T - l) ratio, 1)) points, even before the shift."""
-    u = torch.linspace(1 - (last + 1) / num_steps, 0, int(max((num_steps - last) * ratio, 1)))
-    return shift * u / (1 + (shift - 1) * u)
-
-
-@torch.no_grad()
-def flash_tail(network, prompt, x, points, before):
-    """DPM-Solver++(2M) on predicted images along `points`. The first step extrapolates from `before`, the last stochastic
-    step's (sigma, predicted image), across the noise that entered there. The last step is of first order."""
-
-    def half_log_snr(sigma):
-        return math.log((1 - sigma) / sigma)
-
-    for k in range(len(points) - 1):
-        sigma, to = float(points[k]), float(points[k + 1])
-        image = x - sigma * network(x, points[k], prompt)
-        target = image
-        if to > 0:
-            h, h_before = half_log_snr(to) - half_log_snr(sigma), half_log_snr(sigma) - half_log_snr(before[0])
-            target = image + 0.5 * h / h_before * (image - before[1])
-        x = to / sigma * x + (1 - to - to / sigma * (1 - sigma)) * target
-        before = (sigma, image)
-    return x
-
-
 def batch_normalised(scores):
     """Flow-GRPO's advantages [groups, members]: the group's mean, and the population's std of the whole batch + 1e-4."""
     return (scores - scores.mean(1, keepdim=True)) / (scores.std(correction=0) + 1e-4)
 
 
-def flow_grpo_updates(
-    network,
-    reference,
-    learner,
-    groups,
-    sigmas,
-    step,
-    *,
-    parts,
-    beta,
-    per_time,
-    clip=1e-4,
-):
+def flow_grpo_updates(network, reference, learner, groups, sigmas, step, *, parts, beta, per_time, clip=1e-4):
     """The second half of Flow-GRPO's iteration: members of zero advantage are filtered out, and for each of `parts` batches the
     loss is the mean over members and over steps 0 .. T-2 of the surrogate and beta |mean - mean_ref|^2 / (2 std^2) (Eq. 14), or
     with `per_time` over 2 s^2, without |dt|.

@@ -7,12 +7,7 @@ from tests.published import windows
 from tests.published.neighbours import dance_sde
 from tests.support.variants import few
 
-SETTING = (
-    "algorithm.name=dancegrpo",
-    "algorithm.group_size=8",
-    "sampling.num_steps=8",
-    "optim.learning_rate=1e-4",
-)
+SETTING = ("algorithm.name=dancegrpo", "algorithm.group_size=8", "sampling.num_steps=8", "optim.learning_rate=1e-4")
 
 
 def summed(scores):

@@ -6,13 +6,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from g2rpo.policies.anyflow import DiffusersPolicy
 from tests.published import side_by_side
-from tests.published.neighbours import (
-    Learner,
-    StableDiffusion3,
-    batch_normalised,
-    flow_grpo_updates,
-    flow_sde,
-)
+from tests.published.neighbours import Learner, StableDiffusion3, batch_normalised, flow_grpo_updates, flow_sde
 from tests.published.side_by_side import Restated, agree
 from tests.published.windows import tilt
 from tests.support.runs import trainer

@@ -86,13 +86,7 @@ def test_diffusion_nft_samples_at_whole_thousandths_and_learns_at_exact_times(fl
     """Finals by a walk of our own, loss and gradient by the formula at sigma itself; truncated in both they are others."""
     small, apart = ("algorithm.mixing=0.5", "algorithm.share=0.4"), []
     for truncated in ("rollout", True):
-        ours = tiny(
-            flux_directory,
-            "algorithm.name=diffusion_nft",
-            *COMMON,
-            *small,
-            options={"truncate_timesteps": truncated},
-        )
+        ours = tiny(flux_directory, "algorithm.name=diffusion_nft", *COMMON, *small, options={"truncate_timesteps": truncated})
         finals = []
 
         def terms(models, seen, ours=ours, finals=finals):
@@ -161,8 +155,7 @@ def test_refl_with_guidance_is_flowbps(sd3_directory):
 
 
 @pytest.mark.parametrize(
-    ("name", "term", "more"),
-    [("diffusion_nft", nft, ("algorithm.mixing=0.5",)), ("awm", awm, ("algorithm.times=2",))],
+    ("name", "term", "more"), [("diffusion_nft", nft, ("algorithm.mixing=0.5",)), ("awm", awm, ("algorithm.times=2",))]
 )
 def test_losses_gradients_and_weights_are_the_published_ones(flux_directory, name, term, more):
     ours = tiny(flux_directory, f"algorithm.name={name}", *COMMON, *more)

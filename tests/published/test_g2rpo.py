@@ -16,10 +16,7 @@ ALL = tuple(range(8))
 
 @pytest.mark.parametrize(
     ("dtype", "overrides", "branches"),
-    few(
-        [(torch.bfloat16, (), (0, 7)), (torch.bfloat16, (), ALL), (torch.float32, FLOAT32, ALL)],
-        lambda each: each[2] != ALL,
-    ),
+    few([(torch.bfloat16, (), (0, 7)), (torch.bfloat16, (), ALL), (torch.float32, FLOAT32, ALL)], lambda each: each[2] != ALL),
     ids=["bfloat16, two branches", "bfloat16", "float32"],
 )
 def test_a_training_step_is_the_published_one_to_the_bit(flux_directory, dtype, overrides, branches):
@@ -89,10 +86,7 @@ SEEN = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("override", "quantity"),
-    few(SEEN, lambda seen: seen[1] == "weights"),
-)
+@pytest.mark.parametrize(("override", "quantity"), few(SEEN, lambda seen: seen[1] == "weights"))
 def test_the_comparison_sees_every_setting(flux_directory, undisturbed, override, quantity):
     """With one setting of `reference` undone, the quantity that it rules differs: at all, or several times as much."""
     assert small(flux_directory, override)[quantity] > 3 * undisturbed[quantity]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.credit import Sketch, alignment_of, evening, explained, gradients, repeat_the_rest, signal_of, steps_of
+from benchmarks.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
 from benchmarks.granularity import tails_of
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo import window
@@ -68,26 +68,6 @@ def test_an_alignment_is_with_the_direction_of_the_others():
     scale = float(vectors.square().sum(1).mean().sqrt() * common.sum(0).norm())
     assert alignment_of(vectors, common)[0] == pytest.approx(sum(by_hand) / 3 / scale)
     assert alignment_of(torch.zeros(3, 4), common) == (0, 0)
-
-
-def test_evening_undoes_what_a_step_counts_by():
-    """d log p / d v is |dsigma| / std times the noise, but for a constant; std = eta sqrt(sigma / (1 - sigma) |dsigma|)."""
-    t = trainer(None)
-    sigmas = t.sigmas.double()
-    for step in steps_of("1-3"):
-        sigma, dsigma = float(sigmas[step]), float(sigmas[step] - sigmas[step + 1])
-        std = t.algorithm.eta * (sigma / (1 - sigma) * dsigma) ** 0.5
-        assert evening(t, step) == pytest.approx(std / dsigma, rel=1e-4)
-
-
-def test_sketches_keep_inner_products():
-    """The error of <g, h> has standard deviation at most |g| |h| sqrt(2 / b), 0.022 here; 5 of those."""
-    sketch = Sketch(50_000, 4096)
-    g, h = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0)) + 1  # without signs the ones would pile up
-    h = h - 1 + 0.6 * g
-    lengths = float(g.norm() * h.norm())
-    assert float(sketch(g) @ sketch(h)) / lengths == pytest.approx(float(g @ h) / lengths, abs=5 * math.sqrt(2 / 4096))
-    torch.testing.assert_close(sketch(g + h), sketch(g) + sketch(h), atol=1e-3, rtol=0)
 
 
 def mean_slope(sigma, sigma_next, g, std):

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.schema import RewardConfig
@@ -14,8 +13,8 @@ from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil
 from g2rpo.core.types import Prompt
 from g2rpo.rewards.detectors import TransformersDetector
-from g2rpo.rewards.geneval import Colours, GenEval, cut_out
-from g2rpo.rewards.geneval_scoring import Detection, Task, relations
+from g2rpo.rewards.geneval import Colours, GenEval
+from g2rpo.rewards.geneval_scoring import Detection, Task
 from tests.rewards.geneval_cases import CASES, CLASSES, case, read, see
 from tests.rewards.learned import oracle
 
@@ -64,25 +63,6 @@ def test_scores_are_upstreams():
     assert scored("correct") == recorded["correct"]
     np.testing.assert_allclose(scored("partial"), recorded["partial"], atol=1e-6)
     assert 0.2 < sum(recorded["correct"]) / CASES < 0.8
-
-
-def test_a_relation_needs_more_than_the_objects_own_sizes():
-    box = (40.0, 40.0, 60.0, 60.0)
-    assert relations((0.0, 40.0, 20.0, 60.0), box) == {"left of"}
-    assert relations(box, (0.0, 40.0, 20.0, 60.0)) == {"right of"}
-    assert relations((40.0, 0.0, 60.0, 20.0), box) == {"above"}
-    assert relations((0.0, 0.0, 20.0, 20.0), box) == {"left of", "above"}
-    assert relations((43.0, 40.0, 63.0, 60.0), box) == relations(box, box) == set()
-
-
-def test_a_cut_out_is_the_box_with_grey_around_the_object():
-    picture = Image.new("RGB", (10, 8), "white")
-    mask = torch.zeros(8, 10, dtype=torch.bool)
-    mask[2:4, 3:5] = True
-    cut = np.asarray(cut_out(picture, Detection("cat", 1.0, (2.4, 1.6, 6.0, 5.0), mask)))
-    assert cut.shape == (3, 4, 3)
-    assert (cut[:, :, 0] == 0x99).sum() == 12 - 4
-    assert cut_out(picture, Detection("cat", 1.0, (3.0, 3.0, 3.2, 3.1))).size == (1, 1)
 
 
 # --- detectors ------------------------------------------------------------------------------------------------------

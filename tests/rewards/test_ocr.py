@@ -15,7 +15,7 @@ from g2rpo.app.preflight import check
 from g2rpo.app.train import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Prompt, Reward
-from g2rpo.rewards.ocr import OCR, edit_distance, similarity
+from g2rpo.rewards.ocr import OCR, edit_distance
 
 WORDS = ("tiger", "bemo", "quilt", "Zebra")
 
@@ -86,13 +86,9 @@ def test_sessions_have_one_thread_and_threads_of_pictures_change_nothing(monkeyp
         ("the word 'tiger' in red", "tiger"),
         ('a dog\'s sign that says "New York" and "no"', "New York"),
         ("a dog's bowl isn't 'full'", "full"),
-        ("“Café” on a mug", "Café"),
-        ("‘so’", "so"),
         ("a dog's bowl isn't full", None),
-        ("blank ' '", None),
         (Prompt("a sign", metadata={"text": "stop"}), "stop"),
         (Prompt("a 'sign'", metadata={"text": "stop"}), "stop"),
-        (Prompt("a 'sign'", metadata={"tag": "x"}), "sign"),
     ],
 )
 def test_the_asked_text(prompt, text):
@@ -119,13 +115,6 @@ def distance_by_definition(a, b):
 def test_edit_distance_is_levenshteins():
     words = ["".join(letters) for n in range(4) for letters in itertools.product("ab", repeat=n)]
     assert all(edit_distance(a, b) == distance_by_definition(a, b) for a in words for b in words)
-
-
-def test_similarity():
-    assert similarity("New  YORK", "new york") == 1
-    assert similarity("tigers", "tiger") == pytest.approx(4 / 5)
-    assert similarity("two tigers", "tiger", contains=True) == 1
-    assert similarity("completely different", "tiger") == 0
 
 
 def test_wrong_input_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):

@@ -8,7 +8,6 @@ magnitude below what any wrong step costs: the tests at the end turn each step w
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -123,35 +122,6 @@ def test_scores_are_upstreams(learned, name, options):
 # --- the same comparisons, turned wrong once: each must be far outside the tolerance ------------------------------
 
 
-@pytest.mark.parametrize(
-    "change", ["activation", {"mode": "squash"}, {"odd_margin": "floor"}, {"interpolation": "bilinear"}, "clean"]
-)
-def test_a_wrong_step_is_noticed(open_clip_dir, change):
-    reward = CLIPScore(open_clip_dir(change == "activation", "shortest"), tokenizer=TOKENIZER)
-    if isinstance(change, dict):
-        reward.encoder.preprocess = replace(reward.encoder.preprocess, **change)
-    elif change == "clean":
-        reward.encoder.clean = None
-    assert worst(reward, open_clip_cases(False, "shortest")) > 100 * SCORE
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "odd_margin"),
-    [
-        ("hpsv2", {"antialias": False}, None),
-        ("pickscore", {}, "round"),
-        ("aesthetic", {}, "floor"),
-        ("image_reward", {"heads": (4, 3)}, None),
-        ("image_reward", {"heads": (2, 6)}, None),
-    ],
-)
-def test_a_wrong_option_or_the_other_librarys_crop_is_noticed(learned, name, options, odd_margin):
-    reward = KINDS[name](**{**learned[name], **options})
-    if odd_margin:
-        reward.encoder.preprocess = replace(reward.encoder.preprocess, odd_margin=odd_margin)
-    assert worst(reward, [case for case in oracle(name)["cases"] if case.get("antialias", True)]) > 100 * SCORE
-
-
 # --- the published files: names and shapes of upstream's full-size classes ----------------------------------------
 
 
@@ -184,15 +154,6 @@ def test_open_clip_files_win_where_a_folder_holds_both_formats(open_clip_dir, le
     assert CLIPScore(str(tmp_path), format="transformers").encoder.preprocess.mode == "shortest"
     (tmp_path / "open_clip_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="open_clip_model.safetensors"):
-        CLIPScore(str(tmp_path))
-
-
-def test_an_incomplete_transformers_clip_is_refused(learned, tmp_path):
-    shutil.copytree(learned["pickscore"]["path"], tmp_path, dirs_exist_ok=True)
-    state = state_of(oracle("pickscore")["state_dict"])
-    del state["visual_projection.weight"]
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="visual_projection"):
         CLIPScore(str(tmp_path))
 
 

@@ -139,29 +139,21 @@ JPEG = base64.b64encode(b"\xff\xd8\xff\xe0 not a picture").decode()
     [
         (b"{not json", 400, "not JSON"),
         (b"[" + b"{}," * 20_000 + b"{}]", 413, "too many values"),
-        (b'{"images": [' + b'"",' * 20_000, 413, "too many values"),
-        (b'{"images": "' + b'\\"' * 20_000, 400, "not JSON"),
-        (b"[]", 400, "must be"),
         (score_body([], []), 400, "must be"),
         (score_body([PNG], ["a", "b"]), 400, "equally many"),
-        (score_body([1], ["a"]), 400, "must be"),
         (score_body([PNG] * 5, ["a"] * 5), 413, "at most 4"),
         (score_body([PNG], ["a" * 101]), 413, "100 characters"),
         (score_body(["@@@"], ["a"]), 400, "not base64"),
         (score_body([JPEG], ["a"]), 400, "not a PNG"),
         (score_body([PNG[: len(PNG) // 8 * 4]], ["a"]), 400, "broken PNG"),
         (score_body([png_header(50_000, 50_000)], ["a"]), 413, "50000 x 50000"),
-        (score_body([png_header(99, 101)], ["a"]), 400, "broken PNG"),
         (score_body([WIDE, WIDE], ["a", "b"]), 413, "90 x 90"),
         (score_body([PNG, png(30)], ["a", "b"]), 400, "one size"),
         (b" " * 300_000, 413, "200000"),
         (score_body([PNG] * 3, ["a"] * 3, inputs=[PNG] * 2), 413, "5 images"),
         (score_body([PNG], ["a"], inputs=[png_header(9_000, 9_000)]), 413, "9000 x 9000"),
-        (score_body([PNG], ["a"], inputs=[JPEG]), 400, "not a PNG"),
         (score_body([PNG], ["a"], inputs=["/etc/passwd"], inputs_of=[[0]]), 400, "not base64"),
         (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[1]]), 400, "indices of the 1 inputs"),
-        (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[True]]), 400, "indices"),
-        (score_body([PNG], ["a"], inputs_of=["/etc/passwd"]), 400, "list of lists"),
         (score_body([PNG], ["a"], inputs_of=[["/etc/passwd"]]), 400, "indices"),
         (score_body([PNG], ["a"], inputs=[PNG], inputs_of=[[0], [0]]), 400, "one for each prompt"),
     ],
@@ -203,20 +195,6 @@ def test_a_reward_that_fails_is_an_error_500_and_then_no_score(caplog):
         assert "RuntimeError" in content["error"] and "secret details" not in content["error"]
         assert torch.isnan(RemoteReward(url, **QUICK)(pictures(3), ["a"] * 3)).all()
         assert "no score after 2 attempts" in caplog.text
-
-
-def test_requests_are_scored_one_at_a_time_and_too_many_wait():
-    alone = threading.Lock()
-
-    def reward(images, prompts):
-        assert alone.acquire(blocking=False)
-        time.sleep(0.02)
-        alone.release()
-        return torch.zeros(len(images))
-
-    with running(RewardServer(reward, port=0, limits=Limits(requests=2))) as url:
-        scores = RemoteReward(url, batch_size=1, concurrency=6, timeout_s=5.0, retries=0)(pictures(12), ["a"] * 12)
-    assert torch.isfinite(scores).all()
 
 
 def test_all_requests_together_decode_only_so_many_pixels():
@@ -288,9 +266,7 @@ def endpoint_that(answer):
         reply("<html>hello</html>"),
         reply("[" * 100_000),
         reply('{"scores": [1.0]}'),
-        reply('{"scores": [true, "2"]}'),
         reply("oops", 500),
-        reply("slow down", 429),
         reply("", 302, Location="http://127.0.0.1:9/"),
         reply('{"scores": [1, 2]}' + " " * 17 * 2**20),
     ],
@@ -299,16 +275,6 @@ def test_a_useless_answer_is_asked_for_again_and_then_is_no_score(answer):
     with endpoint_that(answer) as (url, bodies):
         scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
         assert torch.isnan(scores).all()
-        assert len(bodies) == 2
-
-
-def test_an_answer_after_a_failure_counts():
-    def second_time(handler, count):
-        (reply("oops", 500) if count == 1 else reply('{"scores": [0.5, null]}'))(handler, count)
-
-    with endpoint_that(second_time) as (url, bodies):
-        scores = RemoteReward(url, check=False, **QUICK)(pictures(2), ["a", "b"])
-        assert scores[0] == 0.5 and torch.isnan(scores[1])
         assert len(bodies) == 2
 
 
@@ -348,13 +314,6 @@ def test_the_judge_sends_picture_and_prompt_and_reads_the_score():
     head, data = picture["image_url"]["url"].split(",")
     assert head == "data:image/png;base64"
     assert struct.unpack(">II", base64.b64decode(data)[16:24]) == (16, 12)
-
-
-@pytest.mark.parametrize("text", ['{"choices": []}', '{"choices": [{"message": {"content": null}}]}', "x"])
-def test_the_judge_survives_garbage(text):
-    with endpoint_that(reply(text)) as (url, bodies):
-        assert torch.isnan(VLMJudge(url, "judge", check=False, **QUICK)(pictures(1), ["a"])).all()
-        assert len(bodies) == 2
 
 
 def test_the_judge_refuses_bad_settings():

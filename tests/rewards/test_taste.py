@@ -65,15 +65,6 @@ def test_a_likelihood_by_hand():
     assert block.likelihood(np.ones(1), [0, 1]) == pytest.approx(expected, rel=1e-12)
 
 
-def test_slips_cost_little():
-    """With a slip in five choices the direction is nearly as good."""
-    cosines = []
-    for seed in range(4):
-        head = fit([Choice({"right": one.features["right"]}, one.liked) for one in choices(40, seed=seed, slips=0.2)])
-        cosines.append(float(head.direction.float() @ THETA / head.direction.float().norm() / THETA.norm()))
-    assert min(cosines) > 0.9
-
-
 def test_a_head_of_random_clicks_is_not_trusted():
     """The lower end of a 90 % interval is above chance with probability .05, above `TRUSTED` with less: of 60 heads, more than
     8 with probability .002 (binomial)."""

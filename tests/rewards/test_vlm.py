@@ -168,18 +168,13 @@ def test_aspects_are_read_as_unified_reward_2_writes_them(style):
     [
         ("circle (shape): 1\nFinal Score: 4", 4.0),
         ("**Final Score:** 3.5/5", 3.5),
-        ("final score : <2>", 2.0),
         ("Final Score: 1-5? I say Final Score: 5.", 5.0),
         ("<think>Final Score: 2, or 3?</think> Final Score: 4", 4.0),
         ("<think>so far Final Score: 2", None),  # max_tokens ended it
         ("<think>Final Score: 2</think> I cannot say.", None),
         ("Final Score: 1 to 5", None),
-        ("Final Score: 45", None),
         ("Final Score: 0", None),
-        ("Final Score: -3", None),
-        ("Final Score: good", None),
         ("I cannot judge this. 4", None),
-        ("", None),
     ],
 )
 def test_a_final_score_is_read(text, score):
@@ -194,11 +189,3 @@ def test_an_edit_is_no_better_than_its_worst_part(numbers, score):
     text = "\n".join(f"**{name} (0-10):** {number}" for name, number in zip(names, numbers, strict=True))
     wanted = pytest.approx(math.nan if score is None else score, nan_ok=True)
     assert parse_scores(text, names, FORMS["edit"]) == wanted
-
-
-def test_aspects_are_averaged_and_all_are_needed():
-    names = ("Alignment Score", "Coherence Score", "Style Score")
-    text = "Alignment Score (1-5): 4\nCoherence Score (1-5): 3\n**Style Score (1-5):** 3.5"
-    assert parse_scores(text, names) == pytest.approx(3.5)
-    assert parse_scores(text, names[:1]) == 4
-    assert math.isnan(parse_scores(text.replace("Style", "Colour"), names))

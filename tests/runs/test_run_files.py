@@ -112,21 +112,21 @@ def test_a_disk_that_is_full_from_any_moment_on_is_a_message_and_the_run_can_go_
         begin(tmp_path / "straight")
     touches = full.touches
     assert touches > 50
-    for moment in sorted({*range(6), *range(6, touches, 29), *range(touches - 6, touches)}):
+    for moment in sorted({*range(3), *range(3, touches, 60), *range(touches - 3, touches)}):
         folder = tmp_path / str(moment)
         with full.at(folder, moment), pytest.raises((Stopped, UserError), match=r"cannot be written.*No space left"):
             begin(folder)
         assert not list(folder.rglob(".unfinished*")), moment
 
 
-@pytest.mark.parametrize("size", [0, 100, 1000, 5000, 20000])
+@pytest.mark.parametrize("size", [0, 1000, 20000])
 def test_files_that_may_not_grow_are_a_message_too(tmp_path, size):
     """As libraries that write without Python meet it: safetensors, torch."""
     with small_files(size), pytest.raises((Stopped, UserError), match=r"cannot be written"):
         begin(tmp_path / "run")
 
 
-@pytest.mark.parametrize("size", [0, 300, 3000])
+@pytest.mark.parametrize("size", [0, 3000])
 def test_commands_on_a_full_disk_end_with_a_message(capsys, tmp_path, tiny_config, size):
     with small_files(size):
         code, _, err = g2rpo(capsys, "train", tiny_config, "prompts.cache=off", "trackers=[]", "--run-dir", tmp_path / "run")

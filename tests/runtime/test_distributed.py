@@ -12,7 +12,6 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World, joined
 from tests.support import ranks
-from tests.support.commands import g2rpo
 from tests.support.runs import brightness, trainer, untimed
 
 COMMON = ("trainer.prompts_per_iteration=4", "trainer.iterations=3")
@@ -187,6 +186,6 @@ def test_torchrun_is_all_it_takes_and_ends_when_a_rank_is_killed(capsys, tmp_pat
     rows = read_metrics(run)
     assert [(row["kind"], row["iteration"]) for row in rows] == begun
     assert {row["ranks"] for row in rows if row["kind"] == "train"} == {2}
-    assert g2rpo(capsys, "resume", run, *plugin)[0] == 0
+    done(capsys, "resume", run, *plugin)
     assert [(row["kind"], row["iteration"]) for row in read_metrics(run)] == [*begun, ("eval", 2)]
     assert (run / "adapter" / "pytorch_lora_weights.safetensors").is_file()

@@ -59,12 +59,6 @@ CASES = {
     "decode": (Small(decode=5), (), ("sampling.decode_batch_size=4",), 4),
     "training pass": (Small(train=3), (), ("trainer.micro_batch_size=2",), 5),
     "in the middle of an update": (Small(grad_calls=(2,)), ("trainer.micro_batch_size=2",), ("trainer.micro_batch_size=1",), 1),
-    "after the first of several updates": (
-        Small(grad_calls=(2,)),
-        ("trainer.micro_batch_size=2", "algorithm.update_every=branch"),
-        ("trainer.micro_batch_size=1", "algorithm.update_every=branch"),
-        1,
-    ),
     "everywhere": (
         Small(rollout=3, decode=3, train=1),
         ("sampling.batch_size=5", "sampling.decode_batch_size=3", "trainer.micro_batch_size=2"),
@@ -154,14 +148,6 @@ def test_a_reward_that_runs_out_of_memory_in_an_evaluation_sees_fewer_pictures_t
         Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4).evaluate(["0"] * 2, {"bright": reward})
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 7}, {"decode_batch_size": 5}])
-def test_a_run_does_not_depend_on_its_batch_sizes(options):
-    """Bit for bit: the Gaussian policy's arithmetic is elementwise, so a row does not know its batch."""
-    one, _, _, _ = run(GaussianPolicy())
-    other, _, _, _ = run(GaussianPolicy(), *(f"sampling.{key}={value}" for key, value in options.items()))
-    assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize(
     ("peak", "limit", "most", "expected"),
     [
@@ -233,13 +219,6 @@ def test_auto_on_a_cpu_is_what_the_documentation_says():
 def test_a_batch_size_is_a_number_or_auto(value):
     with pytest.raises(UserError, match=r"sampling\.batch_size"):
         trainer(None, f"sampling.batch_size={value}")
-
-
-def test_where_nothing_halves_the_user_hears_what_to_lower():
-    """As in `g2rpo sample` and `g2rpo evaluate`."""
-    policy = Small(rollout=1)
-    with pytest.raises(UserError, match="--batch-size of g2rpo sample"):
-        Sampler(policy=policy, shift=1.0, num_steps=4).pictures(["0", "0"])
 
 
 NO_ROOM = (

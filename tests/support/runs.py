@@ -82,10 +82,7 @@ def darkness(images, prompts):
 
 def fits(name: str) -> list[str]:
     """Overrides with which an algorithm's defaults fit a few steps."""
-    shorter = {
-        "refl": ["algorithm.last_steps=3"],
-        "e_grpo": ["algorithm.branch_steps=[0,2]", "algorithm.merged_steps=[1,2]"],
-    }
+    shorter = {"refl": ["algorithm.last_steps=3"], "e_grpo": ["algorithm.branch_steps=[0,2]", "algorithm.merged_steps=[1,2]"]}
     return shorter.get(name, [])
 
 

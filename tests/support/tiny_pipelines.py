@@ -621,11 +621,7 @@ def bria():
     transformer = BriaTransformer2DModel(**BLOCKS, in_channels=16, joint_attention_dim=16, axes_dims_rope=[4, 6, 6])
     louder(transformer.proj_out, 0.3)
     return BriaPipeline(
-        scheduler=dynamic(),
-        vae=tiny_vae(),
-        text_encoder=tiny_t5(16),
-        tokenizer=tokenizer(128),
-        transformer=transformer,
+        scheduler=dynamic(), vae=tiny_vae(), text_encoder=tiny_t5(16), tokenizer=tokenizer(128), transformer=transformer
     )
 
 

@@ -4,22 +4,13 @@ import hashlib
 import json
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from g2rpo import testbed
 from g2rpo.testbed.words.judges import WordColour, WordDrawing, WordLetters, WordPaper, picture
-from g2rpo.testbed.words.language import (
-    COLOURS,
-    LETTERS,
-    Word,
-    heldout_words,
-    parse,
-    prompts,
-    random_word,
-)
-from tools.testbed.words import TWINS, Words, confused, misspelt
+from g2rpo.testbed.words.language import COLOURS, LETTERS, Word, heldout_words, parse, prompts
+from tools.testbed.words import Words
 
 ASSETS = testbed.assets_dir() / "words"
 TIGER = Word("tiger", "red")
@@ -50,41 +41,6 @@ def test_other_prompts_have_no_word_and_no_score(prompt):
     assert parse(prompt) is None
     scores = [judge()(picture(TIGER)[None], [prompt]) for judge in (WordColour, WordPaper, WordDrawing, WordLetters)]
     assert all(score.isnan().all() for score in scores)
-
-
-def test_neither_random_nor_misspelt_words_are_held_out(monkeypatch):
-    from g2rpo.testbed.words import language
-
-    some = frozenset(a + b + c for a in "abcdefghijklm" for b in LETTERS for c in LETTERS)  # half of all words of three letters
-    monkeypatch.setattr(language, "heldout_words", lambda: some)
-    rng = np.random.default_rng(0)
-    assert not {random_word(rng, spoken).letters for _ in range(300) for spoken in (False, True)} & some
-    assert not {misspelt(Word("zzz", "red"), 0.9, rng).letters for _ in range(300)} & some
-
-
-def test_the_share_of_wrong_letters():
-    rng = np.random.default_rng(0)
-    words = [random_word(rng) for _ in range(2000)]
-    wrong = [a != b for word in words for a, b in zip(word.letters, misspelt(word, 0.2, rng).letters, strict=True)]
-    assert len(wrong) > 8000
-    assert np.mean(wrong) == pytest.approx(0.2, abs=4 * (0.2 * 0.8 / len(wrong)) ** 0.5)  # four standard errors
-    assert misspelt(TIGER, 0.0, rng) == TIGER
-    assert not any(a == b for word in words for a, b in zip(word.letters, misspelt(word, 1.0, rng).letters, strict=True))
-
-
-def test_letters_with_a_twin_are_drawn_as_it_so_often_and_others_never():
-    rng = np.random.default_rng(0)
-    words = [random_word(rng) for _ in range(4000)]
-    pairs = [pair for word in words for pair in zip(word.letters, confused(word, 0.75, rng).letters, strict=True)]
-    swapped = [a != b for a, b in pairs if a in TWINS]
-    assert np.mean(swapped) == pytest.approx(0.75, abs=4 * (0.75 * 0.25 / len(swapped)) ** 0.5)  # four standard errors
-    assert {(a, b) for a, b in pairs if a != b} == set(TWINS.items())
-    assert confused(TIGER, 0.0, rng) == TIGER and confused(TIGER, 1.0, rng).letters == "tignr"
-
-
-def test_letters_drawn_wrongly_and_their_twins_are_frequent_in_training():
-    letters = "".join(word.letters for text in prompts("train") if (word := parse(text)))
-    assert all(letters.count(letter) / len(letters) > 0.03 for pair in TWINS.items() for letter in pair)
 
 
 def test_judges_of_clean_drawings():

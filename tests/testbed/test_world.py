@@ -1,7 +1,5 @@
 """The world's language, drawings, detector and verifiable reward: nothing here needs weights."""
 
-import subprocess
-import sys
 from functools import cache
 
 import numpy as np
@@ -14,7 +12,7 @@ from g2rpo.testbed.detector import detect
 from g2rpo.testbed.grammar import is_heldout, parse, prompts, render_prompt
 from g2rpo.testbed.rewards import SceneAccuracy
 from g2rpo.testbed.scenes import Group, Object, Scene, draw, sample_scene
-from tools.testbed.drawings import OPPOSITE, attribute, corrupt, edits, layout, render
+from tools.testbed.drawings import attribute, edits, render
 
 
 def image_of(picture):
@@ -42,12 +40,8 @@ def test_a_prompt_reads_as_expected():
 @pytest.mark.parametrize(
     ("prompt", "complaint"),
     [
-        ("", "empty"),
         ("a red dog", "dog"),
-        ("two blue", "the end"),
         ("four red circles", "number"),
-        ("a red circle near a star", "left of"),
-        ("a red circle above a blue star today", "today"),
         ("three red circles above three blue stars", "4"),
         ("a red circle above a red circle", "differ"),
     ],
@@ -67,22 +61,6 @@ def test_splits_are_distinct_deterministic_and_share_no_composition():
     assert heldout[:2] == ["two green triangles left of a yellow square", "three purple circles"]
     with pytest.raises(ValueError, match="unknown split"):
         prompts("test")
-
-
-def test_held_out_is_a_matter_of_meaning_not_of_wording():
-    for prompt in prompts("heldout"):
-        scene = parse(prompt)
-        if scene.relation is not None:
-            assert is_heldout(Scene(scene.groups[::-1], OPPOSITE[scene.relation]))
-
-
-def test_objects_keep_their_distance():
-    rng = np.random.default_rng(5)
-    for scene in (sample_scene(rng) for _ in range(200)):
-        objects = layout(scene, rng)
-        for i, a in enumerate(objects):
-            for b in objects[:i]:
-                assert np.hypot(a.x - b.x, a.y - b.y) >= a.radius + b.radius + 4.5
 
 
 def test_the_detector_is_right_about_drawings():
@@ -106,16 +84,6 @@ def test_one_wrong_attribute_is_seen():
             seen[attribute(scene, edited)] += 1
             assert min(check(edited, objects).values()) < 1, f"{render_prompt(edited)} accepted for {scene}"
     assert min(seen.values()) > 100
-
-
-def test_corrupt_changes_one_thing_and_stays_in_the_split():
-    rng = np.random.default_rng(2)
-    for prompt in prompts("train")[:300]:
-        scene = parse(prompt)
-        edited = corrupt(scene, rng)
-        assert edited != scene
-        assert not is_heldout(edited)
-        assert edited in list(edits(scene))
 
 
 def test_noise_shows_no_objects_of_the_world():
@@ -165,8 +133,3 @@ def test_accuracy_gives_no_score_where_the_prompt_means_nothing():
     assert scores.dtype == torch.float32
     assert scores[0].isnan()
     assert scores[1] == 0
-
-
-def test_importing_the_testbed_is_free():
-    code = "import g2rpo.testbed, sys; print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -6,11 +6,9 @@ import math
 import pytest
 import torch
 
-from g2rpo.core.seeding import seed_for
 from g2rpo.core.types import Reward
 from g2rpo.evaluation.controls import FEWEST, PROMPTS, prompts_within
 from g2rpo.monitor.alarms import diversity_alarm
-from g2rpo.monitor.image_statistics import spread
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
@@ -93,23 +91,6 @@ class Half(Reward):
 
     def __call__(self, images, prompts):
         return brightness(images, prompts)
-
-
-class Bright(Half):
-    right = 0.54
-
-
-def test_the_diversity_of_right_pictures(tmp_path):
-    """That of pictures whose mean is at least .54: one, three and four of the four of each prompt."""
-    run = finished(trainer(tmp_path, "evaluation.controls=true", rewards={"bright": Bright()}))
-    row = [row for row in read_metrics(tmp_path) if row["kind"] == "eval"][-1]
-    four = [prompt for prompt in run.heldout for _ in range(4)]
-    with run.learner.averaged():
-        images = run.evaluator.sampler_now(seed=seed_for(run.evaluator.sampler.seed, "spread")).pictures(four)
-    right = (images.mean((1, 2, 3)) >= Bright.right).unflatten(0, (-1, 4))
-    images = (images * 255).round().to(torch.uint8).unflatten(0, (-1, 4))
-    assert right.sum(1).tolist() == [1, 3, 4]
-    assert row["diversity_right"] == pytest.approx(spread(images, right)) != pytest.approx(row["diversity"])
 
 
 def test_a_run_says_how_many_pictures_are_right(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ def test_training_is_that_of_its_scale_and_pictures_are_those_of_the_policys(tin
     assert learnt(both["eval0"]) == learnt(high["eval0"]) != learnt(low["eval0"])
 
 
+@pytest.mark.slow  # two plans
 def test_a_plan_has_half_the_evaluations_in_training_alone(tiny_config, sd3_directory):
     guided, half = (
         make_plan(

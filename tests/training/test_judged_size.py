@@ -17,7 +17,7 @@ from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import make_plan
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.runs.lifecycle import read_config
-from tests.support.commands import g2rpo
+from tests.support.commands import done, refused
 
 LARGER = ["evaluation.height=64", "evaluation.width=48"]
 FEW = ["rewards.scene_accuracy=", "rewards.brightness=1", "trainer.iterations=1", "evaluation.controls=true"]
@@ -26,8 +26,7 @@ FEW = ["rewards.scene_accuracy=", "rewards.brightness=1", "trainer.iterations=1"
 @pytest.fixture
 def run(tiny_config, tmp_path, capsys):
     def make(name, *overrides):
-        code, _, err = g2rpo(capsys, "train", tiny_config, *FEW, *overrides, "--run-dir", tmp_path / name)
-        assert code == 0, err
+        done(capsys, "train", tiny_config, *FEW, *overrides, "--run-dir", tmp_path / name)
         return tmp_path / name
 
     return make
@@ -71,6 +70,7 @@ def test_a_reward_that_compares_gets_the_bases_pictures_at_their_size(tiny_confi
     assert pairs[0].shape == (2, 3, 64, 48) and torch.equal(pairs[0][0], pairs[0][1])
 
 
+@pytest.mark.slow  # two plans
 def test_a_plan_counts_judged_pictures_at_their_size(tiny_config):
     plain, larger = (
         make_plan(load_config(str(tiny_config), more), cuda=True, heldout=3, distinct_prompts=6)
@@ -87,8 +87,8 @@ def test_a_plan_counts_judged_pictures_at_their_size(tiny_config):
 
 def test_a_size_that_the_model_cannot_make_is_refused(tiny_config, capsys, tmp_path):
     for command in (["train", tiny_config, "--run-dir", tmp_path / "r"], ["plan", tiny_config, "--no-probe"]):
-        code, _, err = g2rpo(capsys, *command, "evaluation.height=50", *FEW[:2])
-        assert code == 2 and "evaluation.height, evaluation.width: " in err and "multiples of" in err
+        err = refused(capsys, *command, "evaluation.height=50", *FEW[:2])
+        assert "evaluation.height, evaluation.width: " in err and "multiples of" in err
     config = load_config(str(tiny_config), LARGER)
     with pytest.raises(UserError, match="a PolicyConfig has one size"):
         components.check_judged_size(config, PolicyConfig(path="", height=4, width=4))

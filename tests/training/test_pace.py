@@ -59,7 +59,7 @@ def test_times_are_read(text, seconds):
     assert seconds_in(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["3", "h", "-3h", "0s", "3 days", "nan"])
+@pytest.mark.parametrize("text", ["3", "-3h", "nan"])
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(UserError, match="--within .*90m"):
         seconds_in(text)

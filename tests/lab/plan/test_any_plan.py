@@ -18,8 +18,7 @@ from tests.support.variants import few
 WITH_VALUES_READ = ["Lumina2Pipeline", "QwenImage21Pipeline", "HunyuanVideo15Pipeline"]
 FIXED = ("LongCatImagePipeline", "QwenImage21Pipeline", "HunyuanVideo15Pipeline")
 """Those without a choice of max_sequence_length."""
-IN_TEST_COST = ["FluxPipeline", "StableDiffusion3Pipeline"]
-KINDS = [kind for kind in CLASSES if kind not in (*IN_TEST_COST, *WITH_VALUES_READ) and not SPECS[kind].pictured]
+KINDS = [kind for kind in CLASSES if kind not in WITH_VALUES_READ and not SPECS[kind].pictured]
 """Those that edit take a megapixel of input, which is too much for a real call here."""
 
 

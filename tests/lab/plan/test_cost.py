@@ -2,15 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import FluxPipeline
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo.app.train import load_config
 from g2rpo.assembly import components
@@ -27,7 +24,7 @@ from g2rpo.lab.plan.plan import make_plan
 from g2rpo.lab.plan.probe import by_probe
 from g2rpo.lab.plan.rewards import cost_of_reward
 from g2rpo.lab.plan.roofline import USUAL
-from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES, on_card
+from g2rpo.lab.plan.seconds import OPTIMIZER_PASSES
 from g2rpo.lab.plan.trace import LiveBytes, trace_calls
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.pipelines import blocks_of, load_pipeline
@@ -164,13 +161,6 @@ def test_automatic_batch_sizes_are_settled():
     ]
 
 
-def test_guidance_takes_two_rows_of_the_network(sd3_directory):
-    for scale, rows in ((4.5, 2), (1.0, 1)):
-        c = config(sd3_directory, f"policy.guidance_scale={scale}")
-        blueprint = read_blueprint(c.policy)
-        assert shapes_of(build_on_meta(blueprint, c.policy), blueprint).rows == rows
-
-
 # --- models without weights --------------------------------------------------------------------------------------------
 
 
@@ -178,13 +168,9 @@ def test_guidance_takes_two_rows_of_the_network(sd3_directory):
     ("name", "part", "millions"),
     [  # model cards and papers: 12 B, 2.5 B (with 0.23 B of positions, which are no parameters), 8.1 B, 4.7 B, 123 M, 84 M
         ("black-forest-labs/FLUX.1-dev", "transformer", 11901.4),
-        ("black-forest-labs/FLUX.1-schnell", "transformer", 11891.2),
-        ("black-forest-labs/FLUX.1-dev", "text_encoder", 123.1),
         ("black-forest-labs/FLUX.1-dev", "text_encoder_2", 4762.3),
         ("black-forest-labs/FLUX.1-dev", "vae", 83.8),
         ("stabilityai/stable-diffusion-3.5-medium", "transformer", 2243.2),
-        ("stabilityai/stable-diffusion-3.5-medium", "text_encoder_2", 694.7),
-        ("stabilityai/stable-diffusion-3.5-large", "transformer", 8056.6),
     ],
 )
 def test_published_models_have_their_published_sizes(name, part, millions):
@@ -194,13 +180,7 @@ def test_published_models_have_their_published_sizes(name, part, millions):
 
 @pytest.mark.parametrize(
     ("name", "billions"),  # as their cards name them: 4B, 20B, 6B, 1.3B, 12B
-    [
-        ("black-forest-labs/FLUX.2-klein-base-4B", 3.88),
-        ("Qwen/Qwen-Image", 20.43),
-        ("Tongyi-MAI/Z-Image", 6.15),
-        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.42),
-        ("black-forest-labs/FLUX.1-Kontext-dev", 11.90),
-    ],
+    [("Qwen/Qwen-Image", 20.43), ("Tongyi-MAI/Z-Image", 6.15), ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.42)],
 )
 def test_open_models_have_their_published_sizes_and_can_be_planned(name, billions):
     module = on_meta(published(name).parts["transformer"])
@@ -356,13 +336,6 @@ def test_the_lists_of_cudas_autocast_are_torchs():
     assert names("AT_FORALL_FP32_SET_OPT_DTYPE") == autocast.SUMS
 
 
-def test_cudas_norms_need_more_than_the_cpus(deep):
-    c = config(deep["flux"], "policy.dtype=bfloat16")
-    blueprint = read_blueprint(c.policy)
-    cuda, cpu = (trace_calls(blueprint, c, count(c, 3), like_cuda=where) for where in (True, False))
-    assert cpu.training.peak < cuda.training.peak < 2 * cpu.training.peak
-
-
 @pytest.mark.parametrize("batch_size", few([4, 16, 64], lambda size: size == 16))
 def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory, batch_size):
     c = config(flux_directory, "algorithm.group_size=12", f"sampling.batch_size={batch_size}")
@@ -376,6 +349,7 @@ def test_latents_of_a_rollout_stay_within_what_was_planned(flux_directory, batch
     assert 0.85 < live.peak / (latents + working["network call"]) < 1
 
 
+@pytest.mark.slow  # four plans; what ranks hold is measured in tests/runtime/test_sharding.py
 def test_ranks_share_the_work_and_with_pieces_the_state(deep):
     """Of two ranks each has half of the prompts; in pieces half of the state, and gathers a block, the next, and the rest."""
     whole, two, full, training = (
@@ -408,6 +382,7 @@ def test_ranks_share_the_work_and_with_pieces_the_state(deep):
         make_plan(config(deep["flux"]), cuda=False, heldout=3, distinct_prompts=6, ranks=3)
 
 
+@pytest.mark.slow  # six plans
 def test_what_earlier_plans_know_changes_no_number(flux_directory):
     def plan(*overrides, known=()):
         return make_plan(config(flux_directory, *overrides), cuda=False, heldout=3, distinct_prompts=6, known=known)
@@ -418,17 +393,6 @@ def test_what_earlier_plans_know_changes_no_number(flux_directory):
     assert first.policy is judged.policy is small.policy and first.traced is judged.traced is not small.traced
     assert small.memory == plan("sampling.batch_size=1").memory
     assert plan("policy.lora_rank=3", known=[first]).policy is not first.policy
-
-
-def test_pieces_are_advised_before_anything_is_given_up(flux_directory):
-    c = config(flux_directory, "policy.tuning=full", "policy.gradient_checkpointing=true")
-
-    def fits(*words):
-        return lambda overrides: any(f"sharding={word}" in o for o in overrides for word in words)
-
-    assert what_fits(c, 4, fits("full", "training")) == ["trainer.sharding=training"]
-    assert what_fits(c, 4, fits("full")) == ["trainer.sharding=full"]
-    assert what_fits(c, 1, fits("full")) is None
 
 
 def test_what_fits_keeps_only_what_is_needed(flux_directory):
@@ -461,27 +425,6 @@ def test_rewards_on_the_cpu_are_advised_before_any_change_of_method(flux_directo
 # --- operations and time -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", few(["flux", "sd3"], "sd3".__eq__))
-@pytest.mark.parametrize(
-    ("tuning", "checkpointed"), few([("lora", False), ("lora", True), ("full", False)], ("lora", True).__eq__)
-)
-def test_operations_of_a_shallow_model_are_those_of_the_whole(deep, model, tuning, checkpointed):
-    """Forward exactly. Backward: flash attention has five products where the counter's attention in steps has four."""
-    c = config(deep[model], f"policy.tuning={tuning}", f"policy.gradient_checkpointing={checkpointed}")
-    policy, blueprint = components.build_policy(c.policy), read_blueprint(c.policy)
-    shapes, plans = shapes_of(policy, blueprint), c.algorithm.plans(c.sampling.num_steps)
-    traced = trace_calls(blueprint, c, count(c, 3), like_cuda=False)
-    with sdpa_kernel(SDPBackend.MATH):
-        with FlopCounterMode(display=False) as forward, torch.no_grad():
-            policy.velocity(*trace.inputs(policy, shapes, traced.velocity.rows))
-        with FlopCounterMode(display=False) as both:
-            trace.training_pass(policy, c, shapes, plans, traced.training.rows)
-    assert traced.velocity.roofline.flops == forward.get_total_flops()
-    attention = 0.5 / 2 / (2 if checkpointed else 1)
-    print(traced.training.roofline.flops / both.get_total_flops(), attention)
-    assert traced.training.roofline.flops == pytest.approx(both.get_total_flops(), rel=0.09)
-
-
 def test_a_forward_of_flux_takes_37_tflop_at_the_papers_size():
     """By hand: 12 width^2 weights a token in a stream of 19 double blocks and of 38 single ones, width 3072, 2,537 tokens."""
     c = load_config("flux1-dev-hps", [])
@@ -510,36 +453,16 @@ def test_time_on_a_card_is_that_of_its_calls(flux_directory):
     assert seconds.run == pytest.approx(total)
 
 
-def test_a_plan_has_what_makes_calls_faster(flux_directory):
-    """Compiling, no autocast and a card of twice the rates; launches alone bound a model as small as this one."""
-    bf16, large = "policy.dtype=bfloat16", replace(USUAL, launch=0.0)
-    plans = [planned(config(flux_directory, bf16, *more)) for more in ([], ["policy.autocast=false"], ["policy.compile=true"])]
-    wide, narrow, compiled = (on_card(CARDS["h200"], it.counts, it.work, large).iteration["rollout"] for it in plans)
-    assert narrow < wide and compiled < wide
-    card = CARDS["h200"]
-    twice = replace(card, bfloat16=2 * card.bfloat16, float32=2 * card.float32, bandwidth=2 * card.bandwidth)
-    assert on_card(twice, plans[0].counts, plans[0].work, large).iteration["rollout"] == pytest.approx(wide / 2)
-    assert plans[0].seconds(twice).iteration["rollout"] == plans[0].seconds(card).iteration["rollout"] > wide
-
-
 @pytest.mark.parametrize(
     ("told", "card"),
     [
-        ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100-PCIE-40GB", "a100-40"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L4", "l4"),
         ("NVIDIA L40", "l40"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA GH200 144G HBM3e", None),
         ("NVIDIA H20", "h20"),
-        ("NVIDIA H20-3e", None),
-        ("NVIDIA A10G", "a10g"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("Radeon VII", None),
     ],
 )

@@ -6,14 +6,13 @@ from typing import get_args, get_type_hints
 import pytest
 
 from g2rpo.config.algorithms import ALGORITHMS
-from tests.support.commands import g2rpo
+from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import fits
 from tests.support.variants import few
 
 
 def told(capsys, *arguments):
-    code, out, err = g2rpo(capsys, "plan", *arguments, "--json")
-    assert code == 0, err
+    out = done(capsys, "plan", *arguments, "--json")
     return json.loads(out)
 
 
@@ -34,21 +33,6 @@ def test_the_papers_recipe_on_a_card_that_cannot_hold_it(capsys):
         assert any(note.startswith(f"{missing}: prompt file") for note in plan["notes"])
     changed = told(capsys, "flux1-dev-hps", *plan["instead"]["overrides"], "--device", "h200")
     assert changed["memory"]["fits"] and changed["memory"]["needed"] == plan["instead"]["needed"]
-
-
-@pytest.mark.slow  # the whole model is traced three times
-def test_eight_cards_hold_in_pieces_what_none_holds_whole(capsys):
-    code, out, err = g2rpo(capsys, "plan", "flux1-dev-hps", "--device", "h200", "--ranks", "8")
-    assert code == 0, err
-    assert "black-forest-labs/FLUX.1-dev: FLUX.1 [dev] Non-Commercial License" in out
-    text = " ".join(out.split())
-    assert "8 x NVIDIA H200, each" in text and "one of 8 ranks, with 2 of 16 prompts" in text
-    assert "no card here would hold a rank" in text and "trainer.sharding=training" in text and "policy.tuning=lora" not in text
-    plan = told(capsys, "flux1-dev-hps", "trainer.sharding=full", "--device", "h200", "--ranks", "8")
-    assert plan["ranks"] == 8 and plan["memory"]["fits"] and plan["counts"]["evaluations_per_prompt"] == 1700
-    state = sum(plan["memory"]["parts"][part] for part in ("trained weights", "gradients", "moments"))
-    assert state == pytest.approx(11901408320 * 16 / 8, rel=1e-3)
-    assert plan["limit"]["limited_by"] == "compute" and plan["limit"]["sent"]["across"] == 0
 
 
 def test_a_small_model_on_disk_is_probed(capsys, tiny_config):
@@ -90,8 +74,7 @@ def test_every_schedule_of_every_algorithm_can_be_planned(capsys, tiny_config, w
 
 def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
     model = [f"policy.path={sd3_directory}", "policy.guidance_scale=4.5"]
-    code, out, err = g2rpo(capsys, "plan", tiny_config, *model, "--device", "a100")
-    assert code == 0, err
+    out = done(capsys, "plan", tiny_config, *model, "--device", "a100")
     text = " ".join(out.split())
     assert "guidance takes two" in text and "by roofline" in text and "It fits" in text
 
@@ -100,21 +83,14 @@ def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
     ("arguments", "message"),
     [
         (["flux1-dev-hps", "--device", "h210"], "h200"),
-        (["flux1-dev-hps", "--device", "toaster"], "unknown device. Known: a100, a100-40"),
         (["flux1-dev-hps", "--device", "h200", "--probe"], "leave one of them out"),
         (["flux1-dev-hps", "--ranks", "3"], "cannot be divided evenly over 3 ranks"),
         (["flux1-dev-hps", "trainer.sharding=full"], "plan for them with --ranks"),
-        (["scenes", "--ranks", "2", "--probe"], "leave one of them out"),
-        (["flux1-dev-hp"], "flux1-dev-hp"),
         (["flux1-dev-hps", "policy.height=700"], "multiples of 16"),
-        (["flux1-dev-hps", "algorithm.branch_steps=[15]"], "branch_steps must lie in"),
-        (["flux1-dev-hps", "rewards.hpsv4=1"], "hpsv4"),
         (["scenes-fast", "algorithm.name=mixgrpo_flash"], "algorithm mixgrpo_flash does not fit sampling.tails: forecast"),
         (["sd35-medium-lora", "policy.path=black-forest-labs/FLUX.1-dev"], "is a FluxPipeline, but this recipe is for a"),
         (["scenes", "policy.path=/no/such/model"], "is no directory"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, arguments, message):
-    code, _, err = g2rpo(capsys, "plan", *arguments)
-    assert code == 2 and "Traceback" not in err
-    assert message in " ".join(err.split())
+    assert message in " ".join(refused(capsys, "plan", *arguments).split())

@@ -21,6 +21,7 @@ def test_the_longest_prompt_has_as_many_tokens_as_the_run_gives_it(tmp_path, kin
     assert longest_prompt(config, PROMPTS) == max(real) == real[1]
 
 
+@pytest.mark.slow  # two plans of a model that takes long to trace
 def test_a_plan_has_these_tokens_and_without_a_tokenizer_the_most_there_may_be(tmp_path, tiny_config):
     folder = save_tiny("ZImagePipeline", tmp_path / "model")
     own = [f"policy.path={folder}", "policy.dtype=float32"]

@@ -1,9 +1,10 @@
 """How large the differences from published code are that docs/algorithm.md keeps, on the tiny FLUX and SD3.
 
-python -m tests.published.kept        # a few minutes; "apart" is a share of the way that the weights, or latents, have come
+python -m tools.kept_differences        # a few minutes; "apart" is a share of the way that the weights, or latents, have come
 """
 
 import argparse
+import math
 import random
 import tempfile
 from itertools import combinations
@@ -99,6 +100,32 @@ def trained_steps(directory):
     line("           two draws for each member", between(theirs))
 
 
+def flash_points(num_steps, last, ratio, shift):
+    """MixGRPO-Flash's sigmas behind the last stochastic step: int(max((T - l) ratio, 1)) points, even before the shift."""
+    u = torch.linspace(1 - (last + 1) / num_steps, 0, int(max((num_steps - last) * ratio, 1)))
+    return shift * u / (1 + (shift - 1) * u)
+
+
+@torch.no_grad()
+def flash_tail(network, prompt, x, points, before):
+    """DPM-Solver++(2M) on predicted images along `points`. The first step extrapolates from `before`, the last stochastic
+    step's (sigma, predicted image), across the noise that entered there. The last step is of first order."""
+
+    def half_log_snr(sigma):
+        return math.log((1 - sigma) / sigma)
+
+    for k in range(len(points) - 1):
+        sigma, to = float(points[k]), float(points[k + 1])
+        image = x - sigma * network(x, points[k], prompt)
+        target = image
+        if to > 0:
+            h, h_before = half_log_snr(to) - half_log_snr(sigma), half_log_snr(sigma) - half_log_snr(before[0])
+            target = image + 0.5 * h / h_before * (image - before[1])
+        x = to / sigma * x + (1 - to - to / sigma * (1 - sigma)) * target
+        before = (sigma, image)
+    return x
+
+
 def flash(directory):
     """Final latents of six members at all windows of 300 iterations: ours, published, and with Euler at every step."""
     policy = DiffusersPolicy.from_pretrained(directory, height=32, width=32, max_sequence_length=12, tuning="frozen")
@@ -108,7 +135,7 @@ def flash(directory):
         found = {"ours, published": [], "published, every step": [], "ours, every step": []}
         for iteration in range(0, 300, 20):
             (plan,) = algorithm.plans(25, iteration)
-            points = neighbours.flash_points(25, plan.merge - 1, compression, 3.0)
+            points = flash_points(25, plan.merge - 1, compression, 3.0)
             if len(points) < 2:  # published, these never reach the image
                 continue
             whole = Plan(plan.branch, plan.merge, (tuple(range(plan.merge, 26)),), shared_noise=plan.shared_noise)
@@ -123,7 +150,7 @@ def flash(directory):
 
             with torch.no_grad():
                 image = last.x - sigmas[last.step] * network(last.x, sigmas[last.step], 0)
-            published = neighbours.flash_tail(network, 0, last.x_next, points, (float(sigmas[last.step]), image))
+            published = flash_tail(network, 0, last.x_next, points, (float(sigmas[last.step]), image))
             found["ours, published"].append(side_by_side.distance(ours.finals[0], published))
             found["published, every step"].append(side_by_side.distance(published, every.finals[0]))
             found["ours, every step"].append(side_by_side.distance(ours.finals[0], every.finals[0]))
