@@ -165,6 +165,12 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
             teach(s, 1)
         assert s.brake.looks[0].wrong.startswith("grey") and s.brake.step == brake.SHRINK
         assert torch.equal(mean(s.trainer), before)
+    useless = session(tmp_path / "c", "alarms.pictures=off")
+    with useless.begun():
+        useless.trainer.iterate = lambda: {}
+        while not useless.brake.looks:
+            teach(useless, 1)
+        assert useless.brake.looks[0].wrong == "no nearer to your taste" and useless.moved == 0
     contented = session(tmp_path / "b", "alarms.pictures=off")
     with contented.begun():
         while not contented.brake.looks:

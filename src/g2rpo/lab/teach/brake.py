@@ -42,15 +42,17 @@ class Brake:
     """Changes since the last look."""
     looks: list[Look] = field(default_factory=list)
 
-    def look(self, trainer: Trainer, row: Row, round: int) -> Look:
-        """Compares an evaluation's `row` with the base by the judges, which are not trained on: if one fell, or pictures left
-        the base's range, the last good weights come back and steps become smaller; else they grow."""
+    def look(self, trainer: Trainer, row: Row, round: int, nearer: bool) -> Look:
+        """Compares an evaluation's `row` with the base by the judges, which are not trained on: if one fell, pictures left the
+        base's range or are no `nearer` to the taste than at the last good look, its weights come back and steps become smaller;
+        else they grow."""
         base, scores = trainer.evaluator.base(), trainer.alarms.history[row["iteration"]]
         assert base is not None
         names = [name for name in (trainer.judges or trainer.rewards) if name != "clicks"]
         judges = {name: paired(base.scores[name], scores[name]) for name in names}
-        wrong = [name for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
-        wrong += [name for name in ("pictures",) if name in row.get("alarms", {})]
+        wrong = [f"{name} fell" for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
+        wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
+        wrong += [] if nearer else ["no nearer to your taste"]
         if wrong:
             put_back(trainer, self.good)
         else:

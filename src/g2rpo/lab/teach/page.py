@@ -214,7 +214,7 @@ def status(session: Session, learning: bool) -> str:
         lines.append(far + ' Enough: raise "How far to go" to learn on.' * session.reached)
     for look in session.brake.looks[-1:]:
         scores = ", ".join(f"{name} {one.base:.3g} → {one.tuned:.3g} ± {one.error:.2g}" for name, one in look.judges.items())
-        lines.append(f"Held-out pictures: {scores}." + (f" Worse: {look.wrong}; undone." if look.wrong else ""))
+        lines.append(f"Held-out pictures: {scores}." + (f" Undone: {look.wrong}." if look.wrong else ""))
     return f'<div class="g2">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'
 
 

@@ -372,13 +372,16 @@ class Session:
     def _look(self) -> None:
         t = self.trainer
         row, final, base = self._logged(t.evaluate()), t.final, t.evaluator.base()
-        look = self.brake.look(t, row, self.next)
+        assert base is not None and final is not None
+        sides = [features_of(one.images.float() / 255, one.prompts, self.clicks.encoder) for one in (base, final)]
+        before, now = (self._heldout or (sides[0], sides[0]))[1], sides[1]
+        nearer = self.direct or self.head is None or bool(self.head(now).mean() > self.head(before).mean())
+        look = self.brake.look(t, row, self.next, nearer)
         if look.wrong:
             self.changes += 1
-            self.notify(f"held-out pictures became worse ({look.wrong}): back to the last good weights, with smaller steps")
-        elif base is not None and final is not None:
-            sides = [features_of(one.images.float() / 255, one.prompts, self.clicks.encoder) for one in (base, final)]
-            self._heldout = (sides[0], sides[1])
+            self.notify(f"held-out pictures: {look.wrong}; back to the last good weights, with smaller steps")
+        else:
+            self._heldout = sides[0], now
 
     # how an answer is taken back
 
