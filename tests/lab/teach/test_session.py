@@ -167,7 +167,7 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
         assert torch.equal(mean(s.trainer), before)
     useless = session(tmp_path / "c", "alarms.pictures=off")
     with useless.begun():
-        useless.trainer.iterate = lambda: {}
+        useless.rate = 0
         while not useless.brake.looks:
             teach(useless, 1)
         assert useless.brake.looks[0].wrong == "no nearer to your taste" and useless.moved == 0
