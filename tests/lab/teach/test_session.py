@@ -8,7 +8,7 @@ from PIL import Image
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
-from g2rpo.lab.teach import brake
+from g2rpo.lab.teach import background, brake
 from g2rpo.lab.teach import session as teaching
 from g2rpo.lab.teach.agree import agree
 from g2rpo.lab.teach.background import InBackground
@@ -17,6 +17,8 @@ from g2rpo.lab.teach.session import OVERRIDES, Session
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards import votes
 from g2rpo.rewards.clicks import Clicks
+from g2rpo.runtime.distributed import ALONE
+from tests.support import ranks
 from tests.support.runs import brightness, mean, trainer
 
 
@@ -24,7 +26,7 @@ def redness(images, prompts):
     return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 
 
-def session(run_dir, *overrides, judges=None, ahead=1, strength=1e9):
+def session(run_dir, *overrides, judges=None, ahead=1, strength=1e9, world=ALONE):
     made = trainer(
         run_dir,
         *OVERRIDES,
@@ -36,6 +38,7 @@ def session(run_dir, *overrides, judges=None, ahead=1, strength=1e9):
         "trainer.prompts_per_iteration=2",
         *overrides,
         policy=GaussianPolicy(size=8),
+        world=world,
         rewards={"clicks": Clicks(), "bright": brightness},
         judges={"dark": lambda images, prompts: torch.zeros(len(prompts))} if judges is None else judges,
     )
@@ -124,6 +127,31 @@ def test_learning_in_the_background_learns_the_same(tmp_path):
         taught.answer((0,), round=0)
         with pytest.raises(ZeroDivisionError):
             taught.close()
+
+
+def taught_on_ranks(world, folder):
+    """Rank 0 is asked nine times, and takes one answer back; the others follow."""
+    s, background.BEAT = session(folder / "run", world=world, ahead=2), 0.05  # in a process of its own
+    with s.begun():
+        if world.is_main:
+            taught = InBackground(s, "0")
+            for round in range(9):
+                taught.answer(reddest(taught.group), round=round)
+            taught.undo()
+            taught.close()
+        else:
+            s.follow("0")
+        s.finish()
+    return s.changes, s.next, len(s.brake.looks), mean(s.trainer).flatten().tolist()
+
+
+def test_ranks_learn_from_the_answers_of_one(tmp_path):
+    """What one process learns, but for the order of sums; with a sign of life between the answers."""
+    first, second = ranks.run(2, taught_on_ranks, tmp_path / "two")
+    (alone,) = ranks.run(1, taught_on_ranks, tmp_path / "one")
+    assert first == second and first[:3] == alone[:3] and first[0] > 4
+    torch.testing.assert_close(torch.tensor(first[3]), torch.tensor(alone[3]), rtol=0, atol=1e-4)
+    assert len(votes.read(tmp_path / "two" / "run" / "votes.jsonl")) == 10
 
 
 def test_a_kill_between_an_answer_and_its_update_loses_nothing(tmp_path, monkeypatch):

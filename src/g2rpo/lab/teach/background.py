@@ -14,6 +14,9 @@ from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.teach.session import Group, Session
 from g2rpo.rewards.votes import Vote
 
+BEAT = 60.0
+"""Seconds without an answer after which other ranks get a sign of life: they do not wait forever for rank 0."""
+
 
 class InBackground:
     """A session whose answers are acted on by a thread, which is the only one that uses the policy. What it learns is that of
@@ -97,11 +100,14 @@ class InBackground:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._ended)
-                if not self._waiting:
-                    return
-                vote = self._waiting[0]
+                self._changed.wait_for(lambda: self._waiting or self._ended, BEAT)
+                vote, ended = self._waiting[0] if self._waiting else None, self._ended and not self._waiting
             try:
+                self.session.lead(vote, ended)
+                if ended:
+                    return
+                if vote is None:
+                    continue
                 self.session.act(vote)
                 self.pair = self.session.pictures(self.prompt)
             except Exception as error:  # is raised where the session is used next

@@ -46,19 +46,22 @@ class Brake:
         """Compares an evaluation's `row` with the base by the judges, which are not trained on: if one fell, pictures left the
         base's range or are no `nearer` to the taste than at the last good look, its weights come back and steps become smaller;
         else they grow."""
-        base, scores = trainer.evaluator.base(), trainer.alarms.history[row["iteration"]]
-        assert base is not None
-        names = [name for name in (trainer.judges or trainer.rewards) if name != "clicks"]
-        judges = {name: paired(base.scores[name], scores[name]) for name in names}
-        wrong = [f"{name} fell" for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
-        wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
-        wrong += [] if nearer else ["no nearer to your taste"]
-        if wrong:
+        judges, wrong = {}, list[str]()
+        if trainer.world.is_main:
+            base, scores = trainer.evaluator.base(), trainer.alarms.history[row["iteration"]]
+            assert base is not None
+            names = [name for name in (trainer.judges or trainer.rewards) if name != "clicks"]
+            judges = {name: paired(base.scores[name], scores[name]) for name in names}
+            wrong += [f"{name} fell" for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
+            wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
+            wrong += [] if nearer else ["no nearer to your taste"]
+        told = trainer.world.broadcast_text(" and ".join(wrong))
+        if told:
             put_back(trainer, self.good)
         else:
             self.good = weights_of(trainer)
-        self.since, self.step = 0, self.step * SHRINK if wrong else min(MOST, self.step * GROW)
-        self.looks.append(look := Look(round, judges, " and ".join(wrong)))
+        self.since, self.step = 0, self.step * SHRINK if told else min(MOST, self.step * GROW)
+        self.looks.append(look := Look(round, judges, told))
         return look
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from g2rpo.app.events import Emit, cautions, silent
 from g2rpo.app.train import load_config, open_run
+from g2rpo.assembly.components import pick_device
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.teach.session import OVERRIDES, Session
@@ -15,6 +16,7 @@ from g2rpo.rewards import votes
 from g2rpo.rewards.votes import Vote
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import entered, read_config
+from g2rpo.runtime.distributed import joined
 
 GUARDED = 0.5
 """The weight of the clicks, as a share of that of the guards: with equal weights pictures break before a taste is met."""
@@ -62,9 +64,11 @@ def opened(
             f"--ahead {ahead or ''}: these answers were given with {sorted(given)}, on which pictures depend; leave it out"
         )
     ahead = ahead or next(iter(given), AHEAD)
-    with entered(config, run_dir, resume, notify) as folder:
-        trainer = open_run(config, folder, resume=False, accept_changes=False, notify=notify, emit=emit)
-        session = Session(trainer=trainer, ahead=ahead, notify=notify)
+    with joined(pick_device(config.policy.device), config.trainer.rank_timeout_s) as world, ExitStack() as stack:
+        chosen = stack.enter_context(entered(config, run_dir, resume, notify)) if world.is_main else ""
+        folder = Path(world.broadcast_text(str(chosen)))
+        trainer = open_run(config, folder, resume=False, accept_changes=False, notify=notify, world=world, emit=emit)
+        session = Session(trainer=trainer, ahead=ahead, notify=notify if world.is_main else lambda words: None)
         with session.begun():
             session.repeat(repeated)
             yield session

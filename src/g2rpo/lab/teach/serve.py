@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -31,8 +32,14 @@ def teach(
 ) -> Path:
     """Serves a session until interrupted, or until `stop` is set, and then finishes the run; with `stored` answers it only
     repeats them. Returns the run directory."""
+    opening = partial(opened, recipe, overrides, run_dir, ahead=ahead, stored=stored, emit=emit)
+    if int(os.environ.get("RANK", 0)):  # under torchrun rank 0 serves the page
+        with opening() as session:
+            session.follow(prompt or session.trainer.heldout[0])
+            session.finish()
+        return session.trainer.files.run.path
     token = token_for(host, token_env)
-    lesson = Lesson(partial(opened, recipe, overrides, run_dir, ahead=ahead, stored=stored, emit=emit), prompt)
+    lesson = Lesson(opening, prompt)
     if stored is None:
         check_address(host, port)
         with needing_gradio("teach"):

@@ -8,9 +8,10 @@ A round: a group of pictures of one prompt is shown, which differ by the noise o
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -88,8 +89,11 @@ class Group:
 
 @dataclass(kw_only=True)
 class Session:
-    """Rounds of a `trainer` that has a reward `clicks`; not thread-safe. `ahead` groups lie ready: group r is sampled after the
-    answer to group r - ahead, whenever that comes. `notify` is called with what a person should know."""
+    """Rounds of a `trainer` that has a reward `clicks`; not thread-safe. All its ranks act on the same answers.
+
+    `ahead` groups lie ready: group r is sampled after the answer to group r - ahead, whenever that comes. `notify` is called
+    with what a person should know.
+    """
 
     trainer: Trainer
     ahead: int = 1
@@ -120,8 +124,6 @@ class Session:
             raise UserError(
                 f"teach: learns by G2RPO; algorithm.name={getattr(t.algorithm, 'name', '?')} has no groups to choose in"
             )
-        if t.world.size > 1:
-            raise UserError("teach: runs in one process; start it without torchrun")
         if not isinstance(t.rewards.get("clicks"), Clicks):
             raise UserError("teach: the recipe needs the reward `clicks`; add rewards.clicks=1")
         self.clicks.encoder = next((one for one in t.evaluator.judged_by.values() if hasattr(one, "features")), None)
@@ -144,8 +146,9 @@ class Session:
             self._logged(t.evaluate())
             self.brake = Brake(weights_of(t))
             self._fill()
-            if t.files.writes and t.files.run.votes.is_file():
-                self.repeat(votes.read(t.files.run.votes), written=True)
+            stored = t.files.writes and t.files.run.votes.is_file()
+            if answers := self._of_main(lambda: list(map(asdict, votes.read(t.files.run.votes))) if stored else []):
+                self.repeat(list(map(_vote_of, answers)), written=True)
             yield
 
     @property
@@ -225,7 +228,9 @@ class Session:
                 path.write_text(t.config.to_yaml(), encoding="utf-8")
         if not any(row["kind"] == "eval" and row["iteration"] == t.iteration for row in t.alarms.rows):
             self._logged(t.evaluate())
-        if (base := t.evaluator.base()) is not None:  # by the head as it is now; there was none when they were drawn
+        if (
+            t.world.is_main and (base := t.evaluator.base()) is not None
+        ):  # by the head as it is now; there was none when they were drawn
             base.scores["clicks"] = self.clicks.scores(base.images.float() / 255, base.prompts)
         t.save()
         return t.finish()
@@ -303,6 +308,7 @@ class Session:
             cond = t.policy.encode([prompt])
             (rollout,), _ = t.sizes.fit(partial(t.collector.roll_out, spec, cond, [0]))
             images = t.sizes.fit(lambda: decode(t.policy, rollout.finals[0], t.sizes.decode))
+        images = t.world.gather(images if t.world.is_main else images[:0])  # rank 0's, which are shown
         levels = (images.clamp(0, 1) * 255).round().to(torch.uint8)
         digest = hashlib.sha256(levels.contiguous().numpy().tobytes()).hexdigest()[:16]
         return Group(round, prompt, step, images, rollout, digest, self.changes)
@@ -324,7 +330,7 @@ class Session:
         self.head = self.clicks.head = fit(list(self._choices.values()))
         if len(self._choices) < FIRST or self.head is None:
             return
-        agreement, changed = self.head.agreement, self.changes
+        agreement, trust, changed = self.head.agreement, self.head.trust, self.changes
         if not self.direct and len(self._choices) == ENOUGH and agreement.mean < HOPELESS:
             self.notify(
                 f"after {ENOUGH} groups the head orders {agreement.mean:.0%} of pairs that it was not fitted to as you do, "
@@ -336,7 +342,7 @@ class Session:
             ]  # earlier weights'
             if len(self._waiting) == DIRECT:
                 self._update_directly()
-        elif self.head.trust > 0 and not self.reached:
+        elif self._of_main(lambda: trust > 0 and not self.reached):
             self._set_rate()
             for _ in range(UPDATES):
                 self._logged(self.trainer.iterate())
@@ -373,15 +379,37 @@ class Session:
         t = self.trainer
         row, final, base = self._logged(t.evaluate()), t.final, t.evaluator.base()
         assert base is not None and final is not None
-        sides = [features_of(one.images.float() / 255, one.prompts, self.clicks.encoder) for one in (base, final)]
-        before, now = (self._heldout or (sides[0], sides[0]))[1], sides[1]
-        nearer = self.direct or self.head is None or bool(self.head(now).mean() > self.head(before).mean())
+        heldout, nearer = None, True
+        if t.world.is_main:  # which has all pictures
+            sides = [features_of(one.images.float() / 255, one.prompts, self.clicks.encoder) for one in (base, final)]
+            heldout = sides[0], sides[1]
+            last = (self._heldout or (sides[0], sides[0]))[1]
+            nearer = self.direct or self.head is None or bool(self.head(sides[1]).mean() > self.head(last).mean())
         look = self.brake.look(t, row, self.next, nearer)
         if look.wrong:
             self.changes += 1
             self.notify(f"held-out pictures: {look.wrong}; back to the last good weights, with smaller steps")
         else:
-            self._heldout = sides[0], now
+            self._heldout = heldout
+
+    # several ranks: rank 0 has the page, and the others do what it does
+
+    def lead(self, vote: Vote | None = None, ended: bool = False) -> None:
+        """Sends the other ranks an answer to act on, a sign of life, or the end."""
+        self.trainer.world.broadcast_text(json.dumps({"vote": vote and asdict(vote), "ended": ended}))
+
+    def follow(self, prompt: str) -> None:
+        """Acts on the answers that rank 0 sends, until it has ended; on the other ranks."""
+        self.pictures(prompt)
+        while not (sent := json.loads(self.trainer.world.broadcast_text("")))["ended"]:
+            if sent["vote"] is not None:
+                self.act(_vote_of(sent["vote"]))
+                self.pictures(prompt)
+
+    def _of_main(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on all ranks."""
+        world = self.trainer.world
+        return json.loads(world.broadcast_text(json.dumps(decide() if world.is_main else None)))
 
     # how an answer is taken back
 
@@ -395,3 +423,7 @@ class Session:
         self.head, self.direct, self._choices, self._waiting, self.brake, self._heldout = own
         self.clicks.head, self.groups = self.head, groups
         self.changes += 1
+
+
+def _vote_of(fields: dict[str, Any]) -> Vote:
+    return Vote(**{**fields, "liked": tuple(fields["liked"])})
