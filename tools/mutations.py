@@ -96,8 +96,8 @@ MUTATIONS = [
         "algorithms/policy_gradient.py", "steps.log_prob - steps.old_log_prob", "steps.old_log_prob - steps.log_prob", TRAINER
     ),
     Mutation("algorithms/policy_gradient.py", "values + self.kl_weight * self", "values + self", f"{NEIGHBOURS} {TRAINER}"),
-    Mutation("algorithms/flow_grpo.py", "kl * steps.dsigma", "kl / steps.dsigma", NEIGHBOURS),
-    Mutation("algorithms/mixgrpo.py", "weights / total", "weights", NEIGHBOURS),
+    Mutation("algorithms/flow_grpo.py", "kl * steps.dsigma", "kl / steps.dsigma", "tests/published/test_flow_grpo.py"),
+    Mutation("algorithms/mixgrpo.py", "weights / total", "weights", "tests/published/test_mixgrpo.py"),
     Mutation("algorithms/mixgrpo.py", "self.window_size, num_steps - 2)", "self.window_size, num_steps - 1)", NEIGHBOURS),
     Mutation("algorithms/mixgrpo.py", "round(way * jump / jumps)", "int(way * jump / jumps)", NEIGHBOURS),
     Mutation("algorithms/dancegrpo.py", "noisy * self.trained_fraction", "noisy", NEIGHBOURS),
@@ -113,7 +113,7 @@ MUTATIONS = [
     Mutation("algorithms/adagrpo.py", "argmin(1)", "argmax(1)", ADA),
     Mutation("algorithms/adagrpo.py", "self.algorithm.forget * known + (1", "known + (1", ADA),
     Mutation("algorithms/diffusion_nft.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", NFT),
-    Mutation("algorithms/awm.py", "-noised.advantages /", "noised.advantages /", FORWARD),
+    Mutation("algorithms/awm.py", "-noised.advantages /", "noised.advantages /", NFT),
     Mutation(
         "algorithms/forward_process.py", "((1 - per_row(sigma, image)) * image", "(per_row(sigma, image) * image", FORWARD
     ),

@@ -9,7 +9,6 @@ import torch
 from g2rpo.algorithms.adagrpo import AdaGRPO, Level, balanced
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
-from g2rpo.core.flow import ode_step
 from g2rpo.lab.plan.counting import count
 from g2rpo.rollout.planning import count_evaluations, count_per_prompt
 from tests.support.runs import trainer
@@ -63,27 +62,6 @@ def test_scores_that_are_missing_are_farthest_and_move_nothing():
 # --- in a run
 
 
-def test_the_chosen_prompt_starts_from_the_noise_that_it_was_chosen_with():
-    """The ODE from the branch point of step 0, which is the initial noise, leads to the picture that was scored."""
-    t, seen = made(), {}
-    walk, sample = t.collector.anchors, t.collector.collect
-    t.collector.anchors = lambda *given: seen.setdefault("walked", walk(*given))
-    t.collector.collect = lambda *given: seen.setdefault("sampled", (given, sample(*given)))[1]
-    t.iterate()
-    (_, _, cond, prompts, *_), sampled = seen["sampled"]
-    drawn, chosen = t.order.batch(0, 6), {}
-    for rollout in sampled.rollouts:
-        if rollout.plan.branch == 0:
-            chosen[rollout.prompt] = rollout.transitions[0].x
-    fresh = made()  # with the weights before the update
-    for place, x in chosen.items():
-        row = 3 * place + drawn[3 * place : 3 * place + 3].index(prompts[place])
-        for step in range(6):
-            v = fresh.policy.velocity(x, t.sigmas[step : step + 1], cond.rows([place]))
-            x = ode_step(x, v, t.sigmas[step], t.sigmas[step + 1])
-        torch.testing.assert_close(x[0], seen["walked"].rollouts[row].finals[0, 0])
-
-
 @pytest.mark.parametrize("more", [(), ("algorithm.granularities=[1,2]",)])
 def test_the_choice_costs_a_walk_and_a_picture_a_candidate(more):
     t = made(*more)
@@ -93,12 +71,6 @@ def test_the_choice_costs_a_walk_and_a_picture_a_candidate(more):
     assert row["images"] == 2 * (3 + 6 * 2 * tails)
     ((iteration, _),) = count(t.config, 3).kinds
     assert (iteration.evaluations, iteration.images) == (row["evaluations"], row["images"])
-
-
-def test_the_published_setting_costs_this_much():
-    """Ten walks of 16 steps, the anchor to step 6, and 12 members behind each of four branch steps."""
-    algorithm = AdaGRPO()
-    assert count_per_prompt(algorithm, algorithm.plans(16)) == 10 * 16 + 7 + 12 * (15 + 13 + 11 + 9) == 743
 
 
 # --- an algorithm of one's own that chooses

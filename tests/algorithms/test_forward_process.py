@@ -11,7 +11,6 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.capabilities import keeps_old
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
-from g2rpo.lab.plan.counting import count
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations, count_trained, dry_rollout
 from tests.support.runs import trainer
@@ -50,22 +49,6 @@ def test_dgpos_gradient_is_the_groups_weight_times_the_advantage_times_that_of_t
     DGPO(clip_range=0.3).member_loss(given).sum().backward()
     weight = given.advantages / (1 + (-given.group_sum).exp())
     torch.testing.assert_close(v.grad, torch.where(far, 0, weight)[:, None] * off)  # d e / dv = 2 off / 2 entries
-
-
-def test_dgpos_group_weight_is_of_the_whole_group_whatever_a_pass_holds():
-    """sigmoid(sum of strength A (e - e_base) / G), once the weights have left the untrained ones."""
-    ends, sums = [], []
-    for size in (4, 64):
-        t = made("dgpo", "algorithm.times=2", f"trainer.micro_batch_size={size}", "optim.learning_rate=0.2")
-        t.iterate()
-        batches = t.updater._batches
-        t.updater._batches = lambda given, batches=batches: sums.append(given) or batches(given)
-        t.iterate()
-        ends.append(t.policy.mean.detach())
-    torch.testing.assert_close(*ends, atol=1e-6, rtol=1e-5)
-    for one, other in zip(*sums, strict=True):
-        assert float(one.data["group_sum"].abs()) > 0.02
-        torch.testing.assert_close(one.data["group_sum"], other.data["group_sum"], atol=1e-5, rtol=1e-4)
 
 
 def test_dgpos_group_sum_is_its_formula():
@@ -147,15 +130,6 @@ def test_rollouts_and_updates_cost_this_much(algorithm, num_steps, evaluations, 
     assert count_evaluations(plans, algorithm.group_size) == evaluations
     assert count_trained(algorithm, plans, num_steps) == (rows, without_gradient)
     assert len(algorithm.examples(dry_rollout(plans[0], algorithm.group_size), torch.zeros(24), generator_for)) * 24 == rows
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_plan_counts_what_a_run_does(name):
-    t = made(name)
-    ((iteration, _),) = count(t.config, 3).kinds
-    assert iteration.evaluations == t.iterate()["evaluations"] == 2 * 6 * 8
-    rows, without = (2 * number for number in count_trained(t.algorithm, t.plans(), 8))
-    assert (iteration.training_rows, iteration.reference_rows) == (rows, without)
 
 
 # --- old weights

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,12 @@ from g2rpo.app.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.app.preflight import check
 from g2rpo.app.train import load_config
 from g2rpo.assembly import components, hub
-from g2rpo.assembly.hub import at_once
 from g2rpo.assembly.prompts import build_prompts, caution
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.prompts.sources import read_prompts
 from tests.support.commands import done, refused
-from tests.support.servers import serving
+from tests.support.servers import endpoint_that
 
 LACKING = [
     "policy.device=cuda:7",
@@ -43,24 +40,16 @@ LACKING = [
 ]
 
 
-@contextmanager
 def answering(status, may_answer=None):
-    """The address of a server that answers everything with `status`, once the event `may_answer` is set if there is one."""
+    """A server that answers everything with `status`, once the event `may_answer` is set if there is one."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            if may_answer is not None:
-                may_answer.wait(30)
-            self.send_response(status)
-            self.end_headers()
-            with suppress(OSError):
-                self.wfile.write(json.dumps({"path": self.path}).encode())
+    def answer(handler, count):
+        if may_answer is not None:
+            may_answer.wait(30)
+        handler.send_response(status)
+        handler.end_headers()
 
-        def log_message(self, *_):
-            pass
-
-    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+    return endpoint_that(answer)
 
 
 def test_all_that_is_missing_is_one_message_before_anything_is_loaded(tmp_path):
@@ -121,7 +110,7 @@ def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(t
         made(module, *arguments, **options)
 
     monkeypatch.setattr(torch.nn.Module, "__init__", counted)
-    with answering(200, ended) as silent:
+    with answering(200, ended) as (silent, _):
         try:
             message = check_in_vain(
                 load_config("scenes", [*LACKING, f"rewards.slow={{kind: http, options: {{url: '{silent}'}}}}"]), tmp_path
@@ -210,7 +199,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_config, tmp_path,
 @pytest.mark.parametrize(("status", "why"), [(401, "refuses it .*401"), (403, "refuses it .*403"), (200, None), (500, None)])
 def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status, why):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with answering(status) as address:
+    with answering(status) as (address, _):
         monkeypatch.setattr(constants, "ENDPOINT", address)
         said = hub.obstacle("me/mine")
         if why is None:
@@ -222,18 +211,7 @@ def test_a_repository_that_the_hub_refuses_is_known_at_once(monkeypatch, status,
     assert hub.obstacle("me/mine") == "is not in the local hub cache, and http://127.0.0.1:9 cannot be reached"
 
 
-def test_questions_are_asked_at_once_and_late_answers_are_none():
-    """Five answers wait until all five are asked; two others come only after the call has ended."""
-    together, ended = threading.Barrier(5), threading.Event()
-    questions = {str(n): lambda n=n: f"answer {n}" if together.wait(30) >= 0 else None for n in range(5)}
-    late = {str(n): lambda n=n: f"answer {n}" if ended.wait(30) else None for n in (5, 6)}
-    try:
-        assert at_once({**late, **questions, "none": lambda: None}, 2.0) == {str(n): f"answer {n}" for n in range(5)}
-    finally:
-        ended.set()
-
-
-def test_starter_prompts_are_many_different_and_apart(capsys):
+def test_starter_prompts_are_many_different_and_apart():
     train, heldout = (read_prompts(f"starter:{name}") for name in ("train", "heldout"))
     assert (len(train), len(heldout)) == (200, 64)
     assert len({str(prompt).casefold() for prompt in (*train, *heldout)}) == 264

@@ -65,8 +65,7 @@ def test_a_recipes_name_needs_no_override_again_if_it_is_the_runs(capsys, tmp_pa
     removed = "evaluation.rewards.scene_clip="
     few = ["trainer.iterations=1", "trainer.prompts_per_iteration=1", "evaluation.num_prompts=2", "algorithm.group_size=3"]
     done(capsys, "train", "scenes", *few, removed, "--run-dir", "run")
-    for again in ([], [removed]):
-        done(capsys, "train", "scenes", *again, "--run-dir", "run", "--resume")
+    done(capsys, "train", "scenes", "--run-dir", "run", "--resume")
     err = refused(capsys, "train", "scenes", "algorithm.group_size=4", "--run-dir", "run", "--resume")
     assert "algorithm.group_size: 3 there, 4 here" in err and "`g2rpo resume run` continues that run" in err
     assert "another config" in refused(capsys, "train", "scenes-fast", "--run-dir", "run", "--resume")

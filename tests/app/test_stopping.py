@@ -165,14 +165,6 @@ def test_a_run_is_stopped_within_an_evaluation_and_goes_on_with_it(tmp_path, fir
     assert torch.equal(again.policy.mean, straight.policy.mean)
 
 
-def test_a_stop_that_is_asked_for_in_python_ends_the_training_and_no_more(tmp_path):
-    t = trainer(tmp_path)
-    with pytest.raises(Preempted):  # noqa: PT012
-        for row in t.train():
-            t.stopping = row["iteration"] == 2
-    assert t.iteration in (2, 3) and t.finish()["bright"].tuned > 0
-
-
 def test_an_evaluation_that_is_stopped_is_finished_by_the_same_command(capsys, tmp_path, flux_directory):
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "signals").write_text(str(int(SIGTERM)))

@@ -88,13 +88,6 @@ def test_a_record_reaches_no_picture_outside_its_folder(tmp_path, path):
     assert read_prompts(above)[0].images == (f"{tmp_path}/private.png",)
 
 
-def test_a_truncated_picture_is_named_with_its_prompt(tmp_path):
-    whole = picture(tmp_path / "in.jpg", size=(64, 64))
-    (tmp_path / "in.jpg").write_bytes((tmp_path / "in.jpg").read_bytes()[:400])
-    with pytest.raises(UserError, match=r"prompt 'make it red': input picture .*in\.jpg: cannot be read"):
-        read_inputs(Prompt("make it red", [whole]))
-
-
 def test_training_refuses_missing_pictures_before_anything_is_loaded(tmp_path, capsys):
     file = write_prompts(tmp_path / "p.jsonl", {"prompt": "make it red", "image": "gone.png"})
     assert f"{file}, line 1: input picture {tmp_path / 'gone.png'}: there is no such file" in refused(

@@ -1,13 +1,10 @@
 """Adapters under ComfyUI's keys: its rule (W + up @ down at the weight that a key names) on original weights, which diffusers'
-own converters then read, against our merging in diffusers' layout. `tools/check_comfyui.py` runs ComfyUI's own loader."""
-
-import re
-import zlib
+own converters then read, against our merging in diffusers' layout. `tools/check_comfyui.py` runs ComfyUI's own loader, and
+tests/policies/test_adapters.py reads files of these keys with diffusers'."""
 
 import pytest
 import torch
 from diffusers import (
-    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     LTXVideoTransformer3DModel,
     Lumina2Transformer2DModel,
@@ -25,101 +22,7 @@ from g2rpo.export.comfyui import for_comfyui, names_for, whole_names
 from g2rpo.export.weights import Tuned
 from g2rpo.policies.adapters import Adapter
 
-RANK, COLUMNS = 2, 3
-HIDDEN = 3072  # diffusers' converter has FLUX.1's width in it
-
-# What ComfyUI's maps say (comfy/utils.py: flux_to_diffusers, mmdit_to_diffusers, z_image_to_diffusers) of some modules: the
-# original weight, and which of its rows.
-JOINT = {
-    r"transformer_blocks\.(\d+)\.attn\.to_([qkv])": (r"double_blocks.\1.img_attn.qkv", "thirds"),
-    r"transformer_blocks\.(\d+)\.attn\.add_([qkv])_proj": (r"double_blocks.\1.txt_attn.qkv", "thirds"),
-    r"transformer_blocks\.(\d+)\.attn\.to_out\.0": (r"double_blocks.\1.img_attn.proj", None),
-    r"transformer_blocks\.(\d+)\.attn\.to_add_out": (r"double_blocks.\1.txt_attn.proj", None),
-}
-RULES = {
-    FluxTransformer2DModel: {
-        **JOINT,
-        r"transformer_blocks\.(\d+)\.ff\.net\.0\.proj": (r"double_blocks.\1.img_mlp.0", None),
-        r"transformer_blocks\.(\d+)\.ff_context\.net\.2": (r"double_blocks.\1.txt_mlp.2", None),
-        r"transformer_blocks\.(\d+)\.norm1\.linear": (r"double_blocks.\1.img_mod.lin", None),
-        r"single_transformer_blocks\.(\d+)\.attn\.to_([qkv])": (r"single_blocks.\1.linear1", "first three"),
-        r"single_transformer_blocks\.(\d+)\.proj_mlp": (r"single_blocks.\1.linear1", "rest"),
-        r"single_transformer_blocks\.(\d+)\.proj_out": (r"single_blocks.\1.linear2", None),
-        r"norm_out\.linear": ("final_layer.adaLN_modulation.1", "swapped"),
-    },
-    Flux2Transformer2DModel: {
-        **JOINT,
-        r"transformer_blocks\.(\d+)\.ff\.linear_in": (r"double_blocks.\1.img_mlp.0", None),
-        r"single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj": (r"single_blocks.\1.linear1", None),
-        r"single_transformer_blocks\.(\d+)\.attn\.to_out": (r"single_blocks.\1.linear2", None),
-    },
-    SD3Transformer2DModel: {
-        r"transformer_blocks\.(\d+)\.attn\.to_([qkv])": (r"joint_blocks.\1.x_block.attn.qkv", "thirds"),
-        r"transformer_blocks\.(\d+)\.attn2\.to_([qkv])": (r"joint_blocks.\1.x_block.attn2.qkv", "thirds"),
-        r"transformer_blocks\.(\d+)\.attn\.add_([qkv])_proj": (r"joint_blocks.\1.context_block.attn.qkv", "thirds"),
-        r"transformer_blocks\.(\d+)\.attn\.to_out\.0": (r"joint_blocks.\1.x_block.attn.proj", None),
-        r"transformer_blocks\.0\.attn\.to_add_out": ("joint_blocks.0.context_block.attn.proj", None),
-        r"transformer_blocks\.(\d+)\.ff\.net\.2": (r"joint_blocks.\1.x_block.mlp.fc2", None),
-        r"transformer_blocks\.0\.norm1_context\.linear": ("joint_blocks.0.context_block.adaLN_modulation.1", None),
-        r"transformer_blocks\.1\.norm1_context\.linear": ("joint_blocks.1.context_block.adaLN_modulation.1", "swapped"),
-    },
-    ZImageTransformer2DModel: {
-        r"(\w+\.\d+)\.attention\.to_([qkv])": (r"\1.attention.qkv", "thirds"),
-        r"(\w+\.\d+)\.attention\.to_out\.0": (r"\1.attention.out", None),
-        r"(\w+\.\d+\.feed_forward\.w[123])": (r"\1", None),
-        r"all_x_embedder\.2-1": ("x_embedder", None),
-    },
-}
-
-
-def seeded(name):
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
-
-
-class Original(dict):
-    """The original weights of a model that nobody has here: a converter that asks for one gets random numbers of its rows."""
-
-    def __init__(self, *names):
-        self.made = {}
-        super().__init__(dict.fromkeys(names))
-        for name in names:
-            self[name] = self.random(name)
-
-    def random(self, name):
-        rows = (
-            3 * HIDDEN if ".qkv." in name else 7 * HIDDEN if name.startswith("single_blocks") and "linear1" in name else HIDDEN
-        )
-        self.made[name] = torch.randn(
-            rows, *[COLUMNS] * name.endswith("weight"), generator=torch.Generator().manual_seed(len(name))
-        )
-        return self.made[name].clone()
-
-    def pop(self, name, *default):
-        return super().pop(name) if name in self else self.random(name)
-
-
-NAMES = {
-    FluxTransformer2DModel: ("double_blocks.0.img_mod.lin.weight", "single_blocks.0.linear1.weight"),
-    SD3Transformer2DModel: (
-        "joint_blocks.0.x_block.attn.ln_q.weight", "joint_blocks.1.x_block.attn2.qkv.weight", "context_embedder.weight",
-    ),
-    Flux2Transformer2DModel: tuple(
-        f"{name}.weight" for name in (
-            "double_blocks.0.img_attn.qkv", "double_blocks.0.txt_attn.qkv", "double_blocks.0.img_attn.proj",
-            "double_blocks.0.txt_attn.proj", "double_blocks.0.img_mlp.0", "single_blocks.0.linear1", "single_blocks.0.linear2",
-        )
-    ),
-    ZImageTransformer2DModel: tuple(
-        f"{name}.weight" for block in ("layers.0", "noise_refiner.1", "context_refiner.0")
-        for name in (f"{block}.attention.qkv", f"{block}.attention.out", f"{block}.feed_forward.w2", "x_embedder")
-    ),
-}  # fmt: skip
-CONVERTERS = {
-    FluxTransformer2DModel: converters.convert_flux_transformer_checkpoint_to_diffusers,
-    SD3Transformer2DModel: converters.convert_sd3_transformer_checkpoint_to_diffusers,
-    Flux2Transformer2DModel: converters.convert_flux2_transformer_checkpoint_to_diffusers,
-    ZImageTransformer2DModel: converters.convert_z_image_transformer_checkpoint_to_diffusers,
-}
+RANK = 2
 
 
 def random_adapter(shapes):
@@ -139,40 +42,6 @@ def exported(adapter, kind, folder):
     keys = {name.rpartition(".lora_")[0] for name in tensors}
     assert tensors.keys() == {f"{key}.lora_{side}.weight" for key in keys for side in "AB"}
     return {key: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]) for key in keys}
-
-
-def apply(change, weight, part, letter):
-    """ComfyUI's rule: adds a change to the rows of an original weight that the map names."""
-    if part == "swapped":
-        change = torch.cat(change.chunk(2)[::-1])
-    start = {"thirds": "qkv".find(letter), "first three": "qkv".find(letter), "rest": 3}.get(part, 0) * HIDDEN
-    weight[start : start + len(change)] += change
-
-
-@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
-def test_comfyuis_rule_on_the_original_weights_is_our_merging(kind, tmp_path):
-    original = Original(*NAMES[kind])
-    before = CONVERTERS[kind](original)
-    rules = RULES[kind]
-    modules = {name.removesuffix(".weight") for name in before if name.endswith(".weight") and before[name].ndim == 2}
-    trained = {m: before[f"{m}.weight"].shape for m in modules if any(re.fullmatch(rule, m) for rule in rules)}
-    assert len(trained) >= len(rules)
-    adapter = random_adapter(trained)
-    after = {name: value.clone() for name, value in original.made.items()}
-    for key, (down, up) in exported(adapter, kind, tmp_path).items():
-        assert key.startswith("transformer.")
-        for rule, (name, part) in rules.items():
-            if found := re.fullmatch(rule, key.removeprefix("transformer.")):
-                letter = found.group(found.re.groups) if found.re.groups else ""
-                apply(up @ down, after[found.expand(name) + ".weight"], part, letter)
-                break
-        else:
-            raise AssertionError(key)
-    again = Original()
-    again.update(after)
-    theirs, tuned = CONVERTERS[kind](again), Tuned(kind.__name__, adapter)
-    for name, value in before.items():
-        torch.testing.assert_close(theirs[name], tuned.change(name, value), msg=name)
 
 
 HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import yaml
-from diffusers import FluxPipeline, FluxTransformer2DModel, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import FluxPipeline, FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -27,8 +27,6 @@ from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 
 ADAPTER = "pytorch_lora_weights.safetensors"
-PROMPTS = ["a red circle", "two blue square"]
-KINDS = {"flux": (FluxPipeline, FluxTransformer2DModel), "sd3": (StableDiffusion3Pipeline, SD3Transformer2DModel)}
 
 
 @pytest.fixture
@@ -69,37 +67,6 @@ def finished(folder, pipeline, *overrides, size=0.3):
 
 
 LORA = ("policy.tuning=lora", "policy.lora_rank=4", "policy.lora_alpha=6")  # a scale that rounds
-
-
-def draw(pipeline):
-    pipeline.set_progress_bar_config(disable=True)
-    generators = [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
-    options = {"height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 12, "output_type": "pt"}
-    return pipeline(PROMPTS, generator=generators, **options).images
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_format_of_an_adapter_draws_the_same_in_plain_diffusers(folders, tmp_path, name):
-    run, policy = finished(tmp_path / "a", folders[name], *LORA)
-    pipeline_class, transformer_class = KINDS[name]
-    expected, base = draw(policy.pipeline), draw(pipeline_class.from_pretrained(folders[name]))
-    assert float((expected - base).abs().max()) > 1e-3
-
-    out = api.export(run, "diffusers")
-    pipeline = pipeline_class.from_pretrained(folders[name])
-    pipeline.load_lora_weights(out, weight_name=ADAPTER)
-    torch.testing.assert_close(draw(pipeline), expected, atol=1e-5, rtol=0)
-
-    file = api.export(run, "comfyui")  # ComfyUI has diffusers' names for these two, so diffusers reads the file as well
-    assert file == run / "export" / "run.safetensors"
-    pipeline = pipeline_class.from_pretrained(folders[name])
-    pipeline.load_lora_weights(load_file(file))
-    torch.testing.assert_close(draw(pipeline), expected, atol=1e-5, rtol=0)
-
-    out = api.export(run, "merged")
-    transformer = transformer_class.from_pretrained(out)
-    pipeline = pipeline_class.from_pretrained(folders[name], transformer=transformer)
-    torch.testing.assert_close(draw(pipeline), expected, atol=1e-5, rtol=0)
 
 
 @pytest.fixture
@@ -145,7 +112,7 @@ def test_merged_weights_have_the_dtype_of_the_base_and_what_rounding_costs_is_sa
     assert len(headers) > 1 and all(h.get_tensor(next(iter(h.keys()))).dtype == torch.bfloat16 for h in headers)
 
 
-@pytest.mark.parametrize("format", ["diffusers", "comfyui", "merged"])
+@pytest.mark.parametrize("format", few(["diffusers", "comfyui", "merged"], "comfyui".__eq__))
 def test_a_checkpoint_of_the_same_weights_is_the_same_export(folders, tmp_path, format):
     run, _ = finished(tmp_path / "a", folders["sd3"], *LORA)
     outs = [api.export(run, format, checkpoint=which) for which in (None, 2, "last")]

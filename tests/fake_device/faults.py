@@ -93,28 +93,3 @@ def outcomes(world, folder):
         except (RuntimeError, TypeError, IndexError) as error:
             found[name] = str(error).splitlines()[0]
     return found
-
-
-def autocast_dtypes(world, folder):
-    """The dtype of a result under bfloat16 autocast of bfloat16 numbers, by operation."""
-    x = torch.ones(2, 4, 8, dtype=torch.bfloat16)
-    operations = {
-        "linear": lambda x: F.linear(x.float(), x[0].float()),
-        "matmul": lambda x: x.float() @ x.float().transpose(1, 2),
-        "attention": lambda x: F.scaled_dot_product_attention(x.float(), x, x),
-        "layer_norm": lambda x: F.layer_norm(x, (8,)),
-        "rms_norm": lambda x: F.rms_norm(x, (8,)),
-        "group_norm": lambda x: F.group_norm(x, 2),
-        "pow": lambda x: x.pow(2),
-        "exp": lambda x: x.exp(),
-        "softmax": lambda x: x.softmax(-1),
-        "sum": lambda x: x.sum(),
-        "gelu": lambda x: F.gelu(x),
-        "mul": lambda x: x * x,
-        "add": lambda x: x + x.float(),
-    }
-    found = {}
-    for device in ("fakegpu", "cpu"):
-        with torch.autocast(device, torch.bfloat16):
-            found[device] = {name: str(run(x.to(device)).dtype).removeprefix("torch.") for name, run in operations.items()}
-    return found

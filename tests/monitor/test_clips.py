@@ -51,16 +51,6 @@ def test_a_saved_clip_moves_and_lasts_as_long_as_it_should(tmp_path):
     assert again[:, 0, 0, 0].tolist() == pytest.approx([25.5, 25.5, 229.5, 229.5, 127.5, 127.5], abs=LOSSY) and seconds == 1.5
 
 
-def test_a_clip_that_stands_still_is_read_as_long_as_asked(tmp_path):
-    """WebP makes one frame of it."""
-    save_clip(tmp_path / "clip.webp", flat(0.5, 0.5, 0.5), seconds=1.5)
-    again, _ = read_clip(tmp_path / "clip.webp", frames=4)
-    assert again.shape == (4, 3, 16, 16) and (again.float() - 127.5).abs().max() <= LOSSY
-    (tmp_path / "no.webp").write_bytes(b"RIFF")
-    with pytest.raises(ValueError, match=r"no\.webp cannot be read as WebP"):
-        read_webp(tmp_path / "no.webp")
-
-
 def test_a_moving_grid_has_every_clip_in_its_place(tmp_path):
     values = [[(0.0, 0.4), (0.2, 0.6)], [(0.8, 0.1), (1.0, 0.5)]]
     strips = [PictureRow(torch.stack([flat(*clip) for clip in row]), label) for row, label in zip(values, "ab", strict=True)]

@@ -169,18 +169,6 @@ def test_an_assistant_acts_where_it_should_and_is_neither_trained_nor_saved(file
     assert names == {name.partition(".lora")[0] for name in policy.tuning.named()} == read_adapter(file).layers.keys()
 
 
-@pytest.mark.parametrize("options", [{"quantize": "int8"}, {"dtype": "bfloat16", "autocast": False}])
-def test_an_adapter_stays_beside_a_quantised_or_rounded_base(file, helper, options):
-    bare = velocity(policy_of(KIND, flux_pipeline(), **options))
-    named = {"adapter": str(file), "assistant": str(helper), **options}
-    trained, sampled = (policy_of(KIND, flux_pipeline(), t, **CONTINUED, **named) for t in ("lora", "frozen"))
-    assert float((velocity(trained) - bare).abs().max()) > 1e-2
-    with trained.assisted(), sampled.assisted():
-        torch.testing.assert_close(velocity(trained), velocity(sampled), atol=0.1, rtol=0)
-    exact = velocity(policy_of(KIND, fused(flux_pipeline(), file)))
-    assert float((velocity(trained) - exact).abs().max()) < 0.5 * float((bare - exact).abs().max())
-
-
 def test_a_plan_has_the_bytes_of_the_start_and_the_assistant(file, helper, flux_directory):
     """Beside the trained adapter, in float32 and in the dtype of the base."""
     size = {"height": 32, "width": 32, "max_sequence_length": 12, "dtype": "bfloat16", **CONTINUED}

@@ -13,7 +13,7 @@ from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import FileDigests
 from g2rpo.core.types import Cond
-from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore, cache_root
+from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy, DamagedEmbedding, EmbeddingStore
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import PROMPTS, trainer
@@ -132,22 +132,6 @@ def test_a_damaged_file_is_never_used(store, damage):
         store.read("p")
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
-def test_an_interrupted_write_leaves_nothing_in_use(store, monkeypatch, stop):
-    def interrupted(*paths):
-        raise stop("stopped before the rename")
-
-    store.write("old", ROW)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.replace", interrupted)
-        with pytest.raises(stop):
-            store.write("p", ROW)
-        with pytest.raises(stop):
-            store.write("old", Cond({"a": torch.zeros(1)}))
-    assert store.read("p") is None and equal(store.read("old"), ROW)
-    assert not list(store.folder.rglob(".unfinished*"))
-
-
 def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_path):
     def trained(policy):
         t = trainer(None, policy=policy)
@@ -163,13 +147,6 @@ def test_a_full_disk_is_said_once_and_training_goes_on_to_the_same_weights(tmp_p
     (warning,) = warnings
     assert "File too large" in warning and "prompts.cache" in warning
     assert full.encoder.missing(PROMPTS) == PROMPTS and not full.encoder.fill(PROMPTS)
-
-
-def test_some_of_the_disk_is_left_to_others(tmp_path):
-    store = EmbeddingStore(tmp_path, {}, reserve=2**62)
-    with pytest.raises(OSError, match="No space left"):
-        store.write("p", ROW)
-    assert "p" not in store
 
 
 def test_embeddings_that_will_not_fit_are_not_begun(tmp_path, monkeypatch):
@@ -242,14 +219,6 @@ def test_digests_are_remembered_until_a_file_changes(tmp_path):
     assert FileDigests(memo).of(file) not in (first, "remembered")
     memo.write_text(known[:10])
     assert FileDigests(memo).of(file) != first
-
-
-def test_the_cache_lies_where_it_is_told(monkeypatch, own_cache, flux_directory, tmp_path):
-    assert cached(flux_directory).store.folder.parent == own_cache / "embeddings"
-    assert cached(flux_directory, tmp_path / "here").store.folder.parent == tmp_path / "here"
-    monkeypatch.delenv("G2RPO_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_root() == tmp_path / "g2rpo"
 
 
 def test_a_folder_that_cannot_be_written_is_refused(flux_directory, tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from benchmarks.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
-from benchmarks.granularity import tails_of
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo import window
 from g2rpo.core.flow import ode_step, sigma_grid
@@ -149,14 +148,3 @@ def test_each_steps_noise_explains_its_share_of_a_linear_reward():
         assert explained(values).mean == pytest.approx(ways[step] / ways.sum(), abs=0.2), step
     assert max(ways / ways.sum()) > 0.5  # so that a wrong step would be seen
     assert np.ptp(repeat_the_rest(t, 0, 0, 1, 4, 3)[0].numpy(), axis=1).max() < 1e-5  # nothing else is noisy
-
-
-def test_tails_are_those_that_are_named():
-    assert tails_of(1, 10) == {
-        "1": (2, 3, 4, 5, 6, 7, 8, 9, 10),
-        "2 closed": (2, 3, 5, 7, 9, 10),
-        "2 reference": (2, 3, 5, 7, 10),
-        "3 closed": (2, 3, 6, 9, 10),
-        "3 reference": (2, 3, 6, 10),
-        "one jump": (2, 10),
-    }

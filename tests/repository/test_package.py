@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from g2rpo import __version__
@@ -84,14 +83,6 @@ def needed(wanted, installed):
             if inner.marker is None or any(map(inner.marker.evaluate, extras)):
                 left.append(inner)
     return {name for name, *_ in seen}
-
-
-def test_constraints_suit_every_python_that_is_supported():
-    """A pin that the oldest one cannot have sends pip's resolver through hundreds of versions, for half an hour."""
-    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
-    pinned = [each for each in distributions() if canonicalize_name(each.metadata["Name"]) in pins("constraints.txt")]
-    asked = {each.metadata["Name"]: each.metadata["Requires-Python"] or "" for each in pinned}
-    assert not {name: python for name, python in asked.items() if not SpecifierSet(python).contains(f"{oldest}.0")}
 
 
 def test_constraints_pin_what_tests_need_and_nothing_else():

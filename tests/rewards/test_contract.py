@@ -18,7 +18,7 @@ from g2rpo.rewards.hpsv2 import HPSv2
 from g2rpo.rewards.image_reward import ImageReward
 from g2rpo.rewards.open_clip import clip_config
 from g2rpo.rewards.pickscore import PickScore
-from tests.rewards.learned import TOKENIZER, openai_clip_dir, oracle, state_of
+from tests.rewards.learned import TOKENIZER, oracle, state_of
 from tests.rewards.oracle_inputs import PROMPTS
 
 LEARNED = {"hpsv2": HPSv2, "pickscore": PickScore, "clip_score": CLIPScore, "aesthetic": Aesthetic, "image_reward": ImageReward}
@@ -146,22 +146,6 @@ def test_what_is_not_hpsv2_is_named_and_not_run(tmp_path, capsys):
         with pytest.raises(ValueError, match=fact):
             HPSv2(str(tmp_path / "weights.pt"), tokenizer=TOKENIZER, **({"model_cfg": options["model_cfg"]} if options else {}))
     assert "must not run" not in capsys.readouterr().out
-
-
-def test_weights_of_another_reward_are_named(tmp_path):
-    torch.save(state_of(oracle("hpsv2")["state_dict"]), tmp_path / "ImageReward.pt")
-    with pytest.raises(ValueError, match="seems to be a CLIP in open_clip format"):
-        ImageReward(str(tmp_path))
-    torch.save(state_of(oracle("aesthetic")["published_state_dict"]), tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
-    with pytest.raises(ValueError, match="width 768"):
-        Aesthetic(str(tmp_path), clip=openai_clip_dir(tmp_path))
-
-
-def test_files_of_torch_before_1_6_are_read(tmp_path):
-    state = state_of(oracle("aesthetic")["state_dict"])
-    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    read = weights.read_state_dict(tmp_path / "old.pth")
-    assert read.keys() == state.keys() and all(torch.equal(read[k], state[k]) for k in state)
 
 
 def test_missing_files_are_named(tmp_path):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import socket
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -19,7 +18,7 @@ from g2rpo.rewards.server import BadRequest, Limits, RewardServer, parse_request
 from g2rpo.rewards.transport import Refused, request_json
 from g2rpo.rewards.vlm import parse_scores
 from tests.support.fuzzing import mutated
-from tests.support.servers import serving
+from tests.support.servers import endpoint_that, serving
 
 LIMITS = Limits(body_bytes=20_000, images=4, pixels=4_000, prompt_chars=100, headers_s=1.0, read_s=1.0, wait_s=0.2)
 PNG = encode_png(to_pil(to_uint8(torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))))[0])
@@ -104,17 +103,8 @@ def test_a_request_is_scored_or_refused_and_the_server_lives_on(server, data):
 def garbage():
     """A server that answers every request with the bytes `answers[0]`; a client sees it at the address beside."""
     answers = [b""]
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.wfile.write(answers[0])
-
-        def log_message(self, *arguments):
-            pass
-
-    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Answer)) as running:
-        yield f"http://127.0.0.1:{running.server_port}", answers
+    with endpoint_that(lambda handler, count: handler.wfile.write(answers[0])) as (url, _):
+        yield url, answers
 
 
 @given(mutated(ANSWER, PIECES) | JSON.map(lambda data: ANSWER.partition(b"{")[0] + json.dumps(data).encode()))

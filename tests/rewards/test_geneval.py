@@ -165,14 +165,6 @@ def test_what_is_no_detector_is_refused(saved):
         GenEval("strict", detector=saved["detr"])
 
 
-@pytest.mark.parametrize("mode", ["partial", "correct"])
-def test_any_callable_is_a_detector(saved, mode):
-    def one_cat(images):
-        return [[Detection("cat", 1.0, (0.0, 0.0, 9.0, 9.0))] for _ in images]
-
-    assert GenEval(mode, detector=one_cat, clip=saved["clip"])(pictures(2), [one_of("cat"), one_of("dog")]).tolist() == [1, 0]
-
-
 def test_a_detector_of_ones_own_needs_to_be_allowed(saved, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

@@ -170,7 +170,7 @@ def test_a_reward_that_fails_to_observe_is_named():
         trainer(None, rewards={"bright": Broken()}).iterate()
 
 
-def test_the_example_of_state_raises_its_bar(tmp_path):
+def test_the_example_of_state_raises_its_bar():
     rising = example("rising").Rising()
     red = torch.zeros(4, 3, 8, 8)
     red[:, 0] = torch.tensor([0.0, 0.05, 0.1, 0.5]).view(4, 1, 1)

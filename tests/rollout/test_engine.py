@@ -5,7 +5,6 @@ import torch
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.core.data import Precision
 from g2rpo.core.flow import dance_sde, ode_step, sde_kernel, sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Plan
@@ -99,23 +98,6 @@ def test_sharing_changes_no_latent(name, batch_size):
                 torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), atol=1e-5, rtol=0)
             for name in ("x", "old_mean"):
                 torch.testing.assert_close(getattr(mine, name).expand_as(theirs.x), getattr(theirs, name), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stored_latents_are_the_scored_ones(dtype):
-    """Rounding happens before the log-prob, so re-evaluating what is stored gives a ratio of exactly 1."""
-    algorithm = GranularGRPO(branch_steps=(0, 3), granularities=(1,))
-    kernel = algorithm.kernel(SIGMAS)
-    policy = GaussianPolicy(dtype=dtype)
-    engine = make_engine(policy=policy, precision=Precision(anchor=dtype, sample=dtype))
-    for rollout in engine.rollout(algorithm.plans(16), 4, kernel, noise):
-        (t,) = rollout.transitions
-        assert torch.equal(t.x.to(dtype).float(), t.x) and torch.equal(t.x_next.to(dtype).float(), t.x_next)
-        if dtype == torch.float32:
-            sigma, sigma_next = SIGMAS[t.step], SIGMAS[t.step + 1]
-            v = policy.velocity(t.x, sigma[None], engine.cond).float()
-            log_prob = kernel(t.x, v, sigma, sigma_next).log_prob(t.x_next)
-            assert torch.equal((log_prob - t.old_log_prob).exp(), torch.ones(4))
 
 
 def test_sample_is_the_plain_ode():

@@ -100,15 +100,7 @@ def test_frames_that_cannot_be_are_refused(setting, message, capsys):
     assert message in refused(capsys, "train", "scenes", f"rewards.scene_accuracy.frames.{setting}")
 
 
-def test_a_reward_of_whole_clips_has_no_frames_to_choose(tmp_path):
+def test_a_reward_of_whole_clips_has_no_frames_to_choose():
     few = ["trainer.iterations=1", "rewards.motion.kind=brightness", "rewards.motion.frames.every=2"]
     with pytest.raises(UserError, match=r"rewards\.motion\.frames: this reward takes whole clips"):
         api.trainer("scenes", few, policy=GaussianPolicy(), prompts=["0"], heldout=["0"], rewards={"motion": Whole()})
-
-
-def test_rewards_given_as_objects_keep_the_frames_of_their_names():
-    few = ["trainer.prompts_per_iteration=1", "rewards.red.kind=brightness", "rewards.red.frames.every=2"]
-    objects = {"policy": GaussianPolicy(), "prompts": ["0"], "heldout": ["0"], "judges": {}}
-    t = api.trainer("scenes", few, rewards={"red": brightness}, **objects)
-    assert t.rewards["red"].scorer is brightness and t.rewards["red"].frames == Frames(2)
-    assert t.config.rewards["red"].frames == Frames(2)

@@ -103,42 +103,6 @@ def test_plans_may_ask_for_a_solver():
         make_engine().rollout([plan, replace(plan, solver="euler")], 3, GranularGRPO().kernel(SIGMAS), noise)
 
 
-def plain_walk(policy, cond, x, tail, tails, sigmas):
-    """A fast tail by the book: one row, the options written out step by step."""
-    known = []  # (sigma, velocity, image) as evaluated
-    for place, (here, there) in enumerate(itertools.pairwise(tail)):
-        s, t = float(sigmas[here]), float(sigmas[there])
-        if tails.forecast and place >= 2 and place % 2 == 0:
-            (s1, v1, _), (s2, v2, _) = known[-1], known[-2]
-            x = x + (t - s) * (v1 + (s - s1) * (v1 - v2) / (s1 - s2))
-            continue
-        v = policy.velocity(x, sigmas[[here]], cond)
-        step = (t - s) * v
-        if known and tails.solver == "dpmpp2m" and t > 0 and known[-1][0] < 1:
-            s1 = known[-1][0]
-            lam = [math.log((1 - u) / u) for u in (s1, s, t)]
-            r = (lam[1] - lam[0]) / (lam[2] - lam[1])
-            image = (1 + 1 / (2 * r)) * (x - s * v) - 1 / (2 * r) * known[-1][2]
-            step = t / s * x - (1 - t) * math.expm1(-(lam[2] - lam[1])) * image - x  # Algorithm 2, line 8
-        known.append((s, v, x - s * v))
-        x = x + step
-    return x
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_the_engine_walks_fast_tails_as_the_book_says(name):
-    """Rows of all places in their tails share batches; float32 sums in another order: 1e-5 of |x| ~ 3, as in `test_engine`."""
-    algorithm, tails = GranularGRPO(branch_steps=(0, 3, 6), granularities=(1, 2, 3)), FAST[name]
-    engine = make_engine(prompts=2, tails=tails, batch_size=10)
-    for rollout in engine.rollout(algorithm.plans(16), 2, algorithm.kernel(SIGMAS), noise):
-        cond = engine.cond.rows([rollout.prompt])
-        with torch.no_grad():
-            for tail, finals in zip(rollout.plan.tails, rollout.finals, strict=True):
-                for y, final in zip(rollout.transitions[0].x_next, finals, strict=True):
-                    by_hand = plain_walk(engine.policy, cond, y[None], tail, tails, SIGMAS)[0]
-                    torch.testing.assert_close(final, by_hand, atol=1e-5, rtol=0)
-
-
 def error_at(num_steps, tails, sigmas):
     """Error of finished members per unit of the latent they begin with, against the ODE's exact flow map.
 

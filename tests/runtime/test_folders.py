@@ -231,14 +231,6 @@ def test_runs_that_begin_at_one_time_get_a_folder_each(tmp_path):
         process.join()
 
 
-def test_a_directory_in_which_a_run_was_killed_before_it_began_can_be_used(tmp_path):
-    (tmp_path / LOCK).touch()
-    (tmp_path / ".unfinished_0123").write_text("recipe:")
-    with entered(config(), tmp_path, resume=False) as directory:
-        claim(directory, config())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "config.yaml"]
-
-
 @pytest.mark.parametrize("name", ["..", ".", "..."])
 def test_a_recipe_whose_name_is_no_folder_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -93,12 +93,6 @@ def test_metrics_of_an_abandoned_pass_are_abandoned_too():
     assert said and rows[1]["kl"] == pytest.approx(theirs[1]["kl"], rel=1e-4) and theirs[1]["kl"] > 0
 
 
-def test_what_is_halved_is_said():
-    _, rows, said, _ = run(Small(decode=5), "sampling.decode_batch_size=8", iterations=1)
-    assert said == ["out of memory with sampling.decode_batch_size=8: going on with 4; nothing is lost"]
-    assert (rows[0]["batch_size"], rows[0]["decode_batch_size"], rows[0]["micro_batch_size"]) == (32, 4, 64)
-
-
 def test_progress_counts_nothing_twice():
     t = trainer(None, policy=Small(rollout=10))
     seen = []
@@ -163,17 +157,6 @@ def test_the_largest_batch_is_found_by_measuring(peak, limit, most, expected):
     found = largest_batch(peak, limit, most)
     assert peak(found) <= limit
     assert found == expected or (expected == 31 and 16 <= found <= 31)
-
-
-def test_a_search_ends_where_memory_does():
-    def peak(rows):
-        if rows > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return rows
-
-    assert largest_batch(peak, 10**6, 10**6) == 16
-    with pytest.raises(torch.OutOfMemoryError):
-        largest_batch(lambda rows: peak(100), 10**6, 10**6)
 
 
 def test_auto_is_settled_by_the_memory_of_the_device():

@@ -174,7 +174,8 @@ def test_other_pipelines_learn_the_same_in_pieces(tmp_path, sd3_directory, name)
     assert name != "SD3" or pieces[1]["kl"] > 0
 
 
-@pytest.mark.parametrize("mode", few(["full", "training"], "full".__eq__))
+@pytest.mark.slow  # one more copy of the weights in pieces
+@pytest.mark.parametrize("mode", ["full", "training"])
 def test_old_weights_in_pieces_are_those_of_whole_ones(tmp_path, flux_directory, mode):
     logs, kept = {}, {}
     for size, way in ((1, "none"), (2, mode)):

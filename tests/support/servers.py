@@ -3,6 +3,7 @@
 import socketserver
 import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
@@ -17,3 +18,26 @@ def serving(server):
         finally:
             server.shutdown()
             thread.join(timeout=5)
+
+
+@contextmanager
+def endpoint_that(answer):
+    """The address of a server that answers every request by `answer(handler, number of the request)`; the requests' bodies."""
+    bodies = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            answer(self, len(bodies))
+
+        def do_GET(self):
+            answer(self, 0)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.handle_error = lambda *arguments: None  # the client hung up on purpose
+    with serving(server):
+        yield f"http://127.0.0.1:{server.server_port}", bodies

@@ -94,18 +94,6 @@ def test_a_checkpoint_of_another_models_tensors_is_named_and_the_one_before_is_u
     assert torch.equal(again.policy.mean, t.policy.mean)
 
 
-def test_an_entry_that_is_a_file_is_named_and_replaced(tmp_path):
-    save(tmp_path, 1)
-    (tmp_path / "iteration_000002").write_text("")
-    (iteration, _, _), complaints = latest_checkpoint(tmp_path)
-    assert iteration == 1 and "iteration_000002" in complaints[0]
-    save(tmp_path, 2, keep=1)
-    assert names(tmp_path) == [2] and load_checkpoint(tmp_path / "iteration_000002")[0] == 2
-    (tmp_path / "iteration_000001").write_text("")
-    save(tmp_path, 3, keep=1)
-    assert names(tmp_path) == [3]
-
-
 def test_weights_that_are_no_numbers_are_not_taken_whatever_the_digests_say(tmp_path):
     save(tmp_path, 1)
     save_checkpoint(tmp_path, 2, {"weights": [torch.tensor([1.0, torch.nan])]}, {}, 2)

@@ -21,6 +21,7 @@ from g2rpo.training.checkpoint import checkpoints
 from tests.support import ranks
 from tests.support.commands import small_files
 from tests.support.runs import brightness, log, mean, resumed, trainer
+from tests.support.variants import few
 
 LONG = ("trainer.iterations=10", "trainer.checkpoint_every=1", "trainer.prompts_per_iteration=4", "evaluation.every=3")
 
@@ -114,7 +115,7 @@ def dies_in_checkpoint(world, folder, moment):
     go_on(world, folder)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", few(MOMENTS, ("manifest", "rotation").__contains__))
 def test_a_kill_within_a_checkpoint_loses_at_most_that_checkpoint(tmp_path, untouched, moment):
     (victim,) = ranks.start(1, dies_in_checkpoint, tmp_path, moment)
     victim.join()

@@ -20,13 +20,6 @@ def test_as_many_iterations_as_fit_beside_the_evaluations(left):
     assert 10 * (total - 3) + 30 * LOOKS <= left < 10 * (total + 1 - 3) + 30 * LOOKS and every == -(-total // LOOKS)
 
 
-def test_later_fits_keep_the_evaluations_where_they_are_and_what_is_done():
-    before = fitted(config("trainer.iterations=100", "evaluation.every=10"), [10.0] * 3, 30.0, 1000.0, first=True)
-    slower = fitted(before, [10.0, *[20.0] * 3], 30.0, 900.0, first=False)
-    assert slower.trainer.iterations < before.trainer.iterations and slower.evaluation.every == before.evaluation.every
-    assert fitted(before, [10.0] * 9, 30.0, -5.0, first=False).trainer.iterations == 9
-
-
 @pytest.mark.parametrize("left", [60.0, 100.0, 1000.0, 1e6])
 def test_evaluations_are_planned_to_take_their_share_of_the_time(left):
     """A second an iteration's evaluations, .1 s a held-out prompt of 192."""

@@ -15,10 +15,10 @@ from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.gains import best_rate
-from g2rpo.evaluation.work import iterations_within, work, work_of_run
+from g2rpo.evaluation.work import iterations_within, work
 from g2rpo.lab.compare.arguments import own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.lab.compare.jobs import environment
-from g2rpo.lab.compare.study import History, curve, gain, lines, read_run, seconds_per_evaluation
+from g2rpo.lab.compare.study import History, gain, lines, read_run, seconds_per_evaluation
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
 from g2rpo.runs.lifecycle import read_config
@@ -50,12 +50,6 @@ def test_work_is_what_a_run_does(tmp_path, name):
         assert work(t.config, iteration) == work(t.config, iteration, evaluations) == evaluations + 3 * seen[0] + seen[1]
 
 
-@pytest.mark.parametrize("options", [["algorithm.branch_schedule=turns"], ["algorithm.name=mixgrpo"]], ids=str)
-def test_the_work_of_a_run_is_that_of_its_iterations(options):
-    config = load_config("scenes", [*options, "trainer.iterations=9"])
-    assert work_of_run(config) == sum(work(config, iteration) for iteration in range(9))
-
-
 @pytest.mark.parametrize("name", ["g2rpo", "dancegrpo", "mixgrpo"])
 def test_a_budget_buys_as_many_iterations_as_fit(name):
     config = load_config("scenes", [f"algorithm.name={name}"])
@@ -80,12 +74,6 @@ def test_a_gain_is_in_units_of_the_base_and_a_rate_is_chosen_on_its_mean():
     assert gain(run([0, 2, math.nan], [1, 3, 9]), {"a": 1.0}) == 1.0
     assert best_rate({4e-4: [0.5, 0.1], 1e-4: [0.2, 0.2], 2e-4: [0.3, 0.4]}) == 2e-4
     assert best_rate({4e-4: [1.0], 1e-4: [1.0]}) == 1e-4
-
-
-def test_a_curve_is_the_change_since_the_start():
-    points = curve([run([0, 1], [1, 2]), run([4, 4], [4, 6])], "a")
-    assert [point.iteration for point in points] == [0, 10] and [point.work for point in points] == [0, 100]
-    assert points[0].change.mean == points[0].change.high == 0 and points[1].change.mean == 1 and points[1].seconds == 2
 
 
 def test_lines_pair_seeds_and_prompts():

@@ -61,18 +61,6 @@ def test_a_line_goes_where_its_numbers_say():
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points)
 
 
-def test_a_band_spans_the_interval():
-    """With errors of 1 around values 1 and 3 the band fills 0 .. 4, the whole range of the axis but for its margins."""
-    line = Line("a", [0, 1], [1.0, 3.0], error=[1.0, 1.0])
-    svg = parsed(line_chart([line], x_label="x", alt=""))
-    (band,) = (path.get("d") for path in svg.iter("path") if path.get("class") == "band")
-    ys = [float(y) for y in re.findall(r",([\d.]+)", band)]
-    (stroke,) = (path.get("d") for path in svg.iter("path") if path.get("class") == "stroke")
-    first, last = (float(y) for y in re.findall(r",([\d.]+)", stroke))
-    unit = (first - last) / 2
-    assert ys == pytest.approx([first - unit, last - unit, last + unit, first + unit], abs=0.11)
-
-
 @pytest.mark.parametrize("values", [[], [None, None], [2.0], [5.0, 5.0, 5.0], [0.0, 0.0], [1e-12, 1e-12]])
 def test_degenerate_lines_still_draw(values):
     line = Line("flat", list(range(len(values))), values, look="marked")
