@@ -23,6 +23,7 @@ REWARDS = {  # the only list of built-in rewards: their classes declare everythi
     "aesthetic": "g2rpo.rewards.aesthetic:Aesthetic",
     "geneval": "g2rpo.rewards.geneval:GenEval",
     "vlm_judge": "g2rpo.rewards.vlm:VLMJudge",
+    "local_vlm_judge": "g2rpo.rewards.vlm_local:LocalVLMJudge",
     "pairwise_vlm": "g2rpo.rewards.pairwise:PairwiseVLM",
     "http": "g2rpo.rewards.remote:RemoteReward",
     "function": "g2rpo.rewards.function:FunctionReward",

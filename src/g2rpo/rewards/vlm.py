@@ -158,11 +158,7 @@ class VLMJudge(PictureReward):
         backoff_s: float = 1.0,
         check: bool = True,
     ) -> None:
-        if form not in self.forms:
-            raise ValueError(f"form must be one of {', '.join(self.forms)}, got {form!r}")
-        self.form = self.forms[form] if aspects is None else replace(self.forms[form], combine=Form.combine)
-        self.template = _template(self.form.template if template is None else template)
-        self.names = tuple(self.form.scores if aspects is None else aspects)
+        self.form, self.template, self.names = judging(self.forms, form, template, aspects)
         self.url, self.token = endpoint(url, "/chat/completions"), token_from(api_key_env)
         self.settings: dict[str, Any] = {"model": model, "temperature": 0.0, "max_tokens": max_tokens or 1024}
         if not self.names:
@@ -226,6 +222,20 @@ class VLMJudge(PictureReward):
         if self.form.edit or self.group or not self.names:
             pictures = [Image.new("RGB", (64, 64), "grey")] * (2 if self.form.edit or self.group else 1)
             self._ask(self._parts(pictures), "a grey picture", timeout_s, max_tokens=1)
+
+
+def judging(
+    forms: Mapping[str, Form], form: str, template: str | None, aspects: Sequence[str] | None
+) -> tuple[Form, str, tuple[str, ...]]:
+    """The form of a judge's options, its instruction, and the names of the scores in its answers."""
+    if form not in forms:
+        raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")
+    chosen = forms[form] if aspects is None else replace(forms[form], combine=Form.combine)
+    return (
+        chosen,
+        _template(chosen.template if template is None else template),
+        tuple(chosen.scores if aspects is None else aspects),
+    )
 
 
 def _template(text: str) -> str:
