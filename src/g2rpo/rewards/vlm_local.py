@@ -31,7 +31,7 @@ class LocalVLMJudge(VLMJudge):
 
     def __init__(
         self,
-        path: str,
+        path: str = "Qwen/Qwen2.5-VL-3B-Instruct",
         *,
         form: str = "final",
         template: str | None = None,
