@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from g2rpo.algorithms.fdfo import FDFO
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.errors import UserError
 from tests.support.runs import config
@@ -23,7 +24,7 @@ WRONG = {
     **{key: [0, 1.5] for key in ("trained_fraction", "compression", "share", "power")},
     **{
         key: [0, -1e-4]
-        for key in ("eta", "clip_range", "advantage_clip", "divergence_limit", "noise_weight", "mixing", "scale")
+        for key in ("churn", "eta", "clip_range", "advantage_clip", "divergence_limit", "noise_weight", "mixing", "scale")
     },
     **dict.fromkeys(("window_size", "window_iterations", "stride"), COUNT),
     **dict.fromkeys(("times", "first_steps", "last_steps"), COUNT),
@@ -62,6 +63,13 @@ def test_the_message_says_what_would_be_right(overrides, fact):
     with pytest.raises(UserError, match=fact) as refusal:
         config(*(f"algorithm.{override}" for override in overrides))
     assert "\n" not in str(refusal.value)
+
+
+def test_updates_may_be_a_share_of_a_rollout():
+    assert config("algorithm.name=fdfo", "algorithm.update_every=0.5").algorithm == FDFO(update_every=0.5)
+    for wrong in ("1.5", "-0.5"):
+        with pytest.raises(UserError, match=r"^config: algorithm\.update_every"):
+            config("algorithm.name=fdfo", f"algorithm.update_every={wrong}")
 
 
 def test_a_misspelt_field_is_refused_in_python_too():

@@ -60,7 +60,7 @@ def test_wrong_overrides_are_refused_with_a_hint(override, message):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_another_algorithm_comes_with_its_own_defaults(name):
     """What a recipe says about one algorithm says nothing about another; what the command line says, counts, in any order."""
-    heard, key = [], "ceiling" if name == "refl" else "advantage_clip"
+    heard, key = [], {"refl": "ceiling", "fdfo": "churn"}.get(name, "advantage_clip")
     overrides = [f"algorithm.{key}=3", f"algorithm.name={name}", "algorithm.group_size=8"]
     built = resolve(PLAIN, overrides, "here", heard.append)
     if name == "g2rpo":

@@ -14,7 +14,7 @@ from g2rpo.core import plugins
 OPTIONS = """
 alarms
 algorithm.advantage_clip algorithm.batch_std algorithm.branch_schedule algorithm.branch_steps algorithm.candidates
-algorithm.ceiling algorithm.clip_range algorithm.compression algorithm.correction algorithm.divergence_limit
+algorithm.ceiling algorithm.churn algorithm.clip_range algorithm.compression algorithm.correction algorithm.divergence_limit
 algorithm.drop_zero_advantages algorithm.eta algorithm.first_steps algorithm.forget algorithm.granularities
 algorithm.group_size algorithm.kl_denominator algorithm.kl_weight algorithm.last_steps algorithm.level
 algorithm.merged_steps algorithm.mixing algorithm.name algorithm.noise_weight algorithm.noisy_last_step

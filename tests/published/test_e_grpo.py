@@ -1,7 +1,9 @@
 """E-GRPO against a restatement of its formulas: lengths of steps, samples, densities, and a training step on the tiny FLUX."""
 
+from ast import literal_eval
 from functools import partial
 from math import e, pi, sqrt
+from re import findall
 
 import pytest
 import torch
@@ -141,5 +143,12 @@ def test_a_merged_plan_has_one_stochastic_step():
     ]
     with pytest.raises(ValueError, match="trained"):
         Plan(1, 3, ((3, 8),), merged=True, trained=(2,))
-    with pytest.raises(ValueError, match="ends at step 8 of num_steps=8"):
-        EGRPO(branch_steps=(5,), merged_steps=(3,)).plans(8)
+
+
+@pytest.mark.parametrize(("num_steps", "end"), [(10, 10), (6, 10)])
+def test_a_shorter_grid_is_refused_with_the_lengths_that_fit_it(num_steps, end):
+    with pytest.raises(ValueError, match=f"ends at step {end} of num_steps={num_steps}; .* at shift 3") as refusal:
+        EGRPO().plans(num_steps)
+    steps, lengths = (literal_eval(text) for text in findall(r"=(\[.*?\])", str(refusal.value)))
+    assert steps == [*range(min(8, num_steps - 1))] and lengths == [*merges(sigma_grid(num_steps, 3.0), ETA, steps)]
+    assert len(EGRPO(branch_steps=steps, merged_steps=lengths).plans(num_steps)) == len(steps)

@@ -69,6 +69,7 @@ PLANS = {
     "merged, own noise": [Plan(2, 5, ((5, 6, 16),), merged=True, shared_noise=False)],
     "window": [Plan(2, 6, ((6, 7, 10, 16),))],
     "every step, own noise": [Plan(0, 16, ((16,),), shared_noise=False)],
+    "noise in common": [Plan(0, 16, ((16,),), shared_noise=False, common=0.8)],
     "window, own noise": [Plan(3, 5, (tuple(range(5, 17)), (5, 6, 16)), shared_noise=False)],
 }
 
@@ -117,3 +118,9 @@ def test_sample_is_the_plain_ode():
 def test_impossible_plans_are_refused(plan):
     with pytest.raises(ValueError):
         Plan(*plan)
+
+
+def test_noise_in_common_is_of_members_with_noise_of_their_own():
+    for common, shared in ((0.5, True), (1.1, False)):
+        with pytest.raises(ValueError, match="common must be"):
+            Plan(0, 1, ((1, 16),), shared_noise=shared, common=common)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO, Granularities
 from g2rpo.algorithms.hyperparameters import STRICT
-from g2rpo.core.flow import flow_sde
+from g2rpo.core.flow import flow_sde, sigma_grid
 from g2rpo.core.types import Batch, Plan
 
 
@@ -69,6 +69,12 @@ class EGRPO(GranularGRPO):
         return batch.sigmas[ends[batch.steps]].to(batch.x.device)
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        if (end := max(map(self.landing_step, self.branch_steps))) >= num_steps:
-            raise ValueError(f"merged_steps: a branch step ends at step {end} of num_steps={num_steps}; a tail needs a step")
+        fitting = [k for k in self.branch_steps if k < num_steps - 1]
+        if fitting and (end := max(map(self.landing_step, self.branch_steps))) >= num_steps:
+            lengths = [*merges(sigma_grid(num_steps, 3.0), self.eta, fitting)]
+            right = f"algorithm.branch_steps={fitting} algorithm.merged_steps={lengths}".replace(", ", ",")
+            raise ValueError(
+                f"merged_steps: a branch step ends at step {end} of num_steps={num_steps}; a tail needs a step. "
+                f"e_grpo.merges gives, at shift 3: {right}"
+            )
         return super().plans(num_steps, iteration, seed)

@@ -19,6 +19,7 @@ from g2rpo.algorithms.dancegrpo import DanceGRPO
 from g2rpo.algorithms.dgpo import DGPO
 from g2rpo.algorithms.diffusion_nft import DiffusionNFT
 from g2rpo.algorithms.e_grpo import EGRPO
+from g2rpo.algorithms.fdfo import FDFO
 from g2rpo.algorithms.flow_cps import FlowCPS
 from g2rpo.algorithms.flow_dppo import FlowDPPO
 from g2rpo.algorithms.flow_grpo import FlowGRPO
@@ -38,7 +39,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {  # to add one: a file in algorithms/ 
     kind.name: kind
     for kind in (
         GranularGRPO, FlowGRPO, FlowGRPOFast, FlowCPS, GRPOGuard, DanceGRPO, MixGRPO, MixGRPOFlash, TempFlowGRPO,
-        FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, ReFL,
+        FlowDPPO, PaveGRPO, AdaGRPO, EGRPO, DiffusionNFT, AWM, DGPO, FDFO, ReFL,
     )
 }  # fmt: skip
 BUILTIN = {name: f"{kind.__module__}:{kind.__qualname__}" for name, kind in ALGORITHMS.items()}

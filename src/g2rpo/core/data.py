@@ -132,7 +132,8 @@ class Plan:
     Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and each tail is an ODE trajectory from
     `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
     branch = merge has no stochastic steps. With `merged` there is one stochastic step, from `branch` to `merge`.
-    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`.
+    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`. Without it, `common` is
+    the weight of a noise that their initial noises have in common, a number from 0 to 1: common * shared + sqrt(1 - common^2) * own.
     `trained` are the stochastic steps to learn from (None: all of them); `solver` integrates the tails. `granularities` name
     the tails in the log, one number each (empty: 1, 2, ...); the smallest is the finest.
     """
@@ -142,6 +143,7 @@ class Plan:
     tails: tuple[tuple[int, ...], ...]
     _: KW_ONLY
     shared_noise: bool = True
+    common: float = 0.0
     merged: bool = False
     trained: tuple[int, ...] | None = None
     solver: Solver = "euler"
@@ -152,6 +154,8 @@ class Plan:
             raise ValueError(f"a plan needs 0 <= branch <= merge, got branch={self.branch}, merge={self.merge}")
         if self.branch == self.merge and self.shared_noise:
             raise ValueError("a plan without stochastic steps needs shared_noise=False: all members would be alike")
+        if not 0 <= self.common <= 1 or (self.common and self.shared_noise):
+            raise ValueError(f"common must be from 0 to 1, and needs shared_noise=False, got {self.common}")
         if not self.tails:
             raise ValueError("a plan needs at least one tail")
         for tail in self.tails:

@@ -260,8 +260,9 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Normal]
 Draw = Callable[..., torch.Generator]
 """`draw(*purpose)`: a CPU generator for one purpose, such as draw("noise", 3), within one rollout of one iteration."""
 
-UpdateEvery = Literal["rollout", "branch"] | int
-"""When the weights are updated: once a rollout, after the examples of every step, or after this many members of each group."""
+UpdateEvery = Literal["rollout", "branch"] | int | float
+"""When the weights are updated: once a rollout, after the examples of every step, after this many members of each group, or
+after this share (below 1) of the examples, which are dealt out in turn."""
 
 
 def no_kernel(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Normal:

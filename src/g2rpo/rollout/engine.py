@@ -11,6 +11,7 @@ What remains is independent, so batches of `batch_size` mix rows of any prompt, 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,10 @@ class Engine:
                 groups.append(_Group(prompt, plan, x, v))
             else:
                 own = [noise(prompt, "initial", member) for member in range(group_size)]
-                groups.append(_Group(prompt, plan, self._noise(own)))
+                x = self._noise(own)
+                if plan.common:
+                    x = plan.common * self._noise([noise(prompt, "initial")]) + math.sqrt(1 - plan.common**2) * x
+                groups.append(_Group(prompt, plan, x))
 
         apart = [group for group in groups if not group.plan.shared_noise]
         for step in range(max((group.plan.branch for group in apart), default=0)):

@@ -29,6 +29,8 @@ def rollout(
 
     starts = [("initial",) if plan.shared_noise else ("initial", member) for member in range(group_size)]
     x = policy.noise([noise(0, *start) for start in starts])  # shared: all members are the anchor until noise enters
+    if plan.common:
+        x = plan.common * policy.noise([noise(0, "initial")]) + (1 - plan.common**2) ** 0.5 * x
     for step in range(plan.branch):
         x = ode_step(x, velocity(x, step), sigmas[step], sigmas[step + 1])
     transitions = []

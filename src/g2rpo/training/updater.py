@@ -196,6 +196,10 @@ class Updater:
             for start in range(0, self.algorithm.group_size, every):
                 yield [item.members(start, start + every) for item in examples]
             return
+        if isinstance(every, float):
+            parts = min(round(1 / every), len(examples))
+            yield from (list(examples[part::parts]) for part in range(parts))
+            return
         if every != "branch":
             raise UserError(
                 f"algorithm {name_of(self.algorithm)}: update_every is {every!r}; use 'rollout', 'branch' or a number"
