@@ -7,6 +7,7 @@ The published code is not part of this package. Clone it first, and name the fol
     git clone https://github.com/verl-project/verl-omni     # flow_dppo
     git clone https://github.com/scxue/advantage_weighted_matching      # awm
     git clone https://github.com/Luo-Yihong/DGPO            # dgpo
+    git clone https://github.com/NVlabs/finite-difference-flow-optimization     # fdfo
     git clone https://github.com/RuoyuWang-2077/FlowBP      # refl
     git clone https://github.com/shengjun-zhang/VisualGRPO  # e_grpo
     python -m tools.beside_published pave_grpo=GRPO-Series adagrpo=GRPO-Series diffusion_nft=DiffusionNFT
@@ -33,7 +34,7 @@ from torch.nn import functional
 
 from g2rpo.algorithms.flow_dppo import FlowDPPO
 from g2rpo.algorithms.policy_gradient import Steps
-from g2rpo.core.data import Example, Normal, Rollout
+from g2rpo.core.data import Example, Normal, Rollout, Transition
 from g2rpo.core.errors import UserError
 from g2rpo.core.objectives import kernel_kl
 from g2rpo.training.trainer import Trainer
@@ -198,6 +199,44 @@ def dgpo(folder: Path, code: Path) -> Beside:
     small = (f"algorithm.group_size={GROUP}", "algorithm.times=2", "algorithm.first_steps=4", "algorithm.clip_range=1e-5")
     trainer = tiny(folder, "algorithm.name=dgpo", *small, "algorithm.old_rise=0.2", "sampling.num_steps=5")
     return Beside(trainer, objective, lambda models, updates: _trail(models, min(0.3, 0.2 * (updates - 1))))
+
+
+def fdfo(folder: Path, code: Path) -> Beside:
+    """fdfo/train_loop.py: its differences and its loss; fdfo/sampling.py: edm_step, whose latents have to be ours."""
+    script = code / "fdfo/train_loop.py"
+    differences = _between(script, "rewards_branch_1, rewards_branch_2 =", "repeat = lambda")
+    blocks = _between(script, "v_ref, dx_dR =", "if config.train"), _between(script, 'dR = sample["dR"]', "loss = torch.mean")
+    edm_step = _functions(code / "fdfo/sampling.py", "edm_step", FlowMatchEulerDiscreteScheduler=Any)["edm_step"]
+    trainer = tiny(folder, "algorithm.name=fdfo", "algorithm.update_every=rollout")
+    schedule = Namespace(index_for_timestep=lambda step: step, sigmas=trainer.sigmas)
+
+    def terms(models: Models, seen: Seen) -> list[Callable[[], torch.Tensor]]:
+        made = []
+        for rollout, rewards in zip(seen.rollouts, seen.rewards, strict=True):
+            xs = torch.stack([*(taken.x for taken in rollout.transitions), rollout.finals[0]], 1)
+            pair = {"torch": torch, "rewards": rewards[0, 0], "xs": xs}
+            exec(differences, pair)
+            share = 1 / (len(seen.rollouts) * len(rollout.transitions))
+            made += [partial(one, models, rollout.prompt, taken, pair, share) for taken in rollout.transitions]
+        return made
+
+    def one(models: Models, prompt: int, taken: Transition, pair: dict[str, Any], share: float) -> torch.Tensor:
+        sigma, after = trainer.sigmas[taken.step : taken.step + 2]
+        v = torch.cat([models.velocity("trained", x[None], sigma, prompt) for x in taken.x])
+        x, still = taken.x[..., None], v.detach()[..., None]  # its latents have four dimensions
+        torch.manual_seed(0)
+        landed = edm_step(schedule, still, taken.step, x, torch.full([2], 0.0025 if after > 0 else 0.0))
+        torch.manual_seed(0)
+        torch.testing.assert_close(
+            landed, trainer.algorithm.kernel(trainer.sigmas)(x, still, sigma, after).sample(torch.randn_like(x))
+        )
+        sample = {"velocities": v.detach(), "dx_dR": pair["dx_dR"], "dR": pair["dR"]}
+        names = {"torch": torch, "config": Namespace(train=Namespace(clip_range=0.03)), "sample": sample, "v": v}
+        for block in blocks:
+            exec(block, names)
+        return share * names["policy_loss"].mean()
+
+    return Beside(trainer, terms)
 
 
 def refl(folder: Path, code: Path) -> Beside:
@@ -369,7 +408,7 @@ def _module(code: Path, name: str):
 
 
 METHODS = {"pave_grpo": pave_grpo, "adagrpo": adagrpo, "diffusion_nft": diffusion_nft, "awm": awm, "dgpo": dgpo}
-METHODS |= {"refl": refl, "flow_dppo": flow_dppo, "e_grpo": e_grpo}
+METHODS |= {"fdfo": fdfo, "refl": refl, "flow_dppo": flow_dppo, "e_grpo": e_grpo}
 
 
 def main(words: list[str]) -> None:

@@ -43,6 +43,7 @@ NEIGHBOURS = "tests/algorithms/test_neighbours.py tests/algorithms/test_publishe
 FIELDS, SCHEDULE = "tests/algorithms/test_fields.py", "tests/algorithms/test_branch_schedule.py"
 DPPO, FORWARD = "tests/algorithms/test_flow_dppo.py", "tests/algorithms/test_forward_process.py"
 PAVE, ADA, NFT, E = (f"tests/published/test_{name}.py" for name in ("pave_grpo", "adagrpo", "forward_process", "e_grpo"))
+FDFO = "tests/published/test_fdfo.py"
 ENGINE, TAILS = "tests/rollout/test_engine.py", "tests/rollout/test_tails.py"
 TRAINER = "tests/training/test_trainer.py"
 DROPPED, AVERAGE = "tests/algorithms/test_dropped_members.py", "tests/training/test_moving_average.py"
@@ -114,6 +115,9 @@ MUTATIONS = [
     Mutation("algorithms/adagrpo.py", "self.algorithm.forget * known + (1", "known + (1", ADA),
     Mutation("algorithms/diffusion_nft.py", "(1 + b) * noised.old - b", "(1 - b) * noised.old - b", NFT),
     Mutation("algorithms/awm.py", "-noised.advantages /", "noised.advantages /", NFT),
+    Mutation("algorithms/fdfo.py", "velocity - old + d)", "velocity - old - d)", FDFO),
+    Mutation("algorithms/fdfo.py", "noise * (1 - s))", "noise * (1 + s))", FDFO),
+    Mutation("rollout/engine.py", "math.sqrt(1 - plan.common**2)", "math.sqrt(1 - plan.common)", FDFO),
     Mutation(
         "algorithms/forward_process.py", "((1 - per_row(sigma, image)) * image", "(per_row(sigma, image) * image", FORWARD
     ),

@@ -162,6 +162,14 @@ FROM_THE_CODE = {
         "algorithm.first_steps": 7, "algorithm.old_after": 200, "optim.ema_decay": 0.9, "optim.ema_every": 8,
         "policy.lora_rank": 64, "policy.lora_alpha": 128,
     },
+    "FDFO": {  # 740e22f, config.py with the preset pickscore
+        **SD35, **LORA, **PICKSCORE, "sampling.num_steps": 40, "sampling.tails.solver": "euler", "sampling.shift": "scheduler",
+        "algorithm.group_size": 2, "algorithm.churn": 0.0025, "algorithm.clip_range": 0.03, "algorithm.kl_weight": 0.0,
+        "algorithm.update_every": 1 / 4, "rewards.pickscore.weight": 1.0, "trainer.prompts_per_iteration": 432,
+        "trainer.iterations": 1000, "trainer.seed": 6, "optim.learning_rate": 3e-5, "optim.betas": (0.9, 0.999),
+        "optim.max_grad_norm": 1.0, "optim.ema_decay": 0.0, "policy.lora_rank": 32, "policy.lora_alpha": 64,
+        "policy.truncate_timesteps": False,
+    },
     "ReFL": {  # FlowBP 93b220a, sd3_5_refl.yaml: 8 GPUs with 8 prompts each, one picture of each
         "trainer.prompts_per_iteration": 64, "algorithm.group_size": 1, "algorithm.last_steps": 11, "algorithm.ceiling": 0.55,
         "algorithm.scale": 1.0, "sampling.num_steps": 25, "sampling.shift": 3.0, "sampling.tails.solver": "euler",

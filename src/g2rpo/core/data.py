@@ -132,8 +132,8 @@ class Plan:
     Steps `0 .. branch-1` follow the ODE, steps `branch .. merge-1` are stochastic, and each tail is an ODE trajectory from
     `merge` on. A tail lists the steps it visits: it begins at `merge`, increases, and ends at `num_steps`. A plan with
     branch = merge has no stochastic steps. With `merged` there is one stochastic step, from `branch` to `merge`.
-    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`. Without it, `common` is
-    the weight of a noise that their initial noises have in common, a number from 0 to 1: common * shared + sqrt(1 - common^2) * own.
+    With `shared_noise` all members start from one initial noise and share the trajectory up to `branch`. Without it, their
+    initial noises may have something in `common`, a number from 0 to 1: common * shared + sqrt(1 - common^2) * own.
     `trained` are the stochastic steps to learn from (None: all of them); `solver` integrates the tails. `granularities` name
     the tails in the log, one number each (empty: 1, 2, ...); the smallest is the finest.
     """
