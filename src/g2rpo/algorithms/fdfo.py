@@ -2,13 +2,14 @@
 
 The paper's algorithm, and where each line is implemented:
 
-    sample two pictures whose first noises and steps differ a little: a pair                       plans, kernel
-    A = half the difference of their rewards; d = half that of their final latents                 advantages, examples
-    at every step of both:  log r = |d|^2 - |v - (v_old - d)|^2,  d scaled to 1 / (mean of d^2)     loss
-    minimise  -A r + |A| / (2 clip_range) (r - 1)^2                                                loss
+    sample two pictures whose first noises and steps differ a little: a pair                     plans, kernel
+    A = half the difference of their rewards; d = half that of their final latents               advantages, examples
+    at every step of both, with d divided by its mean square:
+        log r = |d|^2 - |v - (v_old - d)|^2,  means over entries                                 loss
+        minimise  -A r + |A| / (2 clip_range) (r - 1)^2                                          loss
 
-The whole sampling is one action: every velocity on the way is pulled towards the better picture, by the finite difference
-A d / d^2 of the reward along d, its gradient on average. No log-prob of a step is needed.
+The whole sampling is one action: every velocity on the way is pulled towards the better picture. A d, now a finite difference
+of the reward, is on average its gradient. No log-prob of a step is needed.
 """
 
 from __future__ import annotations
