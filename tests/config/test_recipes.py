@@ -165,7 +165,7 @@ FROM_THE_CODE = {
     "FDFO": {  # 740e22f, config.py with the preset pickscore
         **SD35, **LORA, **PICKSCORE, "sampling.num_steps": 40, "sampling.tails.solver": "euler", "sampling.shift": "scheduler",
         "algorithm.group_size": 2, "algorithm.churn": 0.0025, "algorithm.clip_range": 0.03, "algorithm.kl_weight": 0.0,
-        "algorithm.update_every": 1 / 4, "rewards.pickscore.weight": 1.0, "trainer.prompts_per_iteration": 432,
+        "algorithm.update_every": 1 / 4, "trainer.prompts_per_iteration": 432,
         "trainer.iterations": 1000, "trainer.seed": 6, "optim.learning_rate": 3e-5, "optim.betas": (0.9, 0.999),
         "optim.max_grad_norm": 1.0, "optim.ema_decay": 0.0, "policy.lora_rank": 32, "policy.lora_alpha": 64,
         "policy.truncate_timesteps": False,
