@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -58,6 +60,12 @@ def test_shares_are_averaged_over_a_window(name, key, limit):
         return set(training_alarms([quiet | {key: share * (0.5 if i % 2 else 1.5)} for i in range(count)], 1.0))
 
     assert (alarms(limit * 1.01), alarms(limit * 0.99), alarms(limit * 1.01, WINDOW - 1)) == ({name}, set(), set())
+
+
+@pytest.mark.parametrize(("name", "limit"), [("silent", SILENT), ("masked", MASKED)])
+def test_limits_that_were_chosen_are_those_of_the_page(name, limit):
+    page = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\| `{name}` \| .* \| ([.\d]+) \(a choice\)", page, re.MULTILINE)[1] == f"{limit:.1f}".lstrip("0")
 
 
 def test_a_drift_that_is_not_a_number_is_one_and_an_older_log_has_none():
