@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from g2rpo.core.contracts import advantages_of, choice_of, plans_of
 from g2rpo.core.errors import Preempted
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Algorithm, Cond, Draw, Plan, Policy, Reward, Rollout, as_rewards
+from g2rpo.core.types import Algorithm, Cond, Example, Plan, Policy, Reward, as_rewards
 from g2rpo.evaluation.heldout import Comparison, Evaluation
 from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.monitor.alarms import alarms_of
@@ -102,49 +102,34 @@ class Trainer:
         self.weights = torch.tensor([c.rewards[name].weight for name in self.rewards])
         self.order = PromptOrder(self.prompts, c.trainer.seed)
         self.learner = Learner(self.policy.trainable_parameters(), c.optim, self.shards, keeps_old(self.algorithm))
-        self.sizes = batch_sizes(
-            c.sampling.batch_size,
-            c.sampling.decode_batch_size,
-            c.trainer.micro_batch_size,
-            self.policy.device,
-            self.notify,
-        )
+        asked = c.sampling.batch_size, c.sampling.decode_batch_size, c.trainer.micro_batch_size
+        self.sizes = batch_sizes(*asked, self.policy.device, self.notify)
         self.sizes.in_step = self.shards.in_step
-        self.collector = self._collector()
-        self.updater = self._updater()
-        self.evaluator = self._evaluator()
-        self.persistence = self._persistence()
-
-    def _collector(self) -> Collector:
-        return Collector(
+        self.collector = Collector(
             policy=self.policy,
             rewards=self.rewards,
-            config=self.config.sampling,
-            precision=self.config.precision,
+            config=c.sampling,
+            precision=c.precision,
             sigmas=self.sigmas,
             sizes=self.sizes,
             shards=self.shards,
-            seed=self.config.trainer.seed,
-            first=self.world.first(self.config.trainer.prompts_per_iteration),
+            seed=c.trainer.seed,
+            first=self.world.first(c.trainer.prompts_per_iteration),
             on_evaluations=lambda rows: self.on_evaluations(rows),
         )
-
-    def _updater(self) -> Updater:
-        return Updater(
+        self.updater = Updater(
             policy=self.policy,
             algorithm=self.algorithm,
             optimizer=self.learner.optimizer,
             sigmas=self.sigmas,
             sizes=self.sizes,
-            max_grad_norm=self.config.optim.max_grad_norm,
+            max_grad_norm=c.optim.max_grad_norm,
             shards=self.shards,
-            step_dtype=self.config.precision.step,
+            step_dtype=c.precision.step,
             old=self.learner.as_old,
         )
-
-    def _evaluator(self) -> Evaluator:
-        sampler = sampler_of(self.config, self.policy)
-        return Evaluator(
+        sampler = sampler_of(c, self.policy)
+        self.evaluator = Evaluator(
             sampler=sampler,
             learner=self.learner,
             rewards=self.rewards,
@@ -153,25 +138,23 @@ class Trainer:
             sizes=self.sizes,
             shards=self.shards,
             files=self.files,
-            **free_knobs(self.config, self.policy, sampler.num_steps, len(self.heldout), self.run_dir is not None),
+            **free_knobs(c, self.policy, sampler.num_steps, len(self.heldout), self.run_dir is not None),
         )
-
-    @property
-    def _keeps_base(self) -> bool:
-        """Whether the base model is still there after training."""
-        return self.config.policy.tuning == "lora" or self.algorithm.uses_base
-
-    def _persistence(self) -> Persistence:
-        return Persistence(
+        self.persistence = Persistence(
             policy=self.policy,
             learner=self.learner,
             memory=self.memory,
             rewards={**self.rewards, **self.judges},
             shards=self.shards,
             files=self.files,
-            keep=self.config.trainer.keep_checkpoints,
-            header=partial(header_of, self.config),
+            keep=c.trainer.keep_checkpoints,
+            header=partial(header_of, c),
         )
+
+    @property
+    def _keeps_base(self) -> bool:
+        """Whether the base model is still there after training."""
+        return self.config.policy.tuning == "lora" or self.algorithm.uses_base
 
     def __repr__(self) -> str:
         of = f"iteration {self.iteration} of {self.config.trainer.iterations}"
@@ -211,9 +194,7 @@ class Trainer:
         steps, e = self.evaluator.sampler.num_steps, self.evaluator
         knobs = sum(control.steps or steps for control in e.controls) * e.controls_on / (steps * len(self.heldout))
         look = looks[-1]["seconds"] / (1 if self._keeps_base or looks[-1]["iteration"] else 1 + knobs)
-        finishing = look * (
-            0.25 + (knobs if self._keeps_base else 0)
-        )  # free knobs that are still to be sampled; files, pictures
+        finishing = look * (0.25 + knobs * self._keeps_base)  # files, pictures, and free knobs that are still to be sampled
         train = [row["seconds"] for row in self.alarms.rows if row["kind"] == "train"]
         left = self.ends_at - time.monotonic() - finishing
         config = fitted(self.config, train, look, left, first=not self.fitted)
@@ -240,7 +221,10 @@ class Trainer:
 
         self._find_sizes(cond)
         guidance = self.config.sampling.guidance_scale
-        with self.files.naming(self.iteration), self._sampling_weights(), in_training(self.policy, guidance):
+        a = self.algorithm
+        old = isinstance(a, KeepsOldWeights) and a.uses_old and a.samples_old(self.learner.steps)
+        sampling_weights = self.learner.as_old() if old else nullcontext()
+        with self.files.naming(self.iteration), sampling_weights, in_training(self.policy, guidance):
             prompts, cond, choice = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
             collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
@@ -250,11 +234,11 @@ class Trainer:
             learnt = learn(self.rewards, self.iteration, partial(self._looked_at, collected, prompts), self.world)
         advantages = advantages_of(algorithm, rewards, self.weights)
         own = self.world.shard(advantages)
-        examples = [
-            example
-            for rollout, values in zip(collected.rollouts, own, strict=True)
-            for example in algorithm.examples(rollout, values, self._draws(rollout))
-        ]
+        examples: list[Example] = []
+        for rollout, values in zip(collected.rollouts, own, strict=True):
+            place = self.collector.first + rollout.prompt
+            draw = partial(self.collector.noise, self.iteration, place, "examples", rollout.plan.branch)
+            examples += algorithm.examples(rollout, values, draw)
 
         if differentiates_rewards(self.algorithm):
             self.updater.reward = partial(weighted_scores, self.policy, self.rewards, self.weights, prompts)
@@ -268,8 +252,9 @@ class Trainer:
 
         branches = [rollout.plan.branch for rollout in collected.rollouts] * self.world.size  # equal on all ranks
         learnt |= self.memory.observe(self.iteration, branches, rewards, self.weights) if self.memory else {}
-        if self.iteration == 0:
-            self._save_first_group(prompts, collected, own)
+        compared = not (differentiates_rewards(self.algorithm) or all(reward.latent for reward in self.rewards.values()))
+        if self.iteration == 0 and self.files.writes and compared:
+            save_first_group(self.files, self.policy, self.sizes, list(self.rewards), prompts, collected, own)
         self.iteration += 1
         row: Row = {
             "kind": "train",
@@ -289,15 +274,6 @@ class Trainer:
         texts = [prompts[one.prompt] for one in collected.rollouts for _ in one.finals[0, :LOOKED_AT]]
         return self.sizes.fit(lambda: decode(self.policy, latents, self.sizes.decode)), texts
 
-    def _save_first_group(self, prompts: Sequence[str], collected: Collected, advantages: Tensor) -> None:
-        """Saves one group as pictures, unless its members are not compared or rewards score latents."""
-        if (
-            self.files.writes
-            and not differentiates_rewards(self.algorithm)
-            and not all(reward.latent for reward in self.rewards.values())
-        ):
-            save_first_group(self.files, self.policy, self.sizes, list(self.rewards), prompts, collected, advantages)
-
     def plans(self, iteration: int | None = None) -> list[Plan]:
         """The config's plans of an iteration, by default the current one (`algorithm_now` may have others)."""
         iteration = self.iteration if iteration is None else iteration
@@ -307,21 +283,10 @@ class Trainer:
         """The algorithm of the current iteration: the config's, or its state's (`AlgorithmState.at`)."""
         return self.algorithm if self.memory is None else self.memory.at(self.iteration)
 
-    def _draws(self, rollout: Rollout) -> Draw:
-        """`Draw` for the training examples of a rollout of the current iteration."""
-        place = self.collector.first + rollout.prompt
-        return partial(self.collector.noise, self.iteration, place, "examples", rollout.plan.branch)
-
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration; where the algorithm chooses among them, the candidates of each place in turn."""
         places = self.config.trainer.prompts_per_iteration
         return self.world.shard(self.order.batch(iteration, places * candidates_of(self.algorithm)))
-
-    def _sampling_weights(self) -> AbstractContextManager[None]:
-        """While entered, the weights are those that sample the iteration at hand."""
-        a = self.algorithm
-        old = isinstance(a, KeepsOldWeights) and a.uses_old and a.samples_old(self.learner.steps)
-        return self.learner.as_old() if old else nullcontext()
 
     def _choose(self, prompts: list[str], cond: Cond, watch: Stopwatch) -> tuple[list[str], Cond, list[Collected]]:
         """The prompts chosen by the algorithm's state, their rows of `cond`, and the samples made for the choice."""
@@ -346,9 +311,8 @@ class Trainer:
         row = self.evaluator.row(self.iteration, evaluation, spread)
         row["seconds"] = watch.seconds["evaluation"]
         self.early_stop.see(row, evaluation.scores)
-        if (
-            self.early_stop.may_roll_back and self.world.total(self.alarms.best_so_far)[0]
-        ):  # on all ranks together: shards are gathered
+        # on all ranks together: shards are gathered
+        if self.early_stop.may_roll_back and self.world.total(self.alarms.best_so_far)[0]:
             self.persistence.keep_best(self.iteration)
         return row
 
