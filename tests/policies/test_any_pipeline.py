@@ -21,7 +21,7 @@ from g2rpo.core.data import Precision, Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
-from g2rpo.lab.check_model import REMEDIES, checks, draw, prompts_for
+from g2rpo.lab.check_model import REMEDIES, checks, draw, prompts_for, reported
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.options import PolicyConfig
@@ -244,7 +244,7 @@ def test_check_model_finds_each_fault(name, tmp_path):
     broken = type("Broken", (own,), {method: lambda self, *args: fault(getattr(own, method)(self, *args))})
     options = {**size_of("QwenImagePipeline"), "lora_rank": 4}
     made = checks(lambda: pipeline_of("QwenImagePipeline"), broken, options, prompts_for(own.spec, tmp_path), tmp_path)
-    first = next(check for check in made if not check.passed)
+    first = next(check for check in reported(made) if not check.passed)
     assert (first.name, first.remedy) == (name, REMEDIES[name])
 
 

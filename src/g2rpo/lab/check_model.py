@@ -106,13 +106,12 @@ def check_model(path: str, kind: str | None, overrides: Sequence[str]) -> Iterat
     pipelines = iter([loaded.pipeline])
     del loaded
     with tempfile.TemporaryDirectory() as folder:
-        found = checks(
-            lambda: next(pipelines, None) or components.load_pipeline(config).pipeline,
-            kind_of,
-            options,
-            prompts_for(spec, Path(folder)),
-            Path(folder),
-        )
+        place = Path(folder)
+
+        def load() -> Any:
+            return next(pipelines, None) or components.load_pipeline(config).pipeline
+
+        found = reported(checks(load, kind_of, options, prompts_for(spec, place), place))
         yield (first := next(found))
         yield from found
     if first.passed:
@@ -168,20 +167,13 @@ def draw(pipeline: Any, spec: PipelineSpec, options: PolicyConfig, prompts: Sequ
     return Drawn(torch.cat(pictures), noise, velocity, scheduler.sigmas.float().cpu(), euler)
 
 
-def checks(
-    load: Callable[[], Any],
-    kind: type[DiffusersPolicy],
-    options: Mapping[str, Any],
-    prompts: Sequence[Prompt],
-    folder: Path,
-) -> Iterator[Check]:
-    """The checks of a policy class with `options`, on two pipelines from `load`, of which one is in memory at a time. What
-    raises an error is a check that failed, and ends them."""
-    names = [name for name in REMEDIES if name != "plan"]
-    found = _checks(load, kind, options, prompts, folder)
-    for name in names:
+def reported(found: Iterator[Check]) -> Iterator[Check]:
+    """The results of `checks`; what raises an error is a check that failed, and ends them."""
+    for name in REMEDIES:
         try:
             yield next(found)
+        except StopIteration:
+            return
         except UserError:
             raise
         except Exception as error:  # the pipeline's code, or a wrong description of it
@@ -191,13 +183,14 @@ def checks(
             return
 
 
-def _checks(
+def checks(
     load: Callable[[], Any],
     kind: type[DiffusersPolicy],
     options: Mapping[str, Any],
     prompts: Sequence[Prompt],
     folder: Path,
 ) -> Iterator[Check]:
+    """Checks a policy class with `options`, on two pipelines from `load`, of which one is in memory at a time."""
     names = PolicyConfig.model_fields
     config = PolicyConfig(
         **{"path": "", **{name: value for name, value in options.items() if name in names and name != "path"}}
