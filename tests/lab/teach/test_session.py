@@ -196,9 +196,9 @@ def test_weights_go_back_when_a_judge_falls(tmp_path):
     useless = session(tmp_path / "c", "alarms.pictures=off")
     with useless.begun():
         useless.rate = 0
-        while not useless.brake.looks:
+        while len(useless.brake.looks) < 2:
             teach(useless, 1)
-        assert useless.brake.looks[0].wrong == "no nearer to your taste" and useless.moved == 0
+        assert [look.wrong for look in useless.brake.looks] == ["", "no nearer to your taste"] and useless.moved == 0
     contented = session(tmp_path / "b", "alarms.pictures=off")
     with contented.begun():
         while not contented.brake.looks:

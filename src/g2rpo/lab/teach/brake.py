@@ -17,6 +17,8 @@ LOOK = 2
 """Changes of the weights between two looks at held-out pictures."""
 FALL = 1.5
 """Standard errors by which the mean of a judge may fall."""
+USELESS = 2
+"""Looks in a row that may be no nearer to the taste than the last good weights."""
 SHRINK, GROW, MOST = 0.5, 1.25, 1.0
 """Factors of the step after a look that was bad and one that was good, and the largest step, as a multiple of the rate."""
 
@@ -28,6 +30,8 @@ class Look:
     round: int
     judges: dict[str, Comparison]
     wrong: str = ""
+    good: bool = True
+    """Whether the weights are the new good ones."""
 
 
 @dataclass
@@ -40,12 +44,14 @@ class Brake:
     """The factor of the learning rate."""
     since: int = 0
     """Changes since the last look."""
+    useless: int = 0
+    """Looks in a row that were no nearer to the taste."""
     looks: list[Look] = field(default_factory=list)
 
     def look(self, trainer: Trainer, row: Row, round: int, nearer: bool) -> Look:
-        """Compares an evaluation's `row` with the base by the judges, which are not trained on: if one fell, pictures left the
-        base's range or are no `nearer` to the taste than at the last good look, its weights come back and steps become smaller;
-        else they grow."""
+        """Compares an evaluation's `row` with the base by the judges, which are not trained on. If one fell, or pictures left the
+        base's range, the last good weights come back and steps become smaller; they come back too where two looks in a row are
+        no `nearer` to the taste. Else weights that are nearer are good, and steps grow."""
         judges, wrong = {}, list[str]()
         if trainer.world.is_main:
             base, scores = trainer.evaluator.base(), trainer.alarms.history[row["iteration"]]
@@ -54,14 +60,17 @@ class Brake:
             judges = {name: paired(base.scores[name], scores[name]) for name in names}
             wrong += [f"{name} fell" for name, one in judges.items() if one.tuned - one.base < -FALL * one.error]
             wrong += ["pictures left the base's range"] if "pictures" in row.get("alarms", {}) else []
-            wrong += [] if nearer else ["no nearer to your taste"]
-        told = trainer.world.broadcast_text(" and ".join(wrong))
+        fell = trainer.world.broadcast_text(" and ".join(wrong))
+        nearer = bool(trainer.world.total(trainer.world.is_main and nearer)[0])
+        self.since, self.useless = 0, 0 if nearer or fell else self.useless + 1
+        told = fell or ("no nearer to your taste" if self.useless == USELESS else "")
         if told:
             put_back(trainer, self.good)
-        else:
+            self.useless = 0
+        elif nearer:
             self.good = weights_of(trainer)
-        self.since, self.step = 0, self.step * SHRINK if told else min(MOST, self.step * GROW)
-        self.looks.append(look := Look(round, judges, told))
+        self.step = self.step * SHRINK if fell else min(MOST, self.step * GROW)
+        self.looks.append(look := Look(round, judges, told, nearer and not told))
         return look
 
 

@@ -389,7 +389,7 @@ class Session:
         if look.wrong:
             self.changes += 1
             self.notify(f"held-out pictures: {look.wrong}; back to the last good weights, with smaller steps")
-        else:
+        elif look.good:
             self._heldout = heldout
 
     # several ranks: rank 0 has the page, and the others do what it does
