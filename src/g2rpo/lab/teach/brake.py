@@ -49,9 +49,12 @@ class Brake:
     looks: list[Look] = field(default_factory=list)
 
     def look(self, trainer: Trainer, row: Row, round: int, nearer: bool) -> Look:
-        """Compares an evaluation's `row` with the base by the judges, which are not trained on. If one fell, or pictures left the
-        base's range, the last good weights come back and steps become smaller; they come back too where two looks in a row are
-        no `nearer` to the taste. Else weights that are nearer are good, and steps grow."""
+        """Compares an evaluation's `row` with the base by the judges, which are not trained on.
+
+        If one fell, or pictures left the base's range, the last good weights come back and steps become smaller. They come back
+        too after `USELESS` looks in a row that are no `nearer` to the taste. Else steps grow, and weights that are nearer are
+        good.
+        """
         judges, wrong = {}, list[str]()
         if trainer.world.is_main:
             base, scores = trainer.evaluator.base(), trainer.alarms.history[row["iteration"]]
