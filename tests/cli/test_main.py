@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from transformers import T5EncoderModel
 
@@ -211,6 +212,14 @@ def test_push_uploads_weights_and_card(tmp_path):
     for run, repository, message in ((tmp_path, "mine", "write owner/name"), (tmp_path / "no", "me/mine", "no weights yet")):
         with pytest.raises(UserError, match=message):
             push(run, repository, private=False, api=hub)
+
+
+def test_a_push_without_a_network_is_one_message_that_says_how_to_try_again(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "README.md").touch()
+    nowhere = HfApi(endpoint="http://127.0.0.1:9", token="hf_x")
+    with pytest.raises(UserError, match=r"me/mine: the upload failed: .*\n.*`g2rpo push .* me/mine` tries again"):
+        push(tmp_path, "me/mine", private=False, api=nowhere)
 
 
 @pytest.mark.parametrize(

@@ -85,26 +85,50 @@ def iterate(world, folder, model, *many):
     return len(many)
 
 
+FAULTS = ("a number", "a mask", "conditioning on the host", "many small tensors", "a tensor kept", "float64")
+
+
 def count_costs(world, folder, model):
-    """Of the second and third iteration: the calls of the network, the waits and copies to the device in them and in all, and
-    the bytes that stay on the device."""
-    trainer, found = build(world, folder, model), []
+    """Of three iterations without a fault and one with each of `FAULTS`: the calls of the network, the waits and copies to the
+    device in them and in all, and the bytes that stay on the device; or what the device raises."""
+    trainer, kept, found, fault = build(world, folder, model), [], {}, None
     inner, inside = trainer.policy.velocity, []
 
     def velocity(x, sigma, cond):
         before = torch.fakegpu.costs()
+        if fault == "a number":
+            x.sum().item()
+        if fault == "a mask":
+            x = x[x[:, 0, 0].isfinite()]
+        if fault == "conditioning on the host":
+            cond = cond.to("cpu").to("fakegpu")
+        if fault == "float64":
+            x = x.double().float()
         answer = inner(x, sigma, cond)
         inside.append(torch.fakegpu.costs() - before)
         return answer
 
     trainer.policy.velocity = velocity
-    for _ in range(3):
+    for fault in ("first", "second", "third", *FAULTS):
         inside.clear()
         before, standing = torch.fakegpu.costs(), torch.fakegpu.memory_allocated()
-        trainer.iterate()
-        kept = torch.fakegpu.memory_allocated() - standing
-        found.append([len(inside), *sum(inside).tolist(), *(torch.fakegpu.costs() - before).tolist(), kept])
-    return found[1:]
+        try:
+            trainer.iterate()
+        except RuntimeError as error:
+            found[fault] = {"error": str(error)}
+            continue
+        if fault == "many small tensors":
+            for _ in range(100):
+                torch.ones(1).to("fakegpu").item()
+        if fault == "a tensor kept":
+            kept.append(torch.zeros(1, device="fakegpu"))
+        found[fault] = {
+            "calls": len(inside),
+            "inside": sum(inside).tolist(),
+            "in all": (torch.fakegpu.costs() - before).tolist(),
+            "kept": torch.fakegpu.memory_allocated() - standing,
+        }
+    return found
 
 
 def run_out(world, folder, model):

@@ -54,11 +54,17 @@ def free(call):
 
 FAULTS = {
     "a sum of two devices": lambda folder: zeros(3) + torch.zeros(3),
+    "a row of two devices": lambda folder: torch.cat([zeros(3), torch.zeros(3)]),
+    "a stack with a number on the CPU": lambda folder: torch.stack([zeros(()), torch.zeros(())]),
     "a layer with weights on the CPU": lambda folder: F.linear(zeros(1, 3), torch.zeros(2, 3)),
+    "a convolution with weights on the CPU": lambda folder: F.conv2d(zeros(1, 3, 4, 4), torch.zeros(2, 3, 1, 1)),
+    "a norm with weights on the CPU": lambda folder: F.rms_norm(zeros(1, 3), (3,), torch.ones(3)),
     "attention to keys on the CPU": lambda folder: F.scaled_dot_product_attention(
         zeros(1, 2, 4, 8), *[torch.zeros(1, 2, 4, 8)] * 2
     ),
+    "a CPU tensor indexed by the device": lambda folder: torch.zeros(3)[zeros(1).long()],
     "NumPy": lambda folder: zeros(3).numpy(),
+    "a generator of the CPU": lambda folder: torch.randn(3, generator=torch.Generator(), device="fakegpu"),
     "a copy to another rank's device": lambda folder: zeros(3).to("fakegpu:1"),
     "generators of all devices": lambda folder: torch.random.fork_rng().__enter__(),
     "a thread on another device": lambda folder: torch.fakegpu.set_device(1) or in_thread(lambda: None),
@@ -66,11 +72,17 @@ FAULTS = {
     "bfloat16 expected of a norm under autocast": lambda folder: norms("fakegpu"),
     "rows in float64": lambda folder: zeros(4, 16, 64).double(),
     "a number read": lambda folder: free(lambda x: float(x.sum())),
+    "a condition": lambda folder: free(lambda x: x.sum() and None),
+    "a mask": lambda folder: free(lambda x: x[x == 0]),
+    "a masked assignment of rows": lambda folder: free(lambda x: x.__setitem__(x == 0, zeros(3))),
     "a copy to the host": lambda folder: free(lambda x: x.cpu()),
     "a copy from the host": lambda folder: free(lambda x: x + torch.ones(3).to(x)),
+    "a tensor of numbers": lambda folder: free(lambda x: x + torch.tensor([1.0], device="fakegpu")),
 }
 MENDED = {
     "numbers": lambda folder: (zeros(3) + 1.0) * torch.tensor(2.0),
+    "a CPU index": lambda folder: zeros(3)[torch.tensor([0, 2])],
+    "a generator of the CPU": lambda folder: torch.randn(3, generator=torch.Generator()).to("fakegpu"),
     "own generators": lambda folder: torch.random.fork_rng(devices=[]).__enter__(),
     "a thread on the same device": lambda folder: (
         torch.fakegpu.set_device(1) or in_thread(same_device(torch.device("fakegpu")))
@@ -78,6 +90,7 @@ MENDED = {
     "a checkpoint on the CPU": lambda folder: written_and_read(folder, map_location="cpu"),
     "a norm's dtype is said": lambda folder: norms("fakegpu", torch.bfloat16),
     "a CPU's norms under autocast": lambda folder: norms("cpu"),
+    "positions in float64": lambda folder: torch.outer(zeros(28).double(), zeros(8).double()),
     "what stays on the device": lambda folder: free(lambda x: torch.where(x == 0, x, F.rms_norm(x, (3,)) + 1)[1:].clone()),
 }
 
@@ -92,4 +105,29 @@ def outcomes(world, folder):
             found[name] = None
         except (RuntimeError, TypeError, IndexError) as error:
             found[name] = str(error).splitlines()[0]
+    return found
+
+
+def autocast_dtypes(world, folder):
+    """The dtype of a result under bfloat16 autocast of bfloat16 numbers, by operation."""
+    x = torch.ones(2, 4, 8, dtype=torch.bfloat16)
+    operations = {
+        "linear": lambda x: F.linear(x.float(), x[0].float()),
+        "matmul": lambda x: x.float() @ x.float().transpose(1, 2),
+        "attention": lambda x: F.scaled_dot_product_attention(x.float(), x, x),
+        "layer_norm": lambda x: F.layer_norm(x, (8,)),
+        "rms_norm": lambda x: F.rms_norm(x, (8,)),
+        "group_norm": lambda x: F.group_norm(x, 2),
+        "pow": lambda x: x.pow(2),
+        "exp": lambda x: x.exp(),
+        "softmax": lambda x: x.softmax(-1),
+        "sum": lambda x: x.sum(),
+        "gelu": lambda x: F.gelu(x),
+        "mul": lambda x: x * x,
+        "add": lambda x: x + x.float(),
+    }
+    found = {}
+    for device in ("fakegpu", "cpu"):
+        with torch.autocast(device, torch.bfloat16):
+            found[device] = {name: str(run(x.to(device)).dtype).removeprefix("torch.") for name, run in operations.items()}
     return found

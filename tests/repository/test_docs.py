@@ -4,6 +4,7 @@ import importlib
 import json
 import pkgutil
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.config.resolve import _fields, resolve
 from g2rpo.config.schema import Config
 from g2rpo.core import plugins
-from tests.support.pages import PAGES, ROOT, blocks, calls, check, inline, inline_commands, prose
+from tests.support.pages import BEGINS, PAGES, ROOT, blocks, calls, check, environment_of_make, inline, inline_commands, prose
 from tests.support.runs import brightness, trainer
 from tests.support.variants import few
 
@@ -46,6 +47,43 @@ def test_every_command_can_be_given_as_it_stands(page, tmp_path, monkeypatch):
         assert found or script.startswith("source "), f"starts nothing: {script}"
         for call in found:
             check(call, monkeypatch)
+
+
+def test_the_readme_from_top_to_bottom_in_a_clean_shell(tmp_path):
+    """A reader has what the system has, and what `make` or pip put into .venv: no g2rpo until that is activated."""
+    system, clone = tmp_path / "system", tmp_path / "clone"
+    for folder in (system, clone):
+        folder.mkdir()
+    calls("g2rpo", system)  # makes the stand-ins
+    (system / "bin" / "g2rpo").rename(system / "g2rpo")
+    environment_of_make(clone, system / "bin")
+    (clone / ".venv" / "bin" / "g2rpo").unlink()
+    (clone / ".venv" / "bin" / "g2rpo").symlink_to(system / "g2rpo")
+    for program in ("pip", "torchrun"):
+        (clone / ".venv" / "bin" / program).unlink()
+        (system / "bin" / program).rename(clone / ".venv" / "bin" / program)
+    scripts = [block.code for block in blocks((ROOT / "README.md").read_text(encoding="utf-8")) if block.language == "bash"]
+    environment = {"PATH": str(system / "bin"), "CALLS": str(tmp_path / "calls"), "TIMEFORMAT": ""}
+    command = ["/bin/bash", "-c", "\n".join(scripts)]
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+    assert "g2rpo" in (tmp_path / "calls").read_text() and not done.stderr, done.stderr
+
+
+def test_nowhere_is_a_package_of_this_name_installed_from_an_index():
+    for path in [*PAGES, *(ROOT / "src" / "g2rpo").rglob("*.py")]:
+        assert not re.search(r"pip install ['\"]?g2rpo", path.read_text(encoding="utf-8")), path
+
+
+@page
+def test_commands_and_code_are_marked_as_what_they_are(page):
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "":
+            lost = [
+                line
+                for line in block.code.splitlines()
+                if BEGINS.match(line) or re.match(r"import \w|from [\w.]+ import", line)
+            ]
+            assert not lost, f"in a block without a language: {lost}"
 
 
 LONG_PAGES = ("train", "tutorial")  # several trainings each; their commands are checked above

@@ -50,3 +50,17 @@ def test_the_reference_has_every_algorithm_and_field():
     page = docs_site.algorithms_page()
     for name, kind in ALGORITHMS.items():
         assert set(keys(page, f"`{name}`")) == {"name", *_fields(kind)}, name
+
+
+def test_links_lead_to_the_sites_pages_or_to_the_repository():
+    for link, source, page, moved in (
+        ("models.md#x", "docs/rewards.md", "rewards.md", "models.md#x"),
+        ("../src/g2rpo/core/flow.py", "docs/a.md", "a.md", f"{docs_site.REPOSITORY}/blob/main/src/g2rpo/core/flow.py"),
+        ("../README.md#train", "docs/a.md", "a.md", "index.md#train"),
+        ("../benchmarks/results/study.md", "docs/a.md", "a.md", "results/study.md"),
+        ("#y", "docs/a.md", "a.md", "#y"),
+        ("https://a.b", "docs/a.md", "a.md", "https://a.b"),
+        ("docs/models.md", "README.md", "index.md", "models.md"),
+        ("../../docs/models.md", "benchmarks/results/study.md", "results/study.md", "../models.md"),
+    ):
+        assert docs_site.moved_links(f"[a]({link})", source, page) == f"[a]({moved})"

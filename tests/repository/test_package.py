@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from g2rpo import __version__
@@ -59,6 +60,17 @@ def test_how_to_cite_is_said_the_same_everywhere():
     assert urls["Homepage"] == cff["repository-code"] and urls["Paper"] == paper["url"]
 
 
+def test_workflows_are_well_formed_and_start_what_exists():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+        scripts = [command for command in commands if command.startswith(("tools/", ".ci/"))]
+        assert all((ROOT / script).stat().st_mode & 0o100 for script in scripts), path
+        publishing = [job for job in jobs.values() if "id-token" in job.get("permissions", {})]
+        assert all("if" in job and "environment" in job for job in publishing), path  # off until a maintainer enables it
+    assert not re.search(r"^\w+_(TOKEN|PASSWORD)|secrets\.", "".join(p.read_text() for p in ROOT.glob(".github/workflows/*")))
+
+
 def test_the_changelog_has_this_version():
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert __version__ in headings
@@ -83,6 +95,14 @@ def needed(wanted, installed):
             if inner.marker is None or any(map(inner.marker.evaluate, extras)):
                 left.append(inner)
     return {name for name, *_ in seen}
+
+
+def test_constraints_suit_every_python_that_is_supported():
+    """A pin that the oldest one cannot have sends pip's resolver through hundreds of versions, for half an hour."""
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    pinned = [each for each in distributions() if canonicalize_name(each.metadata["Name"]) in pins("constraints.txt")]
+    asked = {each.metadata["Name"]: each.metadata["Requires-Python"] or "" for each in pinned}
+    assert not {name: python for name, python in asked.items() if not SpecifierSet(python).contains(f"{oldest}.0")}
 
 
 def test_constraints_pin_what_tests_need_and_nothing_else():
