@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
@@ -31,6 +32,13 @@ def test_a_table_has_exactly_the_scores_that_were_written(tmp_path):
     assert scores.right_of(scores.score_rows(prompts, SCORES)) is None and scores.scores_of([]) == {}
     lines = (tmp_path / "a" / "t.jsonl").read_text().splitlines()
     assert json.loads(lines[1])["scores"] == {"one": None, "two": 2.0}
+
+
+def test_scores_of_earlier_versions_are_read(tmp_path):
+    assert not scores.has_rows(tmp_path / "t.jsonl")
+    save_file(SCORES, tmp_path / "t.safetensors")
+    assert scores.has_rows(tmp_path / "t.jsonl") and not (tmp_path / "t.jsonl").exists()
+    assert same(scores.scores_of(scores.read_rows(tmp_path / "t.jsonl")), SCORES)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"scores": {"a": "b"}}', '{"scores": {"a": 1}}\n{"scores": {}}', "{", None])

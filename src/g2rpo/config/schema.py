@@ -190,6 +190,14 @@ Alarm = Literal["action", "drift", "silent", "masked", "saturated", "hacking", "
 """The name of an alarm, or "action" for all without an action of their own."""
 
 
+def _given(value: Any) -> Any:
+    """Leaves out alarms without an action, as older runs wrote them."""
+    return {name: action for name, action in value.items() if action is not None} if isinstance(value, Mapping) else value
+
+
+AlarmTable = Annotated[dict[Alarm, Action], BeforeValidator(_given)]
+
+
 def _listed(value: Any) -> Any:
     """Allows `trackers=wandb` for `trackers=[wandb]`."""
     return [value] if isinstance(value, str) else value
@@ -210,7 +218,7 @@ class Config(Section):
     optim: OptimConfig
     trainer: TrainerConfig
     evaluation: EvaluationConfig
-    alarms: dict[Alarm, Action] = {"action": "warn"}
+    alarms: AlarmTable = {"action": "warn"}
     """Actions of the alarms, by name; docs/alarms.md defines when each is raised."""
     trackers: Trackers = ["tensorboard"]
     """Trackers that show the log during a run; metrics.jsonl is always written."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from g2rpo.core.errors import UserError
@@ -49,21 +51,26 @@ def save_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """A table; UserError if it is damaged or absent."""
+    """A table, or instead of one that is absent the scores that releases before 0.3 kept beside it; UserError if it is damaged
+    or there is neither."""
+    old = path.with_suffix(".safetensors")
     try:
+        if not path.exists() and old.exists():
+            scores = load_file(old)
+            return score_rows([""] * len(next(iter(scores.values()))), scores)
         rows = read_json_lines(path, dict)
         if not rows:
             raise ValueError("it has no whole row")
         scores_of(rows)  # refuses what cannot be scores
         return rows
-    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, SafetensorError, StopIteration) as error:
         again = "put it back, or start again in another folder"
         raise UserError(f"{path}: cannot be read ({error}); {again}") from None
 
 
 def has_rows(path: Path) -> bool:
-    """Whether there is a table."""
-    return path.is_file()
+    """Whether `read_rows` finds a file."""
+    return path.is_file() or path.with_suffix(".safetensors").is_file()
 
 
 def scores_of(rows: Sequence[Row]) -> dict[str, Tensor]:

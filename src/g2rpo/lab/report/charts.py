@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -165,10 +165,10 @@ def thin(x: Sequence[float], y: Sequence[float | None], limit: int = 300) -> tup
     if size <= 1:
         return list(x), list(y)
     bins = range(0, len(x), size)
-    return [mean(x[i : i + size]) or 0.0 for i in bins], [mean(y[i : i + size]) for i in bins]
+    return [_mean(x[i : i + size]) or 0.0 for i in bins], [_mean(y[i : i + size]) for i in bins]
 
 
-def mean(values: Iterable[float | None]) -> float | None:
+def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

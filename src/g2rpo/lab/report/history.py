@@ -180,7 +180,7 @@ class Run:
         return Change("right", False, iteration, *self._compared(found)) if found else None
 
     def _compared(self, row: Mapping[str, Any]) -> tuple[float, float, float, int]:
-        """Base, tuned, standard error and number of prompts of a result, or of two evaluations."""
+        """Base, tuned, standard error and number of prompts of a result; older ones lack the number."""
         count = row.get("count") or self.judged_prompts or self.config.evaluation.num_prompts
         return row["base"], row["tuned"], row["error"], count
 
@@ -204,17 +204,20 @@ def rollout_seconds(row: Row) -> float:
 
 def _read(directory: Path, name: str) -> Run:
     config = read_config(directory)
+    rows = read_metrics(directory)
     results = RunDirectory(directory).results
     try:
-        result = _checked(parse_json(read_text(results))) if results.exists() else None
+        result = _checked(parse_json(read_text(results)), rows) if results.exists() else None
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{results}: is damaged: {error}") from None
-    return Run(name, directory, config, read_metrics(directory), read_starts(directory), result)
+    return Run(name, directory, config, rows, read_starts(directory), result)
 
 
-def _checked(results: Any) -> dict[str, Any]:
+def _checked(results: Any, rows: list[Row]) -> dict[str, Any]:
     """results.json if it is what a run writes; ValueError, KeyError or TypeError if not."""
     results = dict(results)
+    if rows:
+        results.setdefault("iteration", rows[-1]["iteration"])  # absent in results of versions before 0.1.0
     for row in [*results["rewards"].values(), *([results["right"]] if "right" in results else [])]:
         if not all(isinstance(row[key], int | float) for key in ("base", "tuned", "error")):
             raise ValueError("a reward's result is no number")
@@ -231,8 +234,10 @@ def _checked(results: Any) -> dict[str, Any]:
 
 
 def _paired(base: Row, tuned: Row, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    nan = float("nan")
+
     def value(row: Row, key: str) -> float:
-        return math.nan if row.get(key) is None else row[key]
+        return nan if row.get(key) is None else row[key]
 
     return {
         name: {

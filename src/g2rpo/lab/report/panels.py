@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from g2rpo.core.statistics import half_width
-from g2rpo.lab.report.charts import Line, compact, line_chart, mean, thin
+from g2rpo.lab.report.charts import Line, compact, line_chart, thin
 from g2rpo.lab.report.history import Run, rollout_seconds
 from g2rpo.lab.report.seeds import SeedGroup, mean_of
 from g2rpo.lab.report.words import figures
@@ -115,14 +115,14 @@ def step_charts(runs: Sequence[SeedGroup]) -> list[Chart]:
         ticks = sorted(int(step) for step, each in logged if each == what)
         lines = []
         for style, run in enumerate(runs):
-            early, late = ([mean(row.get(f"step/{k}/{what}") for row in rows) for k in ticks] for rows in fifths(run))
+            early, late = ([_mean(row.get(f"step/{k}/{what}") for row in rows) for k in ticks] for rows in fifths(run))
             lines.append(Line(_label(runs, run, "first fifth"), ticks, early, style, look="pale"))
             lines.append(Line(_label(runs, run, "last fifth"), ticks, late, style, look="marked"))
         charts += _chart(*_step_words(what), lines, "branch step", ticks=ticks)
     steps = [f"step/{step}/agreement" for step, what in logged if what == "agreement"]
     over_time = []
     for style, run in enumerate(runs):
-        means = mean_of([(_numbers(one), [mean(row.get(key) for key in steps) for row in one.iterations]) for one in run.runs])
+        means = mean_of([(_numbers(one), [_mean(row.get(key) for key in steps) for row in one.iterations]) for one in run.runs])
         over_time.append(Line(_label(runs, run), *thin(*means), style))
     return charts + _chart("Agreement over time", "the same, mean over branch steps", over_time, "iteration")
 
@@ -162,7 +162,7 @@ def granularity_table(runs: Sequence[SeedGroup]) -> dict[str, Any]:
         for granularity in sorted({int(m) for m, _ in _split([run], "granularity")}):
             cells = []
             for what in kinds:
-                early, late = (mean(row.get(f"granularity/{granularity}/{what}") for row in rows) for rows in fifths(run))
+                early, late = (_mean(row.get(f"granularity/{granularity}/{what}") for row in rows) for rows in fifths(run))
                 cells.append("–" if early is None and late is None else f"{figures(early)} → {figures(late)}")
             rows.append((style, run.name, granularity, cells))
     heads = ["agreement with the finest" if what == "agreement" else what.replace("/", " of ") for what in kinds]
@@ -235,3 +235,8 @@ def _label(runs: Sequence[SeedGroup], run: SeedGroup, what: str = "") -> str:
 
 def _union(many: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(item for each in many for item in each))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -182,5 +182,5 @@ def _differ_in_seed(one: Run, other: Run) -> bool:
 
 
 def _kept(run: Run) -> bool:
-    """Whether the scores of all evaluations are there, prompt by prompt: they may have been deleted."""
+    """Whether the scores of all evaluations are there, prompt by prompt: older versions kept none."""
     return all(has_rows(run.files.scores(row["iteration"])) for row in run.evaluations)
