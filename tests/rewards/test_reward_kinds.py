@@ -10,10 +10,11 @@ from g2rpo.assembly.rewards import build_rewards
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.errors import RewardFailed, UserError
-from g2rpo.core.types import Frames
+from g2rpo.core.types import Frames, as_reward
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards.function import FunctionReward
 from g2rpo.rollout.scoring import score
+from g2rpo.training.reward_states import take_stored
 from tests.support.ranks import finish, start
 from tests.support.runs import brightness, darkness, trainer
 
@@ -123,6 +124,12 @@ def test_a_run_with_a_stateful_reward_resumes_bit_for_bit(tmp_path):
     assert resumed.resume() == [] and states_of(resumed) == states_of(begun)
     list(resumed.train())
     assert torch.equal(weights(resumed), weights(whole)) and states_of(resumed) == states_of(whole)
+    alone, plain, told = trainer(None, rewards={"bright": Bar()}), {"bright": as_reward(brightness)}, []
+    take_stored({**alone.rewards, "dark": as_reward(darkness)}, tmp_path / "whole", told.append)  # as `evaluate` does
+    assert states_of(alone) == states_of(whole) and "after iteration 4" in told[0] and len(told) == 1
+    take_stored(alone.rewards, tmp_path / "none", told.append)
+    take_stored(plain, tmp_path / "whole", told.append)
+    assert told[1:] == ["reward bright: as at the start"]
 
 
 class Careless(Bar):

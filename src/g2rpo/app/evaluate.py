@@ -31,6 +31,7 @@ from g2rpo.monitor.scores import SHOWN, picture_of, read_picture, right_of, scor
 from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, check_weights, clip_of
 from g2rpo.runs.lifecycle import first_usable, read_config
 from g2rpo.runtime.folders import held, is_empty
+from g2rpo.training.reward_states import take_stored
 
 EMBEDDED_SIZES = {"testbed": (64, 64, 16), "words": (32, 96, 20)}
 """Height and width of what the embedded models draw, and tokens of their longest prompts."""
@@ -166,6 +167,8 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
         components.load_weights, cached.policy, local(config.weights or ""), config.policy.path, config.strength
     )
     rewards = build_rewards(config.rewards, components.pick_device(config.policy.device))
+    if config.weights is not None:
+        take_stored(rewards, local(config.weights).parent, cautions(emit))
     done = len(judging.chunks()) - len(missing)
     if done:
         emit(Line(f"{done} of {len(judging.chunks())} chunks in {out} are finished already"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.types import Reward
 from g2rpo.rollout.scoring import naming_reward
+from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.distributed import World
+from g2rpo.training.checkpoint import latest_checkpoint
 
 
 def stateful(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
@@ -70,6 +73,18 @@ def restore(rewards: Mapping[str, Reward], stored: Mapping[str, Any]) -> None:
     """Sets the states that `states` returned; KeyError if one is missing."""
     for name in stateful(rewards).keys() | (stored.keys() & rewards.keys()):
         rewards[name].state = copy.deepcopy(stored[name])  # a checkpoint's tensors are mapped from its file
+
+
+def take_stored(rewards: Mapping[str, Reward], run: Path, notify: Callable[[str], None]) -> None:
+    """Sets the states of rewards that have one to those of a run's newest checkpoint, if there is one."""
+    if not (found := stateful(rewards)):
+        return
+    newest, _ = latest_checkpoint(RunDirectory(run).checkpoints)
+    iteration, _, state = newest or (0, {}, {})
+    kept = {name: value for name, value in state.get("rewards", {}).items() if name in found}
+    restore({name: found[name] for name in kept}, kept)
+    for name in found:
+        notify(f"reward {name}: " + (f"as after iteration {iteration} of {run}" if name in kept else "as at the start"))
 
 
 def _digest(value: Any) -> Tensor:

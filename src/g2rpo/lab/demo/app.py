@@ -58,7 +58,7 @@ def build(content: Content) -> gr.Blocks:
     with gr.Blocks(title=f"{content.title} · g2rpo demo", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.HTML(f'<div class="g2"><h1>{escape(content.title)}</h1><p class="g2-facts">{escape(content.facts)}</p></div>')
         names = {"draw": "Draw", "learn": "How it learns"}
-        names |= ({"teach": "Teach"} if content.lesson else {}) | ({"run": "The run"} if content.report else {})
+        names |= ({"run": "The run"} if content.report else {}) | ({"teach": "Teach"} if content.lesson else {})
         with gr.Tabs(elem_id="views"):
             tabs = {name: gr.Tab(label) for name, label in names.items()}
         with _view(tabs["draw"], "draw"):

@@ -29,6 +29,7 @@ from g2rpo.lab.teach.session import Session as Taught
 from g2rpo.lab.web import needing_gradio
 from g2rpo.runs.directory import RunDirectory, check_weights
 from g2rpo.runtime.memory import batch_sizes
+from g2rpo.training.reward_states import take_stored
 
 EXAMPLES = 4
 Say = Callable[[str], None]
@@ -43,6 +44,7 @@ def open_session(settings: DemoSettings, weights: Path | None, notify: Say, held
     tuned: Tuned = "nothing"
     if weights is not None:
         components.load_weights(policy, weights, settings.policy.path)
+        take_stored({**rewards, **judges}, weights.parent, notify)
         tuned = "adapter" if policy.tuning.own else "all weights"
     steps = settings.steps or settings.sampling.num_steps
     shift = settings.sampling.shift

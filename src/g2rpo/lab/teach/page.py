@@ -56,7 +56,7 @@ def build(lesson: Lesson, title: str, stop: Callable[[], None]) -> gr.Blocks:
     size = lesson.taught.session.trainer.algorithm.group_size
     with gr.Blocks(title=f"{title} · g2rpo teach", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.HTML(f'<div class="g2"><h1>{escape(title)}</h1></div>')
-        everything, outputs, finish = panel(lesson, size)
+        everything, outputs, finish, _ = panel(lesson, size)
         finish.click(None, js=FINISHED, api_visibility="private")  # at once: the server ends before it could answer
         finish.click(stop, **ONE_AT_A_TIME)
         page.load(everything, None, outputs, js=KEYS, **ONE_AT_A_TIME)
@@ -69,20 +69,20 @@ def build_tab(lesson: Lesson, size: int, kept: Callable[[Session, dict[str, Comp
     of it."""
     with gr.Row():
         begin = gr.Button("Begin", variant="primary", scale=0, elem_id="begin")
-    everything, outputs, finish = panel(lesson, size)
+    everything, outputs, finish, timer = panel(lesson, size)
 
     def begun() -> tuple[Any, ...]:
         if lesson.taught is None:
             lesson.begin()
-        return everything()
+        return *everything(), gr.Timer(active=True)
 
     def finished() -> tuple[Any, ...]:
         ended = lesson.finish()
         group, round, pair, _, version = everything()
-        return group, round, pair, "" if ended is None else kept(*ended), version
+        return group, round, pair, "" if ended is None else kept(*ended), version, gr.Timer(active=False)
 
-    begin.click(shown(begun), None, outputs, js=KEYS, **ONE_AT_A_TIME)
-    finish.click(shown(finished), None, outputs, **ONE_AT_A_TIME)
+    begin.click(shown(begun), None, [*outputs, timer], js=KEYS, **ONE_AT_A_TIME)
+    finish.click(shown(finished), None, [*outputs, timer], **ONE_AT_A_TIME)
 
 
 def shown(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,9 +97,9 @@ def shown(act: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], list[Any], gr.Button]:
-    """The pictures and buttons of a session: the values of its outputs as they are now, these outputs, and the button that is
-    to finish it."""
+def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], list[Any], gr.Button, gr.Timer]:
+    """The pictures and buttons of a session: the values of its outputs as they are now, these outputs, the button that is to
+    finish it, and the timer that renews what changes while it learns, active if it has begun."""
     asked_at = time.monotonic()
 
     def everything() -> tuple[Any, ...]:
@@ -166,8 +166,9 @@ def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], lis
         return *voted([int(number) - 1 for number in chosen])(round), []
 
     like.click(liked, [asked, several], [*outputs, several], **ONE_AT_A_TIME)
-    gr.Timer(1.0).tick(renewed, version, outputs[2:], show_progress="hidden", api_visibility="private")
-    return everything, outputs, finish
+    timer = gr.Timer(1.0, active=begun is not None)
+    timer.tick(renewed, version, outputs[2:], show_progress="hidden", api_visibility="private")
+    return everything, outputs, finish, timer
 
 
 def group_html(session: Session, group: Group) -> str:
