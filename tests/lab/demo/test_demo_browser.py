@@ -279,7 +279,7 @@ def test_how_it_learns_shows_anchor_members_and_advantages(page):
     values = [float(text.replace("−", "-")) for text in advantages]
     assert values == sorted(values, reverse=True) and sum(values) == pytest.approx(0, abs=0.02)
     assert fits(page)
-    page.get_by_label("3", exact=True).check()
+    page.locator("#view-learn").get_by_label("3", exact=True).check()
     page.click("#branch")
     page.wait_for_function("() => document.querySelectorAll('#group .g2-members img').length == 3 * (1 + 3)", timeout=MINUTE)
     assert fits(page)
