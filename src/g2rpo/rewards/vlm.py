@@ -203,8 +203,10 @@ class VLMJudge(PictureReward):
         """Pictures as parts of a message."""
         for picture in pictures:
             picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
-        urls = [f"data:image/png;base64,{encode_png(picture)}" for picture in pictures]
-        return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return [self._part(picture) for picture in pictures]
+
+    def _part(self, picture: Image.Image) -> Part:
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_png(picture)}"}}
 
     def _instruction(self, prompt: str) -> str:
         return self.template.replace("{prompt}", prompt)

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo.core.errors import at_least_one
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.core.types import RewardModel
-from g2rpo.rewards.pixels import at_least_one
 from g2rpo.rewards.vlm import Part, VLMJudge, judging, parse_scores
 from g2rpo.rewards.weights import check_config, fetch, parse_dtype
 
@@ -78,10 +78,8 @@ class LocalVLMJudge(VLMJudge):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(str(options["path"])))
         return RewardModel([model], flops=2.0 * model.num_parameters() * (1000 + options["max_tokens"]))
 
-    def _parts(self, pictures: Sequence[Image.Image]) -> list[Part]:
-        for picture in pictures:
-            picture.thumbnail((self.image_size, self.image_size), Image.Resampling.BICUBIC)
-        return [{"type": "image", "image": picture.convert("RGB")} for picture in pictures]
+    def _part(self, picture: Image.Image) -> Part:
+        return {"type": "image", "image": picture.convert("RGB")}
 
     def _answers(self, asked: Sequence[tuple[Sequence[Part], str] | None]) -> list[float]:
         questions = [one for one in asked if one is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -55,9 +55,14 @@ def read(path: Path) -> list[Vote]:
     return [_vote(path, number, row) for number, row in enumerate(read_json_lines(path, dict), 1)]
 
 
+def vote_of(fields: Mapping[str, Any]) -> Vote:
+    """The answer with these fields, as JSON has them; TypeError if they are no answer's."""
+    return Vote(**{**fields, "liked": tuple(fields.get("liked", ()))})
+
+
 def _vote(path: Path, number: int, row: dict[str, Any]) -> Vote:
     try:
-        vote = Vote(**{**row, "liked": tuple(row.get("liked", ()))})
+        vote = vote_of(row)
         known = vote.kind in get_args(Kind) and all(isinstance(member, int) for member in vote.liked)
     except TypeError:
         known = False

@@ -5,16 +5,14 @@ Importing this module imports Gradio. One question at a time.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.lab.demo import views
 from g2rpo.lab.demo.session import MAX_PROMPT, MAX_STRENGTH, Session, draw, plan_labels, trace_group
-from g2rpo.lab.web.page import ONE_AT_A_TIME, gr
+from g2rpo.lab.web.page import ONE_AT_A_TIME, gr, with_messages
 
 QUESTION = {**ONE_AT_A_TIME, "trigger_mode": "always_last"}
 """A click during an answer is queued with the settings at that time; Gradio's default drops it silently."""
@@ -71,7 +69,7 @@ def build(content: Content) -> gr.Blocks:
         if content.report is not None:
             with _view(tabs["run"], "run"):
                 shown = gr.HTML(_empty("Reading the run …"))
-            tabs["run"].select(_told(content.report), None, shown, **ONE_AT_A_TIME)
+            tabs["run"].select(with_messages(content.report), None, shown, **ONE_AT_A_TIME)
     page.queue(max_size=WAITING, api_open=False)
     return page
 
@@ -112,7 +110,9 @@ def _draw_view(content: Content, session: Session, prompt: str) -> None:
         return views.drawing_html(draw(session, prompt, images=[picture] if picture else [], **settings))
 
     gr.on([go.click, box.submit], None, js=CLEAR, api_visibility="private")
-    asks = gr.on([go.click, box.submit], _told(answer), [box, picture, seed, steps, guidance, strength], out, **QUESTION)
+    asks = gr.on(
+        [go.click, box.submit], with_messages(answer), [box, picture, seed, steps, guidance, strength], out, **QUESTION
+    )
     asks.success(None, js=TO_OUTPUT % "drawing")
 
 
@@ -153,7 +153,7 @@ def _learn_view(content: Content, session: Session, prompt: str) -> None:
         return views.group_html(group)
 
     gr.on([go.click, box.submit], None, js=CLEAR, api_visibility="private")
-    asks = gr.on([go.click, box.submit], _told(answer), [box, picture, plan, seed, side, grains], out, **QUESTION)
+    asks = gr.on([go.click, box.submit], with_messages(answer), [box, picture, plan, seed, side, grains], out, **QUESTION)
     asks.success(None, js=TO_OUTPUT % "group")
 
 
@@ -185,16 +185,3 @@ def _examples(content: Content, box: gr.Textbox) -> None:
 
 def _empty(words: str) -> str:
     return f'<div class="g2"><p class="g2-empty">{escape(words)}</p></div>'
-
-
-def _told(answer: Callable[..., str]) -> Callable[..., str]:
-    """`answer` with `UserError` and failed rewards shown as messages in the page."""
-
-    @functools.wraps(answer)
-    def guarded(*arguments: Any, **more: Any) -> str:
-        try:
-            return answer(*arguments, **more)
-        except (UserError, RewardFailed) as error:
-            raise gr.Error(escape(str(error)), print_exception=False) from error
-
-    return guarded

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.app.evaluate import model_settings, reward_table
+from g2rpo.app.evaluate import model_policy, reward_table
 from g2rpo.assembly import components
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import title_of
-from g2rpo.config.resolve import resolve, resolve_as
+from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import Config, PolicyConfig, RewardTable, SamplingConfig
 from g2rpo.core.data import Precision
 from g2rpo.core.types import Algorithm
@@ -83,7 +83,7 @@ RECIPES = {"testbed": ("The testbed", "scenes"), "words": ("Words", "words")}
 
 def of_model(model: str, size: int | None, guidance: float | None, rewards: dict[str, Any] | None) -> DemoSettings:
     """The settings of a pipeline: an embedded one comes with its recipe, any other with the paper's algorithm."""
-    policy = resolve_as(PolicyConfig, model_settings(model, size, guidance)["policy"], source="--model")
+    policy = model_policy(model, size, guidance)
     table = reward_table(rewards or {})
     if model not in RECIPES:
         return DemoSettings(

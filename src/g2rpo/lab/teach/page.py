@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from g2rpo.core.errors import RewardFailed, UserError
+from g2rpo.core.errors import UserError
 from g2rpo.core.input_pictures import read_inputs
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.report.embedded import data_uri, picture_uri
 from g2rpo.lab.teach.background import InBackground, Lesson
 from g2rpo.lab.teach.session import AIM, FIRST, Group, Session
-from g2rpo.lab.web.page import ONE_AT_A_TIME, gr
+from g2rpo.lab.web.page import ONE_AT_A_TIME, gr, with_messages
 from g2rpo.monitor.clips import seconds_of
 
 SIDE = 320
@@ -81,20 +81,8 @@ def build_tab(lesson: Lesson, size: int, kept: Callable[[Session, dict[str, Comp
         group, round, pair, _, version = everything()
         return group, round, pair, "" if ended is None else kept(*ended), version, gr.Timer(active=False)
 
-    begin.click(shown(begun), None, [*outputs, timer], js=KEYS, **ONE_AT_A_TIME)
-    finish.click(shown(finished), None, [*outputs, timer], **ONE_AT_A_TIME)
-
-
-def shown(act: Callable[..., Any]) -> Callable[..., Any]:
-    """`act`, with what a person can mend as a message on the page."""
-
-    def guarded(*arguments: Any) -> Any:
-        try:
-            return act(*arguments)
-        except (UserError, RewardFailed) as error:
-            raise gr.Error(escape(str(error)), print_exception=False) from error
-
-    return guarded
+    begin.click(with_messages(begun), None, [*outputs, timer], js=KEYS, **ONE_AT_A_TIME)
+    finish.click(with_messages(finished), None, [*outputs, timer], **ONE_AT_A_TIME)
 
 
 def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], list[Any], gr.Button, gr.Timer]:
@@ -125,7 +113,7 @@ def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], lis
             act(lesson.taught, *arguments)
             return everything()
 
-        return shown(acted)
+        return with_messages(acted)
 
     def voted(liked: Sequence[int], skipped: bool = False) -> Callable[..., tuple[Any, ...]]:
         def vote(taught: InBackground, round: int) -> None:

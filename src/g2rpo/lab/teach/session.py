@@ -21,6 +21,7 @@ from torch import Tensor
 
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
+from g2rpo.core.images import to_uint8
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Example, Rollout
 from g2rpo.evaluation.heldout import Comparison
@@ -148,7 +149,7 @@ class Session:
             self._fill()
             stored = t.files.writes and t.files.run.votes.is_file()
             if answers := self._of_main(lambda: list(map(asdict, votes.read(t.files.run.votes))) if stored else []):
-                self.repeat(list(map(_vote_of, answers)), written=True)
+                self.repeat(list(map(votes.vote_of, answers)), written=True)
             yield
 
     @property
@@ -309,8 +310,7 @@ class Session:
             (rollout,), _ = t.sizes.fit(partial(t.collector.roll_out, spec, cond, [0]))
             images = t.sizes.fit(lambda: decode(t.policy, rollout.finals[0], t.sizes.decode))
         images = t.world.gather(images if t.world.is_main else images[:0])  # rank 0's, which are shown
-        levels = (images.clamp(0, 1) * 255).round().to(torch.uint8)
-        digest = hashlib.sha256(levels.contiguous().numpy().tobytes()).hexdigest()[:16]
+        digest = hashlib.sha256(to_uint8(images).contiguous().numpy().tobytes()).hexdigest()[:16]
         return Group(round, prompt, step, images, rollout, digest, self.changes)
 
     def _noise(self, round: int, place: int, *purpose: Any) -> torch.Generator:
@@ -403,7 +403,7 @@ class Session:
         self.pictures(prompt)
         while not (sent := json.loads(self.trainer.world.broadcast_text("")))["ended"]:
             if sent["vote"] is not None:
-                self.act(_vote_of(sent["vote"]))
+                self.act(votes.vote_of(sent["vote"]))
                 self.pictures(prompt)
 
     def _of_main(self, decide: Callable[[], Any]) -> Any:
@@ -423,7 +423,3 @@ class Session:
         self.head, self.direct, self._choices, self._waiting, self.brake, self._heldout = own
         self.clicks.head, self.groups = self.head, groups
         self.changes += 1
-
-
-def _vote_of(fields: dict[str, Any]) -> Vote:
-    return Vote(**{**fields, "liked": tuple(fields["liked"])})

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
+from collections.abc import Callable
+from html import escape
 from importlib.resources import files
+from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
 
@@ -12,12 +16,26 @@ import gradio as gr
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
+from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.web import bounded
 from g2rpo.lab.report.page import compare_style
 from g2rpo.lab.web.gate import MAX_UPLOAD, STRANGERS, Gate, Scope
 
 ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 SYSTEM = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+
+
+def with_messages(act: Callable[..., Any]) -> Callable[..., Any]:
+    """`act` with `UserError` and failed rewards shown as messages in the page."""
+
+    @functools.wraps(act)
+    def guarded(*arguments: Any, **more: Any) -> Any:
+        try:
+            return act(*arguments, **more)
+        except (UserError, RewardFailed) as error:
+            raise gr.Error(escape(str(error)), print_exception=False) from error
+
+    return guarded
 
 
 def style() -> str:
