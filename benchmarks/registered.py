@@ -1,0 +1,207 @@
+"""The registered study: singular sampling, granularities and the evening settings at one budget, in both embedded worlds.
+
+Its questions, tests and what counts as an answer were written down before it ran (docs/reproduction.md). Every cell is the
+recipe of its world but for one change, and is trained at its own best rate of RATES for BUDGET network evaluations, training
+passes included, at a constant rate, so that a curve can be read at any smaller budget. What an iteration costs with FLUX.1-dev
+at 512 pixels on an H100 is by the plan: rollouts, decodes, rewards and training passes.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.registered scenes words --out runs/registered    # hours; goes on where it was
+    python -m benchmarks.registered --table benchmarks/results/registered.json              # the tables again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from g2rpo.app.events import Line
+from g2rpo.core.files import write_whole
+from g2rpo.core.statistics import Interval, interval
+from g2rpo.evaluation.gains import Scores
+from g2rpo.lab.compare.study import judged_scores
+from g2rpo.lab.compare.workflow import compare
+from g2rpo.lab.plan.cards import CARDS
+from g2rpo.lab.plan.planner import Planner
+from g2rpo.monitor.scores import read_rows
+from g2rpo.runs.directory import EvaluationDirectory
+
+EXACT = "sampling.tails.forecast=false"
+
+
+def ours(prompts: int, *changes: str) -> list[str]:
+    return [f"trainer.prompts_per_iteration={prompts}", *changes]
+
+
+def other(name: str, prompts: int, *changes: str) -> list[str]:
+    """Published defaults, but groups of 12 and one update an iteration, as `g2rpo` has."""
+    return ours(prompts, f"algorithm.name={name}", "algorithm.group_size=12", "algorithm.update_every=rollout", *changes)
+
+
+def mixgrpo(prompts: int, window: int) -> list[str]:
+    return other("mixgrpo", prompts, f"algorithm.window_size={window}", "algorithm.window_iterations={stay}")
+
+
+CELLS: dict[str, list[str]] = {
+    "g2rpo": ours(4),
+    "all-steps": ours(1, "algorithm.branch_schedule=all"),
+    "exact": ours(3, EXACT),
+    "2": ours(4, EXACT, "algorithm.granularities=[2]"),
+    "3": ours(5, EXACT, "algorithm.granularities=[3]"),
+    "1-2": ours(2, EXACT, "algorithm.granularities=[1,2]"),
+    "1-2-3": ours(2, EXACT, "algorithm.granularities=[1,2,3]"),
+    "mixgrpo-1": mixgrpo(4, 1),
+    "mixgrpo-2": mixgrpo(2, 2),
+    "mixgrpo-4": mixgrpo(1, 4),
+    "flow_grpo": other("flow_grpo", 1, "algorithm.kl_weight=0"),
+    "dancegrpo": other("dancegrpo", 1),
+    "group-6": ours(7, "algorithm.group_size=6"),
+    "group-24": ours(2, "algorithm.group_size=24"),
+    "steps-16": ours(3, "sampling.num_steps=16", "algorithm.branch_steps={steps_16}"),
+}
+"""Changes of `g2rpo`: branch steps in turn, {1}, forecast tails, groups of 12, 4 prompts an iteration. The number of prompts is
+such that the budget buys about as many updates in every cell."""
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "scenes": {"recipe": "scenes-fast", "right": "scene_correct", "stay": 6, "steps_16": list(range(12)), "overrides": []},
+    "words": {
+        "recipe": "words",
+        "right": "ocr_exact",
+        "stay": 16,
+        "steps_16": list(range(5)),
+        "overrides": ["sampling.tails.forecast=true"],
+    },
+}
+"""`stay`: iterations of MixGRPO's window at a step, so that it passes once over the steps at which `g2rpo` branches."""
+
+COMMON = ["optim.decay=constant", "evaluation.num_prompts=96", "trainer.iterations=100", "evaluation.every=34"]
+RATES = {"scenes": [5e-4, 1.2e-3, 3e-3], "words": [2e-4, 4e-4, 8e-4]}
+BUDGET = {"scenes": 10000, "words": 12000}
+FIRST_SEED = 42
+QUESTIONS = {
+    "noise at one step against several": ("g2rpo", ["mixgrpo-1", "mixgrpo-2", "mixgrpo-4", "flow_grpo", "dancegrpo"]),
+    "several granularities against one": ("1-2-3", ["exact", "2", "3", "1-2"]),
+    "the evening setting, one change at a time": ("g2rpo", ["all-steps", "exact", "group-6", "group-24", "steps-16"]),
+}
+"""By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question."""
+CLOSE = 0.05
+"""A lead is practically nothing if its interval lies within this."""
+
+
+def cells(world: str) -> dict[str, list[str]]:
+    fixed = {key: str(WORLDS[world][key]).replace(" ", "") for key in ("stay", "steps_16")}
+    return {name: [change.format_map(fixed) for change in changes] for name, changes in CELLS.items()}
+
+
+def prices() -> dict[str, float]:
+    """Seconds of an iteration of every cell as in scenes, by plan with FLUX.1-dev at 512 pixels and a LoRA on an H100."""
+    ours = [f"algorithm.branch_steps={list(range(8))}", "algorithm.granularities=[1]", "algorithm.tail=closed"]
+    ours += ["algorithm.branch_schedule=turns", "algorithm.group_size=12"]
+    planner = Planner("flux1-dev-evening", ["sampling.num_steps=10", "sampling.tails.forecast=true"])
+    found = {}
+    for cell, changes in cells("scenes").items():
+        other = any(change.startswith("algorithm.name=") for change in changes)  # whose defaults replace ours
+        seconds = planner.plan(*([] if other else ours), *changes).seconds(CARDS["h100"])
+        found[cell] = sum(seconds.iteration.values())
+    return found
+
+
+def study(world: str, seeds: int, jobs: int, out: Path) -> dict[str, Any]:
+    """Trains what is missing; what `g2rpo compare` found, and the leads that the questions ask for."""
+    setting = WORLDS[world]
+    found = compare(
+        setting["recipe"],
+        [*setting["overrides"], *COMMON],
+        cells(world),
+        ("evaluations", BUDGET[world]),
+        RATES[world],
+        seeds,
+        pilots=1,
+        steps=[10, 20],
+        jobs=jobs,
+        out=out / world,
+        controls=True,
+        emit=lambda event: print(event.text, flush=True) if isinstance(event, Line) else None,
+    )
+    return json.loads((found.out / "results.json").read_text())
+
+
+def leads(judged: Path, first: str, others: Sequence[str], seeds: int, reward: str, steps: int) -> dict[str, Interval]:
+    """Of a cell over others, paired by seed and prompt, crossed bootstrap."""
+
+    def scores(cell: str) -> Scores:
+        folders = (EvaluationDirectory(judged / cell / f"seed_{FIRST_SEED + seed}") for seed in range(seeds))
+        return np.stack([judged_scores(read_rows(folder.pictures))[steps, reward] for folder in folders])
+
+    level = 1 - 0.05 / len(others)
+    return {other: interval(scores(first) - scores(other), level=level, resamples=20000) for other in others}
+
+
+def verdict(lead: Interval) -> str:
+    if lead.low > 0 or lead.high < 0:
+        return "leads" if lead.low > 0 else "is behind"
+    return "even" if lead.low > -CLOSE and lead.high < CLOSE else "open"
+
+
+def table(results: dict[str, Any], reward: str) -> str:
+    """In Markdown: cells with their costs and changes; then every question's leads."""
+    spent, price = results["spent"], results["prices"]
+    change = {(line["cell"], line["steps"]): line["change"] for line in results["judged"] if line["reward"] == reward}
+    lines = [
+        f"| cell | rate | iterations | price, of `g2rpo`'s | `{reward}`, 10 steps | 20 steps |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell, cost in spent.items():
+        texts = [Interval(**change[cell, steps]) for steps in (10, 20)]
+        run = price[cell] * cost["iterations"] / (price["g2rpo"] * spent["g2rpo"]["iterations"])
+        rate = f"{cost['learning_rate']:g}" + (" (edge)" if cost["at_edge"] else "")
+        lines.append(f"| `{cell}` | {rate} | {cost['iterations']} | {run:.2f} | {texts[0]:+} | {texts[1]:+} |")
+    lines += [
+        f"| no training: {knob['control']} | | | | {Interval(**knob['change']):+} | |"
+        for knob in results["controls"]
+        if knob["reward"] == reward
+    ]
+    for question, own in results["questions"].items():
+        lines += ["", f"{question}: lead of `{QUESTIONS[question][0]}`", "", "| over | lead | |", "|---|---|---|"]
+        for name, found in own.items():
+            lead = Interval(**found)
+            lines.append(f"| `{name}` | {lead:+} | {verdict(lead)} |")
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("worlds", nargs="*", default=list(WORLDS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/registered"))
+    parser.add_argument("--table", type=Path, help="a results file whose tables are printed")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.table:
+        for world, results in json.loads(args.table.read_text()).items():
+            print(f"## {world}\n\n{table(results, WORLDS[world]['right'])}\n")
+        return
+    found: dict[str, Any] = {}
+    for world in args.worlds:
+        results = study(world, args.seeds, args.jobs, args.out)
+        judged, right = args.out / world / "judged", WORLDS[world]["right"]
+        results["questions"] = {
+            question: {name: asdict(lead) for name, lead in leads(judged, first, others, args.seeds, right, 10).items()}
+            for question, (first, others) in QUESTIONS.items()
+        }
+        found[world] = {"prices": prices(), **{key: value for key, value in results.items() if key != "curves"}}
+        write_whole(args.out / "registered.json", json.dumps(found, indent=1).encode())
+        print(f"## {world}\n\n{table(found[world], right)}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
