@@ -74,11 +74,17 @@ def pytest_ignore_collect(collection_path, config):
     return True if asked and place_in(collection_path, QUICK) == len(QUICK) else None
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: place_in(item.path, LONGEST))
+    slow = {line for line in (HERE / "slow.txt").read_text("utf-8").splitlines() if not line.startswith("#")}
     for item in items:
         if place_in(item.path, QUICK) < len(QUICK):
             item.add_marker("quick")
+        if item.nodeid in slow:
+            item.add_marker("slow")
+    if config.args == config.getini("testpaths") and config.option.markexpr != "quick":
+        if unknown := slow - {item.nodeid for item in items}:
+            raise pytest.UsageError(f"tests/slow.txt names tests that there are not: {', '.join(sorted(unknown))}")
 
 
 def pytest_collection():
