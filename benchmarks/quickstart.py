@@ -55,7 +55,7 @@ def one_run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     clock = folder / "cpu_seconds.json"
     if not (folder / "results.json").is_file():
         before = os.times()
-        overrides = [*args.overrides, f"trainer.seed={seed}"]
+        overrides = ["evaluation.num_prompts=192", *args.overrides, f"trainer.seed={seed}"]
         train(args.recipe, overrides, folder, resume=(folder / "config.yaml").is_file(), emit=Output())
         now = os.times()
         clock.write_text(json.dumps(round(now.user + now.system - before.user - before.system)))

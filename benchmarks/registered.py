@@ -32,6 +32,7 @@ from g2rpo.monitor.scores import read_rows
 from g2rpo.runs.directory import EvaluationDirectory
 
 EXACT = "sampling.tails.forecast=false"
+TURNS = ["algorithm.branch_steps={steps}", "algorithm.branch_schedule=turns", "algorithm.tail=closed"]
 
 
 def ours(prompts: int, *changes: str) -> list[str]:
@@ -63,21 +64,40 @@ CELLS: dict[str, list[str]] = {
     "group-6": ours(7, "algorithm.group_size=6"),
     "group-24": ours(2, "algorithm.group_size=24"),
     "steps-16": ours(3, "sampling.num_steps=16", "algorithm.branch_steps={steps_16}"),
+    "tempflow_grpo": other("tempflow_grpo", 1),
+    "pave_grpo": ours(3, "algorithm.name=pave_grpo", "algorithm.eta=0.7", "algorithm.group_size=12", *TURNS),
+    "adagrpo": ours(3, "algorithm.name=adagrpo", "algorithm.candidates=4", "algorithm.group_size=12", *TURNS),
+    "e_grpo": other("e_grpo", 4, *TURNS, "algorithm.merged_steps={merged}"),
+    "fdfo": ours(3, "algorithm.name=fdfo"),
+    "diffusion_nft": ours(1, "algorithm.name=diffusion_nft", "algorithm.group_size=12", "algorithm.share=0.2"),
+    "awm": ours(1, "algorithm.name=awm", "algorithm.group_size=12", "algorithm.times=2"),
+    "dgpo": ours(1, "algorithm.name=dgpo", "algorithm.group_size=12", "algorithm.times=2"),
 }
 """Changes of `g2rpo`: branch steps in turn, {1}, forecast tails, groups of 12, 4 prompts an iteration. The number of prompts is
 such that the budget buys about as many updates in every cell."""
 
 WORLDS: dict[str, dict[str, Any]] = {
-    "scenes": {"recipe": "scenes-fast", "right": "scene_correct", "stay": 6, "steps_16": list(range(12)), "overrides": []},
+    "scenes": {
+        "recipe": "scenes-fast",
+        "right": "scene_correct",
+        "overrides": [],
+        "stay": 6,
+        "steps": list(range(8)),
+        "steps_16": list(range(12)),
+        "merged": [1, 1, 2, 2, 2, 3, 3, 2],
+    },
     "words": {
         "recipe": "words",
         "right": "ocr_exact",
-        "stay": 16,
-        "steps_16": list(range(5)),
         "overrides": ["sampling.tails.forecast=true"],
+        "stay": 16,
+        "steps": [0, 1, 2],
+        "steps_16": list(range(5)),
+        "merged": [1, 1, 2],
     },
 }
-"""`stay`: iterations of MixGRPO's window at a step, so that it passes once over the steps at which `g2rpo` branches."""
+"""`stay`: iterations of MixGRPO's window at a step, so that it passes once over the steps at which `g2rpo` branches; `merged`:
+E-GRPO's lengths of these steps (`e_grpo.merges`)."""
 
 COMMON = ["optim.decay=constant", "evaluation.num_prompts=96", "trainer.iterations=100", "evaluation.every=34"]
 RATES = {"scenes": [5e-4, 1.2e-3, 3e-3], "words": [2e-4, 4e-4, 8e-4]}
@@ -87,6 +107,7 @@ QUESTIONS = {
     "noise at one step against several": ("g2rpo", ["mixgrpo-1", "mixgrpo-2", "mixgrpo-4", "flow_grpo", "dancegrpo"]),
     "several granularities against one": ("1-2-3", ["exact", "2", "3", "1-2"]),
     "the evening setting, one change at a time": ("g2rpo", ["all-steps", "exact", "group-6", "group-24", "steps-16"]),
+    "other algorithms": ("g2rpo", ["tempflow_grpo", "pave_grpo", "adagrpo", "e_grpo", "fdfo", "diffusion_nft", "awm", "dgpo"]),
 }
 """By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question."""
 CLOSE = 0.05
@@ -94,7 +115,7 @@ CLOSE = 0.05
 
 
 def cells(world: str) -> dict[str, list[str]]:
-    fixed = {key: str(WORLDS[world][key]).replace(" ", "") for key in ("stay", "steps_16")}
+    fixed = {key: str(WORLDS[world][key]).replace(" ", "") for key in ("stay", "steps", "steps_16", "merged")}
     return {name: [change.format_map(fixed) for change in changes] for name, changes in CELLS.items()}
 
 
