@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo import api
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.heldout import paired
 from g2rpo.lab.teach.opening import opened
-from g2rpo.lab.teach.session import Group, Session
+from g2rpo.lab.teach.session import Group
 from g2rpo.testbed.grammar import prompts as prompts_of
+from g2rpo.training.trainer import Trainer
 
 GUARDED = ["rewards.scene_accuracy=", "rewards.scene_preference=1", "evaluation.rewards.scene_preference="]
 NOISE, WRONG = 0.3, 0.1
@@ -53,9 +55,12 @@ TASTES: dict[str, Callable[[Tensor], Tensor]] = {
     "dark": lambda images: -images.mean((1, 2, 3)),
     "symmetric": lambda images: -(images - images.flip(3)).abs().mean((1, 2, 3)),
 }
-PEOPLE = ("clicks", "random", "guard", "direct")
+PEOPLE = ("clicks", "random", "guard", "direct", "offline")
 """Who clicks by the taste, or at random; the same clicks with no weight, so that the guard alone is learnt; the same clicks
-without a head (an update for every four groups, no guard)."""
+without a head (an update for every four groups, no guard); the same clicks on the base's pictures alone, and then a run on
+the head that is fitted to them."""
+OFFLINE = 20
+"""Iterations of the run on a stored session."""
 
 
 def click(group: Group, taste: Callable[[Tensor], Tensor], person: str, seed: int) -> tuple[int, ...]:
@@ -68,49 +73,65 @@ def click(group: Group, taste: Callable[[Tensor], Tensor], person: str, seed: in
     return (best,)
 
 
-def measured(session: Session) -> tuple[dict[str, Tensor], Tensor]:
+def measured(t: Trainer) -> tuple[dict[str, Tensor], Tensor]:
     """The tastes [P, J] of held-out pictures, and the independent judge [P * J]."""
-    t = session.trainer
     prompts = [prompt for prompt in prompts_of("heldout")[60 : 60 + HELDOUT] for _ in range(NOISES)]
     images = t.evaluator.sampler_now(seed=7).pictures(prompts)
     tastes = {name: taste(images).view(HELDOUT, NOISES) for name, taste in TASTES.items()}
     return tastes, t.judges["scene_correct"].scores(images, prompts)
 
 
-def session_of(taste: str, person: str, seed: int, groups: int, every: int, overrides: list[str]) -> list[dict[str, object]]:
-    """A row every `every` groups: dz of every taste, the judge, agreement."""
-    rows: list[dict[str, object]] = []
+Row = dict[str, Any]
+
+
+def session_of(taste: str, person: str, seed: int, groups: int, every: int, overrides: list[str]) -> list[Row]:
+    """A row every `every` groups: dz of every taste, the judge, agreement. Of a run on stored answers, every `every`
+    iterations."""
+    rows: list[Row] = []
     chosen = [*GUARDED, f"trainer.seed={seed}", *(["rewards.clicks=1e-9"] if person == "guard" else []), *overrides]
-    with tempfile.TemporaryDirectory() as folder, opened("scenes", chosen, Path(folder) / "run") as session:
-        if person == "direct":
-            session.learn_directly()
-        before, correct = measured(session)
-        within = {name: float((one[:, 0] - one[:, 1]).square().mean().div(2).sqrt()) for name, one in before.items()}
-        for number in range(1, groups + 1):
-            session.answer(click(session.group, TASTES[taste], person, seed), round=session.next)
-            if number == groups:
-                session.settle()  # as "Finish" does
-            if number % every == 0:
-                now, right = measured(session)
-                moved = {name: paired(before[name].mean(1), now[name].mean(1)) for name in TASTES}
-                judged, head = paired(correct, right), session.head
-                rows.append(
-                    {
-                        "groups": number,
-                        "dz": {name: (one.tuned - one.base) / within[name] for name, one in moved.items()},
-                        "dz_error": moved[taste].error / within[taste],
-                        "correct": judged.tuned,
-                        "correct_base": judged.base,
-                        "correct_error": judged.error,
-                        "moved": session.moved,
-                        "agreement": head.agreement.mean if head else None,
-                        "block": head.block if head else None,
-                        "iterations": session.trainer.iteration,
-                        "undone": sum(bool(look.wrong) for look in session.brake.looks),
-                    }
-                )
-                print(taste, person, seed, json.dumps(rows[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        with opened("scenes", chosen, run) as session:
+            if person == "direct":
+                session.learn_directly()
+            if person == "offline":
+                session.set_strength(0)  # asks and learns nothing
+            base = measured(session.trainer)
+            for number in range(1, groups + 1):
+                session.answer(click(session.group, TASTES[taste], person, seed), round=session.next)
+                if number == groups:
+                    session.settle()  # as "Finish" does
+                if number % every == 0 and person != "offline":
+                    head = session.head
+                    of_head = {"agreement": head.agreement.mean, "block": head.block} if head else {}
+                    undone = sum(bool(look.wrong) for look in session.brake.looks)
+                    about = {"groups": number, "moved": session.moved, "undone": undone, **of_head}
+                    rows.append({**about, **change(base, session.trainer, taste)})
+                    print(taste, person, seed, json.dumps(rows[-1]), flush=True)
+        if person == "offline":
+            stored = ["rewards.clicks=0.5", f"rewards.clicks.options.run={run}", f"trainer.iterations={OFFLINE}"]
+            trainer = api.trainer("scenes", [*stored, "evaluation.num_prompts=2", *chosen], Path(folder) / "trained")
+            for row in trainer.train():
+                if row["kind"] == "train" and row["iteration"] % every == 0:
+                    rows.append({"groups": groups, **change(base, trainer, taste)})
+                    print(taste, person, seed, json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def change(base: tuple[dict[str, Tensor], Tensor], trainer: Trainer, taste: str) -> Row:
+    """How far tastes have moved, and the judge, since `base` was measured."""
+    (before, correct), (now, right) = base, measured(trainer)
+    within = {name: float((one[:, 0] - one[:, 1]).square().mean().div(2).sqrt()) for name, one in before.items()}
+    moved = {name: paired(before[name].mean(1), now[name].mean(1)) for name in TASTES}
+    judged = paired(correct, right)
+    return {
+        "dz": {name: (one.tuned - one.base) / within[name] for name, one in moved.items()},
+        "dz_error": moved[taste].error / within[taste],
+        "correct": judged.tuned,
+        "correct_base": judged.base,
+        "correct_error": judged.error,
+        "iterations": trainer.iteration,
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -143,7 +164,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         taste = cell.partition("/")[0]
         rows = [rows[-1] for name, rows in found.items() if name.rpartition("/")[0] == cell]
         columns = [[row["dz"][taste] for row in rows], *([row[key] for row in rows] for key in ("correct", "correct_base"))]
-        columns.append([row["agreement"] for row in rows if row["agreement"] is not None])
+        columns.append([row["agreement"] for row in rows if row.get("agreement") is not None])
         shown = [_mean(values, form) for values, form in zip(columns, ("+.2f", ".2f", ".2f", ".2f"), strict=True)]
         lines.append(f"| {cell} | {len(rows)} | {' | '.join(shown)} |")
     return "\n".join(lines)
