@@ -6,7 +6,7 @@ passes included, at a constant rate, so that a curve can be read at any smaller 
 at 512 pixels on an H100 is by the plan: rollouts, decodes, rewards and training passes.
 
     OMP_NUM_THREADS=1 python -m benchmarks.registered scenes words --out runs/registered    # hours; goes on where it was
-    python -m benchmarks.registered --table benchmarks/results/registered.json              # the tables again
+    python -m benchmarks.registered --table benchmarks/results/registered.json              # its tables and figure again
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from g2rpo.lab.compare.study import judged_scores
 from g2rpo.lab.compare.workflow import compare
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.planner import Planner
+from g2rpo.monitor.curves import COLOURS
 from g2rpo.monitor.scores import read_rows
 from g2rpo.runs.directory import EvaluationDirectory
 
@@ -195,23 +196,55 @@ def table(results: dict[str, Any], reward: str) -> str:
     return "\n".join(lines)
 
 
+def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
+    """Every lead with its interval, a panel for each question, a colour for each world; the band is `CLOSE`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    heights = [len(others) for _, others in QUESTIONS.values()]
+    figure = Figure(figsize=(7.6, 0.34 * sum(heights) + 0.75 * len(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for panel, (question, (first, others)) in zip(panels, QUESTIONS.items(), strict=True):
+        panel.axvspan(-CLOSE, CLOSE, color="#e8e8ea", linewidth=0)
+        panel.axvline(0, color="#888", linewidth=0.8)
+        for number, (world, results) in enumerate(found.items()):
+            marks = [(others.index(name), lead) for name, lead in results["questions"].get(question, {}).items()]
+            for place, lead in marks:
+                height, colour = place + 0.2 * (number - (len(found) - 1) / 2), COLOURS[number]
+                panel.plot([lead["low"], lead["high"]], [height, height], color=colour, linewidth=2)
+                panel.plot(
+                    lead["mean"], height, "o", color=colour, label=f"{world}: {WORLDS[world]['right']}" if not place else None
+                )
+        panel.set_yticks(range(len(others)), [f"over {name}" for name in others], fontsize=9)
+        panel.set_ylim(len(others) - 0.5, -0.5)
+        panel.set_title(f"{question}: lead of {first}", fontsize=10, loc="left")
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=9, ncols=2, loc="outside upper left", frameon=False)
+    panels[-1].set_xlabel("lead; bars: intervals at the corrected level; grey: practically nothing", fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("worlds", nargs="*", default=list(WORLDS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/registered"))
-    parser.add_argument("--table", type=Path, help="a results file whose tables are printed")
+    parser.add_argument(
+        "--table", type=Path, help="a results file, whose tables are printed and whose figure is drawn beside it"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
     if args.table:
-        for world, results in json.loads(args.table.read_text()).items():
+        found = json.loads(args.table.read_text())
+        draw(args.table.with_suffix(".png"), found)
+        for world, results in found.items():
             print(f"## {world}\n\n{table(results, WORLDS[world]['right'])}\n")
         return
-    found: dict[str, Any] = {}
+    found = {}
     for world in args.worlds:
         results = study(world, args.seeds, args.jobs, args.out)
         judged, right = args.out / world / "judged", WORLDS[world]["right"]
