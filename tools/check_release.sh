@@ -44,7 +44,7 @@ PYTHON
 "$bin/g2rpo" --version
 "$bin/g2rpo" recipes
 "$bin/g2rpo" train scenes algorithm.group_size=2 sampling.num_steps=6 algorithm.branch_steps="[0]" "algorithm.granularities=[1]" \
-    trainer.iterations=1 trainer.prompts_per_iteration=1 evaluation.num_prompts=2 evaluation.pictures=2 --run-dir "$work/run"
+    trainer.iterations=1 trainer.prompts_per_iteration=1 evaluation.num_prompts=2 --run-dir "$work/run"
 "$bin/g2rpo" report "$work/run"
 test -s "$work/run/report.html"
 echo "the wheel runs"

@@ -306,6 +306,8 @@ def test_settings_that_contradict_an_adapter_are_refused(tiny_config, file, tmp_
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/x.bin").write_bytes(b"")
     assert "holds pickles only" in refused(capsys, "train", tiny_config, f"policy.adapter={tmp_path / 'folder'}")
+    (tmp_path / "folder" / "config.yaml").touch()
+    assert "is a run without an adapter" in refused(capsys, "train", tiny_config, f"policy.adapter={tmp_path / 'folder'}")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for name in ("someone/theirs", "someone/theirs/it.safetensors"):
         said = refused(capsys, "train", tiny_config, f"policy.adapter={name}")

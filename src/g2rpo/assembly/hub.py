@@ -53,6 +53,8 @@ def find_adapter(key: str, name: str) -> Path:
     place, said = local(name), f"{key}={name}"
     if os.path.isfile(place / "adapter" / ADAPTER):  # a run
         return place / "adapter" / ADAPTER
+    if os.path.isfile(place / "config.yaml"):
+        raise UserError(f"{said}: is a run without an adapter; it is not finished, or it trained all weights")
     if os.path.isdir(place):
         path = place / _only(said, [path.name for path in place.iterdir()])
     elif os.path.exists(place):
