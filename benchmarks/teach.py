@@ -84,7 +84,9 @@ def measured(t: Trainer) -> tuple[dict[str, Tensor], Tensor]:
 Row = dict[str, Any]
 
 
-def session_of(taste: str, person: str, seed: int, groups: int, every: int, overrides: list[str]) -> list[Row]:
+def session_of(
+    taste: str, person: str, seed: int, groups: int, every: int, overrides: list[str], strength: float = 1
+) -> list[Row]:
     """A row every `every` groups: dz of every taste, the judge, agreement. Of a run on stored answers, every `every`
     iterations."""
     rows: list[Row] = []
@@ -94,8 +96,7 @@ def session_of(taste: str, person: str, seed: int, groups: int, every: int, over
         with opened("scenes", chosen, run) as session:
             if person == "direct":
                 session.learn_directly()
-            if person == "offline":
-                session.set_strength(0)  # asks and learns nothing
+            session.set_strength(0 if person == "offline" else strength)  # at 0 it asks and learns nothing
             base = measured(session.trainer)
             for number in range(1, groups + 1):
                 session.answer(click(session.group, TASTES[taste], person, seed), round=session.next)
@@ -141,6 +142,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--groups", type=int, default=20)
     parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--strength", type=float, default=1, help="how far to go")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the recipe")
     parser.add_argument("--out", type=Path, help="a JSON file, to which sessions are added that it lacks")
     return parser.parse_args()
@@ -151,7 +153,7 @@ def main() -> None:
     found = json.loads(args.out.read_text(encoding="utf-8")) if args.out and args.out.exists() else {}
     for seed, person, taste in product(args.seeds, args.people, args.tastes):
         if (name := f"{taste}/{person}/{seed}") not in found:
-            found[name] = session_of(taste, person, seed, args.groups, args.every, args.set)
+            found[name] = session_of(taste, person, seed, args.groups, args.every, args.set, args.strength)
             if args.out:
                 args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(table(found))
