@@ -53,7 +53,7 @@ def blocks(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     device = torch.device(args.device)
     side = 16 * round((args.tokens * 0.75) ** 0.5)  # three quarters of the tokens are the picture's, as at 1024 pixels
     size = {"height": side, "width": side, "max_sequence_length": args.tokens // 4, "lora_rank": args.rank}
-    shape = shape_of("flux1-dev", args.tiny, num_layers=1, num_single_layers=1)
+    shape = shape_of("black-forest-labs/FLUX.1-dev", args.tiny, blocks=1)
     pipeline = random_pipeline(shape, device, torch.bfloat16)
 
     def policy(dtype: torch.dtype = torch.bfloat16, **options: Any) -> DiffusersPolicy:

@@ -231,8 +231,10 @@ Tensor on_cpu(const Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return tensor;
   const auto& storage = tensor.storage();
   const int64_t entries = storage.nbytes() / tensor.itemsize();
-  return at::from_blob(storage.mutable_data(), {entries}, at::TensorOptions().dtype(tensor.dtype()))
-      .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  const Tensor seen = at::from_blob(storage.mutable_data(), {entries}, at::TensorOptions().dtype(tensor.dtype()))
+                          .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  seen._set_conj(tensor.is_conj());
+  return seen;
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
@@ -405,6 +407,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (auto name : {"native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute_on_cpu>());
 }
+
+// A copy resolves a conjugate, so what torch does before all other operations would have no end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 // --- meetings of ranks, by gloo, which works on the memory itself -------------------------------------------------------------
 

@@ -1,9 +1,15 @@
-"""The loop that the engine is measured against does what is published, and gives the same latents."""
+"""Benchmarks measure what they say: the published loop, agreement of rewards, rates, and what is left of cases that fail."""
+
+import json
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from PIL import Image
 
+from benchmarks import first_gpu
 from benchmarks.fast_tails import agreement
 from benchmarks.machine import matmul_rate
 from benchmarks.published_loop import PublishedLoop
@@ -53,3 +59,76 @@ def test_the_second_reader_reads_clean_words_in_their_order(tmp_path):
     for word, file in zip(words, files, strict=True):
         Image.fromarray(draw(word)).save(file)
     assert read_words(files) == [word.letters for word in words]
+
+
+CASES = """
+import json, os, subprocess, sys, time
+given = json.load(open(sys.argv[1]))
+if isinstance(given, list):  # the process that plans
+    planned = {case["name"]: {"velocity, s": 2.0} for case in given}
+    json.dump({"notes": planned, "errors": {"fine": "no plan of it"} if "fine" in planned else {}}, open(sys.argv[2], "w"))
+    sys.exit()
+what = given.get("recipe", "machine")
+found = {"measured": {"velocity, s": 2.6}, "checks": {}, "notes": {"device": "a card"}, "errors": {}}
+if what == "refuses":
+    found["notes"]["refused"] = "no float8"
+if what == "errs":
+    found["errors"]["decode"] = "OutOfMemoryError: 80 GB"
+if what == "differs":
+    found["checks"]["ratio"] = ["NaN", 0.1]
+json.dump(found, open(sys.argv[2], "w"))
+if what == "hangs":
+    subprocess.run([sys.executable, "-c", "import time; open('child', 'w'); time.sleep(3); open('alive', 'w')"])
+if what == "crashes":
+    print("the last words", flush=True)
+    os.abort()
+"""
+
+
+@pytest.fixture
+def first_hour(monkeypatch, tmp_path):
+    """A function that runs a part of these cases below a folder and returns its JSON, the summary and the exit code."""
+
+    def start(given, log, **environment):
+        with log.open("w") as file:
+            command = [sys.executable, "-c", CASES, *given]
+            return subprocess.Popen(command, stdout=file, stderr=file, process_group=0, cwd=tmp_path)
+
+    def run(*names, **options):
+        cases = [first_gpu.of(name, limit=1 if name == "hangs" else 30) for name in names]
+        monkeypatch.setitem(first_gpu.PARTS, "shapes", cases)
+        code = 0
+        try:
+            first_gpu.main(["shapes", "--out", str(tmp_path), *(f"--{key}={value}" for key, value in options.items())])
+        except SystemExit as ended:
+            code = ended.code
+        return json.loads((tmp_path / "shapes.json").read_text()), (tmp_path / "summary.md").read_text(), code
+
+    monkeypatch.setattr(first_gpu, "start", start)
+    return run
+
+
+def test_a_case_of_the_first_hour_that_fails_is_reported_and_the_next_follows(first_hour, tmp_path):
+    result, summary, code = first_hour("crashes", "hangs", "errs", "differs", "refuses", "fine")
+    states = {name: case["state"] for name, case in result["cases"].items()}
+    assert code == 1 and states == {
+        "crashes": "failed: ended with -6", "hangs": "failed: not done after 1 s", "errs": "failed",
+        "differs": "done", "refuses": "refused", "fine": "done",
+    }  # fmt: skip
+    assert "the last words" in result["cases"]["crashes"]["log"] and result["cases"]["hangs"]["measured"]
+    for line in ("errs: decode: OutOfMemoryError: 80 GB", "differs: ratio: nan, at most 0.1", "fine: plan: no plan of it"):
+        assert f"- shapes, {line}\n" in summary
+    assert "- shapes, fine: velocity, s: 1.30 times the plan's" in summary
+    assert (tmp_path / "child").exists()
+    time.sleep(3)
+    assert not (tmp_path / "alive").exists()  # what a case has started ends with it
+
+
+def test_the_first_hour_goes_on_where_its_time_was_over(first_hour):
+    result, summary, code = first_hour("refuses", "last", minutes=0)
+    assert code == 0 and {case["state"] for case in result["cases"].values()} == {"not reached"}
+    assert "- shapes, last: not reached\n" in summary
+    once = first_hour("refuses")[0]["cases"]["refuses"]
+    result, _, code = first_hour("refuses", "last")
+    assert code == 0 and result["cases"]["last"]["state"] == "done" and result["cases"]["refuses"] == once
+    assert "take another folder" in first_hour("last", device="cpu")[2]

@@ -56,10 +56,10 @@ def finish(ranks, folder: Path, patience_s=120.0):
     return [json.loads(path.read_text()) if path.exists() else {} for path in left]
 
 
-def run(size, work, folder: Path, *arguments, **options):
+def run(size, work, folder: Path, *arguments, patience_s=120.0, **options):
     """The answers of `size` ranks, all of which must have one."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = finish(start(size, work, folder, *arguments, **options), folder)
+    results = finish(start(size, work, folder, *arguments, **options), folder, patience_s)
     failed = [result.get("trace", "killed") for result in results if "answer" not in result]
     assert not failed, "\n".join(failed)
     return [result["answer"] for result in results]

@@ -1,0 +1,495 @@
+"""The cases of `benchmarks.first_gpu`, each in a process of its own: `python -m benchmarks.gpu_cases CASE.json FOUND.json`.
+
+What is found is written after every step; a step that fails leaves its error, and the next follows.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe, matmul_rate
+from benchmarks.published_loop import PublishedLoop
+from benchmarks.random_models import RandomText, random_pipeline, shape_of
+from g2rpo.assembly.blueprint import Blueprint, size_of
+from g2rpo.assembly.components import check_attention, check_quantized, pick_device, policy_options
+from g2rpo.config.recipes import settings
+from g2rpo.config.resolve import resolve
+from g2rpo.config.schema import Config
+from g2rpo.core.errors import UserError
+from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Cond
+from g2rpo.lab.check_model import perturb
+from g2rpo.lab.plan.cards import CARDS, card_of
+from g2rpo.lab.plan.counting import count, settled
+from g2rpo.lab.plan.memory import RESERVE, SLACK
+from g2rpo.lab.plan.plan import make_plan
+from g2rpo.lab.plan.roofline import USUAL
+from g2rpo.monitor.metrics import Row, read_metrics
+from g2rpo.policies import catalogue
+from g2rpo.policies.anyflow import DiffusersPolicy
+from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
+from g2rpo.policies.spec import Model
+from g2rpo.rewards.analytic import Brightness
+from g2rpo.rollout.engine import Engine
+from g2rpo.runs.directory import RunDirectory
+from g2rpo.runtime.devices import accelerator, empty_cache
+from g2rpo.training.trainer import Trainer
+
+Case, Asked = dict[str, Any], tuple[Tensor, Tensor, Cond]
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "triton", "bitsandbytes", "torchao", "flash_attn", "numpy")
+LESS = ["trainer.prompts_per_iteration=1", "algorithm.group_size=6", "algorithm.kl_weight=0"]
+TINY = [
+    "policy.height=64", "policy.width=64", "policy.max_sequence_length=8", "policy.lora_rank=2", "algorithm.group_size=3",
+    "algorithm.branch_steps=[0,1]", "sampling.num_steps=4", "sampling.batch_size=4", "sampling.decode_batch_size=2",
+    "trainer.micro_batch_size=2",
+]  # fmt: skip
+SHORT = ["trainer.iterations=4", "trainer.prompts_per_iteration=2", "trainer.checkpoint_every=1", "evaluation.num_prompts=16"]
+SHORTER = [
+    "trainer.prompts_per_iteration=1", "algorithm.group_size=3", "algorithm.branch_steps=[1]", "sampling.num_steps=3",
+    "evaluation.num_prompts=2",
+]  # fmt: skip
+
+
+class Found:
+    """What a case has measured; its checks, each with the largest value allowed; notes; errors by step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.measured: dict[str, float] = {}
+        self.checks: dict[str, tuple[float, float]] = {}
+        self.notes: dict[str, Any] = {}
+        self.errors: dict[str, str] = {}
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.errors[name] = f"{type(error).__name__}: {str(error)[:500]}"
+        gc.collect()
+        empty_cache()
+        self.write()
+
+    def write(self) -> None:
+        left = json.dumps({name: value for name, value in vars(self).items() if name != "path"})
+        self.path.with_suffix(".new").write_text(json.dumps(json.loads(left, parse_constant=str)))  # JSON has no NaN
+        os.replace(self.path.with_suffix(".new"), self.path)
+
+
+# --- what cases are made of -------------------------------------------------------------------------------------------------
+
+
+def configured(case: Case, *overrides: str) -> tuple[Config, Blueprint]:
+    """A recipe with one prompt an iteration, a reward without weights, and the case's overrides."""
+    given = settings(case["recipe"])
+    shape = shape_of(given["policy"]["path"], case["tiny"], case["blocks"])
+    given["policy"]["path"] = "random"
+    given |= {"rewards": {"brightness": 1.0}, "prompts": {"train": "none"}, "evaluation": {"prompts": "none"}}
+    frames = ["policy.num_frames=5"] if "num_frames" in given["policy"] else []
+    small = [*TINY, *frames] if case["tiny"] else []
+    return resolve(given, [f"policy.device={case['device']}", *LESS, *overrides, *small, *case["overrides"]]), shape
+
+
+def policy_of(config: Config, shape: Blueprint, pipeline: Any = None) -> DiffusersPolicy:
+    """A policy with random weights, or those of a `pipeline`, whose adapters act."""
+    device = torch.device(pick_device(config.policy.device))
+    kind, options = policy_options(config.policy, shape.kind, device=str(device))
+    drawn = random_pipeline(shape, device, getattr(torch, config.policy.dtype)) if pipeline is None else copy.deepcopy(pipeline)
+    policy = kind(drawn, **options)
+    perturb(policy)
+    return policy
+
+
+def trainer_of(config: Config, policy: DiffusersPolicy) -> Trainer:
+    cached = CachedPolicy(policy, CachedEncoder(RandomText(policy), None, notify=print))
+    return Trainer(
+        config=config, policy=cached, rewards={"brightness": Brightness()}, prompts=["a"], heldout=["a"], trackers=[]
+    )
+
+
+def question(policy: DiffusersPolicy, rows: int) -> Asked:
+    cond = RandomText(policy).encode([f"prompt {row}" for row in range(rows)])
+    x = policy.noise([generator_for("noise", row) for row in range(rows)]).to(policy.device)
+    return x, torch.linspace(0.9, 0.2, rows).to(policy.device), cond
+
+
+def learn(policy: DiffusersPolicy, *asked: Any) -> None:
+    """A training pass, whose gradients are added to those that are there."""
+    policy.velocity(*asked).float().square().mean().backward()
+
+
+def gradient(policy: DiffusersPolicy, asked: Asked) -> Tensor:
+    for parameter in policy.trainable_parameters():
+        parameter.grad = None
+    learn(policy, *asked)
+    return torch.cat([p.grad.flatten().cpu() for p in policy.trainable_parameters() if p.grad is not None])
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    got, exact = (each.detach().cpu().double() for each in (got, exact))
+    return float((got - exact).norm() / exact.norm())
+
+
+def waited(device: torch.device) -> Any:
+    """torch's module for the device, once all its work is done; None for a CPU."""
+    if (module := accelerator(device)) is not None:
+        module.synchronize(device)
+    return module
+
+
+def timed(
+    found: Found, name: str, rows: str, device: torch.device, call: Callable[..., object], *given: Any, most: int = 5
+) -> None:
+    """The median of a call's seconds, after two that warm up, of which the first is noted; and its peak of bytes, with what is
+    given to it, as the plan counts."""
+    taken, ends = [], time.monotonic() + 4
+    while len(taken) < 3 or (len(taken) < most + 2 and time.monotonic() < ends):
+        waited(device)
+        began = time.perf_counter()
+        call(*given)
+        waited(device)
+        taken.append(time.perf_counter() - began)
+    found.measured[f"{name}, {rows}, s"] = statistics.median(taken[2:])
+    found.notes[f"{name}, {rows}, first call, s"] = taken[0]
+    if (module := waited(device)) is not None:
+        module.reset_peak_memory_stats(device)
+        standing = module.memory_allocated(device) - sum(map(bytes_of, given))
+        call(*given)
+        found.measured.setdefault(f"{name}, bytes", module.max_memory_allocated(device) - standing)  # of the largest call
+    found.write()
+
+
+def bytes_of(given: Tensor | Cond) -> int:
+    if isinstance(given, Tensor):
+        return given.nbytes
+    return sum(each.nbytes for each in (*given.tensors.values(), *itertools.chain(*given.ragged.values())))
+
+
+def planned(case: Case, card_name: str) -> dict[str, float]:
+    """What `g2rpo plan` says of the figures that `model` measures; seconds for a known card only."""
+    config, shape = configured(case)
+    with patch.dict(catalogue.SPECS[shape.kind].models, random=Model("", parts=shape.parts, options=shape.options)):
+        plan = make_plan(config, cuda=True, heldout=1, distinct_prompts=1)
+    memory, peak = plan.memory, max(plan.memory.moments[name] for name in ("rollout", "decoding", "update"))
+    found = {
+        "weights, bytes": sum(memory.parts[name] for name in ("frozen weights", "trained weights", "VAE")),
+        "velocity, bytes": memory.working["network call"],
+        "training pass, bytes": memory.working["training pass"],
+        "decode, bytes": memory.working["decoding"],
+        "iteration, bytes": peak,
+        "iteration with all of CUDA's, bytes": math.ceil(peak * (1 + SLACK)) + RESERVE,
+        "evaluations": plan.counts.mean(lambda it: it.evaluations),
+    }
+    if (card := card_of(card_name) or (CARDS["h100"] if case["tiny"] else None)) is None:
+        return found
+    traced = plan.work.calls
+    (one, least), (most, largest), (passed, training), (pictures, decode) = (
+        (call.rows, call.roofline.call(card, USUAL))
+        for call in (traced.single, traced.velocity, traced.training, traced.decode)
+    )
+    for rows in sizes(most):
+        found[f"velocity, rows={rows}, s"] = float(np.interp(rows, [one, most], [least, largest]))
+    found |= {f"training pass, rows={passed}, s": training, f"decode, pictures={pictures}, s": decode}
+    phases = plan.seconds(card).iteration
+    return found | {"iteration, s": sum(phases.values())} | {f"iteration: {name}, s": phases[name] for name in PHASES}
+
+
+PHASES = ("rollout", "update")
+
+
+def sizes(most: int) -> list[int]:
+    """Rows of the calls that are timed, the recipe's first."""
+    return sorted({most, -(-most // 3), 1}, reverse=True)
+
+
+# --- the cases --------------------------------------------------------------------------------------------------------------
+
+
+def machine(found: Found, case: Case) -> None:
+    """The card, the versions, and rates of a product and of a copy beside what the roofline takes them to be."""
+    device, notes = torch.device(pick_device(case["device"])), found.notes
+    with found.step("versions"):
+        notes |= {**describe(device), "python": sys.version.split()[0], "cuda": torch.version.cuda, "cores": os.cpu_count()}
+        for name in LIBRARIES:
+            with suppress(importlib.metadata.PackageNotFoundError):
+                notes[name] = importlib.metadata.version(name)
+        notes["compiler"] = shutil.which("cc") or shutil.which("gcc")
+    with found.step("driver"):
+        if shutil.which("nvidia-smi"):
+            fields = "--query-gpu=driver_version,memory.total,memory.used,power.limit,clocks.max.sm"
+            notes["nvidia-smi"] = subprocess.run(
+                ["nvidia-smi", fields, "--format=csv"], capture_output=True, text=True, timeout=30
+            ).stdout
+    with found.step("rates"):
+        found.measured["product in bfloat16, FLOP/s"] = matmul_rate(torch.bfloat16, device, seconds=0.05 if case["tiny"] else 2)
+        some = torch.randn(2**20 if case["tiny"] else 2**29, device=device)
+        timed(found, "copy", "4 bytes a number", device, some.clone)
+        found.measured["copy, B/s"] = 2 * some.nbytes / found.measured.pop("copy, 4 bytes a number, s")
+        if (card := card_of(notes["device"])) is not None:
+            product, copied = 1e12 * card.bfloat16 * USUAL.products, 1e9 * card.bandwidth * USUAL.bandwidth
+            notes["planned"] = {"product in bfloat16, FLOP/s": product, "copy, B/s": copied}
+
+
+def model(found: Found, case: Case) -> None:
+    """Memory, seconds and repeatability of a recipe's calls and of its iterations."""
+    config, shape = configured(case)
+    config = settled(config, cuda=True)
+    check_quantized(config)
+    check_attention(config.policy)
+    device, counts = torch.device(pick_device(config.policy.device)), count(config, 1)
+    rows, passed = counts.largest(lambda it: it.calls), counts.largest(lambda it: it.passes)
+    pictures = min(int(config.sampling.decode_batch_size), counts.largest(lambda it: [it.images]))
+    with found.step("build"):
+        policy = policy_of(config, shape)
+        found.notes["blocks"] = len(policy.blocks)
+        found.notes["weights, bytes"] = sum(size_of(getattr(policy.pipeline, part)) for part in ("transformer", "vae"))
+    if found.errors:
+        return
+    if (module := waited(device)) is not None:
+        found.measured["weights, bytes"] = module.memory_allocated(device)
+    with found.step("velocity"), torch.no_grad():
+        for size in sizes(rows):
+            asked = question(policy, size)
+            timed(found, "velocity", f"rows={size}", device, policy.velocity, *asked)
+        velocities = [policy.velocity(*asked) for _ in range(2)]
+        found.checks["velocity, not finite"] = (float((~velocities[0].isfinite()).sum()), 0)
+        found.checks["velocity, from call to call"] = (relative(*velocities), 0)
+    with found.step("training pass"):
+        asked = question(policy, passed)
+        timed(found, "training pass", f"rows={passed}", device, partial(learn, policy), *asked)
+        gradients = [gradient(policy, asked) for _ in range(2)]
+        found.checks["gradient, not finite"] = (float((~gradients[0].isfinite()).sum()), 0)
+        found.checks["gradient, share of zeros"] = (float((gradients[0] == 0).float().mean()), 0.5)
+        found.checks["gradient, from call to call"] = (relative(*gradients), 0)
+    with found.step("decode"), torch.no_grad():
+        latents = question(policy, pictures)[0]
+        timed(found, "decode", f"pictures={pictures}", device, policy.decode, latents, most=3)
+    with found.step("iterations"):
+        trainer = trainer_of(config, policy)
+        for number in range(case["iterations"]):
+            iteration(found, trainer, device, first=number == 0)
+    if case["loop"]:
+        with found.step("published loop"):
+            loop = PublishedLoop(trainer.policy, trainer.sigmas, config.algorithm, {"brightness": Brightness()})
+            loop.rollout(["a"], generator_for)
+            found.notes["published loop, evaluations/s"] = loop.evaluations / loop.watch.seconds["rollout"]
+    if case["again"]:
+        with found.step("again"):
+            weights = []
+            for _ in range(2):
+                torch.manual_seed(0)  # of the random weights
+                policy = policy_of(config, shape)
+                trainer_of(config, policy).iterate()
+                weights.append(torch.cat([p.detach().flatten().cpu() for p in policy.trainable_parameters()]))
+            found.checks["trained weights, from run to run"] = (relative(*weights), 0)
+
+
+def iteration(found: Found, trainer: Trainer, device: torch.device, first: bool) -> None:
+    """Runs one; the weights of the first do not move between its rollout and its training passes."""
+    if (module := waited(device)) is not None:
+        module.reset_peak_memory_stats(device)
+    row = trainer.iterate()
+    if first:
+        found.checks["ratio before the first update, off 1"] = (row["ratio_deviation"], 0)
+        found.checks["log-prob, training pass against rollout"] = (row["log_prob_drift"], trainer.alarms.drift_limit)
+        found.checks["batches halved"] = (row["out_of_memory"], 0)
+    found.measured |= {"iteration, s": row["seconds"], "evaluations": row["evaluations"]}
+    found.measured |= {f"iteration: {name}, s": row[f"seconds/{name}"] for name in PHASES}
+    found.notes |= {"evaluations/s": row["evaluations"] / row["seconds/rollout"], "grad_norm": row["grad_norm"]}
+    if module is not None:
+        found.measured["iteration, bytes"] = module.max_memory_allocated(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found.measured["iteration with all of CUDA's, bytes"] = total - free
+    found.write()
+
+
+def exact(found: Found, case: Case) -> None:
+    """A model on the CPU and on the device; on the device in batches of other sizes; and the waits in its rollout."""
+    config, shape = configured(
+        case, "policy.height=256", "policy.width=256", "algorithm.group_size=3", "algorithm.branch_steps=[1]"
+    )
+    device, pipeline = torch.device(pick_device(case["device"])), random_pipeline(shape, torch.device("cpu"), torch.float32)
+
+    def built(**changes: str) -> DiffusersPolicy:
+        return policy_of(config.model_copy(update={"policy": config.policy.model_copy(update=changes)}), shape, pipeline)
+
+    torch.backends.cudnn.allow_tf32 = False
+    with found.step("CPU"):
+        host, policy = built(device="cpu", dtype="float32"), built(dtype="float32")
+        asked, same = question(host, 2), question(policy, 2)
+        with torch.no_grad():
+            velocity, pictures = host.velocity(*asked), host.decode(asked[0][:1])
+            found.checks["velocity, device and CPU"] = (relative(policy.velocity(*same), velocity), 1e-4)
+            found.checks["pictures, device and CPU"] = (relative(policy.decode(same[0][:1]), pictures), 1e-4)
+        found.checks["gradient, device and CPU"] = (relative(gradient(policy, same), gradient(host, asked)), 1e-3)
+    if found.errors:
+        return
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
+    for dtype, limit in (("float32", 5e-3), ("bfloat16", 0.3)):
+        with found.step(dtype), torch.no_grad():
+            policy = built(dtype=dtype)
+            found.checks[f"velocity in {dtype}, and in float32 on the CPU"] = (
+                relative(policy.velocity(*same), velocity),
+                limit,
+            )
+            found.checks[f"velocity in {dtype}, in a batch and alone"] = (
+                relative(policy.velocity(*question(policy, 3))[:1], policy.velocity(*question(policy, 1))),
+                limit,
+            )
+            trainer = trainer_of(config, policy)
+            finals = [rolled(trainer, size) for size in (2, 7, 7)]
+            found.checks[f"final latents in {dtype}, batches of 2 and of 7"] = (relative(finals[0], finals[1]), limit)
+            found.checks[f"final latents in {dtype}, from run to run"] = (relative(finals[2], finals[1]), 0)
+    with found.step("waits"), torch.no_grad():
+        inside = waits(device, partial(policy.velocity, *same))
+        found.checks["waits in a velocity"] = (sum(inside.values()), 0)
+        found.notes |= {"waits in a velocity": inside, "waits in a rollout": waits(device, partial(rolled, trainer, 7))}
+
+
+def rolled(trainer: Trainer, batch_size: int) -> Tensor:
+    """The final latents of one prompt's rollout."""
+    engine = Engine(policy=trainer.policy, cond=trainer.policy.encode(["a"]), sigmas=trainer.sigmas, batch_size=batch_size)
+    algorithm = trainer.algorithm
+    done = engine.rollout(trainer.plans(), algorithm.group_size, algorithm.kernel(trainer.sigmas), generator_for)
+    return torch.cat([each.finals.flatten(0, 1) for each in done])
+
+
+def waits(device: torch.device, call: Callable[[], object]) -> dict[str, int]:
+    """How often a call has the host wait for the device, also to copy something to it, by the place in the code."""
+    call()
+    if (module := waited(device)) is not None and hasattr(module, "costs"):  # the tests' device
+        before = module.costs()
+        call()
+        return dict(zip(("waits", "copies"), (module.costs() - before).int().tolist(), strict=True))
+    if device.type != "cuda":
+        call()
+        return {}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return dict(Counter(f"{Path(each.filename).name}:{each.lineno}" for each in said if "synchroniz" in str(each.message)))
+
+
+# --- `g2rpo train scenes` ---------------------------------------------------------------------------------------------------
+
+
+def g2rpo(arguments: list[str], log: Path) -> Any:
+    """The command as a process."""
+    with log.open("ab") as file:
+        return subprocess.Popen([sys.executable, "-m", "g2rpo", *arguments], stdout=file, stderr=subprocess.STDOUT)
+
+
+def training(case: Case, name: str, *overrides: str, device: str = "") -> tuple[RunDirectory, Any]:
+    """A run below the working folder, and the process that makes it."""
+    run = RunDirectory(Path(case["folder"]) / name)
+    given = [*(SHORTER if case["tiny"] else []), f"policy.device={device or case['device']}", *overrides]
+    return run, g2rpo(["train", "scenes", "--run-dir", str(run.path), *given], run.path.with_suffix(".log"))
+
+
+def rows_of(case: Case, name: str, *overrides: str, device: str = "") -> list[Row]:
+    """The training rows of a short run, which is made if it is not there."""
+    run = RunDirectory(Path(case["folder"]) / name)
+    if not run.results.is_file():
+        ended = training(case, name, *SHORT, *overrides, device=device)[1].wait()
+        if ended:
+            raise RuntimeError(f"g2rpo ended with {ended}: {run.path.with_suffix('.log').read_text()[-400:]}")
+    return [row for row in read_metrics(run.path) if row["kind"] == "train"]
+
+
+def compared(found: Found, name: str, one: list[Row], other: list[Row], limit: float) -> None:
+    """Checks the largest relative difference of rows, times and memory left out, and notes where it is."""
+    worst, place = (0.0, "") if len(one) == len(other) else (math.inf, f"{len(one)} and {len(other)} rows")
+    for mine, theirs in zip(one, other, strict=False):
+        for key in mine.keys() | theirs.keys():
+            a, b = mine.get(key), theirs.get(key)
+            if a != b and "seconds" not in key and "memory" not in key:
+                numbers = isinstance(a, int | float) and isinstance(b, int | float)
+                off = abs(a - b) / max(abs(a), abs(b), 1e-3) if numbers else math.inf
+                worst, place = max((worst, place), (off, f"{key}, iteration {mine['iteration']}: {a} and {b}"))
+    found.checks[name], found.notes[name] = (worst, limit), place
+
+
+def twice(found: Found, case: Case) -> None:
+    """Two runs of one config have the same log; and the plan's line."""
+    with found.step("twice"):
+        one, other = (rows_of(case, f"{name}_{len(case['overrides'])}", *case["overrides"]) for name in ("one", "other"))
+        compared(found, "rows of two runs", one, other, 0)
+    with found.step("plan"):
+        plan = RunDirectory(Path(case["folder"]) / f"one_{len(case['overrides'])}").plan
+        found.notes["plan.json"] = json.loads(plan.read_text()) if plan.is_file() else "no plan of this device"
+
+
+def resumed(found: Found, case: Case) -> None:
+    """A run that is killed after two iterations, and resumed, has the log of one that was not."""
+    with found.step("resumed"):
+        whole, (run, process) = rows_of(case, "one_0"), training(case, "killed", *SHORT)
+        while process.poll() is None and sum(row["kind"] == "train" for row in read_metrics(run.path)) < 2:
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+        found.notes["ended with"] = process.wait()
+        found.checks["resume ended with"] = (g2rpo(["resume", str(run.path)], run.path.with_suffix(".log")).wait(), 0)
+        compared(found, "rows of a run that was killed", rows_of(case, "killed"), whole, 0)
+
+
+def beside_cpu(found: Found, case: Case) -> None:
+    """The first iteration on the device and on the CPU, in float32 and with a reward that has no threshold."""
+    smooth = ["rewards.scene_accuracy=", "rewards.brightness.weight=1", "trainer.iterations=2", "evaluation.num_prompts=2"]
+    with found.step("CPU"):
+        here, there = (rows_of(case, f"on_{name}", *smooth, device=name) for name in (case["device"], "cpu"))
+        for row in (here[0], there[0]):
+            row |= {"loss": 0, "log_prob_drift": 0}  # rounding alone
+        compared(found, "second row, device and CPU", here[1:], there[1:], math.inf)
+        compared(found, "first row, device and CPU", here[:1], there[:1], 0.02)
+
+
+KINDS = {each.__name__: each for each in (machine, model, exact, twice, resumed, beside_cpu)}
+
+
+def main(given: list[str]) -> None:
+    """CASE.json FOUND.json; or CASES.json FOUND.json CARD, to plan them all."""
+    case, found = json.loads(Path(given[0]).read_text()), Found(Path(given[1]))
+    warnings.filterwarnings("ignore", category=UserWarning)
+    for each in case if isinstance(case, list) else []:
+        with found.step(each["name"]):
+            found.notes[each["name"]] = planned(each, given[2])
+    if isinstance(case, dict):
+        try:
+            KINDS[case["kind"]](found, case)
+        except UserError as error:  # what this machine or installation lacks
+            found.notes["refused"] = str(error)
+        found.write()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
