@@ -108,7 +108,7 @@ class Found:
 def configured(case: Case, *overrides: str) -> tuple[Config, Blueprint]:
     """A recipe with one prompt an iteration, a reward without weights, and the case's overrides."""
     given = settings(case["recipe"])
-    shape = shape_of(given["policy"]["path"], case["tiny"], case["blocks"])
+    shape = shape_of(given["policy"]["path"], case["tiny"], case["blocks"] or (2 if case["tiny"] else None))
     given["policy"]["path"] = "random"
     given |= {"rewards": {"brightness": 1.0}, "prompts": {"train": "none"}, "evaluation": {"prompts": "none"}}
     frames = ["policy.num_frames=5"] if "num_frames" in given["policy"] else []
