@@ -13,7 +13,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -427,8 +426,8 @@ def rows_of(case: Case, name: str, *overrides: str, device: str = "") -> list[Ro
     return [row for row in read_metrics(run.path) if row["kind"] == "train"]
 
 
-def compared(found: Found, name: str, one: list[Row], other: list[Row], limit: float) -> None:
-    """Checks the largest relative difference of rows, times and memory left out, and notes where it is."""
+def apart(one: list[Row], other: list[Row]) -> tuple[float, str]:
+    """The largest relative difference of rows, times and memory left out, and where it is."""
     worst, place = (0.0, "") if len(one) == len(other) else (math.inf, f"{len(one)} and {len(other)} rows")
     for mine, theirs in zip(one, other, strict=False):
         for key in mine.keys() | theirs.keys():
@@ -437,29 +436,31 @@ def compared(found: Found, name: str, one: list[Row], other: list[Row], limit: f
                 numbers = isinstance(a, int | float) and isinstance(b, int | float)
                 off = abs(a - b) / max(abs(a), abs(b), 1e-3) if numbers else math.inf
                 worst, place = max((worst, place), (off, f"{key}, iteration {mine['iteration']}: {a} and {b}"))
-    found.checks[name], found.notes[name] = (worst, limit), place
+    return worst, place
 
 
 def twice(found: Found, case: Case) -> None:
     """Two runs of one config have the same log; and the plan's line."""
+    own = f"{len(case['overrides'])}"
     with found.step("twice"):
-        one, other = (rows_of(case, f"{name}_{len(case['overrides'])}", *case["overrides"]) for name in ("one", "other"))
-        compared(found, "rows of two runs", one, other, 0)
+        worst, found.notes["largest difference"] = apart(*(rows_of(case, f"{n}_{own}", *case["overrides"]) for n in "ab"))
+        found.checks["rows of two runs"] = (worst, 0)
     with found.step("plan"):
-        plan = RunDirectory(Path(case["folder"]) / f"one_{len(case['overrides'])}").plan
+        plan = RunDirectory(Path(case["folder"]) / f"a_{own}").plan
         found.notes["plan.json"] = json.loads(plan.read_text()) if plan.is_file() else "no plan of this device"
 
 
 def resumed(found: Found, case: Case) -> None:
     """A run that is killed after two iterations, and resumed, has the log of one that was not."""
     with found.step("resumed"):
-        whole, (run, process) = rows_of(case, "one_0"), training(case, "killed", *SHORT)
+        whole, (run, process) = rows_of(case, "a_0"), training(case, "killed", *SHORT)
         while process.poll() is None and sum(row["kind"] == "train" for row in read_metrics(run.path)) < 2:
             time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         found.notes["ended with"] = process.wait()
         found.checks["resume ended with"] = (g2rpo(["resume", str(run.path)], run.path.with_suffix(".log")).wait(), 0)
-        compared(found, "rows of a run that was killed", rows_of(case, "killed"), whole, 0)
+        worst, found.notes["largest difference"] = apart(rows_of(case, "killed"), whole)
+        found.checks["rows of a run that was killed"] = (worst, 0)
 
 
 def beside_cpu(found: Found, case: Case) -> None:
@@ -469,8 +470,8 @@ def beside_cpu(found: Found, case: Case) -> None:
         here, there = (rows_of(case, f"on_{name}", *smooth, device=name) for name in (case["device"], "cpu"))
         for row in (here[0], there[0]):
             row |= {"loss": 0, "log_prob_drift": 0}  # rounding alone
-        compared(found, "second row, device and CPU", here[1:], there[1:], math.inf)
-        compared(found, "first row, device and CPU", here[:1], there[:1], 0.02)
+        worst, found.notes["largest difference"] = apart(here[:1], there[:1])
+        found.checks["first row, device and CPU"], found.notes["second row"] = (worst, 0.02), apart(here[1:], there[1:])
 
 
 KINDS = {each.__name__: each for each in (machine, model, exact, twice, resumed, beside_cpu)}

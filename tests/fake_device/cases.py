@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import time
 import traceback
@@ -255,6 +256,10 @@ class Forked:
         if self.code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             self.code = os.waitstatus_to_exitcode(ended[1])
         return self.code
+
+    def kill(self):
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout=120):
         ends = time.monotonic() + timeout
