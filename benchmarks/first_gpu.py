@@ -28,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 Case = dict[str, Any]
+LEAST = 20
+"""Seconds with which a case is begun."""
+LATE = "failed: not done after"
 OFF = 0.25
 """How far a measured figure may be from the plan's before the summary says so."""
 
@@ -121,7 +124,7 @@ def ran(case: Case, folder: Path, seconds: float) -> dict[str, Any]:
             if code := process.wait(seconds):
                 state = f"failed: ended with {code}"
         except subprocess.TimeoutExpired:
-            state = f"failed: not done after {seconds:.0f} s"
+            state = f"{LATE} {seconds:.0f} s"
     found = json.loads(left.read_text()) if left.is_file() else {"notes": {}, "errors": {"start": "nothing was found"}}
     if not state:
         state = "refused" if "refused" in found["notes"] else "failed" if found["errors"] else "done"
@@ -159,9 +162,11 @@ def run(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> None:
     card = result["machine"].get("notes", {}).get("device", "")
     with ending(start([str(plans), str(planned), card], folder / "plans.log", CUDA_VISIBLE_DEVICES="")) as planning:
         for case in todo:
-            if (left := ends - time.monotonic()) > (0 if args.tiny else 20):
-                cases[case["name"]] = ran(case, folder, min(case["limit"], left))
-                print(case["name"], cases[case["name"]]["state"], flush=True)
+            if (left := ends - time.monotonic()) > (0 if args.tiny else LEAST):
+                cases[case["name"]] = found = ran(case, folder, min(case["limit"], left))
+                if found["state"].startswith(LATE) and left < case["limit"]:
+                    found["state"] = "not finished"
+                print(case["name"], found["state"], flush=True)
                 absorb()
         with contextlib.suppress(subprocess.TimeoutExpired):
             planning.wait(max(1.0, ends + 20 - time.monotonic()))
@@ -201,6 +206,8 @@ def summary(out: Path) -> str:
                 )
                 if ratio and abs(ratio - 1) > OFF:
                     off.append(f"- {where}: {figure}: {ratio:.2f} times the plan's")
+            for check, (value, limit) in case.get("checks", {}).items():
+                tables.append(f"| {name} | {check} | {float(value):.3g} | at most {limit:.3g} | |")
     lines += ["", f"## More than {OFF:.0%} beside the plan", "", *(off or ["- nothing"])]
     lines += ["", "## Failed, refused, not reached, or beyond a limit", "", *(bad or ["- nothing"]), *tables]
     return "\n".join(lines) + "\n"

@@ -81,6 +81,7 @@ FAULTS = {
 }
 MENDED = {
     "numbers": lambda folder: (zeros(3) + 1.0) * torch.tensor(2.0),
+    "a conjugate": lambda folder: torch.view_as_complex(zeros(3, 2)).conj() * 2,
     "a CPU index": lambda folder: zeros(3)[torch.tensor([0, 2])],
     "a generator of the CPU": lambda folder: torch.randn(3, generator=torch.Generator()).to("fakegpu"),
     "own generators": lambda folder: torch.random.fork_rng(devices=[]).__enter__(),

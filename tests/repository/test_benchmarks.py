@@ -77,7 +77,7 @@ if what == "errs":
 if what == "differs":
     found["checks"]["ratio"] = ["NaN", 0.1]
 json.dump(found, open(sys.argv[2], "w"))
-if what == "hangs":
+if what in ("hangs", "sleeps"):
     subprocess.run([sys.executable, "-c", "import time; open('child', 'w'); time.sleep(3); open('alive', 'w')"])
 if what == "crashes":
     print("the last words", flush=True)
@@ -116,6 +116,7 @@ def test_a_case_of_the_first_hour_that_fails_is_reported_and_the_next_follows(fi
         "differs": "done", "refuses": "refused", "fine": "done",
     }  # fmt: skip
     assert "the last words" in result["cases"]["crashes"]["log"] and result["cases"]["hangs"]["measured"]
+    assert "| differs | ratio | nan | at most 0.1 | |" in summary
     for line in ("errs: decode: OutOfMemoryError: 80 GB", "differs: ratio: nan, at most 0.1", "fine: plan: no plan of it"):
         assert f"- shapes, {line}\n" in summary
     assert "- shapes, fine: velocity, s: 1.30 times the plan's" in summary
@@ -124,11 +125,14 @@ def test_a_case_of_the_first_hour_that_fails_is_reported_and_the_next_follows(fi
     assert not (tmp_path / "alive").exists()  # what a case has started ends with it
 
 
-def test_the_first_hour_goes_on_where_its_time_was_over(first_hour):
+def test_the_first_hour_goes_on_where_its_time_was_over(first_hour, monkeypatch):
     result, summary, code = first_hour("refuses", "last", minutes=0)
     assert code == 0 and {case["state"] for case in result["cases"].values()} == {"not reached"}
     assert "- shapes, last: not reached\n" in summary
     once = first_hour("refuses")[0]["cases"]["refuses"]
     result, _, code = first_hour("refuses", "last")
     assert code == 0 and result["cases"]["last"]["state"] == "done" and result["cases"]["refuses"] == once
+    monkeypatch.setattr(first_gpu, "LEAST", 0)
+    result, _, code = first_hour("sleeps", minutes=0.02)
+    assert code == 0 and result["cases"]["sleeps"]["state"] == "not finished"
     assert "take another folder" in first_hour("last", device="cpu")[2]
