@@ -67,7 +67,7 @@ PARTS: dict[str, list[Case]] = {
         of(FLUX, EAGER, "policy.quantize=int8", **CALLS),
         of(FLUX, EAGER, "policy.quantize=nf4", **CALLS),
         of(FLUX, EAGER, "policy.attention=flash3", **CALLS),
-        of(FLUX, "sampling.tails.forecast=true", blocks=None, loop=True),
+        of(FLUX, "sampling.tails.forecast=true", blocks=None, loop=True, limit=240),
     ],
     "exactness": [
         *(of(recipe, kind="exact", blocks=1) for recipe in RECIPES),
