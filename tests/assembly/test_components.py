@@ -53,7 +53,7 @@ def test_a_pipeline_with_a_damaged_part_is_one_message(flux_directory, tmp_path,
         components.build_policy(PolicyConfig(path=str(pipeline), **SIZE), tuning="frozen")
 
 
-LEARNED = ("hpsv3", "pickscore", "clip_score", "image_reward", "aesthetic", "geneval")
+LEARNED = ("hpsv3", "hpsv3pp", "video_align", "pickscore", "clip_score", "image_reward", "aesthetic", "geneval")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ rewards.NAME.options.backoff_s rewards.NAME.options.batch_size rewards.NAME.opti
 rewards.NAME.options.concurrency rewards.NAME.options.contains rewards.NAME.options.counting_threshold
 rewards.NAME.options.detect rewards.NAME.options.detector rewards.NAME.options.device rewards.NAME.options.dtype
 rewards.NAME.options.every rewards.NAME.options.exact rewards.NAME.options.folder rewards.NAME.options.form
-rewards.NAME.options.format rewards.NAME.options.heads rewards.NAME.options.image_size rewards.NAME.options.instruction
+rewards.NAME.options.format rewards.NAME.options.fps rewards.NAME.options.heads rewards.NAME.options.image_size
+rewards.NAME.options.instruction rewards.NAME.options.iterations
 rewards.NAME.options.max_tokens rewards.NAME.options.model rewards.NAME.options.model_cfg rewards.NAME.options.negative
 rewards.NAME.options.options rewards.NAME.options.pairs rewards.NAME.options.partial rewards.NAME.options.path
 rewards.NAME.options.processor rewards.NAME.options.quality rewards.NAME.options.request rewards.NAME.options.retries

@@ -45,6 +45,9 @@ TOKEN_PROMPTS = (
 # with odd margins to cut or to pad on either side, and the input size itself.
 SIZES = {"square": (64, 64), "wide": (40, 67), "tall": (91, 53), "small": (20, 27), "exact": (32, 32)}
 
+CLIPS = {"slow": ("square", 24, 8), "few": ("wide", 9, 16), "three": ("tall", 3, 24)}
+"""Clips: their picture, frames, and frames per second."""
+
 TINY_OPEN_CLIP = {
     "embed_dim": 16,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "mlp_ratio": 2.0, "patch_size": 8},
@@ -105,3 +108,11 @@ def fixed_image(name):
     noise = np.random.RandomState(zlib.crc32(name.encode())).randint(-40, 41, size=(height, width, 3))
     picture = np.where(disk[..., None], np.array([230, 40, 60]), ramps) + noise
     return np.clip(picture, 0, 255).astype(np.uint8)
+
+
+def fixed_clip(name):
+    """A uint8 clip [T, H, W, 3] of `CLIPS`: its picture, moved sideways and darkened."""
+    picture, length, _ = CLIPS[name]
+    image = fixed_image(picture)
+    frames = [np.roll(image, 3 * t, axis=1).astype(int) - 2 * t for t in range(length)]
+    return np.stack(frames).clip(0, 255).astype(np.uint8)

@@ -9,6 +9,7 @@ B rows or members of a batch, [...] the latent of one sample.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -196,6 +197,11 @@ class Reward:
         raise NotImplementedError(f"{self.name} has learns_every, but no learn")
 
     @property
+    def held_out(self) -> Reward:
+        """What scores held-out pictures: itself, unless its scale changes with the iteration."""
+        return self
+
+    @property
     def name(self) -> str:
         return type(self).__name__
 
@@ -239,6 +245,12 @@ class CallableReward(Reward):
 
     def observe(self, iteration: int, scores: Tensor) -> None:
         getattr(self.scorer, "observe", super().observe)(iteration, scores)
+
+    @property
+    def held_out(self) -> Reward:
+        other = copy.copy(self)
+        other.scorer = getattr(self.scorer, "held_out", self.scorer)
+        return other
 
     @property
     def name(self) -> str:

@@ -65,7 +65,8 @@ class Sampler:
         """Samples and scores `prompts`, under a `control` with its steps; rewards that compare get each picture beside the
         base's of the same noise. What is `kept` of pictures or clips, in 8 bit, is in the result: by default pictures as they
         are, and clips reduced."""
-        pictures, scores, scored = [], dict[str, list[Tensor]](), as_rewards(rewards)
+        pictures, scores = [], dict[str, list[Tensor]]()
+        scored = {name: reward.held_out for name, reward in as_rewards(rewards).items()}
         alone, comparing = ({name: it for name, it in scored.items() if it.group is group} for group in (False, True))
         for start in range(0, len(prompts), self.batch_size):
             part = prompts[start : start + self.batch_size]

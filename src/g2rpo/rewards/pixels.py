@@ -30,13 +30,13 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
-def check_batch(images: Tensor, prompts: Sequence[str]) -> None:
-    """Raise ValueError unless `images` is a float [B, 3, H, W] in [0, 1] with one prompt per image.
+def check_batch(images: Tensor, prompts: Sequence[str], video: bool = False) -> None:
+    """Raise ValueError unless `images` is float [B, 3, H, W], of `video` [B, T, 3, H, W], in [0, 1] with a prompt for each.
 
     Pixels that are not finite are allowed here: their pictures get no score.
     """
-    if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
-        raise ValueError(f"images must be float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
+    if images.ndim != 4 + video or images.shape[-3] != 3 or not images.is_floating_point():
+        raise ValueError(f"images must be float [B, {'T, ' * video}3, H, W], got {images.dtype} {list(images.shape)}")
     if isinstance(prompts, str) or len(prompts) != len(images):
         raise ValueError(f"one prompt per image: got {len(images)} images and {prompts!r:.80}")
     if not len(images):
@@ -49,7 +49,7 @@ def check_batch(images: Tensor, prompts: Sequence[str]) -> None:
 
 
 class PictureReward(Reward):
-    """A reward of 8-bit pictures: a subclass scores at most `batch_size` rows at a time in `score_pictures`.
+    """A reward of 8-bit pictures, or with `video` clips: a subclass scores `batch_size` rows at a time in `score_pictures`.
 
     The score is NaN for a picture with a NaN or infinite pixel, which is not passed on, and for a result that is not finite;
     `missing` describes the latter in words. One warning counts both. Constructors raise OSError or ValueError, which
@@ -65,7 +65,7 @@ class PictureReward(Reward):
         raise NotImplementedError(f"{type(self).__name__} has no score_pictures")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        check_batch(images, prompts)
+        check_batch(images, prompts, self.video)
         at_least_one(batch_size=self.batch_size)
         if images.requires_grad:
             parts = zip(images.split(self.batch_size), _chunks(prompts, self.batch_size), strict=True)

@@ -1,0 +1,127 @@
+"""Qwen2-VL and Qwen3-VL as judges: their hidden states at special tokens of a question about a picture or a clip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from g2rpo.core.types import RewardModel
+from g2rpo.rewards.instructions import read_instruction
+from g2rpo.rewards.weights import build, check_config, parse_dtype
+
+SYSTEM = {"qwen2_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", "qwen3_vl": ""}
+"""How the chat templates begin, by the kind of model."""
+
+
+class QwenVL:
+    """Hidden states at special `tokens`, each once in every instruction, of a model of `kind` "qwen2_vl" or "qwen3_vl".
+
+    `processor` is a folder or repository with the model's config and tokenizer. `load` must follow.
+    """
+
+    def __init__(self, kind: str, processor: str, tokens: Sequence[str], *, device: str, dtype: str) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        check_config(processor)
+        self.kind, self.config = kind, AutoConfig.from_pretrained(processor)
+        if self.config.model_type != kind:
+            raise ValueError(f"{processor} has the config of a {self.config.model_type}, not of a {kind}")
+        self.tokenizer = AutoTokenizer.from_pretrained(processor)
+        self.tokenizer.add_tokens(list(tokens), special_tokens=True)
+        self.tokens = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(tokens)))
+        self.config.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self.config.text_config.vocab_size, self.config.text_config.use_cache = len(self.tokenizer), False
+        self.device, self.dtype, self.width = torch.device(device), parse_dtype(dtype), self.config.text_config.hidden_size
+        self.patch, self.merge = self.config.vision_config.patch_size, self.config.vision_config.spatial_merge_size
+
+    def load(self, state: Mapping[str, Tensor], head: Callable[[], nn.Module], what: str, file: Path) -> Any:
+        """Takes the weights visual.* and language_model.*; returns `head`, float32, with all others but those of the output
+        layer. ValueError if they do not fit."""
+        import transformers
+
+        make = {"qwen2_vl": transformers.Qwen2VLModel, "qwen3_vl": transformers.Qwen3VLModel}[self.kind]
+        body = {name: value for name, value in state.items() if name.startswith(("visual.", "language_model."))}
+        rest = {name: value for name, value in state.items() if name not in body and name != "lm_head.weight"}
+        model = build(lambda: _with_frequencies(make(self.config)), body, what, file, published=state)
+        self.model = model.to(device=self.device, dtype=self.dtype)
+        return build(head, rest, f"{what}'s head", file, published=state).to(self.device).float()
+
+    def __call__(self, frames: Tensor, instruction: str, prompts: Sequence[str]) -> Tensor:
+        """[B, tokens, width] of normalised `frames` [B, T, 3, H, W], T even: a still picture is two equal frames."""
+        patches, grid = self.patches(frames)
+        ids, mask = (x.to(self.device) for x in self.chats(instruction, prompts, int(grid[0].prod()) // self.merge**2))
+        picture = (ids == self.config.image_token_id).int()
+        # Positions are 0, 1, 2, ... in pictures too: judges on Qwen2-VL were trained so. Qwen3-VL's are rows and columns.
+        positions = torch.arange(ids.shape[1], device=self.device).expand(3, *ids.shape) if self.kind == "qwen2_vl" else None
+        hidden = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            mm_token_type_ids=picture,
+            pixel_values=patches.to(self.device, self.dtype),
+            image_grid_thw=grid.to(self.device),
+        ).last_hidden_state
+        places = (ids[..., None] == self.tokens.to(self.device)).int().argmax(1)
+        return hidden[torch.arange(len(ids), device=self.device)[:, None], places]
+
+    def chats(self, instruction: str, prompts: Sequence[str], picture: int) -> tuple[Tensor, Tensor]:
+        """Token ids [B, longest], padded on the right, and their mask, of chats about one picture of `picture` tokens."""
+        begin = f"{SYSTEM[self.kind]}<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * picture}<|vision_end|>"
+        texts = [instruction.replace("{text_prompt}", prompt.replace("<|", "< |")) for prompt in prompts]
+        rows = self.tokenizer([f"{begin}{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts])["input_ids"]
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        lengths = torch.tensor([len(row) for row in rows])
+        return ids, torch.arange(ids.shape[1]) < lengths[:, None]
+
+    def patches(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The vision tower's input: patches [B * T/2 * rows * columns, 3 * 2 * patch * patch], in blocks that it merges, and
+        the grids [B, 3] of (T/2, rows, columns)."""
+        grid = [x.shape[1] // 2, x.shape[3] // self.patch, x.shape[4] // self.patch]
+        m, blocks = self.merge, [side // self.merge for side in grid[1:]]
+        x = x.unflatten(4, (blocks[1], m, self.patch)).unflatten(3, (blocks[0], m, self.patch)).unflatten(1, (grid[0], 2))
+        x = x.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)  # [B, T/2, row block, column block, row, column, 3, 2, patch, patch]
+        return x.reshape(len(x) * math.prod(grid), -1), torch.tensor([grid] * len(x))
+
+
+def trained_instruction(file: Path, names: Sequence[str], tokens: Sequence[str]) -> str:
+    """What upstream's file assigns to `names`, joined; ValueError unless it has {text_prompt} and each token once."""
+    text = "".join(read_instruction(f"{file}:{name}") for name in names)
+    if any(text.count(part) != 1 for part in ("{text_prompt}", *tokens)):
+        raise ValueError(f"{file}: the instruction should have one {{text_prompt}} and one {', one '.join(tokens)}")
+    return text
+
+
+def target_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+    """The size nearest in shape with `least` to `most` pixels whose sides are multiples of `factor` (qwen-vl-utils' rule)."""
+    rounded = [max(factor, round(side / factor) * factor) for side in (height, width)]
+    if rounded[0] * rounded[1] > most:
+        too_large = math.sqrt(height * width / most)
+        rounded = [math.floor(side / too_large / factor) * factor for side in (height, width)]
+    elif rounded[0] * rounded[1] < least:
+        too_small = math.sqrt(least / (height * width))
+        rounded = [math.ceil(side * too_small / factor) * factor for side in (height, width)]
+    return rounded[0], rounded[1]
+
+
+def size_of_judge(model: Any, patches: float, tokens: float, *heads: nn.Module) -> RewardModel:
+    """For `model_of`: operations are those of the weights alone, on so many patches and tokens."""
+    vision, layers = (sum(p.numel() for p in part.parameters()) for part in (model.visual, model.language_model.layers))
+    return RewardModel([model, *heads], flops=2.0 * (patches * vision + tokens * layers))
+
+
+def _with_frequencies(module: nn.Module) -> nn.Module:
+    """Sets the rotary frequencies of a model on the meta device; no state dict contains them.
+
+    Upstreams convert the whole model to bfloat16, in training too, so the weights were trained with rounded frequencies.
+    """
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if hasattr(child, "inv_freq"):
+                with torch.device("cpu"):
+                    parent.add_module(name, type(child)(child.config).to(torch.bfloat16).float())
+    return module
