@@ -82,9 +82,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("quick")
         if item.nodeid in slow:
             item.add_marker("slow")
-    if config.args == config.getini("testpaths") and config.option.markexpr != "quick":
-        if unknown := slow - {item.nodeid for item in items}:
-            raise pytest.UsageError(f"tests/slow.txt names tests that there are not: {', '.join(sorted(unknown))}")
+    whole = config.args == config.getini("testpaths") and config.option.markexpr != "quick"
+    if whole and (unknown := slow - {item.nodeid for item in items}):
+        raise pytest.UsageError(f"tests/slow.txt names tests that there are not: {', '.join(sorted(unknown))}")
 
 
 def pytest_collection():
