@@ -12,6 +12,7 @@ from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.runtime.distributed import ALONE, World, joined
 from tests.support import ranks
+from tests.support.commands import done
 from tests.support.runs import brightness, trainer, untimed
 
 COMMON = ("trainer.prompts_per_iteration=4", "trainer.iterations=3")
@@ -180,8 +181,10 @@ def test_torchrun_is_all_it_takes_and_ends_when_a_rank_is_killed(capsys, tmp_pat
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "g2rpo", "train"]
     reward = f"rewards.it={{kind: function, options: {{target: {tmp_path / 'reward.py'}:it}}}}"
     options = [str(tiny_config), "trainer.prompts_per_iteration=2", "rewards=", reward, "--run-dir", str(run), *plugin]
-    done = subprocess.run([*launch, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "Signal 9 (SIGKILL)" in done.stderr and done.stdout.count("on 2 ranks") == 1, done.stderr
+    ended = subprocess.run([*launch, *options], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1 and "Signal 9 (SIGKILL)" in ended.stderr and ended.stdout.count("on 2 ranks") == 1, (
+        ended.stderr
+    )
     begun = [("eval", 0), ("train", 1), ("eval", 1), ("train", 2)]
     rows = read_metrics(run)
     assert [(row["kind"], row["iteration"]) for row in rows] == begun
