@@ -17,6 +17,7 @@ from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import local
 from g2rpo.policies.tuning import ADAPTER
 from g2rpo.rewards.transport import NoAnswer, Refused, Unreachable, request_json
+from g2rpo.runs.directory import RunDirectory
 
 Question = Callable[[], str | None]
 """A description of a problem, or None; may be slow."""
@@ -51,9 +52,10 @@ def _obstacle(repository: str, timeout_s: float) -> str | None:
 def find_adapter(key: str, name: str) -> Path:
     """The file of the adapter `name`, the value of a config's `key`; of the hub's it is downloaded if need be."""
     place, said = local(name), f"{key}={name}"
-    if os.path.isfile(place / "adapter" / ADAPTER):  # a run
-        return place / "adapter" / ADAPTER
-    if os.path.isfile(place / "config.yaml"):
+    run = RunDirectory(place)
+    if os.path.isfile(run.adapter / ADAPTER):
+        return run.adapter / ADAPTER
+    if os.path.isfile(run.config):
         raise UserError(f"{said}: is a run without an adapter; it is not finished, or it trained all weights")
     if os.path.isdir(place):
         path = place / _only(said, [path.name for path in place.iterdir()])
