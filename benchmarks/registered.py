@@ -77,6 +77,26 @@ CELLS: dict[str, list[str]] = {
 """Changes of `g2rpo`: branch steps in turn, {1}, forecast tails, groups of 12, 4 prompts an iteration. The number of prompts is
 such that the budget buys about as many updates in every cell."""
 
+
+def published(name: str, steps: int, *changes: str) -> list[str]:
+    """An algorithm's published defaults on a grid of `steps`, two prompts an iteration, at six times the budget."""
+    return ours(2, f"algorithm.name={name}", f"sampling.num_steps={steps}", EXACT, *changes, "budget=60000")
+
+
+PAPER = [f"algorithm.branch_steps={list(range(8))}", "algorithm.branch_schedule=all", "algorithm.granularities=[1,2,3]"]
+PAPER.append("algorithm.tail=reference")
+PUBLISHED: dict[str, list[str]] = {
+    "published-g2rpo": published("g2rpo", 16, *PAPER, "algorithm.update_every=branch"),
+    "published-averaged": published("g2rpo", 16, *PAPER),
+    "published-mixgrpo": published("mixgrpo", 16, "algorithm.window_size=3", "algorithm.window_iterations=18"),
+    "published-flow_grpo": published("flow_grpo", 6, "algorithm.eta=0.9", "algorithm.kl_weight=0"),
+    "published-dancegrpo": published("dancegrpo", 16),
+    "published-tempflow_grpo": published("tempflow_grpo", 10, "algorithm.eta=0.9", "algorithm.noise_weight=1.73"),
+    "published-e_grpo": published("e_grpo", 16),
+}
+"""As published for FLUX.1-dev, in scenes: grid, groups, noise, trained steps, updates. MixGRPO's 25 steps become 16, its window
+and stay such that a run passes over the same share of the steps, .52."""
+
 WORLDS: dict[str, dict[str, Any]] = {
     "scenes": {
         "recipe": "scenes-fast",
@@ -109,15 +129,25 @@ QUESTIONS = {
     "several granularities against one": ("1-2-3", ["exact", "2", "3", "1-2"]),
     "the evening setting, one change at a time": ("g2rpo", ["all-steps", "exact", "group-6", "group-24", "steps-16"]),
     "other algorithms": ("g2rpo", ["tempflow_grpo", "pave_grpo", "adagrpo", "e_grpo", "fdfo", "diffusion_nft", "awm", "dgpo"]),
+    "as published, in scenes": ("published-g2rpo", [cell for cell in PUBLISHED if cell != "published-g2rpo"]),
 }
 """By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question."""
 CLOSE = 0.05
 """A lead is practically nothing if its interval lies within this."""
 
 
-def cells(world: str) -> dict[str, list[str]]:
+def asked(world: str, first: int) -> dict[str, tuple[str, list[str]]]:
+    """The `first` questions, of those that are asked of a world."""
+    known = CELLS | (PUBLISHED if world == "scenes" else {})
+    return {question: cells for question, cells in list(QUESTIONS.items())[:first] if cells[0] in known}
+
+
+def cells(world: str, first: int = len(QUESTIONS)) -> dict[str, list[str]]:
+    """The changes of every cell that the `first` questions need."""
     fixed = {key: str(WORLDS[world][key]).replace(" ", "") for key in ("stay", "steps", "steps_16", "merged")}
-    return {name: [change.format_map(fixed) for change in changes] for name, changes in CELLS.items()}
+    needed = {name for cell, others in asked(world, first).values() for name in (cell, *others)}
+    known = (CELLS | PUBLISHED).items()
+    return {name: [change.format_map(fixed) for change in changes] for name, changes in known if name in needed}
 
 
 def prices() -> dict[str, float]:
@@ -128,18 +158,19 @@ def prices() -> dict[str, float]:
     found = {}
     for cell, changes in cells("scenes").items():
         other = any(change.startswith("algorithm.name=") for change in changes)  # whose defaults replace ours
+        changes = [change for change in changes if not change.startswith("budget=")]
         seconds = planner.plan(*([] if other else ours), *changes).seconds(CARDS["h100"])
         found[cell] = sum(seconds.iteration.values())
     return found
 
 
-def study(world: str, seeds: int, jobs: int, out: Path) -> dict[str, Any]:
+def study(world: str, first: int, seeds: int, jobs: int, out: Path) -> dict[str, Any]:
     """Trains what is missing; what `g2rpo compare` found, and the leads that the questions ask for."""
     setting = WORLDS[world]
     found = compare(
         setting["recipe"],
         [*setting["overrides"], *COMMON],
-        cells(world),
+        cells(world, first),
         ("evaluations", BUDGET[world]),
         RATES[world],
         seeds,
@@ -153,12 +184,12 @@ def study(world: str, seeds: int, jobs: int, out: Path) -> dict[str, Any]:
     return json.loads((found.out / "results.json").read_text())
 
 
-def leads(judged: Path, first: str, others: Sequence[str], seeds: int, reward: str, steps: int) -> dict[str, Interval]:
-    """Of a cell over others, paired by seed and prompt, crossed bootstrap."""
+def leads(judged: Path, first: str, others: Sequence[str], seeds: int, reward: str) -> dict[str, Interval]:
+    """Of a cell over others at 10 steps, paired by seed and prompt, crossed bootstrap."""
 
     def scores(cell: str) -> Scores:
         folders = (EvaluationDirectory(judged / cell / f"seed_{FIRST_SEED + seed}") for seed in range(seeds))
-        return np.stack([judged_scores(read_rows(folder.pictures))[steps, reward] for folder in folders])
+        return np.stack([judged_scores(read_rows(folder.pictures))[10, reward] for folder in folders])
 
     level = 1 - 0.05 / len(others)
     return {other: interval(scores(first) - scores(other), level=level, resamples=20000) for other in others}
@@ -227,6 +258,7 @@ def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("worlds", nargs="*", default=list(WORLDS))
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="only the first of them, all by default")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/registered"))
@@ -244,15 +276,15 @@ def main() -> None:
         for world, results in found.items():
             print(f"## {world}\n\n{table(results, WORLDS[world]['right'])}\n")
         return
-    found = {}
+    found, price = {}, prices()
     for world in args.worlds:
-        results = study(world, args.seeds, args.jobs, args.out)
+        results = study(world, args.questions, args.seeds, args.jobs, args.out)
         judged, right = args.out / world / "judged", WORLDS[world]["right"]
         results["questions"] = {
-            question: {name: asdict(lead) for name, lead in leads(judged, first, others, args.seeds, right, 10).items()}
-            for question, (first, others) in QUESTIONS.items()
+            question: {name: asdict(lead) for name, lead in leads(judged, first, others, args.seeds, right).items()}
+            for question, (first, others) in asked(world, args.questions).items()
         }
-        found[world] = {"prices": prices(), **{key: value for key, value in results.items() if key != "curves"}}
+        found[world] = {"prices": price, **{key: value for key, value in results.items() if key != "curves"}}
         write_whole(args.out / "registered.json", json.dumps(found, indent=1).encode())
         print(f"## {world}\n\n{table(found[world], right)}\n", flush=True)
 
