@@ -14,7 +14,7 @@ if [ -n "$have" ]; then
     "$have" -m build --no-isolation
 else
     "$python" -m venv "$work/build"
-    "$work/build/bin/pip" install --quiet build twine
+    "$work/build/bin/pip" install --quiet build twine cyclonedx-bom
     "$work/build/bin/python" -m build
     "$work/build/bin/twine" check --strict dist/*
 fi
@@ -26,7 +26,9 @@ if [ -n "$have" ]; then # that environment's packages, without its editable g2rp
 else
     "$work/clean/bin/pip" install --quiet --constraint constraints.txt dist/*.whl
     "$work/clean/bin/pip" check
-    for extra in data demo ocr quantized video wandb trackio docs dev; do
+    mkdir -p build
+    "$work/build/bin/cyclonedx-py" environment --output-reproducible -o build/sbom.json "$work/clean/bin/python" # names, versions, licences
+    for extra in data demo ocr quantized serve video wandb trackio docs dev; do
         "$work/clean/bin/pip" install --quiet --dry-run "$(echo dist/*.whl)[$extra]"
     done
 fi

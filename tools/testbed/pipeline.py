@@ -138,6 +138,10 @@ class Task:
         return torch.cat(parts).float()
 
 
+LICENCE = "---\nlicense: apache-2.0\nlibrary_name: diffusers\n---\n\n"
+"""What the hub reads of a card. The weights have seen nothing but the package's own drawings."""
+
+
 def build(task: Task, out: Path, *, seed: int = 0, quick: bool = False) -> dict[str, float]:
     """Writes `pipeline/`, `figures.json`, `README.md` and what else the task has into `out`; returns the figures.
 
@@ -152,7 +156,7 @@ def build(task: Task, out: Path, *, seed: int = 0, quick: bool = False) -> dict[
         figures = task.measure(ctx, vae, pipe, *rewards)
     (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in figures.items())
-    (out / "README.md").write_text(f"{task.card}\n| figure | value |\n|---|---|\n{rows}", encoding="utf-8")
+    (out / "README.md").write_text(f"{LICENCE}{task.card}\n| figure | value |\n|---|---|\n{rows}", encoding="utf-8")
     print(rows)
     return figures
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from g2rpo.core.errors import UserError
 
-RELEASE = "0.2.0"
-
 REMOVED: dict[str, Any] = {
     "algorithm.antithetic": False,
     "algorithm.auto": {
@@ -38,7 +36,5 @@ def is_neutral(key: str, value: Any, source: str) -> bool:
     if key not in REMOVED:
         return False
     if value != REMOVED[key]:
-        raise UserError(
-            f"{source}: {key}={value}: g2rpo {RELEASE} no longer has this option; CHANGELOG.md, 'Removed', says what to write"
-        )
+        raise UserError(f"{source}: {key}={value}: this option was removed; CHANGELOG.md, 'Removed', says what to write")
     return True
