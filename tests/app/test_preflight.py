@@ -234,3 +234,18 @@ def test_metadata_that_a_reward_cannot_read_are_refused_ahead(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat", "include": [{"class": "cat"}]}')
     with pytest.raises(UserError, match="the metadata of prompt 'a cat': .*a clause needs a class and a count"):
         check(load_config("scenes", overrides))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["policy.height=128"],
+        ["evaluation.width=32"],
+        ["policy.height=128", "evaluation.height=64", "evaluation.rewards.scene_clip=", "rewards.scene_clip=1"],
+    ],
+)
+def test_a_reward_of_one_size_is_refused_where_pictures_have_another(changes):
+    """Trained ones see both sizes, judges the held-out pictures alone."""
+    with pytest.raises(UserError, match=r"rewards\.scene_clip: scene_clip takes pictures of 64x64, and here they have"):
+        check(load_config("scenes", changes))
+    check(load_config("scenes", ["policy.height=128", "evaluation.height=64"]))

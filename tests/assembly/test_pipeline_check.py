@@ -27,7 +27,6 @@ def folder_of(tmp_path, kind="QwenImagePipeline", scheduler=FLOW, missing=(), **
 
 DDIM = {"_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon"}
 CASES = {
-    "two transformers": ({"kind": "WanPipeline", "transformer_2": ["diffusers", "X"]}, "two transformers.*TI2V-5B"),
     "no flow": ({"scheduler": DDIM}, "EulerDiscreteScheduler with prediction_type=epsilon, is not for flow matching"),
     "text encoder left empty": ({"text_encoder": [None, None]}, "has no text_encoder"),
     "unknown class": ({"kind": "QwenImagPipeline"}, "has no policy here.*QwenImagePipeline"),

@@ -256,8 +256,8 @@ def umt5(width):
     return UMT5EncoderModel(UMT5Config(vocab_size=len(WORDS), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
 
 
-def wan(scheduler=None, **changes):
-    transformer = WanTransformer3DModel(
+def wan_transformer():
+    return WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
@@ -271,12 +271,15 @@ def wan(scheduler=None, **changes):
         qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
     )
+
+
+def wan(scheduler=None, **changes):
     return WanPipeline(
         tokenizer=tokenizer(512),
         text_encoder=umt5(16),
         vae=wan_vae(),
         scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=5.0),
-        transformer=transformer,
+        transformer=wan_transformer(),
         **changes,
     )
 
@@ -679,6 +682,14 @@ def tiny_pipeline(kind, seed=0):
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()
+    return pipeline
+
+
+def two_experts(boundary):
+    """Wan with another transformer for sigmas below the boundary."""
+    pipeline, other = tiny_pipeline("WanPipeline"), wan_transformer().eval()
+    pipeline.register_modules(transformer_2=other)
+    pipeline.register_to_config(boundary_ratio=boundary)
     return pipeline
 
 

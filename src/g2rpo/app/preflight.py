@@ -19,7 +19,7 @@ from g2rpo.assembly.hub import Question, at_once
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_devices, check_rewards, declared_by, defaults_of, reward_kind
 from g2rpo.config.given import Mentioned
-from g2rpo.config.schema import Config, PolicyConfig, RewardConfig
+from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core import plugins
 from g2rpo.core.capabilities import differentiates_rewards
 from g2rpo.core.errors import UserError
@@ -46,7 +46,7 @@ def check(config: Config, given: Collection[str] = (), directory: Path | None = 
     """
     findings = _Findings()
     _check_settings(findings, config, given)
-    folder = None if "policy" in given else findings.tried(_check_pipeline, config.policy)
+    folder = None if "policy" in given else findings.tried(_check_pipeline, config)
     prompts = _Prompts(config, given)
     prompts.read(findings, far=False)
     for name, entry in _rewards(config, given).items():
@@ -151,6 +151,7 @@ def _check_settings(findings: _Findings, config: Config, given: Collection[str])
         if "rewards" not in given and differentiates_rewards(config.algorithm):
             findings.tried(_check_gradients, config)
     if "policy" not in given:
+        findings.tried(_check_sides, config, given)
         findings.tried(components.check_quantized, config)
         findings.tried(components.check_attention, config.policy)
     for name in config.trackers if "trackers" not in given else ():
@@ -170,9 +171,20 @@ def _check_comparisons(config: Config, given: Collection[str]) -> None:
     )
 
 
-def _check_pipeline(config: PolicyConfig) -> Path | None:
+def _check_sides(config: Config, given: Collection[str]) -> None:
+    """Refuses rewards that take pictures of one size where the run's, or the held-out ones, have another."""
+    for name, entry in _rewards(config, given).items():
+        side = declared_by(reward_kind(name, entry)).side
+        for size in (config.judged, *([config.policy] if name in config.rewards else [])):
+            if side is not None and (size.height, size.width) != (side, side):
+                made = f"here they have {size.height}x{size.width}"
+                raise UserError(f"rewards.{name}: {entry.kind} takes pictures of {side}x{side}, and {made}; take it out")
+
+
+def _check_pipeline(run: Config) -> Path | None:
     """The folder of a pipeline that is on this machine. UserError if a part of it is missing and cannot be downloaded, or if a
     model that takes long to load refuses a size or an option."""
+    config = run.policy
     path, _ = components.locate_pipeline(config.path, config.pipeline, config.kind)
     index = hub.cached(path, "model_index.json") if is_hub_id(path) else None
     folder = index.parent if index else Path(path)
@@ -183,7 +195,7 @@ def _check_pipeline(config: PolicyConfig) -> Path | None:
     if missing and why is not None:
         raise UserError(f"policy.path={config.path}: {missing}{why and f' ({path} {why})'}")
     if missing or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors")) > LARGE:
-        build_shallow(read_blueprint(config), config)
+        components.check_experts(run, build_shallow(read_blueprint(config), config)[0])
     return None if missing else folder
 
 

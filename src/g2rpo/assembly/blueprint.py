@@ -35,6 +35,7 @@ class Blueprint:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values of its index that are no parts, such as is_distilled."""
     text_tokens: int | None = None
+    scheduler: Mapping[str, Any] = field(default_factory=lambda: {"_class_name": "FlowMatchEulerDiscreteScheduler"})
 
 
 def read_blueprint(config: PolicyConfig) -> Blueprint:
@@ -57,7 +58,8 @@ def read_blueprint(config: PolicyConfig) -> Blueprint:
     }
     options = {name: value for name, value in index.items() if name[0] != "_" and name not in pipeline_check.parts_in(index)}
     words = _read(path, "tokenizer/tokenizer_config.json") if "tokenizer" in index else {}
-    return Blueprint(kind, parts, words.get("model_max_length", 77), options)
+    scheduler = _read(path, "scheduler/scheduler_config.json")
+    return Blueprint(kind, parts, words.get("model_max_length", 77), options, scheduler=scheduler)
 
 
 def published(path: str, kind: str | None = None) -> Blueprint | None:
@@ -86,8 +88,8 @@ def build_on_meta(blueprint: Blueprint, config: PolicyConfig) -> DiffusersPolicy
 
 def build_shallow(blueprint: Blueprint, config: PolicyConfig) -> tuple[DiffusersPolicy, list[int]]:
     """The same without text encoders and with two blocks of every kind, and how many blocks each of these represents."""
-    modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name in ("transformer", "vae")}
-    times = thin(modules["transformer"])
+    modules = {name: on_meta(part) for name, part in blueprint.parts.items() if name.startswith(("transformer", "vae"))}
+    times = [thin(module) for name, module in modules.items() if name != "vae"].pop()  # two experts are alike
     names = [name for name, _ in modules["transformer"].named_modules()]
     if config.lora_targets is not None:  # of a block that is left out, those of any block
         there = {name for name in config.lora_targets if any(f".{each}".endswith(f".{name}") for each in names)}
@@ -121,8 +123,8 @@ def _built(blueprint: Blueprint, config: PolicyConfig, modules: Mapping[str, nn.
     }  # tokenizers, and the like
     stand_ins = {"guider": diffusers.ClassifierFreeGuidance, "processor": _Anything}
     absent |= {name: stand_ins[name]() for name in stand_ins.keys() & absent.keys()}
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     with loading(f"policy.path={config.path}: its parts make no {blueprint.kind}"):
+        scheduler = getattr(diffusers, blueprint.scheduler["_class_name"]).from_config(blueprint.scheduler)
         pipeline = pipeline_class(**{**absent, **blueprint.options, **modules, "scheduler": scheduler})
     config = config.model_copy(update={"attention": "auto", "compile": False})  # no kernel runs here
     policy, options = components.policy_options(config, blueprint.kind, device="meta")

@@ -13,7 +13,7 @@ import torch
 
 from g2rpo.assembly import hub, pipeline_check, refusals
 from g2rpo.config.given import Mentioned, refuse_mention
-from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig
+from g2rpo.config.schema import Config, PolicyConfig, SamplingConfig, grid_of
 from g2rpo.core.contracts import name_of, plans_of
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import is_hub_id, local
@@ -23,6 +23,7 @@ from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.spec import PipelineSpec
 from g2rpo.policies.text import TextEncoders
+from g2rpo.rollout.planning import trained_sigmas
 from g2rpo.runtime.distributed import World
 from g2rpo.runtime.sharding import Sharded
 
@@ -204,6 +205,23 @@ def check_judged_size(config: Config, policy: Any) -> None:
         raise UserError(f"evaluation.height, evaluation.width: a {type(policy).__name__} has one size; take them out")
     with loading("evaluation.height, evaluation.width"):
         policy.check_size(*size)
+
+
+def check_experts(config: Config, policy: Any) -> None:
+    """Refuses an algorithm that trains where the frozen one of a policy's two experts acts."""
+    policy = getattr(policy, "policy", policy)  # of a CachedPolicy
+    if getattr(policy, "boundary", None) is None:
+        return
+    algorithm, steps, seed = config.algorithm, config.sampling.num_steps, config.trainer.seed
+    sigmas = grid_of(config.sampling.shift, policy, steps)
+    plans = {plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, steps, i, seed)}
+    if wrong := [sigma for sigma in trained_sigmas(algorithm, [*plans], sigmas) if not policy.trains_at(sigma)]:
+        own = [step for step in range(steps) if policy.trains_at(float(sigmas[step]))]
+        raise UserError(
+            f"policy.expert={policy.options.expert}: {name_of(algorithm)} trains at sigma {wrong[0]:.3f}, where the other one "
+            f"acts (the boundary is {policy.boundary:g}); this one has steps {own} of {steps}. Change algorithm.branch_steps "
+            "or its like, sampling.shift or policy.expert"
+        )
 
 
 def cautions(config: PolicyConfig) -> list[str]:

@@ -22,8 +22,8 @@ FEW_STEPS = re.compile(r"schnell|turbo|lightning|hyper|distill|klein(?!-base)", 
 
 
 def check_files(name: str, folder: str, optional: Sequence[str] = ()) -> None:
-    """UserError for a pipeline without a part that it needs (of text encoders, all but `optional`), with two transformers,
-    without flow matching, or with numbers in its config files that no model has. Plans, training and sampling begin with it."""
+    """UserError for a pipeline without a part that it needs (of text encoders, all but `optional`), without flow
+    matching, or with numbers in its config files that no model has. Plans, training and sampling begin with it."""
     index = _read(folder, "model_index.json")
     for part in parts_in(index):
         if part in ("transformer", "vae") and index[part] == [None, None]:
@@ -32,11 +32,6 @@ def check_files(name: str, folder: str, optional: Sequence[str] = ()) -> None:
         lies = index[part] != [None, None] and ((Path(folder) / part).is_dir() or not Path(folder).is_dir())
         if part.startswith("text_encoder") and part not in optional and not lies:
             raise UserError(f"policy.path={name}: has no {part}, which encodes prompts; download the whole pipeline")
-    if index.get("transformer_2", [None, None]) != [None, None]:
-        raise UserError(
-            f"policy.path={name}: has two transformers, for high and for low noise (Wan2.2-A14B), and training one on its "
-            "part of the steps is not supported; take Wan2.1 or Wan2.2-TI2V-5B"
-        )
     scheduler = _read(folder, "scheduler/scheduler_config.json")
     _check_numbers(name, "scheduler/scheduler_config.json", scheduler, "shift", "num_train_timesteps")
     _check_numbers(name, "vae/config.json", _read(folder, "vae/config.json"), "scaling_factor")

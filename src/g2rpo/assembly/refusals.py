@@ -67,7 +67,8 @@ def _layers(p: Pipeline) -> str | None:
 
 def _encoder(p: Pipeline) -> str | None:
     unknown = "text_encoder_4" in p.parts
-    return "its fourth text encoder is not in its folder, and a path for it cannot be given" if unknown else None
+    without = "and diffusers computes the experts in its blocks without gradient"
+    return f"its fourth text encoder is not in its folder, {without}" if unknown else None
 
 
 def _further(p: Pipeline) -> str | None:

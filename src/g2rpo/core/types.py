@@ -130,6 +130,8 @@ class Reward:
     """Whether scores of pictures that require a gradient carry it, on any device; ReFL needs that."""
     waits: bool = False
     """Whether it waits for an answer from elsewhere: pictures are then scored while other prompts are rolled out."""
+    side: ClassVar[int | None] = None
+    """The height and width of the only pictures that it takes; None: it takes any."""
     device: torch.device | None = None
     """Where it computes, if that is an accelerator; where the policy is, nothing is rolled out meanwhile."""
     frames: Frames | None = None

@@ -93,7 +93,7 @@ def _trained(config: PolicyConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """The transformer of a run of `config` on the meta device, and its trained parameters by name, in order."""
     blueprint = read_blueprint(config)
     kind, _ = components.policy_options(config, blueprint.kind, device="meta")
-    transformer = on_meta(blueprint.parts["transformer"])
+    transformer = on_meta(blueprint.parts[config.trained])
     tuning = Tuning(
         transformer,
         config.tuning,
@@ -128,16 +128,16 @@ def _whole(tensors: Mapping[str, Sequence[Tensor | Pieces]]) -> dict[str, list[T
 
 
 def transformer_folder(config: PolicyConfig) -> Path:
-    """Where the base model's transformer lies on this machine; of a hub id it is downloaded if need be."""
+    """Where the base model's trained transformer lies on this machine; of a hub id it is downloaded if need be."""
     path, _ = components.locate_pipeline(config.path, chosen="any")
     if Path(path).is_dir():
-        return Path(path) / "transformer"
-    if (config_file := hub.cached(path, "transformer/config.json")) is not None:
+        return Path(path) / config.trained
+    if (config_file := hub.cached(path, f"{config.trained}/config.json")) is not None:
         return config_file.parent
     if (why := hub.obstacle(path)) is not None:
         raise UserError(f"policy.path={path}: its transformer is needed, and it {why}")
     with loading(f"policy.path={path}: cannot be downloaded"):
-        return Path(snapshot_download(path, allow_patterns="transformer/*")) / "transformer"
+        return Path(snapshot_download(path, allow_patterns=f"{config.trained}/*")) / config.trained
 
 
 def class_of(transformer: Path) -> str:

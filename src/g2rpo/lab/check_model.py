@@ -221,13 +221,15 @@ def checks(
     how = "" if own.euler else " by Euler's steps on its grid (its solver is another one)"
     yield _equal("pictures", base, own.pictures, limit, f"as its own{how}")
 
-    x, sigma = noise.to(device), torch.tensor([0.8, 0.3], device=device)
+    bound = policy.boundary  # of two experts each has one row
+    x, sigma = noise.to(device), torch.tensor([0.8, 0.3] if bound is None else [(1 + bound) / 2, bound / 2], device=device)
     with torch.no_grad():
         both = policy.velocity(x, sigma, cond)
         each = [policy.velocity(x[i : i + 1], sigma[i : i + 1], policy.encode(prompts[i : i + 1])) for i in range(2)]
     yield _equal("batch", both, torch.cat(each), limit, "two rows as two of one")
 
     perturb(policy)
+    sigma = sigma[[policy.trains_at(float(each)) for each in sigma]].repeat(2)[:2]
     reached, along, expected = slope(policy, x, sigma, cond)
     error = abs(along / expected - 1) if expected else float("inf")
     trained = policy.trainable_parameters()
@@ -240,7 +242,7 @@ def checks(
     loader = f"pipe.{policy.lora_loader}" if config.tuning == "lora" and policy.lora_loader else "from_pretrained, merged"
     del policy, grids, trained
     pipeline = load()
-    load_saved(pipeline, folder, config.tuning)
+    load_saved(pipeline, folder, config.tuning, low=config.expert == "low")
     again = draw(pipeline.to(device), kind.spec, config, prompts)
     said = f"saved, and loaded by {loader}, draw as the tuned policy (the base: {changed:.0e} apart)"
     checked = _equal("weights", tuned, again.pictures, limit, said)
@@ -258,13 +260,13 @@ def perturb(policy: DiffusersPolicy) -> None:
             weight.add_(size * torch.randn(weight.shape, generator=generator_for("perturb", name)).to(weight))
 
 
-def load_saved(pipeline: Any, folder: Path, tuning: str) -> None:
-    """Loads saved weights into a plain pipeline, as the model card says."""
+def load_saved(pipeline: Any, folder: Path, tuning: str, low: bool = False) -> None:
+    """Loads saved weights into a plain pipeline, of two experts into that for `low` noise, as the model card says."""
     if tuning == "full":
         pipeline.transformer = type(pipeline.transformer).from_pretrained(folder).to(pipeline.transformer.dtype)
         return
     if (loader := loader_of(pipeline)) is not None:
-        attrgetter(loader)(pipeline)(folder, weight_name=ADAPTER)
+        attrgetter(loader)(pipeline)(folder, weight_name=ADAPTER, **({"load_into_transformer_2": True} if low else {}))
         return
     adapter = read_adapter(folder / ADAPTER)
     for module in adapter.layers:  # as `g2rpo export --format merged`
@@ -317,6 +319,7 @@ def _planned(config: PolicyConfig, frames: int | None) -> Check:
     """The memory that a run would need, as `g2rpo plan scenes` counts it with this model."""
     values = {**config.model_dump(exclude_defaults=True), "pipeline": "", "num_frames": frames}
     given = [f"policy.{name}={'' if value is None else value}" for name, value in values.items() if value is not None]
+    given += ["algorithm.branch_steps=[8]"] * (config.expert == "low")  # a late step
     try:
         cuda = components.pick_device(config.device) != "cpu"
         plan = make_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,11 +24,13 @@ from g2rpo.policies.options import PolicyConfig
 from g2rpo.policies.pipelines import (
     Shapes,
     blocks_of,
+    boundary_of,
     choose_attention,
     deployed_shift,
     load_pipeline,
     place,
 )
+from g2rpo.policies.quantized import quantize
 from g2rpo.policies.replay import (
     Caught,
     Network,
@@ -41,12 +44,15 @@ from g2rpo.policies.replay import (
     replay,
     rows_alike,
 )
-from g2rpo.policies.spec import SIZES, PipelineSpec, parameters_of, sizes_in
+from g2rpo.policies.spec import SIZES, PipelineSpec, has_shape_alone, parameters_of, sizes_in
 from g2rpo.policies.text import TextEncoders
 from g2rpo.policies.tuning import Tuning, TuningMode, loader_of
 from g2rpo.runtime.sharding import Sharded
 
-CALLED = ("height", "width", "num_frames", "negative_prompt", "guidance_scale", "max_sequence_length")
+CALLED = (
+    *("height", "width", "num_frames", "negative_prompt"),
+    *("guidance_scale", "guidance_scale_2", "max_sequence_length"),
+)
 """Options that are arguments of a pipeline's call."""
 
 
@@ -78,15 +84,16 @@ class DiffusersPolicy(Policy):
         spec = self.spec
         self.check_options(o)
         self.sharded = sharding is not None
-        self.pipeline = pipeline
+        self.pipeline, self.boundary = pipeline, boundary_of(pipeline)
+        self.transformer: Any = getattr(pipeline, o.trained, None)
         self.guidance_scale = spec.guidance if o.guidance_scale is None else o.guidance_scale
         self.max_sequence_length = o.max_sequence_length or spec.tokens
         self.dtype, self._device = getattr(torch, o.dtype), torch.device(device)
         self.one_time = bool(spec.one_time(pipeline))
+        self.text = text or self.encoders(pipeline, device=device, tuning=tuning, **options)
         self.check_size(o.height, o.width)
-        self.text = text or self.encoders(pipeline, device=device, **options)
         self.tuning = Tuning(
-            pipeline.transformer,
+            self.transformer,
             tuning,
             rank=o.lora_rank,
             alpha=o.lora_alpha,
@@ -103,14 +110,23 @@ class DiffusersPolicy(Policy):
             assistant=read_adapter(Path(o.assistant), type(pipeline)) if o.assistant else None,
             deployed=o.assistant_in_evaluation,
         )
+        self.frozen: dict[str, Any] = {}
+        if self.boundary is not None:
+            other = "transformer" if o.expert == "low" else "transformer_2"
+            expert = self.frozen[other] = getattr(pipeline, other).requires_grad_(False).eval().to(self.dtype)
+            if o.quantize != "none":
+                quantize(expert, o.quantize, self._device)
+            expert.to(self._device)
         place(
             pipeline,
+            self.transformer,
             dtype=self.dtype,
             device=self._device,
             vae_tiling=o.vae_tiling,
             gradient_checkpointing=o.gradient_checkpointing,
         )
-        choose_attention(pipeline.transformer, o.attention)
+        for transformer in (self.transformer, *self.frozen.values()):
+            choose_attention(transformer, o.attention)
         if o.compile:
             self.compile()
         self._encoders = [
@@ -164,6 +180,8 @@ class DiffusersPolicy(Policy):
             argument = spec.scale if name == "guidance_scale" else name
             if getattr(options, name) is not None and argument not in known:
                 raise UserError(f"policy.{name}: the call of a {spec.pipeline_class} has no such argument; take it out")
+        if options.expert == "low" and "guidance_scale_2" not in known:
+            raise UserError(f"policy.expert: a {spec.pipeline_class} has one transformer; take it out")
         if options.attention in MASKLESS and spec.is_masked:
             raise UserError(
                 f"policy.attention={options.attention}: takes no mask, which a {spec.pipeline_class} needs for its prompts; "
@@ -191,8 +209,15 @@ class DiffusersPolicy(Policy):
         keep_base: bool = True,
         **options: Any,
     ) -> TextEncoders:
-        """The text encoders of a policy with these options, usable before the policy is built."""
-        return TextEncoders(pipeline, cls.spec, PolicyConfig(path="", **options), device)
+        """The text encoders of a policy with these options, usable before the policy is built. UserError for options that a
+        pipeline with so many transformers has not."""
+        o = PolicyConfig(path="", **options)
+        if boundary_of(pipeline) is None:
+            if o.expert == "low" or o.guidance_scale_2 is not None:
+                raise UserError("policy.expert, policy.guidance_scale_2: this model has one transformer; take them out")
+        elif tuning == "full":
+            raise UserError("policy.tuning=full: of a model with two experts a LoRA of one is trained; set policy.tuning=lora")
+        return TextEncoders(pipeline, cls.spec, o, device)
 
     @contextmanager
     def in_loss(self) -> Iterator[None]:
@@ -212,7 +237,7 @@ class DiffusersPolicy(Policy):
     @property
     def config(self) -> Any:
         """The transformer's."""
-        return self.pipeline.transformer.config
+        return self.transformer.config
 
     @property
     def guided(self) -> bool:
@@ -224,13 +249,13 @@ class DiffusersPolicy(Policy):
         """Arguments with which the pipeline itself samples as this policy does, besides size, steps and prompt."""
         spec = self.spec
         made = spec.arguments(self.pipeline, self.options, rows=1, guided=self.guided, scale=self.guidance_scale)
-        own = {name: made[name] for name in (spec.scale, "num_frames", *spec.fixed) if name in made}
+        own = {name: made[name] for name in (spec.scale, "guidance_scale_2", "num_frames", *spec.fixed) if name in made}
         return {**own, **({"negative_prompt": made["negative_prompt"][0]} if "negative_prompt" in made else {})}
 
     @property
     def blocks(self) -> list[nn.Module]:
         """The transformer's."""
-        return blocks_of(self.pipeline.transformer)
+        return blocks_of(self.transformer)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compiles the transformer's blocks in place with torch.compile, for sampling and training.
@@ -238,7 +263,7 @@ class DiffusersPolicy(Policy):
         All blocks of a kind share their graphs: one for sampling, one for training and one for the base model under adapters,
         whatever the number of rows and tokens, and another of each for calls of a single row.
         """
-        for block in self.blocks:
+        for block in (*self.blocks, *itertools.chain(*map(blocks_of, self.frozen.values()))):
             block.compile(backend=backend, dynamic=True)
 
     @property
@@ -360,14 +385,30 @@ class DiffusersPolicy(Policy):
         row."""
         if self.spec.one_row or (self.sharded and (self.spec.ragged or self.spec.pictured or self.one_time)):
             return [[row] for row in range(len(sigma))]
-        keys, times = self.spec.keys(cond), sigma.tolist() if self.one_time else None
-        if keys is None and times is None:
+        keys, high = self.spec.keys(cond), self._high(sigma)
+        times = sigma.tolist() if self.one_time and not has_shape_alone(sigma) else None
+        if keys is None and times is None and len({*high}) == 1:
             return [list(range(len(sigma)))]
-        return rows_alike([(keys[row] if keys else None, times[row] if times else None) for row in range(len(sigma))])
+        return rows_alike([(keys and keys[row], times and times[row], high[row]) for row in range(len(sigma))])
+
+    def _high(self, sigma: Tensor) -> list[bool]:
+        """Whether the expert for high noise acts, by row; on tensors without values the trained one does."""
+        if self.boundary is None or has_shape_alone(sigma):
+            return [self.options.expert == "high"] * len(sigma)
+        most = self.pipeline.scheduler.config.num_train_timesteps
+        return (sigma * most >= self.boundary * most).tolist()
+
+    def trains_at(self, sigma: float) -> bool:
+        """Whether the trained transformer acts there, and no frozen expert."""
+        return self._high(torch.tensor([sigma])) == [self.options.expert == "high"]
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        config = self.pipeline.scheduler.config
-        step = OneStep(config, sigma, truncate=self.truncates, alike=self.one_time)
+        config, high = self.pipeline.scheduler.config, self._high(sigma[:1])[0]
+        if high != (self.options.expert == "high") and self._for_loss and torch.is_grad_enabled():
+            raise UserError(
+                f"policy.expert={self.options.expert}: a loss is of sigma {float(sigma[0]):.3f}, the other expert's"
+            )
+        step = OneStep(config, sigma, truncate=self.truncates, alike=self.one_time, high=high)
         if not self.truncates:  # pipelines round times to the dtype of latents; truncated ones stay whole
             x = x.to(self._latent_dtype)
         return self._replay(cond, x, {"scheduler": step}, guided=self.guided)
@@ -398,7 +439,8 @@ class DiffusersPolicy(Policy):
         detached = guided and self.options.detach_negative
         network = Network(self.tuning.active, self.dtype, self.autocast, detach_negative=detached)
         vae = Pictures(self.pipeline.vae, self.options.published_pictures)
-        parts = {**dict.fromkeys(self._encoders), "transformer": network, "vae": vae, **parts}
+        frozen = {name: Network(expert, self.dtype, self.autocast) for name, expert in self.frozen.items()}
+        parts = {**dict.fromkeys(self._encoders), self.options.trained: network, **frozen, "vae": vae, **parts}
         if self.spec.guider:
             parts["guider"] = guiding(self.pipeline.guider, self.guidance_scale, guided)
         if self.spec.seen:

@@ -155,7 +155,7 @@ z_image = PipelineSpec(  # v + scale (v - v_negative), so that 0 is without guid
     },
 )
 
-wan = PipelineSpec(  # Wan 2.1 and Wan 2.2 TI2V-5B, which times every token, and so all rows alike
+wan = PipelineSpec(  # Wan 2.1, 2.2-A14B with two experts, and 2.2-TI2V-5B, which times every token, and so all rows alike
     pipeline_class="WanPipeline",
     encoded=("prompt_embeds", "negative_prompt_embeds"),
     widths={"prompt_embeds": ("text_dim",)},
@@ -170,6 +170,7 @@ wan = PipelineSpec(  # Wan 2.1 and Wan 2.2 TI2V-5B, which times every token, and
     models={
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Model(APACHE, parts=published.wan_1_3b()),
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": Model(APACHE),
+        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Model(APACHE),
     },
 )
 

@@ -115,18 +115,25 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     return known.get(frozenset(kinds), torch.float32)
 
 
-def place(pipeline: Any, *, dtype: torch.dtype, device: torch.device, vae_tiling: bool, gradient_checkpointing: bool) -> None:
-    """Moves the transformer (whose dtypes `Tuning` sets) and the VAE, frozen in `dtype`, to `device`."""
+def boundary_of(pipeline: Any) -> float | None:
+    """The sigma below which a pipeline calls its second transformer, the expert for low noise; None: it has one."""
+    return pipeline.config.get("boundary_ratio") if getattr(pipeline, "transformer_2", None) is not None else None
+
+
+def place(
+    pipeline: Any, transformer: Any, *, dtype: torch.dtype, device: torch.device, vae_tiling: bool, gradient_checkpointing: bool
+) -> None:
+    """Moves the trained transformer (whose dtypes `Tuning` sets) and the VAE, frozen in `dtype`, to `device`."""
     pipeline.vae.requires_grad_(False).eval().to(dtype)
-    pipeline.transformer.to(device)
+    transformer.to(device)
     pipeline.vae.to(device)
     if all(weight.ndim <= 4 for weight in pipeline.vae.parameters()):
         pipeline.vae.to(memory_format=torch.channels_last)  # convolutions on interleaved channels are faster, on CPU and GPU
-    pipeline.transformer.eval()  # the models have no dropout; eval keeps adapters without it too
+    transformer.eval()  # the models have no dropout; eval keeps adapters without it too
     if vae_tiling:
         pipeline.vae.enable_tiling()
     if gradient_checkpointing:
-        pipeline.transformer.enable_gradient_checkpointing()
+        transformer.enable_gradient_checkpointing()
 
 
 def deployed_shift(scheduler: Any, tokens: int) -> float:

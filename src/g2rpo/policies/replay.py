@@ -33,11 +33,15 @@ class Caught(Exception):
 class Times:
     """A time for each of B rows, where a pipeline expects one for all.
 
-    Pipelines scale a time and expand it to the network's rows: B, or a multiple of B if they stack guided rows.
+    Pipelines scale a time and expand it to the network's rows: B, or a multiple of B if they stack guided rows. Those with two
+    experts compare it with their boundary, to which all rows are on one side: `high`.
     """
 
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
+    def __init__(self, rows: Tensor, high: bool = True) -> None:
+        self.rows, self._high = rows, high
+
+    def __ge__(self, boundary: float) -> bool:
+        return self._high
 
     def expand(self, size: int) -> Tensor:
         return self.rows.repeat(size // len(self.rows))
@@ -59,8 +63,10 @@ class OneStep:
     order = 1
     init_noise_sigma = 1.0
 
-    def __init__(self, config: Any, sigma: Tensor | None, *, truncate: bool = False, alike: bool = False) -> None:
-        self.config, self._sigma, self._truncate, self._alike = config, sigma, truncate, alike
+    def __init__(
+        self, config: Any, sigma: Tensor | None, *, truncate: bool = False, alike: bool = False, high: bool = True
+    ) -> None:
+        self.config, self._sigma, self._truncate, self._alike, self._high = config, sigma, truncate, alike, high
         self.timesteps: list[Any] = []
         self.sigmas = [1.0, 0.0]
 
@@ -74,7 +80,7 @@ class OneStep:
         if timesteps is not None:  # whole numbers: rounding to 1/64 removes the float32 error of sigma
             times = (64 * most * unshifted(self._sigma.double(), mu, self.config)).round().to(times) / 64
         times = times.floor() if self._truncate else times
-        self.timesteps = [times[0] if self._alike else Times(times)]
+        self.timesteps = [times[0] if self._alike else Times(times, self._high)]
 
     def set_begin_index(self, index: int = 0) -> None:
         pass

@@ -167,6 +167,7 @@ class PipelineSpec:
             "prompt": [""] * rows,
             "negative_prompt": [o.negative_prompt or ""] * rows if guided else None,
             self.scale: scale if guided or self.unguided is None else self.unguided,
+            "guidance_scale_2": o.guidance_scale_2,
             "height": o.height,
             "width": o.width,
             "num_frames": o.num_frames or 1,
@@ -282,8 +283,12 @@ class PipelineSpec:
 
 def sizes_in(table: Tensor) -> list[list[int]]:
     """Widths and heights of input pictures; on the meta device, those of one picture of a megapixel."""
-    without = table.is_meta or isinstance(table, FakeTensor)
-    return [[MEGAPIXEL, MEGAPIXEL]] if without else table.tolist()
+    return [[MEGAPIXEL, MEGAPIXEL]] if has_shape_alone(table) else table.tolist()
+
+
+def has_shape_alone(tensor: Tensor) -> bool:
+    """Whether a tensor has no values: a plan's."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 """HPSv3, the human preference score of Ma et al. 2025 (arXiv 2508.03789): Qwen2-VL with a head on one special token; and
-HPSv3++ of Liu et al. 2026 (arXiv 2606.14657): Qwen3-VL, with a head that is told how far a training run is."""
+HPSv3++ of Liu et al. 2026 (arXiv 2606.14657): Qwen3-VL, with a head that also takes the progress of a training run."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ class HPSv3PlusPlus(HPSv3):
     """The mean of the preference that HPSv3++ predicts, from the picture, how capable its model seems to be (which is read from
     each picture by itself; upstream reads it from a batch as a whole), and how far the training run is.
 
-    Args: `iterations`, of the run that it is the reward of: as in the paper, the progress that it is told then rises from .3 to
-    1, so scores of different iterations are on different scales. Without, and for held-out pictures, it is 0. `path`, the file
-    hpsv3++.pth, its folder or the repository; `instruction`, a clone of upstream's repository or its data_collator_qwen.py,
-    which is not HPSv3's; `processor`, the config and tokenizer of Qwen3-VL-8B-Instruct; the others as for `hpsv3`.
+    Args: `iterations`, of the run that it is the reward of: as in the paper, the progress then rises from .3 to 1, so scores of
+    different iterations are on different scales. Without, and for held-out pictures, it is 0. `path`, the file hpsv3++.pth, its
+    folder or the repository; `instruction`, a clone of upstream's repository or its data_collator_qwen.py, which is not
+    HPSv3's; `processor`, the config and tokenizer of Qwen3-VL-8B-Instruct; the others as for `hpsv3`.
     """
 
     upstream, licence = "https://github.com/PlantPotatoOnMoon/HPSv3-PlusPlus", ""

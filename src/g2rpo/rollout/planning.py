@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -60,27 +60,39 @@ def count_trained(algorithm: Algorithm, plans: Sequence[Plan], num_steps: int) -
 
     Counted by the algorithm's own loss on examples of zeros; one latent where a group branches from a shared one.
     """
+    network = _trained(algorithm, plans, sigma_grid(num_steps))
+    return network.rows, network.without_gradient
+
+
+def trained_sigmas(algorithm: Algorithm, plans: Sequence[Plan], sigmas: Tensor) -> list[float]:
+    """The sigmas of the same latents with gradient on a grid, falling."""
+    return sorted(_trained(algorithm, plans, sigmas).sigmas, reverse=True)
+
+
+def _trained(algorithm: Algorithm, plans: Sequence[Plan], sigmas: Tensor) -> _CountingNetwork:
     network = _CountingNetwork()
     for plan in plans:
         rollout = dry_rollout(plan, algorithm.group_size)
         for example in algorithm.examples(rollout, torch.zeros(algorithm.group_size), generator_for):
             if isinstance(algorithm, SumsGroups):
                 with torch.no_grad():
-                    algorithm.group_term(Batch.of([example], sigma_grid(num_steps), first=True), network)
+                    algorithm.group_term(Batch.of([example], sigmas, first=True), network)
                 example = example.with_group_sum(torch.tensor(0.0))
-            algorithm.loss(Batch.of([example], sigma_grid(num_steps), first=True), network)
-    return network.trained, network.without_gradient
+            algorithm.loss(Batch.of([example], sigmas, first=True), network)
+    return network
 
 
 @dataclass
 class _CountingNetwork:
-    trained: int = 0
+    rows: int = 0
     without_gradient: int = 0
+    sigmas: set[float] = field(default_factory=set)
 
     def velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:
         if not torch.is_grad_enabled():
             return self.base_velocity(x, sigma, prompts)
-        self.trained += len(x)
+        self.rows += len(x)
+        self.sigmas.update(sigma.tolist())
         return torch.zeros_like(x)
 
     def base_velocity(self, x: Tensor, sigma: Tensor, prompts: Sequence[int]) -> Tensor:

@@ -67,6 +67,7 @@ class SceneCLIP(Reward):
     as bags of words.
     """
 
+    side = SIDE
     folder = "clip"
     scale = 1.0
     differentiable = True

@@ -158,9 +158,10 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
 
 
 def _lora_usage(config: Config, task: str, deployed: Mapping[str, Any] | None, loader: str) -> str:
-    beside, assistant = ")", config.policy.assistant
+    low = ", load_into_transformer_2=True" * (config.policy.expert == "low")
+    beside, assistant = f"{low})", config.policy.assistant
     if assistant and config.policy.assistant_in_evaluation:
-        beside = f', adapter_name="tuned")\npipe.{loader}({base_name(assistant)!r}, adapter_name="assistant")'
+        beside = f'{low}, adapter_name="tuned")\npipe.{loader}({base_name(assistant)!r}, adapter_name="assistant"{low})'
         beside += '\npipe.set_adapters(["tuned", "assistant"])'
     return f"""from diffusers import DiffusionPipeline{_helpers(task)}
 

@@ -12,9 +12,7 @@ from g2rpo.lab.plan.network import Layout, Traffic, limit_of, nodes_of, traffic
 W, G = 2 * 1000, 4 * 1000  # bytes of a thousand weights in bfloat16, and of their gradients
 CALLS, PASSES, STEPS = 10, 3, 2
 WEIGHT = torch.nn.Linear(1000, 1, bias=False)
-POLICY = SimpleNamespace(
-    dtype=torch.bfloat16, trainable_parameters=lambda: [WEIGHT.weight], pipeline=SimpleNamespace(transformer=WEIGHT)
-)
+POLICY = SimpleNamespace(dtype=torch.bfloat16, trainable_parameters=lambda: [WEIGHT.weight], transformer=WEIGHT)
 ITERATION = SimpleNamespace(calls=range(CALLS), passes=range(PASSES), optimizer_steps=STEPS)
 COUNTS = SimpleNamespace(mean=lambda of: of(ITERATION))
 

@@ -117,7 +117,7 @@ def trained_parts(config: Config, policy: DiffusersPolicy) -> dict[str, dict[str
         optimizer["moving average"] = trained
     if keeps_old(config.algorithm):
         optimizer["old weights"] = trained
-    frozen = size_of(policy.pipeline.transformer) - trained
+    frozen = size_of(policy.transformer) - trained
     return {"weights": {"frozen weights": frozen, "trained weights": trained}, "optimizer": optimizer}
 
 
@@ -136,14 +136,17 @@ def _other_networks(config: Config, policy: DiffusersPolicy, group: int) -> dict
     if config.policy.tuning == "full" and config.algorithm.uses_base:
         copy = sum(p.numel() for p in policy.trainable_parameters()) * policy.dtype.itemsize
         networks["base copy for the KL term"] = _piece(config, copy, group)
+    if policy.frozen:
+        networks["frozen expert"] = sum(map(size_of, policy.frozen.values()))
     return networks
 
 
 def _loaded(config: Config, policy: DiffusersPolicy) -> int:
-    """Bytes of the transformer in host memory, as it is stored: in the dtype of its calls, with adapters."""
+    """Bytes of the transformers in host memory, as they are stored: in the dtype of their calls, with adapters."""
+    networks = policy.transformer, *policy.frozen.values()
     if config.policy.tuning == "full" or config.policy.quantize != "none":  # the device converts
-        return weights_of(policy.pipeline.transformer) * policy.dtype.itemsize
-    return size_of(policy.pipeline.transformer)
+        return sum(map(weights_of, networks)) * policy.dtype.itemsize
+    return sum(map(size_of, networks))
 
 
 def _converted(config: Config, policy: DiffusersPolicy) -> int:
@@ -172,7 +175,7 @@ def _gathered(config: Config, policy: DiffusersPolicy) -> tuple[int, int]:
 
 def in_calls_dtype(policy: DiffusersPolicy) -> int:
     """Bytes of the transformer's weights in the dtype of its calls."""
-    return sum(p.numel() for p in policy.pipeline.transformer.parameters()) * policy.dtype.itemsize
+    return sum(p.numel() for p in policy.transformer.parameters()) * policy.dtype.itemsize
 
 
 def _optimizer_scratch(policy: DiffusersPolicy) -> int:

@@ -116,7 +116,7 @@ class Estimate:
     @property
     def parameters(self) -> int:
         """Parameters of the published model, without adapters."""
-        return weights_of(self.policy.pipeline.transformer)
+        return sum(map(weights_of, (self.policy.transformer, *self.policy.frozen.values())))
 
     @property
     def trained_parameters(self) -> int:
@@ -163,6 +163,7 @@ def make_plan(
     with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):
         policy = alike[0].policy if alike else build_on_meta(blueprint, config.policy)
         components.check_judged_size(config, policy)
+        components.check_experts(config, policy)
         traced = same[0] if same else trace_calls(blueprint, config, counts, like_cuda=cuda)
         shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}

@@ -117,7 +117,7 @@ def trace_calls(blueprint: Blueprint, config: Config, counts: Counts, *, like_cu
         plans = {plan for iteration, _ in counts.kinds for plan in iteration.plans}
         kept = list(_tensors(policy))
         if like_cuda:
-            for network in (policy.pipeline.transformer, policy.pipeline.vae):
+            for network in (policy.transformer, policy.pipeline.vae):
                 CudaAutocast().apply_to(network)
 
         def traced(rows: int, call: Callable[[], object], grad: bool = False) -> Call:
@@ -177,7 +177,7 @@ def shallow_policy(blueprint: Blueprint, config: Config) -> Iterator[tuple[Diffu
     """A policy of fake tensors with two blocks of every kind, and how many blocks each of these stands for."""
     policy, times = build_shallow(blueprint, config.policy)
     if config.trainer.sharding != "none":
-        nn.Module.to(policy.pipeline.transformer, policy.dtype)  # diffusers' own warns
+        nn.Module.to(policy.transformer, policy.dtype)  # diffusers' own warns
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that fake tensors do not run
         _materialise(policy)
@@ -252,7 +252,7 @@ def _with_gradient(values: Any) -> Iterator[Tensor]:
 
 def _tensors(policy: DiffusersPolicy) -> Iterator[Tensor]:
     """The policy's permanent tensors: weights, buffers, gradients."""
-    for module in (policy.pipeline.transformer, policy.pipeline.vae):
+    for module in (policy.transformer, policy.pipeline.vae):
         for tensor in (*module.parameters(), *module.buffers()):
             yield tensor
             if tensor.grad is not None:
@@ -274,7 +274,7 @@ def _materialise(policy: DiffusersPolicy) -> None:
 
     policy._device = torch.device("cpu")
     tables = [vars(policy)]
-    for module in (policy.pipeline.transformer, policy.pipeline.vae):
+    for module in (policy.transformer, policy.pipeline.vae):
         tables += [table for part in module.modules() for table in (part._parameters, part._buffers, vars(part))]
     for table in tables:
         table.update({name: _each(fake, value) for name, value in table.items()})

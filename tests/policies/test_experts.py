@@ -1,0 +1,148 @@
+"""Wan2.2-A14B's two experts: each acts on its side of the boundary as in diffusers' own pipeline, and one is trained."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler
+
+from g2rpo.app.train import load_config
+from g2rpo.assembly.blueprint import size_of
+from g2rpo.assembly.components import check_experts
+from g2rpo.core.errors import UserError
+from g2rpo.core.seeding import generator_for
+from g2rpo.evaluation.sampler import Sampler
+from g2rpo.lab.check_model import checks, draw, load_saved, perturb, prompts_for
+from g2rpo.lab.plan.plan import make_plan
+from g2rpo.policies.catalogue import SPECS
+from g2rpo.policies.options import PolicyConfig
+from tests.support.tiny_pipelines import CLASSES, two_experts
+
+WAN, BOUNDARY = "WanPipeline", 0.875
+SIZE = {"height": 32, "width": 48, "max_sequence_length": 24, "num_frames": 3}
+PROMPTS = ["a red circle", "two blue square left of a circle"]
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def original():
+    return two_experts(BOUNDARY)
+
+
+def load(original, tuning="frozen", **options):
+    return CLASSES[WAN](copy.deepcopy(original), **SIZE, tuning=tuning, lora_rank=4, **options)
+
+
+def pictures(policy):
+    return Sampler(policy=policy, shift="model", num_steps=STEPS, seed=5, batch_size=3, decode_batch_size=2).pictures(PROMPTS)
+
+
+def theirs(pipeline, **options):
+    return draw(copy.deepcopy(pipeline), SPECS[WAN], PolicyConfig(path="", **SIZE, **options), PROMPTS, STEPS).pictures
+
+
+GUIDED = [{}, {"guidance_scale": 4.0, "guidance_scale_2": 2.0}, {"guidance_scale": 1.0}]
+
+
+@pytest.mark.parametrize("options", GUIDED)
+def test_pictures_equal_the_pipelines_own(original, options):
+    policy = load(original, **options)
+    assert {policy.trains_at(float(sigma)) for sigma in policy.grid(STEPS)[:-1]} == {True, False}  # both act
+    torch.testing.assert_close(pictures(policy), theirs(original, **options), atol=1e-5, rtol=0)
+
+
+def test_both_scales_and_both_experts_are_seen(original):
+    plain = theirs(original, guidance_scale=4.0)
+    assert float((theirs(original, **GUIDED[1]) - plain).abs().max()) > 1e-3
+    other = copy.deepcopy(original)
+    other.transformer_2 = other.transformer
+    assert float((theirs(other, guidance_scale=4.0) - plain).abs().max()) > 1e-3
+
+
+@torch.no_grad()
+def test_rows_of_both_experts_share_no_call(original):
+    policy = load(original)
+    x, cond = policy.noise([generator_for(i) for i in range(3)]), policy.encode([*PROMPTS, PROMPTS[0]])
+    sigma = torch.tensor([0.95, 0.3, BOUNDARY])
+    alone = torch.cat([policy.velocity(x[i : i + 1], sigma[i : i + 1], cond.rows([i])) for i in range(3)])
+    torch.testing.assert_close(policy.velocity(x, sigma, cond), alone, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("expert", ["high", "low"])
+def test_check_model_passes_for_either_expert(original, expert, tmp_path):
+    options = {**SIZE, "lora_rank": 4, "expert": expert}
+    made = checks(lambda: copy.deepcopy(original), CLASSES[WAN], options, prompts_for(SPECS[WAN], tmp_path), tmp_path)
+    found = list(made)
+    assert all(check.passed for check in found) and len(found) == 8, found
+
+
+def test_an_adapter_draws_the_same_in_plain_diffusers_in_its_own_expert_alone(original, tmp_path):
+    options = {**GUIDED[1], "expert": "low"}
+    policy = load(original, "lora", **options)
+    perturb(policy)
+    tuned = pictures(policy)
+    policy.save(tmp_path)
+    drawn = []
+    for low in (False, True):
+        plain = copy.deepcopy(original)
+        load_saved(plain, tmp_path, "lora", low=low)
+        drawn.append(float((theirs(plain, **options) - tuned).abs().max()))
+    assert drawn[1] <= 1e-5 < 1e-3 < drawn[0]
+
+
+def test_a_loss_of_the_frozen_expert_is_refused(original):
+    policy = load(original, "lora")
+    x, cond = policy.noise([generator_for(0)]), policy.encode(PROMPTS[:1])
+    with policy.in_loss(), pytest.raises(UserError, match="sigma 0.300, the other expert's"):
+        policy.velocity(x, torch.tensor([0.3]), cond)
+
+
+def test_the_grid_of_unipc_is_switched_where_the_pipeline_does(original):
+    """Its times are whole numbers."""
+    pipeline = copy.deepcopy(original)
+    pipeline.scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
+    policy = CLASSES[WAN](pipeline, **SIZE, tuning="frozen")
+    sigmas = policy.grid(40)
+    pipeline.scheduler.set_timesteps(40)
+    high = [bool(time >= 1000 * BOUNDARY) for time in pipeline.scheduler.timesteps]
+    assert [policy.trains_at(float(sigma)) for sigma in sigmas[:-1]] == high and {*high} == {True, False}
+
+
+@pytest.fixture(scope="module")
+def recipe(original, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    copy.deepcopy(original).save_pretrained(folder, safe_serialization=True)
+    sizes = [f"policy.{name}={value}" for name, value in SIZE.items()]
+    return "scenes", [
+        "policy.pipeline=",
+        "policy.tuning=lora",
+        f"policy.path={folder}",
+        *sizes,
+        "algorithm.branch_steps=[0,1,2]",
+    ]
+
+
+def test_a_plan_counts_the_frozen_expert(original, recipe):
+    plan = make_plan(load_config(*recipe), cuda=False, heldout=1, distinct_prompts=1)
+    frozen = size_of(original.transformer_2)
+    assert plan.memory.parts["frozen expert"] == plan.memory.parts["frozen weights"] == frozen
+    assert plan.memory.host > 2 * frozen
+    with pytest.raises(UserError, match="trains at sigma 0.800, where the other"):
+        make_plan(load_config(recipe[0], [*recipe[1], "sampling.shift=1"]), cuda=False, heldout=1, distinct_prompts=1)
+
+
+REFUSED = [
+    ("high", "algorithm.branch_steps=[0,3]", r"g2rpo trains at sigma 0.824.*steps \[0, 1, 2\] of 10"),
+    ("high", "algorithm.name=diffusion_nft", "diffusion_nft trains at"),
+    ("low", "algorithm.branch_steps=[3,4]", None),
+    ("low", "algorithm.branch_steps=[2,3]", "g2rpo trains at sigma 0.889"),
+]
+
+
+@pytest.mark.parametrize(("expert", "change", "message"), REFUSED)
+def test_what_is_trained_lies_on_the_side_of_the_expert(original, expert, change, message):
+    config = load_config("scenes", ["policy.pipeline=", "sampling.shift=2", change])
+    policy = load(original, expert=expert)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        check_experts(config, policy)
