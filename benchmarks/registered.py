@@ -5,8 +5,8 @@ recipe of its world but for one change, and is trained at its own best rate of R
 passes included, at a constant rate, so that a curve can be read at any smaller budget. What an iteration costs with FLUX.1-dev
 at 512 pixels on an H100 is by the plan: rollouts, decodes, rewards and training passes.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.registered scenes words --out runs/registered    # hours; goes on where it was
-    python -m benchmarks.registered --table benchmarks/results/registered.json              # its tables and figure again
+    OMP_NUM_THREADS=1 python -m benchmarks.registered scenes --questions 1 2    # hours; goes on where it was
+    python -m benchmarks.registered --table                                    # its tables and figure again
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from g2rpo import api
 from g2rpo.app.events import Line
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.gains import Scores
@@ -29,8 +32,10 @@ from g2rpo.lab.compare.workflow import compare
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.planner import Planner
 from g2rpo.monitor.curves import COLOURS
+from g2rpo.monitor.image_statistics import spread
 from g2rpo.monitor.scores import read_rows
 from g2rpo.runs.directory import EvaluationDirectory
+from g2rpo.runs.lifecycle import read_config
 
 EXACT = "sampling.tails.forecast=false"
 TURNS = ["algorithm.branch_steps={steps}", "algorithm.branch_schedule=turns", "algorithm.tail=closed"]
@@ -134,29 +139,32 @@ QUESTIONS = {
 """By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question."""
 CLOSE = 0.05
 """A lead is practically nothing if its interval lies within this."""
+DIVERSE, NOISES = 24, 4
+"""Prompts whose pictures are compared with each other, and pictures of each."""
 
 
-def asked(world: str, first: int) -> dict[str, tuple[str, list[str]]]:
-    """The `first` questions, of those that are asked of a world."""
+def asked(world: str, numbers: Sequence[int]) -> dict[str, tuple[str, list[str]]]:
+    """The questions with these numbers, from 1, that are asked of a world."""
     known = CELLS | (PUBLISHED if world == "scenes" else {})
-    return {question: cells for question, cells in list(QUESTIONS.items())[:first] if cells[0] in known}
+    chosen = [question for number, question in enumerate(QUESTIONS.items(), 1) if number in numbers]
+    return {question: cells for question, cells in chosen if cells[0] in known}
 
 
-def cells(world: str, first: int = len(QUESTIONS)) -> dict[str, list[str]]:
-    """The changes of every cell that the `first` questions need."""
+def cells(world: str, numbers: Sequence[int]) -> dict[str, list[str]]:
+    """The changes of every cell that these questions need."""
     fixed = {key: str(WORLDS[world][key]).replace(" ", "") for key in ("stay", "steps", "steps_16", "merged")}
-    needed = {name for cell, others in asked(world, first).values() for name in (cell, *others)}
+    needed = {name for cell, others in asked(world, numbers).values() for name in (cell, *others)}
     known = (CELLS | PUBLISHED).items()
     return {name: [change.format_map(fixed) for change in changes] for name, changes in known if name in needed}
 
 
-def prices() -> dict[str, float]:
-    """Seconds of an iteration of every cell as in scenes, by plan with FLUX.1-dev at 512 pixels and a LoRA on an H100."""
+def prices(numbers: Sequence[int]) -> dict[str, float]:
+    """Seconds of an iteration of these questions' cells, by plan with FLUX.1-dev at 512 pixels and a LoRA on an H100."""
     ours = [f"algorithm.branch_steps={list(range(8))}", "algorithm.granularities=[1]", "algorithm.tail=closed"]
     ours += ["algorithm.branch_schedule=turns", "algorithm.group_size=12"]
     planner = Planner("flux1-dev-evening", ["sampling.num_steps=10", "sampling.tails.forecast=true"])
     found = {}
-    for cell, changes in cells("scenes").items():
+    for cell, changes in cells("scenes", numbers).items():
         other = any(change.startswith("algorithm.name=") for change in changes)  # whose defaults replace ours
         changes = [change for change in changes if not change.startswith("budget=")]
         seconds = planner.plan(*([] if other else ours), *changes).seconds(CARDS["h100"])
@@ -164,13 +172,13 @@ def prices() -> dict[str, float]:
     return found
 
 
-def study(world: str, first: int, seeds: int, jobs: int, out: Path) -> dict[str, Any]:
+def study(world: str, numbers: Sequence[int], seeds: int, jobs: int, out: Path) -> dict[str, Any]:
     """Trains what is missing; what `g2rpo compare` found, and the leads that the questions ask for."""
     setting = WORLDS[world]
     found = compare(
         setting["recipe"],
         [*setting["overrides"], *COMMON],
-        cells(world, first),
+        cells(world, numbers),
         ("evaluations", BUDGET[world]),
         RATES[world],
         seeds,
@@ -195,6 +203,21 @@ def leads(judged: Path, first: str, others: Sequence[str], seeds: int, reward: s
     return {other: interval(scores(first) - scores(other), level=level, resamples=20000) for other in others}
 
 
+def diversity(world: str, found: dict[str, Any], out: Path) -> dict[str, list[float]]:
+    """How much right pictures of one prompt differ, of each of a cell's runs (`image_statistics.spread`), and of the base."""
+    right, spreads = WORLDS[world]["right"], dict[str, list[float]]()
+    seeds = range(FIRST_SEED, FIRST_SEED + found["study"]["seeds"])
+    runs = [(cell, out / world / "runs" / cell / f"seed_{seed}") for cell in found["spent"] for seed in seeds]
+    for cell, run in [("base", runs[0][1]), *runs]:
+        config = read_config(run)
+        prompts = [it for it in build_prompts(config.evaluation.prompts, "prompts")[:DIVERSE] for _ in range(NOISES)]
+        judge = build_rewards({right: (config.rewards | config.evaluation.rewards)[right]})
+        made = api.sampler(run, base=cell == "base", seed=1).evaluate(prompts, judge)
+        verdicts = (made.scores[right] == 1).view(-1, NOISES)
+        spreads.setdefault(cell, []).append(spread(made.images.unflatten(0, (-1, NOISES)), verdicts))
+    return spreads
+
+
 def verdict(lead: Interval) -> str:
     if lead.low > 0 or lead.high < 0:
         return "leads" if lead.low > 0 else "is behind"
@@ -206,19 +229,25 @@ def table(results: dict[str, Any], reward: str) -> str:
     spent, price = results["spent"], results["prices"]
     change = {(line["cell"], line["steps"]): line["change"] for line in results["judged"] if line["reward"] == reward}
     lines = [
-        f"| cell | rate | iterations | price, of `g2rpo`'s | `{reward}`, 10 steps | 20 steps |",
+        f"| cell | rate | iterations | min with FLUX.1-dev | `{reward}`, 10 steps | 20 steps |",
         "|---|---|---|---|---|---|",
     ]
     for cell, cost in spent.items():
         texts = [Interval(**change[cell, steps]) for steps in (10, 20)]
-        run = price[cell] * cost["iterations"] / (price["g2rpo"] * spent["g2rpo"]["iterations"])
         rate = f"{cost['learning_rate']:g}" + (" (edge)" if cost["at_edge"] else "")
-        lines.append(f"| `{cell}` | {rate} | {cost['iterations']} | {run:.2f} | {texts[0]:+} | {texts[1]:+} |")
+        minutes = price[cell] * cost["iterations"] / 60
+        lines.append(f"| `{cell}` | {rate} | {cost['iterations']} | {minutes:.0f} | {texts[0]:+} | {texts[1]:+} |")
     lines += [
         f"| no training: {knob['control']} | | | | {Interval(**knob['change']):+} | |"
         for knob in results["controls"]
         if knob["reward"] == reward
     ]
+    shown, held = list(change_of(results, reward)), results["diversity"]
+    lines += ["", f"| cell | {' | '.join(shown)} | diversity of right ones |", "|---" * (len(shown) + 2) + "|"]
+    lines.append(f"| base | {' | '.join('' for _ in shown)} | {held['base'][0]:.3f} |")
+    for cell in spent:
+        gains = " | ".join(f"{Interval(**own[cell]):+}" for own in change_of(results, reward).values())
+        lines.append(f"| `{cell}` | {gains} | {np.mean(held[cell]):.3f} |")
     for question, own in results["questions"].items():
         lines += ["", f"{question}: lead of `{QUESTIONS[question][0]}`", "", "| over | lead | |", "|---|---|---|"]
         for name, found in own.items():
@@ -227,16 +256,28 @@ def table(results: dict[str, Any], reward: str) -> str:
     return "\n".join(lines)
 
 
+def change_of(results: dict[str, Any], reward: str) -> dict[str, dict[str, Any]]:
+    """By reward, but for `reward`, the changes of the cells at 10 steps."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in results["judged"]:
+        if line["steps"] == 10 and line["reward"] != reward:
+            found.setdefault(f"`{line['reward']}`", {})[line["cell"]] = line["change"]
+    return found
+
+
 def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
     """Every lead with its interval, a panel for each question, a colour for each world; the band is `CLOSE`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    heights = [len(others) for _, others in QUESTIONS.values()]
+    answered = {
+        question: it for question, it in QUESTIONS.items() if any(question in own["questions"] for own in found.values())
+    }
+    heights = [len(others) for _, others in answered.values()]
     figure = Figure(figsize=(7.6, 0.34 * sum(heights) + 0.75 * len(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    for panel, (question, (first, others)) in zip(panels, QUESTIONS.items(), strict=True):
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    for panel, (question, (first, others)) in zip(panels, answered.items(), strict=True):
         panel.axvspan(-CLOSE, CLOSE, color="#e8e8ea", linewidth=0)
         panel.axvline(0, color="#888", linewidth=0.8)
         for number, (world, results) in enumerate(found.items()):
@@ -255,38 +296,44 @@ def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
     figure.savefig(path, dpi=120)
 
 
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The results of a world's earlier questions and of new ones."""
+    kept = [line for line in old.get("judged", []) if line["cell"] not in new["spent"]]
+    by_cell = {key: old.get(key, {}) | new[key] for key in ("spent", "prices", "pilots", "questions", "diversity")}
+    return {**new, **by_cell, "judged": kept + new["judged"]}
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("worlds", nargs="*", default=list(WORLDS))
-    parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="only the first of them, all by default")
+    every = range(1, len(QUESTIONS) + 1)
+    parser.add_argument("--questions", type=int, nargs="+", choices=every, default=every, help="by number; all by default")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("runs/registered"))
-    parser.add_argument(
-        "--table", type=Path, help="a results file, whose tables are printed and whose figure is drawn beside it"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/registered"), help="holds the runs")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/registered.json"), help="is added to")
+    parser.add_argument("--table", action="store_true", help="trains nothing: tables and figure of --results again")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    if args.table:
-        found = json.loads(args.table.read_text())
-        draw(args.table.with_suffix(".png"), found)
-        for world, results in found.items():
-            print(f"## {world}\n\n{table(results, WORLDS[world]['right'])}\n")
-        return
-    found, price = {}, prices()
-    for world in args.worlds:
-        results = study(world, args.questions, args.seeds, args.jobs, args.out)
+    found = json.loads(args.results.read_text()) if args.results.is_file() else {}
+    price = {} if args.table else prices(args.questions)
+    for world in () if args.table else args.worlds:
+        new = study(world, args.questions, args.seeds, args.jobs, args.out)
         judged, right = args.out / world / "judged", WORLDS[world]["right"]
-        results["questions"] = {
+        new["questions"] = {
             question: {name: asdict(lead) for name, lead in leads(judged, first, others, args.seeds, right).items()}
             for question, (first, others) in asked(world, args.questions).items()
         }
-        found[world] = {"prices": price, **{key: value for key, value in results.items() if key != "curves"}}
-        write_whole(args.out / "registered.json", json.dumps(found, indent=1).encode())
-        print(f"## {world}\n\n{table(found[world], right)}\n", flush=True)
+        new |= {"diversity": diversity(world, new, args.out), "prices": price}
+        del new["curves"]
+        found[world] = merged(found.get(world, {}), new)
+        write_whole(args.results, json.dumps(found, indent=1).encode())
+    draw(args.results.with_suffix(".png"), found)
+    for world, results in found.items():
+        print(f"## {world}\n\n{table(results, WORLDS[world]['right'])}\n", flush=True)
 
 
 if __name__ == "__main__":
