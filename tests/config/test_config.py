@@ -41,7 +41,7 @@ def test_an_override_can_take_a_reward_out():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.gruop_size=4", "unknown key 'algorithm.gruop_size'. Did you mean 'group_size'?"),
+        ("algorithm.gruop_size=4", "unknown key 'algorithm.gruop_size'. Did you mean 'algorithm.group_size'?"),
         ("learning_rate=1", "unknown key 'learning_rate'. Did you mean 'optim.learning_rate'?"),
         ("rewards.brigt=", "rewards.brigt=: there is no reward 'brigt' to remove. Did you mean 'bright'?"),
         ("rewards={bright:1.0}", "rewards.bright:1.0 is no name: write letters, digits and . _ + -; YAML needs a space after"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo
+
+from g2rpo.core.errors import UserError
 
 
 def recipe_names(incomplete: str) -> list[str]:
@@ -18,18 +21,46 @@ def recipe_names(incomplete: str) -> list[str]:
 
 
 class WithSettings(TyperCommand):
-    """A command that takes KEY=VALUE, and names the key of what was given as an option."""
+    """A command that takes KEY=VALUE: a setting that is given as an option, or an option as a setting, is named as it should
+    be written."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = ["--resume" if word == "--resume=auto" else word for word in args]
+        flags = {flag: each for each in self.params for flag in each.opts if flag.startswith("--")}
+        for word in given:
+            key, equals, value = word.partition("=")
+            if equals and (option := flags.get(flag := f"--{key.replace('_', '-')}")) and key not in NAMESAKES:
+                raise UserError(f"{word}: is an option here: {flag}{'' if getattr(option, 'is_flag', False) else f' {value}'}")
         try:
-            return super().parse_args(ctx, ["--resume" if word == "--resume=auto" else word for word in args])
+            return super().parse_args(ctx, list(given))
         except Exception as error:  # click's, of which some versions of typer have their own copy
-            if (option := getattr(error, "option_name", None)) is not None and hasattr(error, "message"):
-                from g2rpo.config.resolve import key_of
-
-                if (key := key_of(option.lstrip("-").replace("-", "_"))) is not None:
-                    error.message += f" Settings are given as KEY=VALUE: {key}=..."
+            refused: Any = error
+            if (name := getattr(refused, "option_name", None)) is not None and hasattr(refused, "possibilities"):
+                key, value = _as_setting(name, given)
+                refused.message += f". Settings are written without dashes: {key}={value}"
+                if key != "KEY":
+                    refused.possibilities = [flag for flag in refused.possibilities or () if key.endswith(f".{_word(flag)}")]
             raise
+
+
+NAMESAKES = ("prompts", "rewards")
+"""Groups of settings that an option is named after."""
+
+
+def _as_setting(flag: str, given: Sequence[str]) -> tuple[str, str]:
+    """The key and value that an unknown option may mean."""
+    from g2rpo.config.resolve import key_of
+
+    at, text = next((at, word) for at, word in enumerate(given) if word.partition("=")[0] == flag or word.startswith(flag))
+    value = text.partition("=")[2] or next((word for word in given[at + 1 : at + 2] if not word.startswith("-")), "")
+    if "=" in value and "=" not in text:  # --set KEY=VALUE
+        return tuple(value.split("=", 1))  # type: ignore[return-value]
+    key = key_of(_word(flag))
+    return (key, value or "...") if key is not None else ("KEY", "VALUE")
+
+
+def _word(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def key_values(help: str) -> ArgumentInfo:

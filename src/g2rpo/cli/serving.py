@@ -72,7 +72,7 @@ def teach(
     )
 
 
-@commands.command(cls=options.WithSettings)
+@commands.command()
 def agree(
     run: Annotated[Path, typer.Argument(help="A run that teach began.")],
     rewards: Annotated[str, typer.Option(help="Names with commas between them, or a YAML file.")],

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from g2rpo.config.algorithms import ALGORITHMS, algorithm_class, named
 from g2rpo.config.given import is_mention
 from g2rpo.config.removed import is_neutral
-from g2rpo.config.schema import Config, Section
+from g2rpo.config.schema import Config, RewardConfig, Section
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, did_you_mean
 from g2rpo.core.plain import DEPTH, parse_yaml, read_text
@@ -232,9 +232,12 @@ def _fields(kind: Any) -> dict[str, Any] | None:
 def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = False, place: str | None = None) -> None:
     """Refuses unknown keys, and deletes removed ones at their default; `place` is `prefix` without a reward's name."""
     place = prefix if place is None else place
-    if kind is Algorithm and isinstance(data, Mapping):
-        kind = _class_in(data, source, mention)
     fields = _fields(kind)
+    if kind is not RewardConfig and isinstance(data, str | int | float) and (fields or get_origin(kind) is dict):
+        wanted = f"name={data}" if kind is Algorithm else f"{data}=1" if place.endswith("rewards.") else "KEY=VALUE"
+        raise UserError(f"{source}: {prefix[:-1]} is a group of settings, got {data!r:.200}; write {prefix}{wanted:.200}")
+    if kind is Algorithm and isinstance(data, Mapping):
+        fields = _fields(_class_in(data, source, mention))
     if fields is None and get_origin(kind) is dict and isinstance(data, Mapping):
         for name, entry in data.items():
             _check_keys(get_args(kind)[1], entry, f"{prefix}{name}.", source, mention, "rewards.*.")
@@ -247,18 +250,21 @@ def _check_keys(kind: Any, data: Any, prefix: str, source: str, mention: bool = 
             if is_neutral(f"{place}{key}", value, source):
                 del data[key]
                 continue
-            near = did_you_mean(str(key), fields)
-            if not prefix and (elsewhere := key_of(str(key), fields)):
+            near = did_you_mean(str(key), fields, prefix)
+            elsewhere = key_of(str(key), None if prefix else fields)
+            if elsewhere and (not prefix or (elsewhere.endswith(f".{key}") and not elsewhere.startswith(prefix))):
                 near = f" Did you mean '{elsewhere}'?"
             raise UserError(f"{source}: unknown key '{prefix}{key}'.{near}")
         _check_keys(fields[key], value, f"{prefix}{key}.", source, mention, f"{place}{key}.")
 
 
 def key_of(word: str, fields: Mapping[str, Any] | None = None) -> str | None:
-    """The dotted key that a word without a group may mean; None if there is none."""
+    """The dotted key that a word, with or without a group, may mean; None if there is none."""
     fields = fields if fields is not None else _fields(Config) or {}
     groups = reversed(list(fields.items()))  # of equal names the first group's
     known = {inner: f"{group}.{inner}" for group, kind in groups for inner in (_fields(kind) or {})}
+    if "." in word:
+        known = {f"{group}.{inner}": f"{group}.{inner}" for group, kind in fields.items() for inner in (_fields(kind) or {})}
     if word in SHORT:
         return SHORT[word] if SHORT[word] in known.values() else None
     near = [] if word in fields else difflib.get_close_matches(word, known, n=1, cutoff=0.8)

@@ -105,12 +105,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " Did you mean 'x' or 'y'?" for near matches of `word`, else for words that contain it, else all known words, as the end
-    of a message."""
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """ " Did you mean 'x' or 'y'?" for near matches of `word`, with `prefix`, else for words that contain it, else all known
+    words, as the end of a message."""
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     near = near or [other for other in known if len(word) >= SHORTEST_PART and word in other][:3]
     if near:
-        return f" Did you mean {' or '.join(repr(match) for match in near)}?"
+        return f" Did you mean {' or '.join(repr(prefix + match) for match in near)}?"
     return f" Known: {', '.join(known)}." if known else " There are none."
