@@ -12,6 +12,7 @@ from rich.table import Table
 
 from g2rpo.cli.output import say, warn
 from g2rpo.core.capabilities import keeps_old
+from g2rpo.core.errors import counted
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.answer import Answer
 from g2rpo.lab.plan.by_card import OnCard
@@ -110,7 +111,9 @@ def _work_table(plan: Estimate) -> Table:
         table.add_row(name, f"{counts.mean(of):,.{1 if varying else 0}f}", f"{counts.total(of):,.0f}")
 
     evaluations = COUNTED["evaluations"]
-    row(f"network evaluations: {counts.prompts} prompts x {counts.mean(evaluations) / counts.prompts:,.0f}", evaluations)
+    each = sorted({evaluations(iteration) / counts.prompts for iteration, _ in counts.kinds})
+    span = " to ".join(f"{number:,.10g}" for number in dict.fromkeys((each[0], each[-1])))
+    row(f"network evaluations: {counted(counts.prompts, 'prompt')} x {span}", evaluations)
     if rows > 1:
         row("  rows of the network: guidance takes two an evaluation", lambda it: rows * it.evaluations)
     row("rows of the training pass, forward and backward", COUNTED["training_rows"])
@@ -122,9 +125,9 @@ def _work_table(plan: Estimate) -> Table:
         row(f"pictures scored by {name}", COUNTED["images"])
     times, judged = counts.times_evaluated, ", ".join([*plan.config.rewards, *plan.config.evaluation.rewards])
     table.add_section()
-    table.add_row("", "an evaluation", f"{times} evaluations")
+    table.add_row("", "an evaluation", counted(times, "evaluation"))
     for name, once in (
-        (f"network evaluations: {counts.heldout} prompts x {counts.heldout_steps}", counts.heldout_evaluations),
+        (f"network evaluations: {counted(counts.heldout, 'prompt')} x {counts.heldout_steps}", counts.heldout_evaluations),
         (f"pictures decoded, and scored by {judged}", counts.heldout),
     ):
         table.add_row(name, f"{once:,}", f"{once * times:,}")

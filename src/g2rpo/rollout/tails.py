@@ -48,7 +48,9 @@ class Tails:
 
     def __post_init__(self) -> None:
         if self.forecast and self.solver != "euler":
-            raise ValueError(f"forecast replaces velocities of Euler steps: set forecast=false with solver={self.solver}")
+            raise ValueError(
+                f"forecast replaces velocities of Euler steps: set sampling.tails.forecast=false with solver={self.solver}"
+            )
 
     def walked_by(self, plans: Sequence[Plan]) -> Tails:
         """These tails with the plans' solver; plans with the default ("euler") use `self.solver`."""

@@ -1,6 +1,7 @@
 """`g2rpo plan` as a person meets it."""
 
 import json
+import re
 from typing import get_args, get_type_hints
 
 import pytest
@@ -77,6 +78,15 @@ def test_tables_tell_the_same(capsys, tiny_config, sd3_directory):
     out = done(capsys, "plan", tiny_config, *model, "--device", "a100")
     text = " ".join(out.split())
     assert "guidance takes two" in text and "by roofline" in text and "It fits" in text
+    assert "network evaluations: 1 prompt x" in text
+
+
+def test_evaluations_of_a_prompt_and_of_an_iteration_agree(capsys):
+    """Iterations of a moving window differ: the product of a rounded mean would not be the mean of an iteration."""
+    out = done(capsys, "plan", "scenes-fast", "--device", "a100")
+    prompts, least, most, mean = re.search(r"(\d+) prompts x (\d+) to (\d+) *│ *([\d,.]+)", out).groups()
+    mean, least, most = float(mean.replace(",", "")), int(prompts) * int(least), int(prompts) * int(most)
+    assert least < mean < most
 
 
 @pytest.mark.parametrize(
