@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -10,15 +11,16 @@ from g2rpo.assembly.blueprint import build_on_meta, read_blueprint, shapes_of
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.counting import count
+from g2rpo.lab.plan.known import KnownValues
 from g2rpo.lab.plan.trace import trace_calls
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.catalogue import SPECS
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 from tests.support.variants import few
 
-WITH_VALUES_READ = ["Lumina2Pipeline", "QwenImage21Pipeline", "HunyuanVideo15Pipeline"]
 FIXED = ("LongCatImagePipeline", "QwenImage21Pipeline", "HunyuanVideo15Pipeline")
 """Those without a choice of max_sequence_length."""
-KINDS = [kind for kind in CLASSES if kind not in WITH_VALUES_READ and not SPECS[kind].pictured]
+KINDS = [kind for kind in CLASSES if not SPECS[kind].pictured]
 """Those that edit take a megapixel of input, which is too much for a real call here."""
 
 
@@ -50,7 +52,7 @@ def planned(kind, folder):
     return load_config("scenes", [*SMALL, *(f"policy.{option}" for option in options)])
 
 
-@pytest.mark.parametrize("kind", few(KINDS, ("ZImagePipeline", "WanPipeline").__contains__))
+@pytest.mark.parametrize("kind", few(KINDS, ("ZImagePipeline", "WanPipeline", "QwenImage21Pipeline").__contains__))
 def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
     """Those of a shallow model without weights, whose blocks stand for all, are those of the whole; guidance doubles rows."""
     c = planned(kind, tmp_path)
@@ -66,15 +68,40 @@ def test_a_plan_counts_the_operations_that_there_are(kind, tmp_path):
     assert traced.single.roofline.flops == counted.get_total_flops()
 
 
-@pytest.mark.parametrize("kind", few(["ZImagePipeline", "WanPipeline", "QwenImageEditPipeline"], "WanPipeline".__eq__))
+@pytest.mark.parametrize(
+    "kind", few(["ZImagePipeline", "WanPipeline", "QwenImageEditPipeline", "QwenImage21Pipeline"], "WanPipeline".__eq__)
+)
 def test_memory_is_traced_with_gradients_and_decoding(kind, tmp_path):
     c = planned(kind, tmp_path)
     sets = trace_calls(read_blueprint(c.policy), c, count(c, 1), like_cuda=True)
     assert sets.training.peak > 0 and sets.velocity.peak > 0 and sets.decode.peak > 0
 
 
-@pytest.mark.parametrize("kind", WITH_VALUES_READ)
-def test_a_model_that_cannot_be_planned_is_one_message(kind, tmp_path):
-    c = planned(kind, tmp_path)
+def test_known_values_are_those_of_real_tensors_and_no_others():
+    def read(tokens, weight):
+        mask = torch.zeros(4, 6, dtype=torch.bool)
+        mask[:, :tokens] = True
+        ids = torch.arange(6).repeat(4, 1)
+        ids[mask] = torch.tensor([7, 8] * 4)
+        rows = weight[mask]  # as many as are true
+        halves = torch.repeat_interleave(torch.ones(3), mask.sum(0)[:3])
+        return mask.sum(1).tolist(), ids.tolist(), tuple(rows.shape), len(halves), ids.t()[1].max().item()
+
+    expected = read(2, torch.rand(4, 6, 5))
+    with FakeTensorMode():
+        weight = torch.rand(4, 6, 5)
+        with KnownValues():
+            assert read(2, weight) == expected
+            written = torch.zeros(3)
+            part = written[1:]
+            part += weight[0, 0, :2]
+            for unknown in (written, part, torch.rand(3)):  # a view's content is its base's
+                with pytest.raises(DataDependentOutputException):
+                    unknown.sum().item()
+
+
+def test_a_model_that_cannot_be_planned_is_one_message(tmp_path, monkeypatch):
+    c = planned("ZImagePipeline", tmp_path)
+    monkeypatch.setattr(DiffusersPolicy, "velocity", lambda self, *inputs: next(self.transformer.parameters()).sum().item())
     with pytest.raises(UserError, match="reads values of tensors"):
         trace_calls(read_blueprint(c.policy), c, count(c, 1), like_cuda=True)

@@ -30,6 +30,7 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Batch, Cond, Plan
 from g2rpo.lab.plan.autocast import CudaAutocast
 from g2rpo.lab.plan.counting import Counts
+from g2rpo.lab.plan.known import KnownValues
 from g2rpo.lab.plan.roofline import Kernel, Kernels, Roofline
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.pipelines import Shapes
@@ -168,8 +169,12 @@ class _WithoutBase(Trained):
 
 
 def inputs(policy: DiffusersPolicy, shapes: Shapes, rows: int) -> tuple[Tensor, Tensor, Cond]:
-    """Latents, sigmas and conditioning of a call, without content."""
-    return torch.empty(rows, *shapes.latent), torch.tensor([0.5] * rows), policy.like(shapes, rows)
+    """Latents, sigmas and conditioning of a call: prompts of the full length, without content."""
+    cond = policy.like(shapes, rows)
+    for name, mask in cond.tensors.items():
+        if name.endswith(("attention_mask", "embeds_mask")):
+            mask.fill_(1)
+    return torch.empty(rows, *shapes.latent), torch.tensor([0.5] * rows), cond
 
 
 @contextmanager
@@ -182,11 +187,12 @@ def shallow_policy(blueprint: Blueprint, config: Config) -> Iterator[tuple[Diffu
         warnings.simplefilter("ignore")  # about kernels that fake tensors do not run
         _materialise(policy)
         try:
-            yield policy, times
+            with KnownValues():
+                yield policy, times
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise UserError(
                 f"policy.path={config.policy.path}: cannot be planned: the call of a {blueprint.kind} reads values of tensors "
-                "(a time, the length of a mask), and a plan has shapes alone; training does not need that"
+                "that depend on weights or times, and a plan has none; training does not need that"
             ) from None
 
 
