@@ -17,8 +17,9 @@ from g2rpo.app.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.app.preflight import check
 from g2rpo.app.train import load_config
 from g2rpo.assembly import components, hub
-from g2rpo.assembly.prompts import build_prompts, caution
+from g2rpo.assembly.prompts import build_prompts, caution, trained_on
 from g2rpo.config.schema import PolicyConfig
+from g2rpo.core.data import Prompt
 from g2rpo.core.errors import UserError
 from g2rpo.prompts.sources import read_prompts
 from tests.support.commands import done, refused
@@ -99,6 +100,13 @@ def test_what_can_be_downloaded_is_a_block_of_commands(monkeypatch):
 )
 def test_prompts_of_ones_own_that_are_judged_on_others_are_mentioned(train, heldout, said):
     assert ("evaluation.prompts=FILE" in (caution(train, heldout) or "")) == said
+
+
+def test_heldout_prompts_that_are_trained_on_are_counted():
+    edit = Prompt("make it red", ["a.png"])
+    assert trained_on(["a cat", edit], ["a dog", Prompt("make it red", ["b.png"])]) is None
+    assert (trained_on(["a cat", "a cat", edit], ["a dog", "a cat", edit]) or "").startswith("2 of 3 held-out prompts are")
+    assert (trained_on(["a cat"], ["a cat"]) or "").startswith("1 of 1 held-out prompt is a training prompt too")
 
 
 def test_no_model_is_built_and_an_endpoint_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch):

@@ -157,12 +157,13 @@ def history(*evaluations):
 
 
 def test_a_fall_by_hand():
-    before, after = torch.tensor([0.5, 0.6, 0.7, 0.2]), torch.tensor([0.4, 0.6, 0.5, 0.1])
-    t = -0.1 / (math.sqrt(0.02 / 3) / 2)  # differences -.1 0 -.2 -.1
-    assert chance_of_fall(before, after) == pytest.approx(float(student.cdf(t, 3)), rel=1e-5)
+    before, after = torch.tensor([0.5, 0.6, 0.7, 0.2] * 2), torch.tensor([0.4, 0.6, 0.5, 0.1] * 2)
+    t = -0.1 / math.sqrt(0.04 / 7 / 8)  # differences -.1 0 -.2 -.1, twice
+    assert chance_of_fall(before, after) == pytest.approx(float(student.cdf(t, 7)), rel=1e-5)
     nan = torch.tensor([math.nan])
     assert chance_of_fall(torch.cat([before, nan]), torch.cat([after, -nan])) == pytest.approx(chance_of_fall(before, after))
-    assert chance_of_fall(before[:1], after[:1]) == 1
+    few = torch.tensor([0.999, 0.998, 0.997])  # of so few prompts the report says no more than the means
+    assert chance_of_fall(before[:1], after[:1]) == chance_of_fall(few, 0.001 * few) == 1
     assert chance_of_fall(torch.ones(10), torch.zeros(10)) == 2**-10 and chance_of_fall(torch.zeros(10), torch.ones(10)) == 1
 
 
@@ -429,6 +430,8 @@ def test_the_command_goes_back_writes_the_weights_and_exits_with_1(capsys, tmp_p
     run, judge = tmp_path / "run", tmp_path / "judge.py"
     judge.write_text(FALLING)
     options = [f"evaluation.rewards.falling.{option}" for option in ("kind=function", f"options.target={judge}:falling")]
+    (tmp_path / "eight.txt").write_text("a red circle\n" * 8)
+    options += [f"evaluation.prompts={tmp_path / 'eight.txt'}", "evaluation.num_prompts=8"]
     go_back = ("alarms.decline=rollback", "alarms.hacking=rollback")
     code, out, err = g2rpo(capsys, "train", tiny_config, *options, *go_back, "--run-dir", run)
     assert code == 1 and "Traceback" not in err

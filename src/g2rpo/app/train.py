@@ -24,6 +24,7 @@ from g2rpo.app.stopping import Stopping
 from g2rpo.assembly import components
 from g2rpo.assembly.adapters import completed
 from g2rpo.assembly.prompts import caution as prompts_caution
+from g2rpo.assembly.prompts import trained_on
 from g2rpo.assembly.rewards import build_rewards, configured
 from g2rpo.config import recipes
 from g2rpo.config.resolve import read_yaml, resolve
@@ -111,8 +112,9 @@ def _parts(
         raise UserError(
             f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
         )
-    if world.is_main and (caution := prompts_caution(config.prompts.train, config.evaluation.prompts)) is not None:
-        notify(caution)
+    for caution in (prompts_caution(config.prompts.train, config.evaluation.prompts), trained_on(prompts, heldout)):
+        if world.is_main and caution is not None:
+            notify(caution)
     try_own_code(config, given)
     sharding = components.build_sharding(config, world)
     if "policy" in given:
@@ -356,7 +358,7 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
 
     report()
     if not iteration:
-        emit(Line(f"first the base model draws {len(trainer.heldout)} held-out prompts, which are scored ..."))
+        emit(Line(f"first the base model draws {counted(len(trainer.heldout), 'held-out prompt')}, which are scored ..."))
     trained: list[Row] = []
     trainer.on_evaluations = lambda count: report(count * trainer.world.size)
     for row in trainer.train():

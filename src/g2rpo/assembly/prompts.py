@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from g2rpo.config.given import refuse_mention
-from g2rpo.core.errors import UserError, did_you_mean
+from g2rpo.core.errors import UserError, counted, did_you_mean
 from g2rpo.core.files import local
+from g2rpo.core.input_pictures import images_of
 from g2rpo.prompts.sources import STARTER, read_prompts
 
 TESTBED_LISTS = ("testbed:train", "testbed:heldout", "words:train", "words:heldout")
@@ -39,6 +41,18 @@ def caution(train: str, heldout: str) -> str | None:
     return (
         f"prompts.train={train}, but held-out pictures are of {heldout}, which comes with the package; "
         "evaluation.prompts=FILE takes prompts like your own that are not trained on"
+    )
+
+
+def trained_on(prompts: Sequence[str], heldout: Sequence[str]) -> str | None:
+    """A caution about held-out prompts that are training prompts too, with the same input pictures."""
+    known = {(str(prompt), *images_of(prompt)) for prompt in prompts}
+    if not (shared := sum((str(prompt), *images_of(prompt)) in known for prompt in heldout)):
+        return None
+    are = "is a training prompt" if shared == 1 else "are training prompts"
+    return (
+        f"{shared} of {counted(len(heldout), 'held-out prompt')} {are} too: their scores do not tell how the model does on "
+        "others; evaluation.prompts=FILE takes prompts that are not trained on"
     )
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from g2rpo.app.events import Results
 from g2rpo.cli.output import add_names, say
 from g2rpo.core import plugins
+from g2rpo.core.errors import counted
 from g2rpo.core.statistics import Interval
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.evaluation.sweep import Judging
@@ -55,7 +56,7 @@ def command(*arguments: str | Path) -> str:
 
 def run_table(table: Mapping[str, Comparison], prompts: int, trained: Sequence[str], width: int) -> Table:
     """The table of base against tuned, for a console of `width`."""
-    out = Table(title=f"{prompts} held-out prompts, same noise; ± 95 % interval")
+    out = Table(title=f"{counted(prompts, 'held-out prompt')}, same noise; ± 95 % interval")
     add_names(out, "reward", list(table), width)
     for column in ("base", "tuned", "change", ""):
         out.add_column(column, justify="right" if column else "left", overflow="fold")

@@ -117,7 +117,7 @@ class Reward:
     right: float | None = None
     """The least score of a right picture: pictures are then marked, and the share of right ones is logged."""
     right_in_words: str | None = None
-    """What a right picture does, for the first sentence of the report: "Spells {} texts" becomes "Spells 71 % of 192 unseen
+    """What a right picture does, for the first sentence of the report: "Spells {} texts" becomes "Spells 71 % of 192 held-out
     texts"; words without {}, such as "in the asked colour", follow those of another reward."""
     video: bool = False
     """Whether it takes whole clips [B, T, 3, H, W] of a video policy. Clips are otherwise scored by their `frames`."""

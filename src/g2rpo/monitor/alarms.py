@@ -18,7 +18,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import drift_limit_of
 from g2rpo.core.contracts import plans_of
 from g2rpo.core.errors import counted
-from g2rpo.core.statistics import Z
+from g2rpo.core.statistics import FEWEST, Z
 from g2rpo.core.types import Algorithm
 from g2rpo.monitor.image_statistics import TAIL
 from g2rpo.monitor.metrics import Row
@@ -167,13 +167,13 @@ def paired(before: Tensor, after: Tensor) -> tuple[float, float, int]:
 
 
 def chance_of_fall(before: Tensor, after: Tensor) -> float:
-    """The p-value of a fall of the mean score [N]: Student's t, one-sided, paired; 1 for fewer than two scores. If all
-    differences are equal, the t-test is undefined; a fall then has the sign test's p-value 2^-N.
+    """The p-value of a fall of the mean score [N]: Student's t, one-sided, paired; 1 for fewer than `FEWEST` scores, of which
+    no interval is given either. If all differences are equal, the t-test is undefined; a fall then has the sign test's 2^-N.
     """
     from scipy.stats import t
 
     change, error, count = paired(before, after)
-    if count < 2:
+    if count < FEWEST:
         return 1.0
     if error == 0:
         return 0.5**count if change < 0 else 1.0

@@ -13,6 +13,7 @@ import yaml
 from g2rpo import __version__
 from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config
+from g2rpo.core.errors import counted
 from g2rpo.core.files import is_hub_id, write_whole
 from g2rpo.core.plain import parse_json, read_text
 from g2rpo.evaluation.controls import in_words, told
@@ -153,7 +154,7 @@ def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> s
     for name, row in table.items():
         use = "trained on" if name in config.rewards else "judged only"
         rows.append(f"| {name} | {use} | {row.base:.3f} | {row.tuned:.3f} | {row.tuned - row.base:+.3f}{row.within} |\n")
-    caption = f"{prompts} held-out prompts from the same noise; ± is the 95 % interval of the paired change."
+    caption = f"{counted(prompts, 'held-out prompt')} from the same noise; ± is the 95 % interval of the paired change."
     return "## Results\n\n" + "".join(rows) + f"\n{caption}"
 
 

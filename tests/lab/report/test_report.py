@@ -22,6 +22,7 @@ from g2rpo.lab.report.pictures import FRAMES
 from g2rpo.lab.report.seeds import seed_groups
 from g2rpo.lab.report.verdict import summary, verdict
 from g2rpo.lab.report.words import decimals, signed, span
+from g2rpo.monitor import alarms
 from g2rpo.monitor.alarms import ADVICE
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.scores import read_rows, right_of, save_pictures, save_rows, score_rows, scores_of
@@ -188,7 +189,7 @@ def test_pictures_have_the_scores_of_the_log_and_marks_where_something_can_tell(
     for value in [*t.evaluator.baseline.scores["bright"], *t.score_heldout().scores["bright"]]:
         assert f"bright {float(value):.3f}" in page.words
     share = [f"{100 * row['right']:.0f} %" for row in (rows[0], rows[-1])]
-    assert f"Right on {share[1]} of 3 unseen prompts, was {share[0]} (" in page.words
+    assert f"Right on {share[1]} of 3 held-out prompts, was {share[0]} (" in page.words
     assert "✓ is right and ✗ wrong" in page.words
     assert "✓" not in Page(render(read_runs([run_dir]))).words  # nothing there can tell
 
@@ -229,17 +230,17 @@ def said(directory, rewards, right=None, alarms=()):
 def test_the_summary_says_what_happened_in_plain_words(tmp_path):
     up, flat, down = (True, 0.5, 0.7, 0.05), (False, 70.0, 70.4, 0.3), (False, 0.8, 0.6, 0.05)
     assert said(tmp_path / "a", {"one": up, "two": flat}, right=(0.43, 0.62, 0.03), alarms=["hacking"]) == (
-        "Right on 62 % of 192 unseen prompts, was 43 % (+19 ± 6 points). No other score clearly fell. 1 alarm: hacking."
+        "Right on 62 % of 192 held-out prompts, was 43 % (+19 ± 6 points). No other score clearly fell. 1 alarm: hacking."
     )
     assert said(tmp_path / "c", {"one": up}) == (
-        "one rose from 0.500 to 0.700 on 192 unseen prompts (± 0.099). No other score was judged. No alarm."
+        "one rose from 0.500 to 0.700 on 192 held-out prompts (± 0.099). No other score was judged. No alarm."
     )
     both = said(
         tmp_path / "d", {"one": (True, 0.5, 0.3, 0.05), "other": (True, 0.5, 0.51, 0.05), "two": down}, alarms=["a", "b"]
     )
     assert both == (
-        "one fell from 0.500 to 0.300 on 192 unseen prompts (± 0.099); other went from 0.500 to 0.510 on 192 unseen prompts "
-        "(± 0.099, no clear change). Fallen: one, two. 2 alarms: a, b."
+        "one fell from 0.500 to 0.300 on 192 held-out prompts (± 0.099); other went from 0.500 to 0.510 on 192 held-out "
+        "prompts (± 0.099, no clear change). Fallen: one, two. 2 alarms: a, b."
     )
     claim(tmp_path / "e", config())
     assert summary(*read_runs([tmp_path / "e"])).startswith("Nothing can be said yet")
@@ -317,7 +318,7 @@ def test_runs_with_other_seeds_are_one_line_with_an_interval_over_seeds_and_prom
     page = Page(render(read_runs(seeds)))
     points = [signed(100 * value, 0) for value in (ends.mean, ends.low, ends.high)]
     assert (
-        f"Lights {100 * share.tuned:.0f} % of 3 unseen rooms, was {100 * share.base:.0f} % "
+        f"Lights {100 * share.tuned:.0f} % of 3 held-out rooms, was {100 * share.base:.0f} % "
         f"({points[0]} points, {points[1]} to {points[2]} over 3 seeds" in page.words
     )
     digits = decimals(found["bright"].error)
@@ -480,8 +481,9 @@ def test_numbers_for_people():
     assert [span(s) for s in (0.78, 42, 301, 12000)] == ["0.78 s", "42 s", "5 min 1 s", "3 h 20 min"]
 
 
-def test_alarms_are_told_and_marked(tmp_path):
+def test_alarms_are_told_and_marked(tmp_path, monkeypatch):
     """A judged reward falls in every toy run (dark is minus bright); a row of training has one of its own."""
+    monkeypatch.setattr(alarms, "FEWEST", 3)
     directory = make_run(tmp_path / "run", "trainer.iterations=6", finish=False)
     rows = read_metrics(directory)
     for row in rows:

@@ -34,11 +34,11 @@ def summary(run: Run | SeedGroup) -> str:
     if not changes:
         return "Nothing can be said yet: there is no second evaluation to compare the base model's with."
     right = run.right()
-    unseen = f"{run.judged_prompts} unseen" if run.judged_prompts else "unseen"
+    heldout = f"{run.judged_prompts} held-out" if run.judged_prompts else "held-out"
     if right is not None:
-        outcome = _right(right, run.right_in_words, unseen)
+        outcome = _right(right, run.right_in_words, heldout)
     else:
-        outcome = "; ".join(_changed(c, unseen) for c in changes if c.trained)
+        outcome = "; ".join(_changed(c, heldout) for c in changes if c.trained)
     parts = [f"{outcome}.", _controls(run), _fallen(changes), _spread(run), _alarms(run), _untried(run)]
     return " ".join(part for part in parts if part)
 
@@ -69,26 +69,25 @@ def _spread(run: Run | SeedGroup) -> str:
     return f"{'; '.join(said).capitalize()}." if said else ""
 
 
-def _right(change: Change, words: str, unseen: str) -> str:
+def _right(change: Change, words: str, heldout: str) -> str:
     points, margin, (low, high) = 100 * (change.tuned - change.base), 100 * change.margin, change.interval
     if change.seeds > 1:
         said = f"{signed(points, 0)} points, {_over_seeds(100 * low, 100 * high, 0, change)}"
     else:
         said = f"{signed(points, 0)}{f' ± {margin:.0f}' if math.isfinite(margin) else ''} points"
     interval = f" ({said}{_doubt(change)})"
-    return f"{words.replace('{}', f'{_percent(change.tuned)} of {unseen}')}, was {_percent(change.base)}{interval}"
+    return f"{words.replace('{}', f'{_percent(change.tuned)} of {heldout}')}, was {_percent(change.base)}{interval}"
 
 
-def _changed(change: Change, unseen: str) -> str:
+def _changed(change: Change, heldout: str) -> str:
     digits, said, doubt = decimals(change.error), verdict(change), _doubt(change)
     word = {"higher": "rose", "lower": "fell"}.get(said, "went")
     if change.seeds > 1:
         margin = f" ({signed(change.tuned - change.base, digits)}, {_over_seeds(*change.interval, digits, change)}{doubt})"
     else:
         margin = f" (± {fixed(change.margin, digits)}{doubt})" if math.isfinite(change.margin) else doubt
-    return (
-        f"{change.reward} {word} from {fixed(change.base, digits)} to {fixed(change.tuned, digits)} on {unseen} prompts{margin}"
-    )
+    values = f"from {fixed(change.base, digits)} to {fixed(change.tuned, digits)}"
+    return f"{change.reward} {word} {values} on {heldout} prompts{margin}"
 
 
 def _doubt(change: Change) -> str:
