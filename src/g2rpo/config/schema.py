@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeFloat,
@@ -31,11 +32,18 @@ Steps = Annotated[int, Field(ge=1, le=250)]
 """The number of denoising steps."""
 
 
+def _not_negative(weight: float) -> float:
+    """Refuses a reward to be lowered: alarms, the best evaluation and reports take a higher score for the better one."""
+    if weight < 0:
+        raise ValueError("should be at least 0, since a higher score is the better one; to lower it, negate the score itself")
+    return weight
+
+
 class RewardConfig(Section):
     """One reward: its kind, options and weight."""
 
     kind: str
-    weight: float = 1.0
+    weight: Annotated[float, AfterValidator(_not_negative)] = 1.0
     options: dict[str, Any] = {}
     frames: Frames | None = None
     """Which frames of clips a reward of pictures scores; None: every fourth, their mean."""
