@@ -16,11 +16,14 @@ from tests.support.commands import done
 from tests.support.runs import brightness, trainer, untimed
 
 COMMON = ("trainer.prompts_per_iteration=4", "trainer.iterations=3")
+ONE = ("trainer.prompts_per_iteration=1",)
 VARIANTS = {
     "g2rpo": (),
     "gdpo": ("algorithm.reward_mix=gdpo", "algorithm.group_size=8"),
     "batch_std": ("algorithm.name=flow_grpo", "algorithm.group_size=6", "algorithm.update_every=3", "algorithm.kl_weight=0.5"),
     "branch": ("algorithm.update_every=branch", "optim.ema_decay=0.9"),
+    "plans of a prompt": (*ONE, "algorithm.branch_steps=[0,1,2,4]"),
+    "plans, in parts": (*ONE, "algorithm.name=tempflow_grpo", "sampling.num_steps=5", "algorithm.drop_zero_advantages=false"),
     "chosen prompts": ("algorithm.name=adagrpo", "algorithm.candidates=3", "algorithm.branch_steps=[0,2]"),
 }
 
@@ -40,12 +43,12 @@ def train_gaussian(world, folder, overrides):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ranks_learn_what_one_process_learns(tmp_path, variant):
-    """1 x 4 = 2 x 2 = 4 x 1 prompts. On this policy every member's arithmetic is the same whatever its batch, so only the
-    order differs in which float32 gradients of n <= 144 members are added: an error of at most n 2^-24 < 1e-5 of the sum of
-    their sizes. Adam divides by the gradient's own size, and lr = 0.05: 1e-5 in the weights leaves room for entries whose sum
-    is up to twenty times smaller than its terms. A wrong normalisation shows as 1e-2."""
+    """1 x 4 = 2 x 2 = 4 x 1 prompts, or plans of one prompt. On this policy every member's arithmetic is the same whatever its
+    batch, so only the order differs in which float32 gradients of n <= 144 members are added: an error of at most n 2^-24 <
+    1e-5 of the sum of their sizes. Adam divides by the gradient's own size, and lr = 0.05: 1e-5 in the weights leaves room for
+    entries whose sum is up to twenty times smaller than its terms. A wrong normalisation shows as 1e-2."""
     weights, logs = {}, {}
-    sizes = (1, 2, 4) if variant == "g2rpo" else (1, 4)
+    sizes = (1, 2, 4) if variant in ("g2rpo", "plans of a prompt") else (1, 4)
     for size in sizes:
         folder = tmp_path / str(size)
         logs[size], *_ = ranks.run(size, train_gaussian, folder, VARIANTS[variant])
@@ -58,6 +61,8 @@ def test_ranks_learn_what_one_process_learns(tmp_path, variant):
         for ours, alone in zip(logs[size], logs[1], strict=True):
             assert ours.keys() == alone.keys()
             same = {key for key in alone if not key.startswith("seconds") and key not in ("kind", "ranks")}
+            if "plans" in variant:
+                same.discard("evaluations")  # each rank walks to its own branch steps
             assert {key: ours[key] for key in same} == pytest.approx(
                 {key: alone[key] for key in same}, rel=1e-4, abs=1e-6, nan_ok=True
             )
@@ -139,6 +144,21 @@ def test_dealt_items_are_the_whole_in_order():
 def test_prompts_that_cannot_be_dealt_evenly_are_refused():
     with pytest.raises(UserError, match=r"prompts_per_iteration=6 cannot be divided evenly over 4 ranks; 4 or 8 can"):
         trainer(None, "trainer.prompts_per_iteration=6", world=World(1, 4))
+    for more, why in (
+        (
+            "algorithm.branch_schedule=turns",
+            "each has one group in .*branch_schedule=all one for every branch step; set it to 4, or start 2 ranks",
+        ),
+        ("algorithm.branch_steps=[0,1,2]", "the 3 groups of a prompt cannot be divided over 2 ranks"),
+        (
+            "algorithm.branch_steps=[0,1] algorithm.update_every=branch",
+            "algorithm.update_every=branch takes an update from some groups",
+        ),
+        ("algorithm.name=tempflow_grpo sampling.num_steps=5", "algorithm.drop_zero_advantages looks at all groups"),
+        ("algorithm.name=flow_grpo", "each has one group in an iteration; set it"),
+    ):
+        with pytest.raises(UserError, match=f"prompts_per_iteration=2 cannot be divided over 4 ranks: {why}"):
+            trainer(None, "trainer.prompts_per_iteration=2", *more.split(), world=World(1, 4))
     with pytest.raises(UserError, match="=1 .* 4 ranks"):
         World(0, 4).share(1, "x")
     assert ALONE.share(7, "x") == 7

@@ -15,6 +15,7 @@ from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
 from g2rpo.prompts.order import PromptOrder
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.sharding import Sharded
+from g2rpo.training.ranks import divided
 
 
 def policy_after_encoding(
@@ -68,5 +69,6 @@ def prompts_to_come(
 ) -> list[str]:
     """The distinct prompts of this rank from `iteration` on: its training prompts and its held-out prompts."""
     order, size = PromptOrder(prompts, config.trainer.seed), config.trainer.prompts_per_iteration
-    batches = [world.shard(order.batch(later, size)) for later in range(iteration, config.trainer.iterations)]
+    own = divided(config, world).prompts
+    batches = [own.shard(order.batch(later, size)) for later in range(iteration, config.trainer.iterations)]
     return list(dict.fromkeys(chain(*batches, world.shard_or_all(heldout))))

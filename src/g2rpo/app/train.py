@@ -43,6 +43,7 @@ from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
 from g2rpo.training.pace import MEASURED, PROBE, planned, seconds_in
 from g2rpo.training.pilots import FACTORS, Pilots, pilot_config, pilot_prompts
+from g2rpo.training.ranks import divided
 from g2rpo.training.rates import Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
 
@@ -106,7 +107,7 @@ def _parts(
 ) -> dict[str, Any]:
     """The arguments of the trainer of a config that `preflight.check` has passed; `given` has the prompts. The prompts of
     `pilots` are encoded with the others."""
-    world.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+    divided(config, world)
     prompts, heldout = given["prompts"], given["heldout"]
     if "policy" in given and config.trainer.sharding != "none":
         raise UserError(
@@ -345,8 +346,9 @@ def train_all(trainer: Trainer, emit: Emit, predict: Predict | None = None) -> N
     config = trainer.config
 
     def evaluations(iterations: int) -> int:
-        prompts, tails = config.trainer.prompts_per_iteration, config.sampling.tails
-        return sum(prompts * count_per_prompt(config.algorithm, trainer.plans(each), tails) for each in range(iterations))
+        prompts, tails = trainer.own_prompts * trainer.world.size, config.sampling.tails  # as `on_evaluations` counts
+        own = [trainer.division.plans.shard(trainer.plans(each)) for each in range(iterations)]
+        return sum(prompts * count_per_prompt(config.algorithm, plans, tails) for plans in own)
 
     iterations, iteration = config.trainer.iterations, trainer.iteration
     done, total = evaluations(iteration), evaluations(iterations)

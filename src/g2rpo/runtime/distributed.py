@@ -1,7 +1,7 @@
 """Training on several processes: this process's rank, and the collectives that training uses.
 
-Prompts are sharded over ranks, so a group never spans two of them. Rewards and metrics are gathered through gloo (small, on the
-CPU); gradients are reduced on the devices. With one process, collectives are no-ops.
+Prompts, or plans of a prompt, are sharded over ranks, so a group never spans two of them. Rewards and metrics are gathered
+through gloo (small, on the CPU); gradients are reduced on the devices. With one process, collectives are no-ops.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from g2rpo.core.errors import RankLost, UserError
+from g2rpo.core.types import Plan
 from g2rpo.runtime.devices import accelerator
 
-Items = TypeVar("Items", list[str], Sequence[str], Tensor)
+Items = TypeVar("Items", list[str], Sequence[str], list[Plan], Tensor)
 
 BUCKET = 2**25
 """Elements of one all-reduce: large enough to be fast, small compared with the gradients of a large model."""

@@ -20,6 +20,7 @@ from g2rpo.rollout.engine import Engine, Noise
 from g2rpo.rollout.planning import anchor_walk
 from g2rpo.rollout.scoring import score_rollouts
 from g2rpo.runtime.devices import same_device
+from g2rpo.runtime.distributed import World
 from g2rpo.runtime.memory import BatchSizes, OutOfMemory
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.stopwatch import Stopwatch
@@ -55,7 +56,8 @@ class Collector:
     """Rolls out the plans of an algorithm for all prompts and scores the pictures with `rewards`.
 
     `sizes` are halved when memory runs out. `first` is the place of this rank's first prompt in the iteration: noise depends on
-    `seed`, the iteration and a prompt's place, not on the rank. `on_evaluations(rows)` is called after each network call.
+    `seed`, the iteration and a prompt's place, not on the rank. `among` are the ranks that share a prompt's plans.
+    `on_evaluations(rows)` is called after each network call.
     """
 
     policy: Policy
@@ -67,6 +69,7 @@ class Collector:
     shards: Replicated
     seed: int
     first: int
+    among: World
     on_evaluations: Callable[[int], None]
 
     def collect(self, algorithm: Algorithm, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
@@ -75,10 +78,14 @@ class Collector:
         If rewards wait for answers, another thread decodes and scores some prompts' pictures while the next are rolled out.
         The last ones are scored here, after that thread has ended, so that no reward is called by two threads at once.
         """
-        plans = plans_of(algorithm, self.config.num_steps, iteration, self.seed)
+        plans = self.among.shard(self.plans(algorithm, iteration))
         noise = partial(self.noise, iteration)
         spec = RolloutSpec(plans, algorithm.group_size, algorithm.kernel(self.sigmas), noise, self.first)
         return self._collect(spec, cond, prompts, watch)
+
+    def plans(self, algorithm: Algorithm, iteration: int) -> list[Plan]:
+        """The plans of every prompt, over all ranks."""
+        return plans_of(algorithm, self.config.num_steps, iteration, self.seed)
 
     def anchors(self, candidates: int, iteration: int, cond: Cond, prompts: Sequence[str], watch: Stopwatch) -> Collected:
         """The ODE's picture of each prompt, `candidates` for every place, from the noise of that place's anchor."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from g2rpo.core.types import Rollout
+from g2rpo.core.types import Plan
 from g2rpo.monitor.diagnostics import diagnose, reward_metrics
 from g2rpo.monitor.metrics import Row
 from g2rpo.runtime.devices import accelerator
@@ -17,12 +17,10 @@ from g2rpo.training.collector import Collected
 from g2rpo.training.stopwatch import Stopwatch
 
 
-def of_groups(
-    rollouts: Sequence[Rollout], names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float, ranks: int
-) -> Row:
-    """Statistics of rewards [N, R, M, G] and advantages [N, G] of all ranks, whose plans are those of `rollouts`."""
-    branches = [rollout.plan.branch for rollout in rollouts] * ranks
-    tails = [rollout.plan.tail_names for rollout in rollouts] * ranks
+def of_groups(plans: Sequence[Plan], names: Sequence[str], rewards: Tensor, advantages: Tensor, clip: float) -> Row:
+    """Statistics of rewards [N, R, M, G] and advantages [N, G] of the N groups of all ranks, with their plans."""
+    branches = [plan.branch for plan in plans]
+    tails = [plan.tail_names for plan in plans]
     return {
         **reward_metrics(names, rewards, advantages, clip),
         **diagnose(branches, tails, names, rewards, advantages),

@@ -43,6 +43,7 @@ from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import write_card
 from g2rpo.training.pace import MEASURED, fitted, with_length
 from g2rpo.training.persistence import Persistence
+from g2rpo.training.ranks import divided
 from g2rpo.training.reward_states import learn, observe, stateful
 from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.run_files import RunFiles
@@ -87,7 +88,8 @@ class Trainer:
         self.rolled_back_from: int | None = None
         self.final: Evaluation | None = None  # of the weights as they are
         self.files = RunFiles(self.run_dir, self.world, self.notify)
-        self.own_prompts = self.world.share(c.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+        self.division = divided(c, self.world)
+        self.own_prompts = c.trainer.prompts_per_iteration // self.division.prompts.size
         self.algorithm = c.algorithm
         check_complete(self.algorithm)
         check_differentiable(self.algorithm, self.rewards)
@@ -114,7 +116,8 @@ class Trainer:
             sizes=self.sizes,
             shards=self.shards,
             seed=c.trainer.seed,
-            first=self.world.first(c.trainer.prompts_per_iteration),
+            first=self.division.prompts.first(c.trainer.prompts_per_iteration),
+            among=self.division.plans,
             on_evaluations=lambda rows: self.on_evaluations(rows),
         )
         self.updater = Updater(
@@ -250,7 +253,8 @@ class Trainer:
             self.learner.update_old(self.algorithm.old_decay(self.learner.steps))
         watch.lap("update")
 
-        branches = [rollout.plan.branch for rollout in collected.rollouts] * self.world.size  # equal on all ranks
+        groups = self.collector.plans(algorithm, self.iteration) * self.config.trainer.prompts_per_iteration
+        branches = [plan.branch for plan in groups]
         learnt |= self.memory.observe(self.iteration, branches, rewards, self.weights) if self.memory else {}
         compared = not (differentiates_rewards(self.algorithm) or all(reward.latent for reward in self.rewards.values()))
         if self.iteration == 0 and self.files.writes and compared:
@@ -259,7 +263,7 @@ class Trainer:
         row: Row = {
             "kind": "train",
             "iteration": self.iteration,
-            **of_groups(collected.rollouts, list(self.rewards), rewards, advantages, algorithm.advantage_clip, self.world.size),
+            **of_groups(groups, list(self.rewards), rewards, advantages, algorithm.advantage_clip),
             **learnt,
             **stats.summary(self.algorithm),
             "learning_rate": rate,
@@ -286,7 +290,7 @@ class Trainer:
     def prompts_of(self, iteration: int) -> list[str]:
         """This rank's prompts of an iteration; where the algorithm chooses among them, the candidates of each place in turn."""
         places = self.config.trainer.prompts_per_iteration
-        return self.world.shard(self.order.batch(iteration, places * candidates_of(self.algorithm)))
+        return self.division.prompts.shard(self.order.batch(iteration, places * candidates_of(self.algorithm)))
 
     def _choose(self, prompts: list[str], cond: Cond, watch: Stopwatch) -> tuple[list[str], Cond, list[Collected]]:
         """The prompts chosen by the algorithm's state, their rows of `cond`, and the samples made for the choice."""
@@ -296,7 +300,7 @@ class Trainer:
         anchors = self.collector.anchors(each, self.iteration, cond, prompts, watch)
         rewards = self.world.gather(anchors.rewards)[:, :, 0, 0].unflatten(0, (-1, each))
         chosen = choice_of(self.algorithm, self.memory, self.iteration, rewards, self.weights)
-        first = self.world.first(len(chosen))
+        first = self.division.prompts.first(len(chosen))
         rows = [place * each + chosen[first + place] for place in range(self.own_prompts)]
         return [prompts[row] for row in rows], cond.rows(rows), [anchors]
 
@@ -423,7 +427,7 @@ class Trainer:
     def _find_sizes(self, cond: Cond) -> None:
         """Measures batch sizes that are `auto`, up to the largest that an iteration can use."""
         if self.sizes.auto:
-            members = self.own_prompts * len(self.plans()) * self.algorithm.group_size
+            members = self.own_prompts * len(self.division.plans.shard(self.plans())) * self.algorithm.group_size
             most = max(members, len(self.evaluator.own()))
             size = self.config.judged_size  # the larger of the two is measured
             larger = size is not None and math.prod(size) > self.config.policy.height * self.config.policy.width

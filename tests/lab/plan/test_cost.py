@@ -30,6 +30,7 @@ from g2rpo.policies.catalogue import SPECS
 from g2rpo.policies.pipelines import blocks_of, load_pipeline
 from g2rpo.rewards.analytic import Brightness
 from g2rpo.rollout.engine import Engine
+from g2rpo.rollout.planning import count_evaluations
 from g2rpo.training.trainer import Trainer
 from tests.support.tiny import sd3_pipeline
 from tests.support.variants import few
@@ -380,6 +381,13 @@ def test_ranks_share_the_work_and_with_pieces_the_state(deep):
     assert training.memory.working["network call"] < whole.memory.working["network call"]  # autocast has nothing to cast
     with pytest.raises(UserError, match="prompts_per_iteration=2 .* 3 ranks"):
         make_plan(config(deep["flux"]), cuda=False, heldout=3, distinct_prompts=6, ranks=3)
+
+
+def test_ranks_that_share_a_prompt_are_planned_as_the_one_with_most_evaluations(flux_directory):
+    c = config(flux_directory)
+    counts = make_plan(c, cuda=False, heldout=3, distinct_prompts=6, ranks=4).counts
+    each = [count_evaluations([plan], 3) for plan in c.algorithm.plans(4)]
+    assert counts.prompts == 1 and counts.mean(lambda it: it.evaluations) == max(each) == each[0] > each[1]
 
 
 @pytest.mark.slow  # six plans

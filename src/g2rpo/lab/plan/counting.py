@@ -18,6 +18,7 @@ from g2rpo.core.types import Cond, Plan, no_kernel
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import anchor_walk
+from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
 from g2rpo.training.updater import Updater
 
@@ -91,13 +92,14 @@ class Counts:
         return max((max(of(iteration), default=0) for iteration, _ in self.kinds), default=0)
 
 
-def count(config: Config, heldout: int) -> Counts:
-    """Counts of a run of `config` (with settled batch sizes) with `heldout` held-out prompts.
+def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
+    """Counts of a run of `config` (with settled batch sizes) with `heldout` held-out prompts, and of each prompt's plans the
+    share of a rank `among` them.
 
     Held-out pictures are evaluated before the first iteration, every `evaluation.every` iterations and after the last.
     """
     trainer = config.trainer
-    kinds = Counter(tuple(plans_in(config, iteration)) for iteration in range(trainer.iterations))
+    kinds = Counter(tuple(among.shard(plans_in(config, iteration))) for iteration in range(trainer.iterations))
     return Counts(
         kinds=tuple((_dry(config, plans), times) for plans, times in kinds.items()),
         prompts=trainer.prompts_per_iteration,

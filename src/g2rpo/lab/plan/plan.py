@@ -28,6 +28,7 @@ from g2rpo.policies.pipelines import Shapes
 from g2rpo.policies.quantized import weights_of
 from g2rpo.rollout.guidance import in_training
 from g2rpo.runtime.distributed import World
+from g2rpo.training.ranks import divided
 
 COUNTED: dict[str, Callable[[Iteration], float]] = {
     "evaluations": lambda it: it.evaluations,
@@ -153,10 +154,11 @@ def make_plan(
     components.check_sharding(config, ranks, node)
     group = components.shard_group(config, ranks, node) if config.trainer.sharding != "none" else 1
     config = settled(config, cuda)
-    share = World(size=ranks).share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
+    division = divided(config, World(size=ranks))  # rank 0's has the earliest branch steps, so most evaluations
+    share = division.prompts.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": share})})
     heldout = math.ceil(heldout / ranks) if heldout >= ranks else heldout
-    counts = count(config, heldout)
+    counts = count(config, heldout, division.plans)
     blueprint = replace(read_blueprint(config.policy), text_tokens=text_tokens)
     alike = [it for it in known if (it.blueprint, it.config.policy) == (blueprint, config.policy)]
     same = [it.traced for it in alike if _calls(it.config, it.counts, it.cuda) == _calls(config, counts, cuda)]
