@@ -117,8 +117,8 @@ def test_what_ranks_tell_each_other(tmp_path):
     assert ranks.run(3, gather_all, tmp_path) == [everywhere] * 3
 
 
-def judge(world, folder):
-    heldout = [str(i / 20) for i in range(5)]
+def judge(world, folder, count):
+    heldout = [str(i / 20) for i in range(count)]
     t = trainer(folder / "run", "trainer.checkpoint_minutes=60", world=world, heldout=heldout)
     t.iteration, t.saved_at = 1, -1e9 * world.is_main  # hours ago by the clock of one rank: a checkpoint is due on all
     assert t._checkpoint_due()
@@ -127,10 +127,15 @@ def judge(world, folder):
     return row, str(t.evaluator.baseline.images.dtype), t.evaluator.baseline.images.tolist()
 
 
-def test_pictures_meet_on_rank_0_in_8_bits_and_what_they_say_everywhere(tmp_path):
-    """Of 5 held-out pictures rank 0 paints 2 and has all in the end; statistics of pictures are in every rank's row."""
-    ((row, _, pictures),) = ranks.run(1, judge, tmp_path / "alone")
-    assert ranks.run(2, judge, tmp_path / "two") == [[row, "torch.uint8", pictures], [row, "torch.uint8", pictures[2:]]]
+@pytest.mark.parametrize(("count", "first"), [(5, 2), (3, 1), (1, 0)])
+def test_pictures_meet_on_rank_0_in_8_bits_and_what_they_say_everywhere(count, first, tmp_path):
+    """Of 5 held-out pictures rank 0 paints 2 and has all in the end; a single one is painted by both. Statistics of
+    pictures are in every rank's row."""
+    ((row, _, pictures),) = ranks.run(1, judge, tmp_path / "alone", count)
+    assert ranks.run(2, judge, tmp_path / "two", count) == [
+        [row, "torch.uint8", pictures],
+        [row, "torch.uint8", pictures[first:]],
+    ]
 
 
 def test_dealt_items_are_the_whole_in_order():
