@@ -84,6 +84,14 @@ finally:
         assert any(line.startswith(f"- {wanted}") for line in lines), (wanted, ended.stderr)
 
 
+def test_a_run_whose_rewards_all_have_weight_0_is_refused():
+    config = load_config("scenes-fast", ["rewards.scene_accuracy=0"])
+    with pytest.raises(
+        UserError, match="every weight is 0, so nothing is learned; set one, for example rewards.scene_accuracy=1"
+    ):
+        check(config)
+
+
 def test_what_can_be_downloaded_is_a_block_of_commands(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError) as refusal:

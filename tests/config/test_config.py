@@ -44,6 +44,8 @@ def test_an_override_can_take_a_reward_out():
         ("algorithm.gruop_size=4", "unknown key 'algorithm.gruop_size'. Did you mean 'algorithm.group_size'?"),
         ("learning_rate=1", "unknown key 'learning_rate'. Did you mean 'optim.learning_rate'?"),
         ("rewards.brigt=", "rewards.brigt=: there is no reward 'brigt' to remove. Did you mean 'bright'?"),
+        ("rewards.own/mine.py:tilt=1", "is a reward's kind, not its name; write rewards.tilt.kind=own/mine.py:tilt"),
+        ("evaluation.rewards.own.mine:tilt=1", "write evaluation.rewards.tilt.kind=own.mine:tilt"),
         ("rewards={bright:1.0}", "rewards.bright:1.0 is no name: write letters, digits and . _ + -; YAML needs a space after"),
         ("algorithm.group_size=many", "algorithm.group_size: input should be a valid integer"),
         ("algorithm.name=mixgpro", "algorithm.name: unknown algorithm 'mixgpro'. Did you mean 'mixgrpo' or 'mixgrpo_flash'?"),

@@ -145,6 +145,8 @@ def _check_settings(findings: _Findings, config: Config, given: Collection[str])
         findings.add(f"evaluation.rewards.{name}: a trained reward has this name already; it is judged anyway")
     if not config.rewards:
         findings.add("rewards: is empty; name at least one, for example rewards.scene_accuracy=1")
+    elif not any(entry.weight for entry in config.rewards.values()):
+        findings.add(f"rewards: every weight is 0, so nothing is learned; set one, for example rewards.{min(config.rewards)}=1")
     findings.tried(components.check_plans, config.algorithm, config.sampling)
     if not isinstance(config.algorithm, Mentioned):
         findings.tried(_check_comparisons, config, given)

@@ -30,7 +30,13 @@ LARGEST = 2**18
 CODE_KEYS = ("name", "kind", "target", "trackers")
 """Last parts of keys whose values may name code."""
 
-SHORT = {"lr": "optim.learning_rate", "steps": "sampling.num_steps", "rank": "policy.lora_rank"}
+SHORT = {
+    "lr": "optim.learning_rate",
+    "steps": "sampling.num_steps",
+    "rank": "policy.lora_rank",
+    "prompt": "prompts.train",
+    "prompts": "prompts.train",
+}
 """Abbreviations of keys."""
 
 REWARD_TABLES = ("rewards", "evaluation.rewards")
@@ -182,6 +188,10 @@ def _override(data: dict[str, Any], override: str) -> None:
         raise UserError(f"{absent}=: there is no reward '{name}' to remove.{did_you_mean(name, _at(data, group))}")
     if not equals or not key:
         raise UserError(f"'{override}' is no override; write key=value, for example trainer.iterations=100")
+    for table in REWARD_TABLES:
+        if plugins.is_code(code := key.removeprefix(f"{table}.")) and code != key:
+            name = f"{table}.{code.rpartition(':')[2]}"
+            raise UserError(f"{key}: code is a reward's kind, not its name; write {name}.kind={code}")
     try:
         value = parse_yaml(text)
     except ValueError as error:
