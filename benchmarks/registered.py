@@ -192,15 +192,16 @@ def study(world: str, numbers: Sequence[int], seeds: int, jobs: int, out: Path) 
     return json.loads((found.out / "results.json").read_text())
 
 
+def scores_of(judged: Path, cell: str, seeds: int, reward: str) -> Scores:
+    """By seed and held-out prompt, at 10 steps; of the base one row."""
+    folders = [judged / "base"] if cell == "base" else [judged / cell / f"seed_{FIRST_SEED + seed}" for seed in range(seeds)]
+    return np.stack([judged_scores(read_rows(EvaluationDirectory(it).pictures))[10, reward] for it in folders])
+
+
 def leads(judged: Path, first: str, others: Sequence[str], seeds: int, reward: str) -> dict[str, Interval]:
-    """Of a cell over others at 10 steps, paired by seed and prompt, crossed bootstrap."""
-
-    def scores(cell: str) -> Scores:
-        folders = (EvaluationDirectory(judged / cell / f"seed_{FIRST_SEED + seed}") for seed in range(seeds))
-        return np.stack([judged_scores(read_rows(folder.pictures))[10, reward] for folder in folders])
-
-    level = 1 - 0.05 / len(others)
-    return {other: interval(scores(first) - scores(other), level=level, resamples=20000) for other in others}
+    """Of a cell over others, paired by seed and prompt, crossed bootstrap."""
+    level, ours = 1 - 0.05 / len(others), scores_of(judged, first, seeds, reward)
+    return {other: interval(ours - scores_of(judged, other, seeds, reward), level=level, resamples=20000) for other in others}
 
 
 def diversity(world: str, found: dict[str, Any], out: Path) -> dict[str, list[float]]:
@@ -242,12 +243,13 @@ def table(results: dict[str, Any], reward: str) -> str:
         for knob in results["controls"]
         if knob["reward"] == reward
     ]
-    shown, held = list(change_of(results, reward)), results["diversity"]
-    lines += ["", f"| cell | {' | '.join(shown)} | diversity of right ones |", "|---" * (len(shown) + 2) + "|"]
-    lines.append(f"| base | {' | '.join('' for _ in shown)} | {held['base'][0]:.3f} |")
+    shown, held, means = list(change_of(results, reward)), results["diversity"], results["by_seed"]
+    lines += ["", f"| cell | by seed | {' | '.join(shown)} | diversity of right ones |", "|---" * (len(shown) + 3) + "|"]
+    lines.append(f"| base | {means['base'][0]:.3f} | {' | '.join('' for _ in shown)} | {held['base'][0]:.3f} |")
     for cell in spent:
         gains = " | ".join(f"{Interval(**own[cell]):+}" for own in change_of(results, reward).values())
-        lines.append(f"| `{cell}` | {gains} | {np.mean(held[cell]):.3f} |")
+        seeds = ", ".join(f"{value - means['base'][0]:+.2f}" for value in means[cell])
+        lines.append(f"| `{cell}` | {seeds} | {gains} | {np.mean(held[cell]):.3f} |")
     for question, own in results["questions"].items():
         lines += ["", f"{question}: lead of `{QUESTIONS[question][0]}`", "", "| over | lead | |", "|---|---|---|"]
         for name, found in own.items():
@@ -299,7 +301,7 @@ def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The results of a world's earlier questions and of new ones."""
     kept = [line for line in old.get("judged", []) if line["cell"] not in new["spent"]]
-    by_cell = {key: old.get(key, {}) | new[key] for key in ("spent", "prices", "pilots", "questions", "diversity")}
+    by_cell = {key: old.get(key, {}) | new[key] for key in ("spent", "prices", "pilots", "questions", "diversity", "by_seed")}
     return {**new, **by_cell, "judged": kept + new["judged"]}
 
 
@@ -327,11 +329,12 @@ def main() -> None:
             question: {name: asdict(lead) for name, lead in leads(judged, first, others, args.seeds, right).items()}
             for question, (first, others) in asked(world, args.questions).items()
         }
-        new |= {"diversity": diversity(world, new, args.out), "prices": price}
+        means = {cell: scores_of(judged, cell, args.seeds, right).mean(1).tolist() for cell in ("base", *new["spent"])}
+        new |= {"diversity": diversity(world, new, args.out), "prices": price, "by_seed": means}
         del new["curves"]
         found[world] = merged(found.get(world, {}), new)
         write_whole(args.results, json.dumps(found, indent=1).encode())
-    draw(args.results.with_suffix(".png"), found)
+    draw(Path("docs/images") / f"{args.results.stem}.png", found)
     for world, results in found.items():
         print(f"## {world}\n\n{table(results, WORLDS[world]['right'])}\n", flush=True)
 

@@ -9,6 +9,7 @@ from g2rpo.app.events import Emit, Line, Progress, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.config.schema import Config
+from g2rpo.core.errors import counted
 from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.embeddings import CachedEncoder, CachedPolicy
@@ -49,9 +50,11 @@ def encode_ahead(encoder: CachedEncoder, prompts: Sequence[str], emit: Emit = si
             return False
         size = in_bytes(encoder.store.size(missing[0]) * len(missing))
         if not encoder.store.fits(len(missing) - 1, like=missing[0]):
-            encoder.notify(f"embedding cache {encoder.store.folder}: {len(missing)} prompts need {size}, more than is free")
+            encoder.notify(
+                f"embedding cache {encoder.store.folder}: {counted(len(missing), 'prompt')} need {size}, more than is free"
+            )
             return False
-        emit(Line(f"encoding {len(missing)} prompts, {size} in {encoder.store.folder}"))
+        emit(Line(f"encoding {counted(len(missing), 'prompt')}, {size} in {encoder.store.folder}"))
         done = count(1)
 
         def advance() -> None:

@@ -284,12 +284,14 @@ class DiffusersPolicy(Policy):
         """Raises ValueError for a picture size that the model cannot generate."""
         multiple, frames = self.multiple, self.options.num_frames or 1
         if height % multiple or width % multiple:
-            raise ValueError(f"height and width must be multiples of {multiple} for this model, got {height}x{width}")
+            raise ValueError(
+                f"policy.height and policy.width must be multiples of {multiple} for this model, got {height}x{width}"
+            )
         most = multiple * getattr(self.config, "pos_embed_max_size", 10**6)
         if max(height, width) > most:
             raise ValueError(f"this model has position embeddings up to {most} pixels, got {height}x{width}")
         if self.spec.frames is not None and (frames - 1) % (every := int(getattr(self.pipeline, self.spec.frames))):
-            raise ValueError(f"num_frames must be one more than a multiple of {every} for this model, got {frames}")
+            raise ValueError(f"policy.num_frames must be one more than a multiple of {every} for this model, got {frames}")
 
     @property
     def multiple(self) -> int:

@@ -177,7 +177,7 @@ def read_config(
 
 def _check_same(config: Config, other: Config, directory: Path) -> None:
     if listed := listed_differences(config, other, MAY_CHANGE):
-        how = f"`g2rpo resume {directory}` continues that run; name another --run-dir for this one."
+        how = f"`g2rpo resume {directory}` continues that run; `g2rpo train` with another --run-dir starts this one."
         raise UserError(f"{directory} belongs to a run with another config:{listed}\n{how}")
 
 

@@ -66,7 +66,7 @@ def cuts(plan: Estimate, target: Target) -> Iterator[Cut]:
     if fewer:
         yield Cut(tuple(fewer), "wider intervals; training is the same")
     if getattr(algorithm, "branch_schedule", "all") == "all" and len(getattr(algorithm, "branch_steps", ())) > 1:
-        yield Cut(("algorithm.branch_schedule=turns",), "as much gain per evaluation on scenes (docs/studies.md)")
+        yield Cut(("algorithm.branch_schedule=turns",), "no difference beyond the error on scenes (docs/studies.md)")
     exact = not config.sampling.tails.forecast and config.sampling.tails.solver == "euler"
     if hasattr(algorithm, "granularities") and exact:
         yield Cut(("sampling.tails.forecast=true",), "rewards off by .013 of 1 on scenes, rank .95 (docs/rollouts.md)")
