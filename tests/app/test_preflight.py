@@ -141,7 +141,7 @@ def test_what_a_large_model_refuses_is_told_before_it_is_loaded(capsys, tmp_path
     monkeypatch.setattr(components, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
     wrong = ["policy.width=33", "rewards.brightnes=1"]
     err = refused(capsys, "train", tiny_config, *wrong, "--run-dir", tmp_path / "run")
-    assert "height and width must be multiples of 4 for this model, got 32x33" in err
+    assert "policy.height and policy.width must be multiples of 4 for this model, got 32x33" in err
     assert "Did you mean 'brightness'" in err and not (tmp_path / "run").exists()
 
 
