@@ -60,7 +60,7 @@ def test_state_is_in_the_checkpoint(tmp_path):
 
 
 def test_fields_are_validated_with_near_matches():
-    with pytest.raises(UserError, match=r"unknown key 'algorithm.dekay'. Did you mean 'decay'"):
+    with pytest.raises(UserError, match=r"unknown key 'algorithm.dekay'. Did you mean 'algorithm.decay'"):
         config(f"algorithm.name={named('baseline')}", "algorithm.dekay=0.5")
     with pytest.raises(UserError, match=r"algorithm.decay: .*got 'much'"):
         config(f"algorithm.name={named('baseline')}", "algorithm.decay=much")

@@ -95,7 +95,7 @@ def test_the_config_names_frames():
     assert config("rewards.bright.frames.every=3").rewards["bright"].frames == Frames(3, "mean")
 
 
-@pytest.mark.parametrize(("setting", "message"), [("every=0", "every"), ("reduce=max", "reduce"), ("evry=2", "'every'")])
+@pytest.mark.parametrize(("setting", "message"), [("every=0", "every"), ("reduce=max", "reduce"), ("evry=2", ".every'")])
 def test_frames_that_cannot_be_are_refused(setting, message, capsys):
     assert message in refused(capsys, "train", "scenes", f"rewards.scene_accuracy.frames.{setting}")
 

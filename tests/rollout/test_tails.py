@@ -161,7 +161,7 @@ def test_a_forecast_of_a_linear_velocity_is_the_exact_tail():
     [
         (["forecast=true", "solver=dpmpp2m"], "forecast replaces velocities of Euler steps"),
         (["solver=heun"], "solver"),
-        (["sover=dpmpp2m"], "unknown key 'sampling.tails.sover'. Did you mean 'solver'"),
+        (["sover=dpmpp2m"], "unknown key 'sampling.tails.sover'. Did you mean 'sampling.tails.solver'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):

@@ -68,7 +68,7 @@ def sample(
     say(console, f"{counted(sampled.count, 'clip' if sampled.clips else 'picture')} in {sampled.folder}{grid}")
 
 
-@commands.command(cls=options.WithSettings)
+@commands.command(cls=options.WithSameSettings)
 def evaluate(
     overrides: Annotated[
         list[str] | None,

@@ -20,14 +20,21 @@ def recipe_names(incomplete: str) -> list[str]:
     return [name for name in known.names() if name.startswith(incomplete)]
 
 
+NAMESAKES = ("prompts", "rewards")
+"""Groups of settings that an option is named after."""
+
+
 class WithSettings(TyperCommand):
     """A command that takes KEY=VALUE: a setting that is given as an option, or an option as a setting, is named as it should
     be written."""
 
+    options_alone = True
+    """Whether options are no settings, but for `NAMESAKES`."""
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = ["--resume" if word == "--resume=auto" else word for word in args]
         flags = {flag: each for each in self.params for flag in each.opts if flag.startswith("--")}
-        for word in given:
+        for word in given if self.options_alone else ():
             key, equals, value = word.partition("=")
             if equals and (option := flags.get(flag := f"--{key.replace('_', '-')}")) and key not in NAMESAKES:
                 raise UserError(f"{word}: is an option here: {flag}{'' if getattr(option, 'is_flag', False) else f' {value}'}")
@@ -43,8 +50,10 @@ class WithSettings(TyperCommand):
             raise
 
 
-NAMESAKES = ("prompts", "rewards")
-"""Groups of settings that an option is named after."""
+class WithSameSettings(WithSettings):
+    """One whose options are settings too."""
+
+    options_alone = False
 
 
 def _as_setting(flag: str, given: Sequence[str]) -> tuple[str, str]:
