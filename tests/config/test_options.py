@@ -30,7 +30,7 @@ optim.max_grad_norm optim.warmup_iterations optim.weight_decay
 policy.adapter policy.assistant policy.assistant_in_evaluation policy.attention policy.autocast policy.compile
 policy.detach_negative policy.device policy.dtype policy.expert policy.gradient_checkpointing policy.guidance_scale
 policy.guidance_scale_2 policy.height
-policy.kind policy.lora_alpha policy.lora_init policy.lora_rank policy.lora_targets policy.max_sequence_length
+policy.kind policy.lora_above policy.lora_alpha policy.lora_init policy.lora_rank policy.lora_targets policy.max_sequence_length
 policy.negative_prompt policy.num_frames policy.path
 policy.pipeline policy.published_pictures policy.quantize policy.truncate_timesteps policy.tuning policy.vae_tiling
 policy.width

@@ -9,7 +9,7 @@ from diffusers import UniPCMultistepScheduler
 
 from g2rpo.app.train import load_config
 from g2rpo.assembly.blueprint import size_of
-from g2rpo.assembly.components import check_experts
+from g2rpo.assembly.components import check_trained_steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler
@@ -94,7 +94,7 @@ def test_an_adapter_draws_the_same_in_plain_diffusers_in_its_own_expert_alone(or
 def test_a_loss_of_the_frozen_expert_is_refused(original):
     policy = load(original, "lora")
     x, cond = policy.noise([generator_for(0)]), policy.encode(PROMPTS[:1])
-    with policy.in_loss(), pytest.raises(UserError, match="sigma 0.300, the other expert's"):
+    with policy.in_loss(), pytest.raises(UserError, match="sigma 0.300, where the trained weights do not act"):
         policy.velocity(x, torch.tensor([0.3]), cond)
 
 
@@ -128,7 +128,7 @@ def test_a_plan_counts_the_frozen_expert(original, recipe):
     frozen = size_of(original.transformer_2)
     assert plan.memory.parts["frozen expert"] == plan.memory.parts["frozen weights"] == frozen
     assert plan.memory.host > 2 * frozen
-    with pytest.raises(UserError, match="trains at sigma 0.800, where the other"):
+    with pytest.raises(UserError, match="trains at sigma 0.800, where the trained weights do not act"):
         make_plan(load_config(recipe[0], [*recipe[1], "sampling.shift=1"]), cuda=False, heldout=1, distinct_prompts=1)
 
 
@@ -145,4 +145,4 @@ def test_what_is_trained_lies_on_the_side_of_the_expert(original, expert, change
     config = load_config("scenes", ["policy.pipeline=", "sampling.shift=2", change])
     policy = load(original, expert=expert)
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        check_experts(config, policy)
+        check_trained_steps(config, policy)

@@ -38,6 +38,9 @@ def export(
     if format not in FORMATS:
         raise UserError(f"--format {format}: is no format.{did_you_mean(format, FORMATS)}")
     config = read_config(run)
+    if config.policy.lora_above and format == "merged":
+        above = f"policy.lora_above={config.policy.lora_above:g}"
+        raise UserError(f"--format merged: {above}, so the adapter acts at early steps only, and merged weights would at all")
     which = "".join([f"-{checkpoint}" if checkpoint else "", "-learnt" * learnt, "-with-assistant" * assistant])
     out = out or _place(run, format, which)
     _check_new(out, format)

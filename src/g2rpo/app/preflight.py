@@ -197,7 +197,7 @@ def _check_pipeline(run: Config) -> Path | None:
     if missing and why is not None:
         raise UserError(f"policy.path={config.path}: {missing}{why and f' ({path} {why})'}")
     if missing or sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors")) > LARGE:
-        components.check_experts(run, build_shallow(read_blueprint(config), config)[0])
+        components.check_trained_steps(run, build_shallow(read_blueprint(config), config)[0])
     return None if missing else folder
 
 

@@ -132,7 +132,7 @@ def _parts(
             to_come += prompts_to_come(pilot_config(config, 1.0), prompts, pilot_prompts(config, prompts), world)
         policy = policy_after_encoding(loaded, config.prompts.cache, to_come, notify, sharding, emit)
     components.check_judged_size(config, policy)
-    components.check_experts(config, policy)
+    components.check_trained_steps(config, policy)
     if (takes := getattr(policy, "input_pictures", None)) is not None:
         check_counts([*prompts, *heldout], takes)
     device = components.pick_device(config.policy.device)

@@ -207,20 +207,22 @@ def check_judged_size(config: Config, policy: Any) -> None:
         policy.check_size(*size)
 
 
-def check_experts(config: Config, policy: Any) -> None:
-    """Refuses an algorithm that trains where the frozen one of a policy's two experts acts."""
+def check_trained_steps(config: Config, policy: Any) -> None:
+    """Refuses an algorithm that trains where a policy's trained weights do not act."""
     policy = getattr(policy, "policy", policy)  # of a CachedPolicy
-    if getattr(policy, "boundary", None) is None:
+    if not hasattr(policy, "trains_at"):
         return
     algorithm, steps, seed = config.algorithm, config.sampling.num_steps, config.trainer.seed
     sigmas = grid_of(config.sampling.shift, policy, steps)
+    own = [step for step in range(steps) if policy.trains_at(float(sigmas[step]))]
+    if len(own) == steps:
+        return
     plans = {plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, steps, i, seed)}
     if wrong := [sigma for sigma in trained_sigmas(algorithm, [*plans], sigmas) if not policy.trains_at(sigma)]:
-        own = [step for step in range(steps) if policy.trains_at(float(sigmas[step]))]
         raise UserError(
-            f"policy.expert={policy.options.expert}: {name_of(algorithm)} trains at sigma {wrong[0]:.3f}, where the other one "
-            f"acts (the boundary is {policy.boundary:g}); this one has steps {own} of {steps}. Change algorithm.branch_steps "
-            "or its like, sampling.shift or policy.expert"
+            f"{name_of(algorithm)} trains at sigma {wrong[0]:.3f}, where the trained weights do not act (policy.lora_above="
+            f"{policy.options.lora_above:g}, policy.expert={policy.options.expert}); they do at steps {own} of {steps}. Change "
+            "algorithm.branch_steps or its like, sampling.shift or these options"
         )
 
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -80,7 +80,7 @@ class DiffusersPolicy(Policy):
         text: TextEncoders | None = None,
         **options: Any,
     ) -> None:
-        o = self.options = PolicyConfig(path="", **options)
+        o = self.options = PolicyConfig(path="", tuning="full" if tuning == "full" else "lora", **options)
         spec = self.spec
         self.check_options(o)
         self.sharded = sharding is not None
@@ -180,6 +180,8 @@ class DiffusersPolicy(Policy):
             argument = spec.scale if name == "guidance_scale" else name
             if getattr(options, name) is not None and argument not in known:
                 raise UserError(f"policy.{name}: the call of a {spec.pipeline_class} has no such argument; take it out")
+        if options.lora_above and options.tuning == "full":
+            raise UserError("policy.lora_above: is for adapters; take it out, or set policy.tuning=lora")
         if options.expert == "low" and "guidance_scale_2" not in known:
             raise UserError(f"policy.expert: a {spec.pipeline_class} has one transformer; take it out")
         if options.attention in MASKLESS and spec.is_masked:
@@ -387,33 +389,41 @@ class DiffusersPolicy(Policy):
         row."""
         if self.spec.one_row or (self.sharded and (self.spec.ragged or self.spec.pictured or self.one_time)):
             return [[row] for row in range(len(sigma))]
-        keys, high = self.spec.keys(cond), self._high(sigma)
+        keys, acting = self.spec.keys(cond), self._acting(sigma)
         times = sigma.tolist() if self.one_time and not has_shape_alone(sigma) else None
-        if keys is None and times is None and len({*high}) == 1:
+        if keys is None and times is None and len({*acting}) == 1:
             return [list(range(len(sigma)))]
-        return rows_alike([(keys and keys[row], times and times[row], high[row]) for row in range(len(sigma))])
+        return rows_alike([(keys and keys[row], times and times[row], acting[row]) for row in range(len(sigma))])
 
-    def _high(self, sigma: Tensor) -> list[bool]:
-        """Whether the expert for high noise acts, by row; on tensors without values the trained one does."""
-        if self.boundary is None or has_shape_alone(sigma):
-            return [self.options.expert == "high"] * len(sigma)
-        most = self.pipeline.scheduler.config.num_train_timesteps
-        return (sigma * most >= self.boundary * most).tolist()
+    def _acting(self, sigma: Tensor) -> list[tuple[bool, bool]]:
+        """By row, whether the expert for high noise acts, and whether the trained weights do. On tensors without values they
+        do."""
+        o = self.options
+        own = o.expert == "high"
+        if has_shape_alone(sigma):
+            return [(own, True)] * len(sigma)
+        high = [own] * len(sigma)
+        if self.boundary is not None:
+            most = self.pipeline.scheduler.config.num_train_timesteps
+            high = (sigma * most >= self.boundary * most).tolist()
+        return [(one, one == own and above) for one, above in zip(high, (sigma > o.lora_above).tolist(), strict=True)]
 
     def trains_at(self, sigma: float) -> bool:
-        """Whether the trained transformer acts there, and no frozen expert."""
-        return self._high(torch.tensor([sigma])) == [self.options.expert == "high"]
+        """Whether the trained weights act there, and not a frozen expert, or the base model below `lora_above`."""
+        return self._acting(torch.tensor([sigma]))[0][1]
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        config, high = self.pipeline.scheduler.config, self._high(sigma[:1])[0]
-        if high != (self.options.expert == "high") and self._for_loss and torch.is_grad_enabled():
+        config, (high, trained) = self.pipeline.scheduler.config, self._acting(sigma[:1])[0]
+        if not trained and self._for_loss and torch.is_grad_enabled():
             raise UserError(
-                f"policy.expert={self.options.expert}: a loss is of sigma {float(sigma[0]):.3f}, the other expert's"
+                f"a loss is of sigma {float(sigma[0]):.3f}, where the trained weights do not act "
+                "(policy.lora_above, policy.expert)"
             )
         step = OneStep(config, sigma, truncate=self.truncates, alike=self.one_time, high=high)
         if not self.truncates:  # pipelines round times to the dtype of latents; truncated ones stay whole
             x = x.to(self._latent_dtype)
-        return self._replay(cond, x, {"scheduler": step}, guided=self.guided)
+        with self.base() if self.options.lora_above and not trained else nullcontext():
+            return self._replay(cond, x, {"scheduler": step}, guided=self.guided)
 
     def decode(self, x: Tensor) -> Tensor:
         return torch.cat([self._decode(part) for part in (x.split(1) if self.spec.one_row else (x,))])

@@ -50,6 +50,9 @@ class PolicyConfig(Section):
     lora_rank: Count = 32
     lora_alpha: PositiveFloat = 64.0
     lora_targets: list[str] | None = None
+    lora_above: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The adapter acts at sigmas above this, and below the base model finishes the picture, in training and samples alike. Late
+    steps, which early branch steps never train, change with the others and lose detail (docs/algorithm.md). 0: everywhere."""
     lora_init: LoraInit = "kaiming"
     """How peft draws the first factor of an adapter; the second is 0. "gaussian": with std 1 / rank."""
     adapter: str | None = None

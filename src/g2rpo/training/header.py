@@ -25,6 +25,7 @@ def header_of(config: Config, iteration: int) -> dict[str, str]:
         "rewards": json.dumps({name: entry.weight for name, entry in config.rewards.items()}),
         "base_model": base_name(config.policy.path),
         **({"adapter": base_name(config.policy.adapter)} if config.policy.adapter else {}),
+        **({"lora_above": f"{config.policy.lora_above:g}"} if config.policy.lora_above else {}),
         "iteration": str(iteration),
         "size": f"{config.policy.width}x{config.policy.height}",
     }

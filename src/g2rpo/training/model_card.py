@@ -97,7 +97,10 @@ def write_card(
                     else _full_usage(config, task, deployed, MERGED if lora else THIS),
                 ),
                 "`g2rpo export RUN --format comfyui` writes the file that ComfyUI reads, `--format merged` the base model with "
-                "these weights in it.",
+                "these weights in it."
+                if not config.policy.lora_above
+                else "The adapter was trained to act in these steps alone; in all of them it costs detail. `g2rpo export RUN "
+                "--format comfyui` writes the file that ComfyUI reads; there, keyframes of a LoRA hook end it.",
                 "## Config",
                 _block("yaml", config.to_yaml().strip()),
             ]
@@ -164,11 +167,24 @@ def _lora_usage(config: Config, task: str, deployed: Mapping[str, Any] | None, l
     if assistant and config.policy.assistant_in_evaluation:
         beside = f'{low}, adapter_name="tuned")\npipe.{loader}({base_name(assistant)!r}, adapter_name="assistant"{low})'
         beside += '\npipe.set_adapters(["tuned", "assistant"])'
+    call = _call(config, task, deployed)
+    if above := config.policy.lora_above:
+        part = config.policy.trained
+        call = f"""
+
+def until(pipe, step, time, tensors):
+    if pipe.scheduler.sigmas[step + 1] <= {above:g}:  # where the next step begins
+        pipe.{part}.disable_lora()
+    return tensors
+
+
+pipe.{part}.enable_lora()
+{_call(config, task, deployed, ", callback_on_step_end=until")}"""
     return f"""from diffusers import DiffusionPipeline{_helpers(task)}
 
 pipe = DiffusionPipeline.from_pretrained({config.policy.path!r})
 pipe.{loader}("{THIS}", weight_name="pytorch_lora_weights.safetensors"{beside}
-{_call(config, task, deployed)}"""
+{call}"""
 
 
 def _full_usage(config: Config, task: str, deployed: Mapping[str, Any] | None, where: str) -> str:
@@ -184,7 +200,7 @@ def _helpers(task: str) -> str:
     return f"\nfrom diffusers.utils import {', '.join(names)}" if names else ""
 
 
-def _call(config: Config, task: str, deployed: Mapping[str, Any] | None) -> str:
+def _call(config: Config, task: str, deployed: Mapping[str, Any] | None, more: str = "") -> str:
     size = f"height={config.judged.height}, width={config.judged.width}"
     scale = config.policy.guidance_scale
     further = deployed if deployed is not None else {} if scale is None else {"guidance_scale": scale}
@@ -194,7 +210,7 @@ def _call(config: Config, task: str, deployed: Mapping[str, Any] | None) -> str:
     tokens = f", max_sequence_length={length}" if length else ""
     image = 'image=load_image("in.png"), ' if task.startswith("image") else ""
     made = f"""pipe(
-    "...", {image}{size}, {steps}{tokens}
+    "...", {image}{size}, {steps}{tokens}{more}
 )"""
     if "video" in task:
         return f'export_to_video({made}.frames[0], "out.mp4")'

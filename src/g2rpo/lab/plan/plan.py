@@ -165,7 +165,7 @@ def make_plan(
     with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):
         policy = alike[0].policy if alike else build_on_meta(blueprint, config.policy)
         components.check_judged_size(config, policy)
-        components.check_experts(config, policy)
+        components.check_trained_steps(config, policy)
         traced = same[0] if same else trace_calls(blueprint, config, counts, like_cuda=cuda)
         shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}
