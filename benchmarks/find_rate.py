@@ -94,7 +94,7 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
     choices = []
     for folder in sorted((out / recipe).glob("pilots_*")):
         sweep = read_sweep(RunDirectory(folder))
-        if sweep is None or len(sweep.pilots) < len(sweep.rates):
+        if sweep is None or sweep.missing():
             continue
         try:
             rate = sweep.best()

@@ -153,6 +153,27 @@ def test_the_rate_taken_has_the_highest_gain_of_those_that_learn():
         sweep.best()
 
 
+def test_if_none_learns_the_two_best_sound_rates_are_tried_for_twice_as_long(tmp_path, monkeypatch):
+    one = parts()
+    sweep, run, ran = sweep_of(one), RunDirectory(tmp_path), []
+    short = dict(zip(sweep.rates, [0.0, 0.05, 0.08, 0.3, -0.5], strict=True))
+
+    def piloted(self, rate, length, began):
+        ran.append((rate, length))
+        longer = len(ran) > len(FACTORS)
+        alarm = ["hacking"] if rate == sweep.rates[3] else []
+        return replace(pilot(rate, 0.25 if longer and rate == 0.01 else short[rate], 0.1, *alarm), iterations=length or 3)
+
+    monkeypatch.setattr(Pilots, "_pilot", piloted)
+    assert Pilots(one).find(sweep, run) == 0.01  # the second best of the short ones
+    assert ran == [*((rate, 3 if rate != 0.005 else None) for rate in sweep.rates), (0.02, 6), (0.01, 6)]
+    interrupted = Sweep(sweep.rates, sweep.pilots[:6])
+    assert interrupted.missing() == [0.01] and not sweep.missing() and read_sweep(run).pilots == sweep.pilots
+    sweep.pilots[6:] = [pilot(0.01, 0.05)]
+    with pytest.raises(UserError, match="no rate learns"):
+        sweep.best()
+
+
 def test_a_pilot_that_stops_is_no_choice_but_does_not_end_the_others(tmp_path, monkeypatch):
     one = parts()
     monkeypatch.setattr("g2rpo.training.early_stop.SKIPPED", 0)  # every update counts as too many without one

@@ -19,7 +19,7 @@ from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.monitor.metrics import Row
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.pace import MEASURED, with_length
-from g2rpo.training.rates import STOPPED, Pilot, Sweep
+from g2rpo.training.rates import LONGER, REPEATED, STOPPED, Pilot, Sweep
 from g2rpo.training.reward_states import restore, states
 from g2rpo.training.trainer import Trainer
 
@@ -80,15 +80,15 @@ class Pilots:
         """The best rate of `sweep`, whose missing pilots are run; each is stored in `run` and told as it ends. They are
         shorter if their `SHARE` of the time until `ends_at` (`time.monotonic`) is short."""
         length = sweep.pilots[0].iterations if sweep.pilots else None
-        for rate in sweep.rates:
-            if any(pilot.rate == rate for pilot in sweep.pilots):
-                continue
+        while rates := sweep.missing():
             began = time.monotonic()
             if length is None and ends_at is not None:
-                length = self._length(rate, (ends_at - began) * SHARE / len(sweep.rates))
-            pilot = self._pilot(rate, length, began)
+                length = self._length(rates[0], (ends_at - began) * SHARE / (len(sweep.rates) + REPEATED * LONGER))
+            longer = len(sweep.pilots) >= len(sweep.rates)
+            pilot = self._pilot(rates[0], length and length * (LONGER if longer else 1), began)
             tell(str(pilot))
             sweep.pilots.append(pilot)
+            length = sweep.pilots[0].iterations
             if self.world.is_main:
                 sweep.write(run)
         self.reset()

@@ -15,6 +15,10 @@ from g2rpo.runtime.folders import writing
 WRONG = ("hacking", "decline", "pictures")
 """Alarms by which a rate is not taken: those that say that the model gets worse."""
 
+REPEATED = 2
+"""Of rates none of which learns, the best so many are tried again."""
+LONGER = 2
+"""Those pilots have so many times the iterations."""
 
 STOPPED = "stopped"
 """In place of an alarm: the pilot could not be finished."""
@@ -33,18 +37,26 @@ class Pilot:
     seconds: float
 
     @property
+    def sound(self) -> bool:
+        """Whether no alarm says that the model gets worse."""
+        return not any(name in self.alarms for name in (*WRONG, STOPPED))
+
+    @property
     def learns(self) -> bool:
-        """Whether it gains more than its error, and no alarm says that the model gets worse."""
-        return self.low > 0 and not any(name in self.alarms for name in (*WRONG, STOPPED))
+        """Whether it is sound and gains more than its error."""
+        return self.sound and self.low > 0
 
     def __str__(self) -> str:
         alarms = f"  alarms: {', '.join(self.alarms)}" if self.alarms else ""
-        return f"{self.rate:<10.3g} {self.gain:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{alarms}"
+        return (
+            f"{self.rate:<8.3g} {self.iterations:>3} iterations  {self.gain:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{alarms}"
+        )
 
 
 @dataclass
 class Sweep:
-    """The pilots of a run at `rates`, so far, and the rate that was taken."""
+    """The pilots of a run so far, and the rate that was taken. All `rates` have one; if none learns, the `REPEATED` best sound
+    ones have another, which is longer."""
 
     rates: list[float]
     pilots: list[Pilot] = field(default_factory=list)
@@ -54,11 +66,26 @@ class Sweep:
     def seconds(self) -> float:
         return sum(pilot.seconds for pilot in self.pilots)
 
+    @property
+    def repeated(self) -> list[Pilot]:
+        """The longer pilots."""
+        return self.pilots[len(self.rates) :]
+
+    def missing(self) -> list[float]:
+        """The rates whose pilots of this round are still to be run; empty at the end."""
+        if len(self.pilots) < len(self.rates):
+            return [rate for rate in self.rates if rate not in {pilot.rate for pilot in self.pilots}]
+        first = self.pilots[: len(self.rates)]
+        if any(pilot.learns for pilot in first):
+            return []
+        best = sorted((pilot for pilot in first if pilot.sound), key=lambda pilot: -pilot.gain)[:REPEATED]
+        return [pilot.rate for pilot in best if pilot.rate not in {longer.rate for longer in self.repeated}]
+
     def best(self) -> float:
         """The rate with the highest gain of those that learn, the smallest of ties; UserError if none does."""
-        learning = {pilot.rate: [pilot.gain] for pilot in self.pilots if pilot.learns}
+        learning = {pilot.rate: [pilot.gain] for pilot in self.repeated or self.pilots if pilot.learns}
         if not learning:
-            listed = "\n".join(f"  {pilot}" for pilot in sorted(self.pilots, key=lambda pilot: pilot.rate))
+            listed = "\n".join(f"  {pilot}" for pilot in sorted(self.pilots, key=lambda pilot: (pilot.rate, pilot.iterations)))
             raise UserError(
                 "--find-rate: no rate learns: each gains no more than its error, or has an alarm (hacking, decline, pictures); "
                 f"longer pilots (trainer.iterations), other rewards or another optim.learning_rate may\n{listed}"
