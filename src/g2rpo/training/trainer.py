@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from g2rpo.training.reward_states import learn, observe, stateful
 from g2rpo.training.rows import of_cost, of_groups
 from g2rpo.training.run_files import RunFiles
 from g2rpo.training.stopwatch import Stopwatch
-from g2rpo.training.updater import Updater, check_differentiable, check_groups
+from g2rpo.training.updater import Updater, UpdateStats, check_differentiable, check_groups
 
 LOOKED_AT = 4
 """Members of a group from whose pictures rewards learn."""
@@ -221,13 +221,8 @@ class Trainer:
         prompts = self.prompts_of(self.iteration)
         cond = self.policy.encode(prompts)
         watch.lap("encode")
-
         self._find_sizes(cond)
-        guidance = self.config.sampling.guidance_scale
-        a = self.algorithm
-        old = isinstance(a, KeepsOldWeights) and a.uses_old and a.samples_old(self.learner.steps)
-        sampling_weights = self.learner.as_old() if old else nullcontext()
-        with self.files.naming(self.iteration), sampling_weights, in_training(self.policy, guidance):
+        with self._sampling():
             prompts, cond, choice = self._choose(prompts, cond, watch)
             algorithm = self.algorithm_now()
             collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
@@ -237,27 +232,13 @@ class Trainer:
             learnt = learn(self.rewards, self.iteration, partial(self._looked_at, collected, prompts), self.world)
         advantages = advantages_of(algorithm, rewards, self.weights)
         own = self.world.shard(advantages)
-        examples: list[Example] = []
-        for rollout, values in zip(collected.rollouts, own, strict=True):
-            place = self.collector.first + rollout.prompt
-            draw = partial(self.collector.noise, self.iteration, place, "examples", rollout.plan.branch)
-            examples += algorithm.examples(rollout, values, draw)
-
-        if differentiates_rewards(self.algorithm):
-            self.updater.reward = partial(weighted_scores, self.policy, self.rewards, self.weights, prompts)
-        rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
-        with in_training(self.policy, guidance):
-            stats = self.updater.update(examples, cond)
-        self.learner.update_average()
-        if isinstance(self.algorithm, KeepsOldWeights):
-            self.learner.update_old(self.algorithm.old_decay(self.learner.steps))
+        stats, rate = self._update(self._examples(algorithm, collected, own), cond, prompts)
         watch.lap("update")
 
         groups = self.collector.plans(algorithm, self.iteration) * self.config.trainer.prompts_per_iteration
-        branches = [plan.branch for plan in groups]
-        learnt |= self.memory.observe(self.iteration, branches, rewards, self.weights) if self.memory else {}
-        compared = not (differentiates_rewards(self.algorithm) or all(reward.latent for reward in self.rewards.values()))
-        if self.iteration == 0 and self.files.writes and compared:
+        if self.memory is not None:
+            learnt |= self.memory.observe(self.iteration, [plan.branch for plan in groups], rewards, self.weights)
+        if self.iteration == 0 and self.files.writes and self._compares:
             save_first_group(self.files, self.policy, self.sizes, list(self.rewards), prompts, collected, own)
         self.iteration += 1
         row: Row = {
@@ -271,6 +252,42 @@ class Trainer:
         }
         self.early_stop.see(row)
         return row
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """While entered, the policy has the weights, guidance and assistant of rollouts, and rewards name their files by the
+        iteration."""
+        a = self.algorithm
+        old = isinstance(a, KeepsOldWeights) and a.uses_old and a.samples_old(self.learner.steps)
+        weights = self.learner.as_old() if old else nullcontext()
+        with self.files.naming(self.iteration), weights, in_training(self.policy, self.config.sampling.guidance_scale):
+            yield
+
+    def _examples(self, algorithm: Algorithm, collected: Collected, advantages: Tensor) -> list[Example]:
+        """What this rank's groups, with their advantages [N, G], give to learn from."""
+        examples: list[Example] = []
+        for rollout, values in zip(collected.rollouts, advantages, strict=True):
+            place = self.collector.first + rollout.prompt
+            draw = partial(self.collector.noise, self.iteration, place, "examples", rollout.plan.branch)
+            examples += algorithm.examples(rollout, values, draw)
+        return examples
+
+    def _update(self, examples: Sequence[Example], cond: Cond, prompts: Sequence[str]) -> tuple[UpdateStats, float]:
+        """The optimizer steps of an iteration, with their statistics and the learning rate."""
+        if differentiates_rewards(self.algorithm):
+            self.updater.reward = partial(weighted_scores, self.policy, self.rewards, self.weights, prompts)
+        rate = self.learner.set_rate(self.iteration, self.config.trainer.iterations)
+        with in_training(self.policy, self.config.sampling.guidance_scale):
+            stats = self.updater.update(examples, cond)
+        self.learner.update_average()
+        if isinstance(self.algorithm, KeepsOldWeights):
+            self.learner.update_old(self.algorithm.old_decay(self.learner.steps))
+        return stats, rate
+
+    @property
+    def _compares(self) -> bool:
+        """Whether pictures of a group are scored beside each other."""
+        return not (differentiates_rewards(self.algorithm) or all(reward.latent for reward in self.rewards.values()))
 
     def _looked_at(self, collected: Collected, prompts: Sequence[str]) -> tuple[Tensor, list[str]]:
         """The first `LOOKED_AT` pictures of every group's first tail, and their prompts: what rewards learn from."""
