@@ -108,6 +108,7 @@ the command repeats the recipe, not these bits.
         texts = prompts("heldout")[: ctx.scaled(192, 8)]
         words = [word for text in texts if (word := parse(text)) is not None]
         drawn = pictures(words)
+        twins = pictures([confused(word, 1.0, np.random.default_rng(0)) for word in words])
         decoded, images = decode(vae, encode(vae, drawn)), self.sample(pipe, texts)
         letters = WordLetters()(images, texts)
         pairs = [
@@ -118,6 +119,7 @@ the command repeats the recipe, not these bits.
         with_twin = [(asked, shown) for asked, shown in pairs if asked in TWINS]
         return {
             "VAE reconstruction PSNR (dB)": psnr(decoded, to_images(drawn)),
+            "the same with r and n for a and e (dB)": psnr(decode(vae, encode(vae, twins)), to_images(twins)),
             "right letters, VAE reconstructions": WordLetters()(decoded, texts).mean().item(),
             "right letters, base": letters.mean().item(),
             "right letters among a and e, base": share([asked == shown for asked, shown in with_twin]),
