@@ -61,7 +61,7 @@ def cells(world: str, steps: int) -> dict[str, list[str]]:
 def study(world: str, seeds: int) -> Study:
     overrides = {
         "scenes": ["evaluation.every=25", "evaluation.num_prompts=96"],
-        "words": ["trainer.prompts_per_iteration=4", "evaluation.every=12", "evaluation.num_prompts=96"],
+        "words": ["policy.lora_above=0", "trainer.prompts_per_iteration=4", "evaluation.every=12", "evaluation.num_prompts=96"],
     }
     recipe, steps = {"scenes": ("scenes-fast", 8), "words": ("words", 6)}[world]
     fixed: dict[str, Any] = {"budget": 10000, "unit": "evaluations", "rates": RATES, "pilots": 1, "steps": [10]}

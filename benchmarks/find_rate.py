@@ -28,7 +28,12 @@ from g2rpo.training.trainer import Trainer
 
 WORLDS = {
     "scenes-fast": ["trainer.iterations=60", "evaluation.rewards.scene_preference="],
-    "words": ["trainer.iterations=12", "trainer.prompts_per_iteration=4"],
+    "words": [
+        "trainer.iterations=12",
+        "trainer.prompts_per_iteration=4",
+        "optim.learning_rate=4e-4",
+        "policy.lora_above=0",
+    ],
 }
 COMMON = ["evaluation.num_prompts=48", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]
 

@@ -115,7 +115,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "words": {
         "recipe": "words",
         "right": "ocr_exact",
-        "overrides": ["sampling.tails.forecast=true"],
+        "overrides": ["sampling.tails.forecast=true", "policy.lora_above=0"],
         "stay": 16,
         "steps": [0, 1, 2],
         "steps_16": list(range(5)),
