@@ -28,12 +28,7 @@ from g2rpo.training.trainer import Trainer
 
 WORLDS = {
     "scenes-fast": ["trainer.iterations=60", "evaluation.rewards.scene_preference="],
-    "words": [
-        "trainer.iterations=12",
-        "trainer.prompts_per_iteration=4",
-        "optim.learning_rate=4e-4",
-        "policy.lora_above=0",
-    ],
+    "words": ["trainer.iterations=12", "trainer.prompts_per_iteration=4"],
 }
 COMMON = ["evaluation.num_prompts=48", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]
 

@@ -31,6 +31,8 @@ SHARE = 1 / 3
 """The share of a given time that all pilots may take."""
 MOST_PROMPTS = 64
 """The most training prompts on which a pilot is evaluated."""
+LEVEL = 0.8
+"""Of the interval of a gain: one rate in ten that learns nothing passes, which the run itself will show."""
 
 
 def pilot_config(config: Config, rate: float, iterations: int | None = None) -> Config:
@@ -120,7 +122,7 @@ class Pilots:
             sides = (self.base[1].scores, trainer.final.scores)
             before, after = ({name: scores[name].double().numpy() for name in weights} for scores in sides)
             found = list(gains(before, after, weights))
-        gain = interval(found)
+        gain = interval(found, level=LEVEL)
         seconds = time.monotonic() - began
         return Pilot(rate, gain.mean, gain.low, gain.high, alarms, trainer.config.trainer.iterations, seconds)
 

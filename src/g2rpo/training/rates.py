@@ -26,7 +26,7 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True)
 class Pilot:
-    """A pilot at a rate: its gain (`gains`) with the ends of its interval over prompts, and its alarms."""
+    """A pilot at a rate: its gain (`gains`) with the ends of its 80 % interval over prompts, and its alarms."""
 
     rate: float
     gain: float
