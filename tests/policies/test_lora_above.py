@@ -8,13 +8,16 @@ import torch
 
 from g2rpo import api
 from g2rpo.app.train import load_config
-from g2rpo.assembly.components import check_trained_steps
+from g2rpo.assembly.components import build_policy, check_trained_steps, load_weights
+from g2rpo.cli.main import main
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
+from g2rpo.evaluation.sampler import sampler_of
 from g2rpo.lab.check_model import perturb
 from g2rpo.runs.directory import RunDirectory
+from g2rpo.runs.lifecycle import read_config
 from g2rpo.testbed import pipeline_dir
-from tests.support.commands import done, refused
+from tests.support.commands import refused
 from tests.support.tiny import flux_pipeline
 from tests.support.tiny_pipelines import CLASSES
 
@@ -73,25 +76,60 @@ def test_a_gradient_flows_above_and_a_loss_below_is_refused(original):
             policy.velocity(x, torch.tensor([0.2]), cond)
 
 
-def test_the_card_draws_the_same_in_plain_diffusers(capsys, tmp_path):
+PROMPT = "a small red circle"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("early") / "run"
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "scenes", "--run-dir", str(folder), f"policy.lora_above={ABOVE}", *QUICK])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drawn(run):
+    """A picture by the tuned model, and the base's of the same noise."""
+    tuned, base = (api.sample(run, [PROMPT], seed=3, base=base) for base in (False, True))
+    assert (tuned - base).abs().max() > 1e-2
+    return tuned, base
+
+
+def test_the_card_draws_the_same_in_plain_diffusers(capsys, run, drawn):
     """The code of the card is run; only the prompt, its noise and the base model's folder are put in."""
-    run = tmp_path / "run"
-    done(capsys, "train", "scenes", "--run-dir", run, f"policy.lora_above={ABOVE}", *QUICK)
-    drawn, prompt = {}, "a small red circle"
     card = RunDirectory(run).weights / "README.md"
-    code = re.search(r"```python\n(.*?)```", card.read_text(), re.DOTALL)[1]
-    code = code.replace("'testbed'", f"{str(pipeline_dir())!r}, torch_dtype='float32'").replace(
-        "THIS FOLDER OR REPOSITORY", str(card.parent)
-    )
+    code, pictures = re.search(r"```python\n(.*?)```", card.read_text(), re.DOTALL)[1], {}
+    code = code.replace("'testbed'", f"{str(pipeline_dir())!r}, torch_dtype='float32'")
+    code = code.replace("THIS FOLDER OR REPOSITORY", str(card.parent))
     assert "callback_on_step_end=until" in code
     for name, text in {"card": code, "everywhere": code.replace(", callback_on_step_end=until", "")}.items():
-        namespace = {"prompt": prompt, "noise": generator_for(3, "picture", 0)}
+        namespace = {"prompt": PROMPT, "noise": generator_for(3, "picture", 0)}
         exec(text.replace('"..."', 'prompt, generator=noise, output_type="pt"').replace(".images[0]", "[0]"), namespace)
-        drawn[name] = namespace["picture"].float().cpu()
-    ours, base = (api.sample(run, [prompt], seed=3, base=base) for base in (False, True))
-    off = {name: float((picture - ours).abs().max()) for name, picture in drawn.items()}
-    assert off["card"] < 1e-4 < 1e-2 < off["everywhere"] and (ours - base).abs().max() > 1e-2, off
+        pictures[name] = namespace["picture"].float().cpu()
+    off = {name: float((picture - drawn[0]).abs().max()) for name, picture in pictures.items()}
+    assert off["card"] < 1e-4 < 1e-2 < off["everywhere"], off
     assert "acts at early steps only" in refused(capsys, "export", run, "--format", "merged")
+
+
+def test_the_file_alone_says_where_it_acts(run, drawn):
+    config = read_config(run)
+    policy = build_policy(config.policy.model_copy(update={"lora_above": 0.0}), tuning="frozen")
+    load_weights(policy, RunDirectory(run).weights, "testbed")
+    assert policy.options.lora_above == ABOVE
+    assert torch.equal(sampler_of(config, policy, seed=3, decode_batch_size=8).pictures([PROMPT]), drawn[0])
+
+
+def test_a_run_that_continues_it_begins_with_its_pictures(run, drawn):
+    options = read_config(run).policy.model_copy(update={"adapter": str(RunDirectory(run).weights)})
+    with pytest.raises(UserError, match="acts above sigma 0.5 alone; set policy.lora_above=0.5"):
+        build_policy(options.model_copy(update={"lora_above": 0.0}))
+    policy = build_policy(options)
+    sampler = sampler_of(read_config(run), policy, seed=3, decode_batch_size=8)
+    torch.testing.assert_close(sampler.pictures([PROMPT]), drawn[0], atol=1e-5, rtol=0)
+    perturb(policy)
+    assert (sampler.pictures([PROMPT]) - drawn[0]).abs().max() > 1e-2
+    with policy.base():
+        torch.testing.assert_close(sampler.pictures([PROMPT]), drawn[0], atol=1e-5, rtol=0)
 
 
 REFUSED = [

@@ -23,6 +23,8 @@ PREFIX, DOWN, UP = "transformer.", ".lora_A.weight", ".lora_B.weight"
 CONFIG = "lora_adapter_metadata"
 """Where diffusers keeps peft's config, as JSON, in the header."""
 RANK, ALPHA, OWN_ALPHA = f"{PREFIX}r", f"{PREFIX}lora_alpha", "g2rpo.lora_alpha"
+ABOVE = "g2rpo.lora_above"
+"""Of an adapter that was trained to act at early steps alone, the sigma above which it acts (`policy.lora_above`)."""
 PEFT, PEFT_CONFIG = "base_model.model.", "adapter_config.json"
 """The prefix of names in peft's own files, and what lies beside these."""
 OTHER_KINDS = {
@@ -48,6 +50,11 @@ class Adapter:
     def rank(self) -> int:
         """The largest of a module."""
         return max(len(down) for down, _ in self.layers.values())
+
+    @property
+    def above(self) -> float:
+        """The sigma above which it acts; 0: everywhere."""
+        return float(self.metadata.get(ABOVE, 0))
 
     def delta(self, module: str) -> Tensor:
         """What is added to a module's weight, as a matrix [out, in]."""
@@ -104,6 +111,8 @@ def read_adapter(path: Path, pipeline: Any = None) -> Adapter:
             tensors |= {name: tensor(float(rank)) for name, rank in _ranks(tensors, ".alpha").items()}
         if OWN_ALPHA in metadata and metadata.get("ss_network_dim", "").isdigit():
             scale = float(metadata[OWN_ALPHA]) / int(metadata["ss_network_dim"])
+        if not 0 <= float(metadata.get(ABOVE, 0)) < 1:
+            raise ValueError(f"{ABOVE} in its header should be a sigma, is {metadata[ABOVE]:.20}")
     if pipeline is not None and not plain:
         tensors = _converted(path, tensors, pipeline)
     modules = sorted({name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)})

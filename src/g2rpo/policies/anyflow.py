@@ -91,6 +91,11 @@ class DiffusersPolicy(Policy):
         self.dtype, self._device = getattr(torch, o.dtype), torch.device(device)
         self.one_time = bool(spec.one_time(pipeline))
         self.text = text or self.encoders(pipeline, device=device, tuning=tuning, **options)
+        start, assistant = (read_adapter(Path(it), type(pipeline)) if it else None for it in (o.adapter, o.assistant))
+        if start is not None and start.above not in (0, o.lora_above):
+            raise UserError(f"policy.adapter: acts above sigma {start.above:g} alone; set policy.lora_above={start.above:g}")
+        if assistant is not None and assistant.above:
+            raise UserError(f"policy.assistant: acts above sigma {assistant.above:g} alone, and would act at all steps")
         self.check_size(o.height, o.width)
         self.tuning = Tuning(
             self.transformer,
@@ -106,8 +111,8 @@ class DiffusersPolicy(Policy):
             sharding=sharding,
             quantized=o.quantize,
             autocast=o.autocast,
-            start=read_adapter(Path(o.adapter), type(pipeline)) if o.adapter else None,
-            assistant=read_adapter(Path(o.assistant), type(pipeline)) if o.assistant else None,
+            start=start,
+            assistant=assistant,
             deployed=o.assistant_in_evaluation,
         )
         self.frozen: dict[str, Any] = {}
@@ -422,7 +427,7 @@ class DiffusersPolicy(Policy):
         step = OneStep(config, sigma, truncate=self.truncates, alike=self.one_time, high=high)
         if not self.truncates:  # pipelines round times to the dtype of latents; truncated ones stay whole
             x = x.to(self._latent_dtype)
-        with self.base() if self.options.lora_above and not trained else nullcontext():
+        with self.tuning.late() if self.options.lora_above and not trained else nullcontext():
             return self._replay(cond, x, {"scheduler": step}, guided=self.guided)
 
     def decode(self, x: Tensor) -> Tensor:
@@ -472,8 +477,9 @@ class DiffusersPolicy(Policy):
         return self.tuning.assisted()
 
     def load(self, path: Path, strength: float = 1.0) -> None:
-        """Loads tuned weights written by `save`; `strength` scales an adapter."""
-        self.tuning.load(path, self.pipeline, strength)
+        """Loads tuned weights written by `save`; `strength` scales an adapter. One that acts at early steps alone does here."""
+        if above := self.tuning.load(path, self.pipeline, strength):
+            self.options = self.options.model_copy(update={"lora_above": above})
 
     def save(self, directory: Path) -> Path:
         """Writes the tuned weights in diffusers' format; returns their path."""

@@ -51,7 +51,8 @@ class Tuning:
     `autocast` adapters compute in the dtype of their inputs.
 
     With `start` "lora" continues that adapter, "full" begins with it merged in, and "frozen" has it beside its weights; the
-    untrained transformer has it too. The `assistant` is frozen and acts while `assisted`, or with `deployed` always.
+    untrained transformer has it too. The `assistant` is frozen and acts while `assisted`, or with `deployed` always. While
+    `late`, what was learnt does not act, nor a `start` that acts at early steps alone.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Tuning:
         self.own: str | None = "default" if mode == "lora" else None
         self._strength = 1.0
         self._untrained, self._assisted, self._deployed, self._autocast = False, False, deployed, autocast
+        self._late, self._early_start = False, start is not None and start.above > 0
         if device.type == "meta":  # a plan's, which may have fewer blocks
             start, assistant = (adapter and adapter.of(transformer) for adapter in (start, assistant))
         for key, adapter in (("adapter", start), ("assistant", assistant)):
@@ -141,8 +143,9 @@ class Tuning:
     def _choose(self) -> None:
         """Activates the adapters of the next calls, each with its strength. That of the trained one is of what was learnt:
         between 0 and 1 it leads from the start to the result."""
-        learnt = 0.0 if self._untrained or self.own is None else self._strength
-        strengths = {"start": 1 - learnt, "assistant": float(self._assisted or self._deployed)}
+        learnt = 0.0 if self._untrained or self._late or self.own is None else self._strength
+        start = 0.0 if self._late and self._early_start else 1 - learnt
+        strengths = {"start": start, "assistant": float(self._assisted or self._deployed)}
         strengths |= {self.own: learnt} if self.own is not None else {}
         if not strengths.keys() & getattr(self.transformer, "peft_config", {}).keys():
             return
@@ -178,6 +181,10 @@ class Tuning:
             with self._with("_untrained"):
                 yield
 
+    def late(self) -> AbstractContextManager[None]:
+        """While entered, adapters that act at early steps alone do not."""
+        return self._with("_late")
+
     def assisted(self) -> AbstractContextManager[None]:
         """While entered, the assistant acts."""
         return self._with("_assisted")
@@ -194,9 +201,9 @@ class Tuning:
             setattr(self, state, before)
             self._choose()
 
-    def load(self, path: Path, pipeline: Any, strength: float) -> None:
+    def load(self, path: Path, pipeline: Any, strength: float) -> float:
         """Loads saved weights, an adapter at `strength` or a whole transformer: the folder that `save` wrote, or a single
-        .safetensors file with diffusers' names."""
+        .safetensors file with diffusers' names. Returns the sigma above which they act."""
         file = path / ADAPTER if path.is_dir() else path
         if file.is_file() and (path.is_dir() or _is_adapter(file)):
             adapter = read_adapter(file, type(pipeline))
@@ -204,6 +211,7 @@ class Tuning:
             _add(self.transformer, "tuned", adapter, torch.float32)
             self.own = "tuned"
             self.scale(strength)
+            return adapter.above
         elif file.is_file() or (path / "config.json").is_file():
             if is_quantized(self.transformer):
                 raise UserError(f"{path}: holds a whole transformer, and policy.quantize keeps the base's; set it to none")
@@ -219,6 +227,7 @@ class Tuning:
             self.transformer.load_state_dict(weights)
         else:
             raise FileNotFoundError(f"{path}: holds neither pytorch_lora_weights.safetensors nor a transformer's config.json")
+        return 0.0
 
     def scale(self, strength: float) -> None:
         """Sets the strength of the loaded adapter; 0 is the untrained model."""

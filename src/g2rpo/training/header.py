@@ -10,6 +10,7 @@ from g2rpo.config.algorithms import title_of
 from g2rpo.config.schema import Config
 from g2rpo.core.files import is_hub_id
 from g2rpo.policies import catalogue
+from g2rpo.policies.adapters import ABOVE
 
 
 def header_of(config: Config, iteration: int) -> dict[str, str]:
@@ -25,11 +26,11 @@ def header_of(config: Config, iteration: int) -> dict[str, str]:
         "rewards": json.dumps({name: entry.weight for name, entry in config.rewards.items()}),
         "base_model": base_name(config.policy.path),
         **({"adapter": base_name(config.policy.adapter)} if config.policy.adapter else {}),
-        **({"lora_above": f"{config.policy.lora_above:g}"} if config.policy.lora_above else {}),
         "iteration": str(iteration),
         "size": f"{config.policy.width}x{config.policy.height}",
     }
-    return {**{f"g2rpo.{name}": text for name, text in own.items()}, **_modelspec(config, method)}
+    above = {ABOVE: f"{config.policy.lora_above:g}"} if config.policy.lora_above else {}
+    return {**{f"g2rpo.{name}": text for name, text in own.items()}, **above, **_modelspec(config, method)}
 
 
 def base_name(path: str) -> str:
