@@ -43,12 +43,16 @@ def scores(run: Path, count: int) -> list[dict[str, Scores]]:
     return [{name: values.double().numpy() for name, values in each.items()} for each in found]
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--prompts", type=int, default=192)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     runs = [scores(run, args.prompts) for run in args.runs]
     table: list[dict[str, Interval]] = [
         {name: interval(np.stack([run[steps][name] - run[0][name] for run in runs])) for name in runs[0][0]}

@@ -402,10 +402,10 @@ class DiffusersPolicy(Policy):
 
     def _acting(self, sigma: Tensor) -> list[tuple[bool, bool]]:
         """By row, whether the expert for high noise acts, and whether the trained weights do. On tensors without values they
-        do."""
+        do. Where they do at all sigmas, these are not read: the host would wait for a GPU."""
         o = self.options
         own = o.expert == "high"
-        if has_shape_alone(sigma):
+        if has_shape_alone(sigma) or not (o.lora_above or self.boundary is not None):
             return [(own, True)] * len(sigma)
         high = [own] * len(sigma)
         if self.boundary is not None:
