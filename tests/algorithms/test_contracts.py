@@ -87,6 +87,19 @@ def test_what_is_wrong_is_said_with_the_algorithms_name(method, wrong, fact):
         trained(Mine(method=method, wrong=wrong))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "fact"),
+    [
+        (lambda plans: None, "TypeError: 'NoneType' object is not iterable"),
+        (lambda plans: plans.nothing, r"AttributeError: .* \(in <lambda>, .*test_contracts\.py"),
+        (lambda plans: [Plan(7, 8, (tuple(range(8, STEPS + 1)),))], r"a tail must start at merge=8 and increase, got \(\)"),
+    ],
+)
+def test_plans_that_fail_are_one_message(wrong, fact):
+    with pytest.raises(UserError, match=f"^algorithm.*{fact}"):
+        plans_of(Mine(method="plans", wrong=wrong), STEPS)
+
+
 def test_update_every_is_no_other_word():
     with pytest.raises(UserError, match="update_every is 'step'"):
         trained(Mine(update_every="step"))

@@ -35,6 +35,13 @@ def test_a_reward_of_ones_own_is_tried_on_two_random_pictures(capsys, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+def test_what_cannot_be_called_is_no_reward(capsys, tmp_path, nothing_loads):
+    (tmp_path / "mine.py").write_text("class It:\n    def score(self, images, prompts): ...\n\n\nTHAT = 3\n")
+    for name in ("It", "THAT"):
+        err = refused(capsys, "train", "scenes", f"rewards.mine.kind={tmp_path}/mine.py:{name}", "--run-dir", tmp_path / "run")
+        assert "rewards.mine: " in err and f"mine.py:{name}: is no reward, it has no __call__(images, prompts)" in err
+
+
 @dataclass(frozen=True)
 class Mine(GranularGRPO):
     fault: str = ""

@@ -1,6 +1,9 @@
 """What messages share."""
 
-from g2rpo.core.errors import did_you_mean
+import pytest
+
+from g2rpo.core.errors import did_you_mean, where
+from g2rpo.core.types import Plan
 
 
 def test_near_matches_come_before_words_that_contain_it_before_all_that_are_known():
@@ -9,3 +12,10 @@ def test_near_matches_come_before_words_that_contain_it_before_all_that_are_know
     assert did_you_mean("klein", known) == " Did you mean 'flux2-klein-lora'?"
     assert did_you_mean("le", known) == " Known: flux2-klein-lora, scenes, words."  # too short to be a part of a name
     assert did_you_mean("x", []) == " There are none."
+
+
+def test_a_message_points_into_own_code():
+    """And not into the `__init__` that a dataclass generates, which has no file."""
+    with pytest.raises(ValueError, match="branch <= merge") as error:
+        Plan(1, 0, ())
+    assert where(error.value).endswith("test_errors.py:20: Plan(1, 0, ()))")

@@ -116,6 +116,9 @@ def reward_kind(name: str, entry: RewardConfig) -> Any:
     try:
         kind = plugins.find("rewards", entry.kind, REWARDS)
         plugins.require_all(_code_options(kind, entry))
+        call = any("__call__" in vars(base) for base in kind.__mro__) if isinstance(kind, type) else callable(kind)
+        if not call:
+            raise UserError(f"{entry.kind}: is no reward, it has no __call__(images, prompts)")
         return kind
     except plugins.CodeNotAllowed:
         raise

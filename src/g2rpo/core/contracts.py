@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from g2rpo.core.capabilities import SumsGroups, candidates_of
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import UserError, where
 from g2rpo.core.types import Algorithm, AlgorithmState, Batch, Loss, Network, Plan, PromptChooser
 
 
@@ -34,6 +34,9 @@ def plans_of(algorithm: Algorithm, num_steps: int, iteration: int = 0, seed: int
         plans = list(algorithm.plans(num_steps, iteration, seed))
     except ValueError as error:
         raise UserError(f"algorithm: {error}") from None
+    except Exception as error:  # anything the user's code raises
+        failed = f"algorithm {name_of(algorithm)}: plans failed: {type(error).__name__}: {error}{where(error)}"
+        raise UserError(failed) from error
     if not plans:
         raise _broken(algorithm, "plans", "at least one Plan", f"none in iteration {iteration}")
     if ends := {plan.tails[0][-1] for plan in plans} - {num_steps}:

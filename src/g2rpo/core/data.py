@@ -159,7 +159,7 @@ class Plan:
         if not self.tails:
             raise ValueError("a plan needs at least one tail")
         for tail in self.tails:
-            if tail[0] != self.merge or any(a >= b for a, b in pairwise(tail)):
+            if tail[:1] != (self.merge,) or any(a >= b for a, b in pairwise(tail)):
                 raise ValueError(f"a tail must start at merge={self.merge} and increase, got {tail}")
         if len({tail[-1] for tail in self.tails}) != 1:
             raise ValueError(f"all tails must end at the same step, got {self.tails}")

@@ -96,7 +96,8 @@ def loading(what: str, hint: str = "") -> Iterator[None]:
 
 def where(error: BaseException) -> str:
     """ " (in NAME, FILE:LINE: CODE)" of the innermost traceback frame outside libraries; "" if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if frame.line and not frame.filename.startswith(LIBRARIES)]  # generated code has no line
     return f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 

@@ -356,9 +356,10 @@ class DiffusersPolicy(Policy):
         """The sigmas [num_steps + 1] on which the pipeline itself samples this size, from exactly 1 to exactly 0."""
         if not self.spec.own_grid:
             return sigma_grid(num_steps, self.shift)
-        latents = torch.zeros(1, *self._latent, device=self._device)
+        device = torch.device("cpu") if self._device.type == "meta" else self._device  # of a plan, without weights
+        latents = torch.zeros(1, *self._latent, device=device)
         parts = {"scheduler": probe(self.pipeline.scheduler)}
-        sigmas = self._replay(self.blank(1, 1).to(self._device), latents, parts, steps=num_steps).float().cpu()
+        sigmas = self._replay(self.blank(1, 1).to(device), latents, parts, steps=num_steps, device=device).float().cpu()
         sigmas[0] = 1  # a grid that begins at .9998 would make the first stochastic step's diffusion 70 times as large
         return sigmas
 
@@ -441,12 +442,22 @@ class DiffusersPolicy(Policy):
     def _replay(self, cond: Cond, latents: Tensor, parts: Mapping[str, Any], **changes: Any) -> Any:
         batch = self.spec.batch(cond)
         own = [_expanded(value, len(latents)) for value in self._beside]
+        if self._device.type == "meta":  # for `grid`
+            own = [torch.zeros_like(v, device=latents.device) if isinstance(v, Tensor) else v for v in own]
         beside = [batch.get(name, value) for name, value in zip(self.spec.pictured or [""] * len(own), own, strict=True)]
         script = Script(self.spec.reader(batch), lambda made: (latents, *beside) if beside else latents)
         return self._call(script, cond, parts, **changes)
 
     def _call(
-        self, script: Script, cond: Cond, parts: Mapping[str, Any], *, guided: bool = False, steps: int = 1, **changes: Any
+        self,
+        script: Script,
+        cond: Cond,
+        parts: Mapping[str, Any],
+        *,
+        guided: bool = False,
+        steps: int = 1,
+        device: torch.device | None = None,
+        **changes: Any,
     ) -> Any:
         """The pipeline's call by `script`, without text encoders, with the active network."""
         rows = len(cond)
@@ -464,7 +475,7 @@ class DiffusersPolicy(Policy):
             pictures = [Unseen((width, height)) for width, height in sizes_in(cond.ragged[SIZES][0])]
             changes["image"] = pictures if self.spec.most_pictures > 1 else pictures[0]
             parts["image_processor"] = UnseenProcessor(self.pipeline.image_processor)
-        return replay(self.pipeline, script, {**arguments, **changes}, device=self._device, parts=parts)
+        return replay(self.pipeline, script, {**arguments, **changes}, device=device or self._device, parts=parts)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return list(self.tuning.named().values())

@@ -141,6 +141,24 @@ def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, arguments, mess
     assert not (tmp_path / "study").exists()
 
 
+def test_own_code_of_every_cell_is_tried_before_the_first_run(capsys, tmp_path, tiny_config):
+    mine = tmp_path / "mine.py"
+    mine.write_text("""
+from dataclasses import dataclass
+from g2rpo.algorithms.g2rpo import GranularGRPO
+
+@dataclass(frozen=True)
+class Mine(GranularGRPO):
+    branch_steps: tuple[int, ...] = (0, 1)
+
+    def advantages(self, rewards, weights):
+        return rewards
+""")
+    err = refused(capsys, "compare", tiny_config, "--algorithms", f"g2rpo,{mine}:Mine", "--out", tmp_path / "study")
+    assert "cell Mine: algorithm Mine" in err and "advantages should return shape" in err
+    assert not (tmp_path / "study").exists()
+
+
 def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_config, forked_jobs):
     out = tmp_path / "study"
     asked = ["compare", tiny_config, "--cell", "one: algorithm.granularities=[1]", "--rates", "1e-3,1e-2", "--steps", "2,4"]

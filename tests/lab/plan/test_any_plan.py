@@ -77,6 +77,15 @@ def test_memory_is_traced_with_gradients_and_decoding(kind, tmp_path):
     assert sets.training.peak > 0 and sets.velocity.peak > 0 and sets.decode.peak > 0
 
 
+@pytest.mark.parametrize("kind", few(CLASSES, ("ZImagePipeline", "FluxKontextPipeline", "WanPipeline").__contains__))
+def test_the_grid_of_a_model_without_weights_is_its_own(kind, tmp_path):
+    c = planned(kind, tmp_path)
+    policy = build_on_meta(read_blueprint(c.policy), c.policy)
+    options = c.policy.model_dump(include={"height", "width", "max_sequence_length", "guidance_scale", "num_frames"})
+    whole = CLASSES[kind](tiny_pipeline(kind), **{name: value for name, value in options.items() if value is not None})
+    assert torch.equal(policy.grid(5), whole.grid(5))
+
+
 def test_known_values_are_those_of_real_tensors_and_no_others():
     def read(tokens, weight):
         mask = torch.zeros(4, 6, dtype=torch.bool)

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.evaluate import config_settings
 from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.preflight import check
@@ -234,7 +235,8 @@ def _check(configs: Mapping[str, Config]) -> None:
     first = next(iter(configs))
     for cell, config in configs.items():
         try:
-            check(config)
+            prompts, _ = check(config)
+            try_own_code(config, {"prompts": prompts})
         except UserError as error:
             raise UserError(f"cell {cell}: {error}") from None
         judged = config_settings(config)
