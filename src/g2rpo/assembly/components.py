@@ -210,13 +210,11 @@ def check_judged_size(config: Config, policy: Any) -> None:
 def check_trained_steps(config: Config, policy: Any) -> None:
     """Refuses an algorithm that trains where a policy's trained weights do not act."""
     policy = getattr(policy, "policy", policy)  # of a CachedPolicy
-    if not hasattr(policy, "trains_at"):
+    if getattr(policy, "trains_everywhere", True):
         return
     algorithm, steps, seed = config.algorithm, config.sampling.num_steps, config.trainer.seed
     sigmas = grid_of(config.sampling.shift, policy, steps)
     own = [step for step in range(steps) if policy.trains_at(float(sigmas[step]))]
-    if len(own) == steps:
-        return
     plans = {plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, steps, i, seed)}
     if wrong := [sigma for sigma in trained_sigmas(algorithm, [*plans], sigmas) if not policy.trains_at(sigma)]:
         raise UserError(

@@ -406,13 +406,18 @@ class DiffusersPolicy(Policy):
         do. Where they do at all sigmas, these are not read: the host would wait for a GPU."""
         o = self.options
         own = o.expert == "high"
-        if has_shape_alone(sigma) or not (o.lora_above or self.boundary is not None):
+        if has_shape_alone(sigma) or self.trains_everywhere:
             return [(own, True)] * len(sigma)
         high = [own] * len(sigma)
         if self.boundary is not None:
             most = self.pipeline.scheduler.config.num_train_timesteps
             high = (sigma * most >= self.boundary * most).tolist()
         return [(one, one == own and above) for one, above in zip(high, (sigma > o.lora_above).tolist(), strict=True)]
+
+    @property
+    def trains_everywhere(self) -> bool:
+        """Whether the trained weights act at all sigmas."""
+        return self.boundary is None and not self.options.lora_above
 
     def trains_at(self, sigma: float) -> bool:
         """Whether the trained weights act there, and not a frozen expert, or the base model below `lora_above`."""
