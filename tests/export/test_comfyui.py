@@ -18,7 +18,7 @@ from diffusers.loaders import single_file_utils as converters
 from safetensors.torch import load_file
 
 from g2rpo.core.errors import UserError
-from g2rpo.export.comfyui import for_comfyui, names_for, whole_names
+from g2rpo.export.comfyui import for_comfyui, for_trainers, names_for, whole_names
 from g2rpo.export.weights import Tuned
 from g2rpo.policies.adapters import Adapter
 
@@ -131,6 +131,23 @@ def test_every_linear_module_has_a_key_of_its_own(kind):
 def test_a_module_that_comfyui_would_leave_out_is_refused(kind):
     with pytest.raises(UserError, match=r"no key for distilled_guidance_layer\.in_proj.*policy\.lora_targets"):
         for_comfyui(random_adapter({"distilled_guidance_layer.in_proj": (4, 3)}), names_for(kind))
+
+
+OUTSIDE = [
+    (QwenImageTransformer2DModel, "transformer_blocks.0.attn.to_q", "img_in"),
+    (ZImageTransformer2DModel, "noise_refiner.0.attention.to_q", "cap_embedder.1"),
+    (WanTransformer3DModel, "blocks.0.attn1.to_q", "condition_embedder.time_proj"),
+    (WanTransformer3DModel, "blocks.0.attn2.add_k_proj", "proj_out"),
+]
+
+
+@pytest.mark.parametrize("format", ["kohya", "ai-toolkit"])
+@pytest.mark.parametrize(("kind", "inside", "outside"), OUTSIDE)
+def test_a_module_outside_the_blocks_which_trainers_would_leave_out_is_refused(kind, inside, outside, format):
+    names = names_for(kind.__name__)
+    assert for_trainers(random_adapter({inside: (4, 3)}), names, format)
+    with pytest.raises(UserError, match=f"--format {format}: its loader has no key for {outside}"):
+        for_trainers(random_adapter({inside: (4, 3), outside: (4, 3)}), names, format)
 
 
 def test_models_without_names_are_refused():

@@ -107,6 +107,18 @@ def test_alpha_is_the_files_and_factors_are_as_they_were_trained(kind, make, tmp
     assert all(torch.equal(a, b) for m in adapter.layers for a, b in zip(read.layers[m], adapter.layers[m], strict=True))
 
 
+def test_the_last_modulation_of_flux2_is_read_with_scale_before_shift(tmp_path):
+    """As diffusers has it; the original weights, and so ai-toolkit's files, have the shift first."""
+    pipeline = tiny_pipeline("Flux2KleinPipeline")
+    adapter = random_adapter(pipeline.transformer, ["norm_out.linear"])
+    ((down, up),) = adapter.layers.values()
+    swapped = type(adapter)({"final_layer.adaLN_modulation.1": (down, torch.cat(up.chunk(2)[::-1]))})
+    swapped.write(tmp_path / "it.safetensors", "diffusion_model.")
+    read = read_adapter(tmp_path / "it.safetensors", type(pipeline)).layers
+    assert read.keys() == adapter.layers.keys()
+    assert torch.equal(read["norm_out.linear"][0], down) and torch.equal(read["norm_out.linear"][1], up)
+
+
 def moved(policy, size=0.1):
     with torch.no_grad():
         for number, value in enumerate(policy.trainable_parameters()):

@@ -57,9 +57,7 @@ def for_comfyui(adapter: Adapter, names: ComfyUI) -> Adapter:
 def for_trainers(adapter: Adapter, names: ComfyUI, format: str) -> dict[str, Tensor]:
     """The tensors of an adapter with the original weights' names, as kohya's trainers and ai-toolkit write them."""
     if (original := names.original) is None or (format == "ai-toolkit" and original is FLUX.original):
-        raise UserError(
-            f"--format {format}: of a {names.transformer} none is known but diffusers' own; take --format diffusers"
-        )
+        raise UserError(f"--format {format}: no names of a {names.transformer} are known but those of --format diffusers")
     renamed = _renamed(adapter, format, names.transformer, partial(named, original))
     if format == "ai-toolkit":
         return renamed.tensors("diffusion_model.")

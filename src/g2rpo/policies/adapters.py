@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, cat, nn, tensor
+from torch import Tensor, cat, equal, nn, tensor
 
 from g2rpo.core.errors import UserError, did_you_mean, loading
 from g2rpo.core.files import add_metadata
@@ -197,6 +198,9 @@ def _converted(path: Path, tensors: Mapping[str, Tensor], pipeline: Any) -> dict
     named = {name if name.startswith(PREFIX) else PREFIX + name: value for name, value in whole.items()}
     if not any(name.endswith(DOWN) for name in named):
         raise UserError(unknown)
+    last, original = f"{PREFIX}norm_out.linear{UP}", re.compile(r"final_layer.adaLN_modulation.1.lora_(B|up)")
+    if last in named and any(equal(named[last], value) for name, value in tensors.items() if original.search(name)):
+        named[last] = cat(named[last].chunk(2)[::-1])  # diffusers' converter of FLUX.2 leaves the shift before the scale
     for module in {name.removesuffix(UP) for name in named if name.endswith(UP)}:  # of a joint matrix, its own rows alone
         if (used := named[module + UP].any(0)).any() and len(named.get(module + DOWN, ())) == len(used):
             named[module + UP], named[module + DOWN] = named[module + UP][:, used], named[module + DOWN][used]

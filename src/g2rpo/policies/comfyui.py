@@ -28,7 +28,8 @@ class ComfyUI:
     names: Mapping[str, str]
     whole: Mapping[str, str] | None = None
     original: Mapping[str, str] | None = None
-    """Patterns of modules with their names in the original weights; None where diffusers reads no LoRA with these."""
+    """Patterns of modules with their names in the original weights; None where diffusers reads no LoRA with these. Of blocks
+    alone, as the trainers have them by default: `tools/check_trainers.py` compares with their own code."""
 
     def key(self, module: str) -> str | None:
         """The key of a module; None if there is none."""
@@ -115,7 +116,7 @@ QWEN_IMAGE = _same(
     rf"transformer_blocks\.\d+\.({_JOINT}|(img|txt)_mlp\.{_FF}|(img|txt)_mod\.1)",
     r"img_in|txt_in|proj_out|norm_out\.linear|time_text_embed\.timestep_embedder\.linear_[12]",
     whole={},
-    original={r".+": SAME},
+    original={r"transformer_blocks\..+": SAME},
 )
 Z_IMAGE = _same(
     "ZImageTransformer2DModel",
@@ -123,7 +124,7 @@ Z_IMAGE = _same(
     r"(layers|noise_refiner)\.\d+\.adaLN_modulation\.0",
     r"all_x_embedder\.2-1|all_final_layer\.2-1\.(linear|adaLN_modulation\.1)|cap_embedder\.1|t_embedder\.mlp\.[02]",
     whole={},
-    original={r".+": SAME},
+    original={r"(layers|noise_refiner|context_refiner)\..+": SAME},
 )
 KREA2 = _same(
     "Krea2Transformer2DModel",
@@ -145,7 +146,7 @@ LTX = ComfyUI(
         r"\.norm_([qk])\.": r".\1_norm.",
     },
 )
-_WAN = {
+_WAN_BLOCKS = {
     r"(blocks\.\d+)\.attn1\.to_([qkv])": r"\1.self_attn.\2",
     r"(blocks\.\d+)\.attn1\.to_out\.0": r"\1.self_attn.o",
     r"(blocks\.\d+)\.attn2\.to_([qkv])": r"\1.cross_attn.\2",
@@ -153,6 +154,9 @@ _WAN = {
     r"(blocks\.\d+)\.attn2\.add_([kv])_proj": r"\1.cross_attn.\2_img",
     r"(blocks\.\d+)\.ffn\.net\.0\.proj": r"\1.ffn.0",
     r"(blocks\.\d+)\.ffn\.net\.2": r"\1.ffn.2",
+}
+_WAN = {
+    **_WAN_BLOCKS,
     r"condition_embedder\.(text|time)_embedder\.linear_1": r"\1_embedding.0",
     r"condition_embedder\.(text|time)_embedder\.linear_2": r"\1_embedding.2",
     r"condition_embedder\.time_proj": "time_projection.1",
@@ -179,7 +183,7 @@ WAN = ComfyUI(
         r"^condition_embedder\.(text|time)_embedder\.linear_2\.": r"\1_embedding.2.",
         r"^condition_embedder\.time_proj\.": "time_projection.1.",
     },
-    _WAN,
+    _WAN_BLOCKS,
 )
 LUMINA2 = ComfyUI(
     "Lumina2Transformer2DModel",
