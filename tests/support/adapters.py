@@ -15,6 +15,8 @@ from g2rpo.core.seeding import generator_for
 from g2rpo.export.comfyui import for_comfyui, for_trainers, names_for
 from g2rpo.policies.adapters import PREFIX, Adapter, endings, write_tensors
 from g2rpo.policies.catalogue import SPECS
+from g2rpo.policies.spec import parameters_of
+from g2rpo.policies.tuning import loader_of
 from tests.support.tiny_pipelines import CLASSES, tiny_pipeline
 
 FORMATS = ("diffusers", "comfyui", "kohya", "ai-toolkit")
@@ -60,8 +62,11 @@ def write(adapter, file, format, transformer):
 
 
 def policy_of(kind, pipeline, tuning="frozen", **options):
-    frames = {"num_frames": 3} if SPECS[kind].video else {}
-    return CLASSES[kind](pipeline, tuning=tuning, **{**SIZE, **frames, **options})
+    spec, size = SPECS[kind], dict(SIZE)
+    if "max_sequence_length" not in parameters_of(type(pipeline)):
+        del size["max_sequence_length"]
+    frames = {"num_frames": 1 + int(getattr(pipeline, spec.frames))} if spec.video else {}
+    return CLASSES[kind](pipeline, tuning=tuning, **{**size, **frames, **options})
 
 
 @torch.no_grad()
@@ -72,9 +77,14 @@ def velocity(policy):
 
 def fused(pipeline, file):
     """The pipeline with a file's LoRA in its weights, all by diffusers."""
-    pipeline.load_lora_weights(load_file(file))
-    pipeline.fuse_lora()
-    pipeline.unload_lora_weights()
+    if loader_of(pipeline) == "load_lora_weights":
+        pipeline.load_lora_weights(load_file(file))
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+    else:
+        pipeline.transformer.load_lora_adapter(load_file(file))
+        pipeline.transformer.fuse_lora()
+        pipeline.transformer.unload_lora()
     return pipeline
 
 
