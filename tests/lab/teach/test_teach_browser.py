@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
+from subprocess import Popen
 
 import pytest
 
@@ -23,18 +24,22 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None and not NEEDED, reason="no Chro
 SHORT = ["sampling.num_steps=4", "algorithm.group_size=4", "algorithm.branch_steps=[0,1]", "evaluation.num_prompts=2"]
 
 
-@pytest.fixture(scope="module")
-def taught(tmp_path_factory, browser):  # noqa: F811
-    """A session of five answers and its run directory; in the end the console held no error."""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "g2rpo"]
+
+
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "torchrun"])
+def taught(request, tmp_path_factory, browser):  # noqa: F811
+    """A session of five answers and its run directory, of one process or of two; in the end the console held no error."""
     folder = tmp_path_factory.mktemp("teach")
     run, port, log, errors = folder / "run", free_port(), folder / "out.log", folder / "errors.log"
-    command = [sys.executable, "-P", "-m", "g2rpo", "teach", "scenes-fast", *SHORT, "--run-dir", str(run), "--port", str(port)]
+    start, launch = (Popen, TORCHRUN) if request.param else (Forked, [sys.executable, "-P", "-m", "g2rpo"])
+    command = [*launch, "teach", "scenes-fast", *SHORT, "--run-dir", str(run), "--port", str(port)]
     with log.open("wb") as out, errors.open("wb") as err:
-        process = Forked(command, stdout=out, stderr=err, env=dict(os.environ))
+        process = start(command, stdout=out, stderr=err, env=dict(os.environ))
     try:
         ends = time.monotonic() + 90
         while not (said := [line for line in log.read_text().splitlines() if line.startswith("http")]):
-            assert time.monotonic() < ends and process.alive, errors.read_text()
+            assert time.monotonic() < ends, errors.read_text()
             time.sleep(0.05)
         context = browser.new_context(viewport=DESKTOP, reduced_motion="reduce")
         page, wrong = context.new_page(), []
