@@ -1,10 +1,12 @@
-"""Simulated people teach the embedded scenes by clicks: taste, an independent judge and the head, by the number of groups.
+"""Simulated people teach an embedded world by clicks: taste, an independent judge and the head, by the number of groups.
 
 A person's utility of a picture is a taste, in standard deviations within groups of the base, and noise of .3; one click in ten
-is random. Tastes are no built-in reward. `dz` is the change of the mean taste on held-out prompts in the base's standard
-deviations within prompts.
+is random. Tastes are not among the rewards. `dz` is the change of the mean taste on held-out prompts in the base's standard
+deviations within prompts. Who clicks on words that are spelt right skips groups that have none, or no other.
 
     python -m benchmarks.teach --tastes warm large dark compact --seeds 42 43 44 45 46 --out teach.json
+    python -m benchmarks.teach --people every --groups 256 --every 20 --tastes dark large    # direct clicks, equal updates
+    python -m benchmarks.teach --world words --tastes spelt --people clicks guard random --seeds 42 43 44 45 46
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -22,14 +25,18 @@ import torch
 from torch import Tensor
 
 from g2rpo import api
+from g2rpo.app.train import load_config
+from g2rpo.assembly.prompts import build_prompts
+from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.seeding import generator_for
+from g2rpo.core.types import Reward
 from g2rpo.evaluation.heldout import paired
-from g2rpo.lab.teach.opening import opened
-from g2rpo.lab.teach.session import Group
-from g2rpo.testbed.grammar import prompts as prompts_of
+from g2rpo.lab.teach.opening import opened, teach_config
 from g2rpo.training.trainer import Trainer
 
 GUARDED = ["rewards.scene_accuracy=", "rewards.scene_preference=1", "evaluation.rewards.scene_preference="]
+WORLDS = {"scenes": (GUARDED, "scene_correct"), "words": (["rewards.ocr="], "ocr_exact")}
+"""By recipe: overrides, which leave a guard that does not say what is right, and the independent judge, which does."""
 NOISE, WRONG = 0.3, 0.1
 HELDOUT, NOISES = 36, 2
 
@@ -42,10 +49,10 @@ def ink(images: Tensor) -> Tensor:
 def compact(images: Tensor) -> Tensor:
     """Minus the extent of what is drawn."""
     mass = ink(images)
-    side = torch.linspace(-1, 1, mass.shape[1])
+    y, x = (torch.linspace(-1, 1, length) for length in mass.shape[1:])
     total = mass.sum((1, 2)) + 1e-6
-    v, u = (mass.sum(2) * side).sum(1) / total, (mass.sum(1) * side).sum(1) / total
-    return -(mass * ((side[None, :, None] - v[:, None, None]) ** 2 + (side - u[:, None])[:, None] ** 2)).sum((1, 2)) / total
+    v, u = (mass.sum(2) * y).sum(1) / total, (mass.sum(1) * x).sum(1) / total
+    return -(mass * ((y[None, :, None] - v[:, None, None]) ** 2 + (x - u[:, None])[:, None] ** 2)).sum((1, 2)) / total
 
 
 TASTES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,51 +62,107 @@ TASTES: dict[str, Callable[[Tensor], Tensor]] = {
     "dark": lambda images: -images.mean((1, 2, 3)),
     "symmetric": lambda images: -(images - images.flip(3)).abs().mean((1, 2, 3)),
 }
-PEOPLE = ("clicks", "random", "guard", "direct", "offline")
+SPELT = "spelt"
+"""The taste of who reads: the words that are spelt right. In words."""
+PEOPLE = ("clicks", "random", "guard", "direct", "every", "offline")
 """Who clicks by the taste, or at random; the same clicks with no weight, so that the guard alone is learnt; the same clicks
-without a head (an update for every four groups, no guard); the same clicks on the base's pictures alone, and then a run on
-the head that is fitted to them."""
+without a head (an update for every four groups, no guard); a click on every group that is trained on, without a head, with the
+guard and at the rate of a session; the same clicks on the base's pictures alone, and then a run on the head that is fitted to
+them."""
 OFFLINE = 20
 """Iterations of the run on a stored session."""
 
 
-def click(group: Group, taste: Callable[[Tensor], Tensor], person: str, seed: int) -> tuple[int, ...]:
-    """What a simulated person answers."""
-    generator = generator_for(seed, "person", group.round)
-    values = taste(group.images)
+@cache
+def reader() -> Reward:
+    """The reward `ocr` of words."""
+    return build_rewards({"ocr": load_config("words", []).rewards["ocr"]})["ocr"]
+
+
+def values_of(taste: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """What a taste says of pictures."""
+    return reader().scores(images, list(prompts)).float() if taste == SPELT else TASTES[taste](images)
+
+
+def click(images: Tensor, prompt: str, round: int, taste: str, person: str, seed: int) -> int | None:
+    """The picture of a round's group that a simulated person chooses; None: skipped."""
+    generator = generator_for(seed, "person", round)
+    values = values_of(taste, images, [prompt] * len(images))
+    if taste == SPELT and (values.max() < 1 or values.min() == 1):
+        return None
     utility = (values - values.mean()) / values.std().clamp(min=1e-6) + NOISE * torch.randn(len(values), generator=generator)
     wrong = person == "random" or float(torch.rand((), generator=generator)) < WRONG
-    best = int(torch.randint(len(values), (), generator=generator)) if wrong else int(utility.argmax())
-    return (best,)
+    return int(torch.randint(len(values), (), generator=generator)) if wrong else int(utility.argmax())
+
+
+class Chosen(Reward):
+    """1 for the picture of each group that a simulated person clicks, 0 for the others: clicks without a head."""
+
+    group = True
+    batch_size = 2**31  # a group is never divided
+
+    def __init__(self, taste: str, seed: int) -> None:
+        self.taste, self.seed, self.clicks = taste, seed, 0
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        scores = torch.zeros(len(images))
+        if (chosen := click(images, prompts[0], self.clicks, self.taste, "every", self.seed)) is not None:
+            scores[chosen] = 1
+        self.clicks += 1
+        return scores
 
 
 def measured(t: Trainer) -> tuple[dict[str, Tensor], Tensor]:
     """The tastes [P, J] of held-out pictures, and the independent judge [P * J]."""
-    prompts = [prompt for prompt in prompts_of("heldout")[60 : 60 + HELDOUT] for _ in range(NOISES)]
+    judge = next(judge for _, judge in WORLDS.values() if judge in t.judges)
+    heldout = build_prompts(t.config.evaluation.prompts, "prompts")[60 : 60 + HELDOUT]
+    prompts = [prompt for prompt in heldout for _ in range(NOISES)]
     images = t.evaluator.sampler_now(seed=7).pictures(prompts)
-    tastes = {name: taste(images).view(HELDOUT, NOISES) for name, taste in TASTES.items()}
-    return tastes, t.judges["scene_correct"].scores(images, prompts)
+    known = [*TASTES, *([SPELT] if judge == WORLDS["words"][1] else [])]
+    tastes = {name: values_of(name, images, prompts).view(HELDOUT, NOISES) for name in known}
+    return tastes, t.judges[judge].scores(images, prompts)
 
 
 Row = dict[str, Any]
 
 
+def clicked_directly(world: str, taste: str, seed: int, groups: int, every: int, overrides: list[str]) -> list[Row]:
+    """A row whenever `every` more groups were clicked on: G2RPO with `Chosen` in the place of the head, without a brake."""
+    config = teach_config(world, [*WORLDS[world][0], f"trainer.seed={seed}", *overrides], lambda _: None)
+    guards = build_rewards({name: entry for name, entry in config.rewards.items() if name != "clicks"})
+    person, rows = Chosen(taste, seed), list[Row]()
+    trainer = api.trainer(config, rewards={**guards, "clicks": person})
+    person.clicks = 0  # it was tried on random pictures
+    base = measured(trainer)
+    while person.clicks < groups:
+        trainer.iterate()
+        if person.clicks % every == 0 or person.clicks >= groups:
+            rows.append({"groups": person.clicks, **change(base, trainer, taste)})
+            print(taste, "every", seed, json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def session_of(
-    taste: str, person: str, seed: int, groups: int, every: int, overrides: list[str], strength: float = 1
+    world: str, taste: str, person: str, seed: int, groups: int, every: int, overrides: list[str], strength: float = 1
 ) -> list[Row]:
     """A row every `every` groups: dz of every taste, the judge, agreement. Of a run on stored answers, every `every`
     iterations."""
+    if person == "every":
+        return clicked_directly(world, taste, seed, groups, every, overrides)
     rows: list[Row] = []
-    chosen = [*GUARDED, f"trainer.seed={seed}", *(["rewards.clicks=1e-9"] if person == "guard" else []), *overrides]
+    guarded = WORLDS[world][0]
+    chosen = [*guarded, f"trainer.seed={seed}", *(["rewards.clicks=1e-9"] if person == "guard" else []), *overrides]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        with opened("scenes", chosen, run) as session:
+        with opened(world, chosen, run) as session:
             if person == "direct":
                 session.learn_directly()
             session.set_strength(0 if person == "offline" else strength)  # at 0 it asks and learns nothing
             base = measured(session.trainer)
             for number in range(1, groups + 1):
-                session.answer(click(session.group, TASTES[taste], person, seed), round=session.next)
+                group = session.group
+                best = click(group.images, group.prompt, group.round, taste, person, seed)
+                session.answer(() if best is None else (best,), round=group.round, skipped=best is None)
                 if number == groups:
                     session.settle()  # as "Finish" does
                 if number % every == 0 and person != "offline":
@@ -111,7 +174,7 @@ def session_of(
                     print(taste, person, seed, json.dumps(rows[-1]), flush=True)
         if person == "offline":
             stored = ["rewards.clicks=0.5", f"rewards.clicks.options.run={run}", f"trainer.iterations={OFFLINE}"]
-            trainer = api.trainer("scenes", [*stored, "evaluation.num_prompts=2", *chosen], Path(folder) / "trained")
+            trainer = api.trainer(world, [*stored, "evaluation.num_prompts=2", *chosen], Path(folder) / "trained")
             for row in trainer.train():
                 if row["kind"] == "train" and row["iteration"] % every == 0:
                     rows.append({"groups": groups, **change(base, trainer, taste)})
@@ -123,7 +186,7 @@ def change(base: tuple[dict[str, Tensor], Tensor], trainer: Trainer, taste: str)
     """How far tastes have moved, and the judge, since `base` was measured."""
     (before, correct), (now, right) = base, measured(trainer)
     within = {name: float((one[:, 0] - one[:, 1]).square().mean().div(2).sqrt()) for name, one in before.items()}
-    moved = {name: paired(before[name].mean(1), now[name].mean(1)) for name in TASTES}
+    moved = {name: paired(before[name].mean(1), now[name].mean(1)) for name in before}
     judged = paired(correct, right)
     return {
         "dz": {name: (one.tuned - one.base) / within[name] for name, one in moved.items()},
@@ -137,7 +200,8 @@ def change(base: tuple[dict[str, Tensor], Tensor], trainer: Trainer, taste: str)
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tastes", nargs="+", default=list(TASTES), choices=TASTES)
+    parser.add_argument("--world", choices=WORLDS, default="scenes")
+    parser.add_argument("--tastes", nargs="+", default=list(TASTES), choices=[*TASTES, SPELT])
     parser.add_argument("--people", nargs="+", default=["clicks"], choices=PEOPLE)
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--groups", type=int, default=20)
@@ -153,7 +217,7 @@ def main() -> None:
     found = json.loads(args.out.read_text(encoding="utf-8")) if args.out and args.out.exists() else {}
     for seed, person, taste in product(args.seeds, args.people, args.tastes):
         if (name := f"{taste}/{person}/{seed}") not in found:
-            found[name] = session_of(taste, person, seed, args.groups, args.every, args.set, args.strength)
+            found[name] = session_of(args.world, taste, person, seed, args.groups, args.every, args.set, args.strength)
             if args.out:
                 args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(table(found))

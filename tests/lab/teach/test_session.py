@@ -12,7 +12,7 @@ from g2rpo.lab.teach import background, brake
 from g2rpo.lab.teach import session as teaching
 from g2rpo.lab.teach.agree import agree
 from g2rpo.lab.teach.background import InBackground
-from g2rpo.lab.teach.opening import opened
+from g2rpo.lab.teach.opening import opened, teach_config
 from g2rpo.lab.teach.session import OVERRIDES, Session
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rewards import votes
@@ -280,6 +280,16 @@ def test_the_page_shows_the_input_pictures_of_an_edit(tmp_path):
         edit = dataclasses.replace(s.group, prompt=Prompt("make it <blue>", images=(str(tmp_path / "in.png"),)))
         shown = page.group_html(s, edit)
     assert plain.count("<img") == 12 and shown.count("<img") == 13 and "make it &lt;blue&gt;" in shown
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("overrides", "weight"),
+    [([], 0.85), (["rewards.ocr="], 0.35), (["rewards.ocr=", "rewards.clicks=0.2"], 0.2)],
+    ids=["the recipe's guards", "fewer guards", "a weight of one's own"],
+)
+def test_clicks_weigh_half_as_much_as_the_guards(overrides, weight):
+    assert teach_config("words", overrides, print).rewards["clicks"].weight == pytest.approx(weight)
 
 
 def test_what_cannot_be_taught_is_refused(tmp_path):

@@ -27,10 +27,11 @@ ADAPTER = 3
 
 
 def teach_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None]) -> Config:
-    """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs half as much as all of the
-    recipe's rewards together, the guards. Where the recipe trains all weights, an adapter takes `ADAPTER` times its rate."""
-    plain = load_config(recipe, [], notify)
-    weight = GUARDED * sum(reward.weight for reward in plain.rewards.values())
+    """The config of a session: a recipe with `OVERRIDES` and the reward `clicks`, which weighs half as much as all other
+    rewards together, the guards. Where the recipe trains all weights, an adapter takes `ADAPTER` times its rate."""
+    plain = load_config(recipe, [])
+    guards = load_config(recipe, ["rewards.clicks=1", *overrides]).rewards
+    weight = GUARDED * sum(reward.weight for name, reward in guards.items() if name != "clicks") or 1  # 1: without a guard
     own = [*OVERRIDES, f"rewards.clicks={weight:g}"]
     if plain.policy.tuning == "full":
         own.append(f"optim.learning_rate={ADAPTER * plain.optim.learning_rate:g}")
