@@ -2,7 +2,7 @@
 
 A person's utility of a picture is a taste, in standard deviations within groups of the base, and noise of .3; one click in ten
 is random. Tastes are not among the rewards. `dz` is the change of the mean taste on held-out prompts in the base's standard
-deviations within prompts. Who clicks on words that are spelt right skips groups that have none, or no other.
+deviations within prompts. Who clicks on the word that is spelt best skips groups that are alike.
 
     python -m benchmarks.teach --tastes warm large dark compact --seeds 42 43 44 45 46 --out teach.json
     python -m benchmarks.teach --people every --groups 256 --every 20 --tastes dark large    # direct clicks, equal updates
@@ -63,12 +63,12 @@ TASTES: dict[str, Callable[[Tensor], Tensor]] = {
     "symmetric": lambda images: -(images - images.flip(3)).abs().mean((1, 2, 3)),
 }
 SPELT = "spelt"
-"""The taste of who reads: the words that are spelt right. In words."""
-PEOPLE = ("clicks", "random", "guard", "direct", "every", "offline")
-"""Who clicks by the taste, or at random; the same clicks with no weight, so that the guard alone is learnt; the same clicks
-without a head (an update for every four groups, no guard); a click on every group that is trained on, without a head, with the
-guard and at the rate of a session; the same clicks on the base's pictures alone, and then a run on the head that is fitted to
-them."""
+"""The taste of who reads: the word that is spelt best. In words."""
+PEOPLE = ("clicks", "several", "random", "guard", "direct", "every", "offline")
+"""`clicks`: by the taste. `several`: likes all pictures that are half a deviation above a group's mean. `random`: by chance.
+`guard`: as `clicks`, but clicks have no weight. `direct`: as `clicks`, no head, no guard, an update for every four groups.
+`every`: a click on every group that is trained on, without a head, with the guard and at the rate of a session. `offline`: as
+`clicks`, on the base's pictures alone, and then a run on the head that is fitted to them."""
 OFFLINE = 20
 """Iterations of the run on a stored session."""
 
@@ -84,15 +84,17 @@ def values_of(taste: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
     return reader().scores(images, list(prompts)).float() if taste == SPELT else TASTES[taste](images)
 
 
-def click(images: Tensor, prompt: str, round: int, taste: str, person: str, seed: int) -> int | None:
-    """The picture of a round's group that a simulated person chooses; None: skipped."""
+def click(images: Tensor, prompt: str, round: int, taste: str, person: str, seed: int) -> tuple[int, ...]:
+    """The pictures of a round's group that a simulated person chooses; none: skipped."""
     generator = generator_for(seed, "person", round)
     values = values_of(taste, images, [prompt] * len(images))
-    if taste == SPELT and (values.max() < 1 or values.min() == 1):
-        return None
+    if taste == SPELT and values.max() == values.min():
+        return ()
     utility = (values - values.mean()) / values.std().clamp(min=1e-6) + NOISE * torch.randn(len(values), generator=generator)
     wrong = person == "random" or float(torch.rand((), generator=generator)) < WRONG
-    return int(torch.randint(len(values), (), generator=generator)) if wrong else int(utility.argmax())
+    if wrong:
+        return (int(torch.randint(len(values), (), generator=generator)),)
+    return tuple(torch.nonzero(utility > 0.5).flatten().tolist()) if person == "several" else (int(utility.argmax()),)
 
 
 class Chosen(Reward):
@@ -106,8 +108,7 @@ class Chosen(Reward):
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         scores = torch.zeros(len(images))
-        if (chosen := click(images, prompts[0], self.clicks, self.taste, "every", self.seed)) is not None:
-            scores[chosen] = 1
+        scores[list(click(images, prompts[0], self.clicks, self.taste, "every", self.seed))] = 1
         self.clicks += 1
         return scores
 
@@ -162,7 +163,7 @@ def session_of(
             for number in range(1, groups + 1):
                 group = session.group
                 best = click(group.images, group.prompt, group.round, taste, person, seed)
-                session.answer(() if best is None else (best,), round=group.round, skipped=best is None)
+                session.answer(best, round=group.round, skipped=not best)
                 if number == groups:
                     session.settle()  # as "Finish" does
                 if number % every == 0 and person != "offline":
