@@ -1,67 +1,78 @@
-"""The embedded scenes learn the style of a folder that no reward expresses: 24 pictures of the base, chosen or changed.
+"""An embedded world learns the style of a folder that no reward expresses: 24 pictures of the base, chosen or changed.
 
-Of 768 pictures of training prompts, "dark" and "large" are those that are darkest, or fullest, of a prompt's eight; "night" are
-any, darkened to three fifths. `share` is the way from the base's mean of that measure to the folder's, on held-out prompts;
-`correct` is an independent judge; agreement and `nearest` are the reward's own figures, at its first and last fit.
+Of 768 pictures of training prompts, "dark", "large" and "spelt" (in words) are those of a prompt's eight that lead the others by
+most; "night" are any, darkened to three fifths. `share` is the way from the base's mean of that measure to the folder's, on
+held-out prompts; agreement and `nearest` are the reward's own figures, at its first and last fit.
 
     python -m benchmarks.style --styles dark night --seeds 42 --runs runs/style --out style.json
+    python -m benchmarks.style --world words --styles spelt night --seeds 42 43 --weights 0 0.35 --runs runs/style
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from benchmarks.teach import GUARDED, TASTES
+from benchmarks.teach import SPELT, TASTES, WORLDS, values_of
 from g2rpo import api
+from g2rpo.assembly.prompts import build_prompts
 from g2rpo.evaluation.heldout import paired
 from g2rpo.rewards.pixels import to_pil, to_uint8
-from g2rpo.testbed.grammar import prompts as prompts_of
 
 PROMPTS, NOISES, PICTURES = 96, 8, 24
-MEASURES = {**TASTES, "night": TASTES["dark"]}
-OVERRIDES = [*GUARDED, "trainer.iterations=40", "evaluation.every=20", "evaluation.controls=true"]
+STYLES = [*TASTES, SPELT, "night"]
+OVERRIDES = ["trainer.iterations=40", "evaluation.every=20", "evaluation.num_prompts=192", "trainer.prompts_per_iteration=4"]
 
 
-def folder_of(style: str, place: Path) -> Tensor:
-    """The pictures of a style, which are saved to `place`."""
-    sampler = api.trainer("scenes", OVERRIDES).evaluator.sampler_now(seed=11)
-    images = sampler.pictures([prompt for prompt in prompts_of("train")[:PROMPTS] for _ in range(NOISES)])
-    values = MEASURES[style](images).view(PROMPTS, NOISES)
-    best = images.unflatten(0, (PROMPTS, NOISES))[range(PROMPTS), values.argmax(1)]
-    chosen = (
-        best[(values.amax(1) - values.mean(1)).topk(PICTURES).indices]
-        if style != "night"
-        else 0.6 * images[:: PROMPTS * NOISES // PICTURES]
-    )
+def recipe_of(world: str) -> list[str]:
+    """Overrides of a world's recipe: its guard, and a run's length."""
+    return [*WORLDS[world][0], *OVERRIDES]
+
+
+def measure(style: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    return values_of("dark" if style == "night" else style, images, prompts)
+
+
+def folder_of(world: str, style: str, place: Path) -> float:
+    """Saves the pictures of a style to `place`; the mean of their measure."""
+    trainer = api.trainer(world, recipe_of(world))
+    prompts = build_prompts(trainer.config.prompts.train, "prompts")[:PROMPTS]
+    repeated = [prompt for prompt in prompts for _ in range(NOISES)]
+    images = trainer.evaluator.sampler_now(seed=11).pictures(repeated)
+    values = measure(style, images, repeated).view(PROMPTS, NOISES)
+    of_prompts = (values.amax(1) - values.mean(1)).topk(PICTURES).indices
+    picked, factor = of_prompts * NOISES + values.argmax(1)[of_prompts], 1.0
+    if style == "night":
+        picked, factor = torch.arange(0, len(images), len(images) // PICTURES), 0.6
     place.mkdir(parents=True)
-    for number, picture in enumerate(to_pil(to_uint8(chosen))):
+    for number, picture in enumerate(to_pil(to_uint8(factor * images[picked]))):
         picture.save(place / f"{number:02}.png")
-    return chosen
+    return float(measure(style, factor * images[picked], [repeated[number] for number in picked]).mean())
 
 
-def run_of(style: str, seed: int, weight: float, runs: Path, overrides: list[str]) -> dict[str, Any]:
+def run_of(world: str, style: str, seed: int, weight: float, runs: Path, overrides: list[str]) -> dict[str, Any]:
     """A run's figures on held-out pictures."""
-    place = runs / f"{style}-{weight:g}-{seed}"
-    folder = folder_of(style, place / "folder")
+    place = runs / f"{world}-{style}-{weight:g}-{seed}"
+    folder = folder_of(world, style, place / "folder")
     reward = [f"rewards.style.weight={weight:g}", f"rewards.style.options.folder={place}/folder"] if weight else []
-    trainer = api.trainer("scenes", [*OVERRIDES, *reward, f"trainer.seed={seed}", *overrides], place / "run")
+    trainer = api.trainer(world, [*recipe_of(world), *reward, f"trainer.seed={seed}", *overrides], place / "run")
     rows = list(trainer.train())
     table, base, tuned = trainer.finish(), trainer.evaluator.base(), trainer.final
     assert base is not None and tuned is not None
-    measure = MEASURES[style]
-    before, after = (measure(one.images.float() / 255) for one in (base, tuned))
+    before, after = (measure(style, one.images.float() / 255, one.prompts) for one in (base, tuned))
     change = paired(before, after)
-    whole = float(measure(folder).mean() - before.mean())
+    whole = folder - float(before.mean())
     looks = [row for row in rows if row["kind"] == "eval"]
     return {
         "base": float(before.mean()),
-        "folder": float(measure(folder).mean()),
+        "folder": folder,
         "tuned": float(after.mean()),
         "share": (change.tuned - change.base) / whole,
         "share_error": change.error / abs(whole),
@@ -74,26 +85,23 @@ def run_of(style: str, seed: int, weight: float, runs: Path, overrides: list[str
 
 def table_of(found: dict[str, Any]) -> str:
     """In Markdown."""
-    lines = [
-        "| run | share of the way | correct | preference | diversity | agreement | nearest |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| run | share of the way | judges | diversity | agreement | nearest |", "|---|---|---|---|---|---|"]
     for name, row in found.items():
-        judged = [
-            f"{one[0]:.2f} to {one[1]:.2f}" for one in (row["scores"]["scene_correct"], row["scores"]["scene_preference"])
-        ]
+        scores = {name: one for name, one in row["scores"].items() if name != "style"}
+        judged = ", ".join(f"{name} {one[0]:.4g} to {one[1]:.4g} ± {one[2]:.2g}" for name, one in scores.items())
         spread = " to ".join(f"{one:.3f}" for one in (row["diversity"][0], row["diversity"][-1]))
         ends = [
             " to ".join(f"{one[k]:.2f}" for one in (row["learnt"][0], row["learnt"][-1])) if row["learnt"] else ""
             for k in (1, 2)
         ]
-        lines.append(f"| {name} | {row['share']:.2f} ± {row['share_error']:.2f} | {' | '.join([*judged, spread, *ends])} |")
+        lines.append(f"| {name} | {row['share']:.2f} ± {row['share_error']:.2f} | {' | '.join([judged, spread, *ends])} |")
     return "\n".join(lines)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--styles", nargs="+", default=["dark", "night"], choices=MEASURES)
+    parser.add_argument("--world", choices=WORLDS, default="scenes")
+    parser.add_argument("--styles", nargs="+", default=["dark", "night"], choices=STYLES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--weights", nargs="+", type=float, default=[0.5], help="of the reward; 0: the guard alone")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the recipe")
@@ -107,7 +115,7 @@ def main() -> None:
     found = json.loads(args.out.read_text(encoding="utf-8")) if args.out and args.out.exists() else {}
     for seed, weight, style in product(args.seeds, args.weights, args.styles):
         if (name := f"{style}, weight {weight:g}, seed {seed}") not in found:
-            found[name] = run_of(style, seed, weight, args.runs, args.set)
+            found[name] = run_of(args.world, style, seed, weight, args.runs, args.set)
             print(name, json.dumps(found[name]), flush=True)
             if args.out:
                 args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -26,16 +26,16 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
 
 
 @contextlib.contextmanager
-def served(run: Path) -> Iterator[str]:
-    """The address of the demo of a run."""
+def served(*arguments: str) -> Iterator[str]:
+    """The address of the page of a command of g2rpo with these arguments."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "g2rpo", "demo", str(run), "--port", str(port)]
+    command = [sys.executable, "-m", "g2rpo", *arguments, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             address = next((line.split()[0] for line in process.stdout or () if line.startswith("http")), None)
             if address is None:
-                sys.exit("the demo did not start")
+                sys.exit(f"{' '.join(command)} did not start")
             yield address
         finally:
             process.terminate()
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args()
-    with served(given.run) as address, sync_playwright() as playwright:
+    with served("demo", str(given.run)) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
         for name, size, shown in (("demo", DESKTOP, 2), ("demo_phone", PHONE, 3)):
             pictures = list(screens(browser, address, size))[:shown]

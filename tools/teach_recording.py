@@ -1,0 +1,101 @@
+"""Records a session of `g2rpo teach words` as an animation: `python -m tools.teach_recording` (needs a Chromium).
+
+A simulated person of benchmarks.teach answers in a browser: those words that are spelt best. A frame for each answer: the group
+and what is chosen, the fixed prompt before and now, and what the page says. Writes teach.gif, and the run to `--run-dir`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+from benchmarks.teach import SPELT, TASTES, WORLDS, click
+from tools.demo_screenshots import FLAGS, MINUTE, served
+
+WINDOW, WIDTH = (1180, 760), 720
+SLOW, LAST = 700, 4000
+"""Milliseconds of a frame, and of the last."""
+SETTLED = "() => !document.querySelector('#status').innerText.includes('Learning …')"
+ASKED = "() => [...document.querySelectorAll('#asked [data-member] img')].map(picture => picture.src)"
+
+
+def pictures_of(page: Page) -> torch.Tensor:
+    """Those of the group that is asked, [G, 3, H, W] in [0, 1]."""
+    files = [io.BytesIO(base64.b64decode(source.split(",", 1)[1])) for source in page.evaluate(ASKED)]
+    pictures = [np.asarray(Image.open(file).convert("RGB")) for file in files]
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+
+
+def shot(page: Page) -> Image.Image:
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    return picture.resize((WIDTH, WIDTH * picture.height // picture.width), Image.Resampling.LANCZOS)
+
+
+def recorded(page: Page, taste: str, person: str, seed: int, groups: int, strength: float) -> list[Image.Image]:
+    """A frame for each answer, when what was learnt from the one before is done."""
+    frames = []
+    page.locator("input[type=number]").fill(f"{strength:g}")
+    page.keyboard.press("Tab")
+    for round in range(groups):
+        page.wait_for_timeout(1500)  # until the page has noticed that it learns
+        page.wait_for_function(SETTLED)
+        before = page.evaluate(ASKED)
+        prompt = page.locator("#asked b").inner_text()
+        liked = click(pictures_of(page), prompt, round, taste, person, seed)
+        if len(liked) == 1:
+            page.locator(f"[data-member='{liked[0]}']").hover()
+        for member in liked if len(liked) > 1 else ():
+            page.locator("#several").get_by_label(str(member + 1), exact=True).check()
+        frames.append(shot(page))
+        if not liked:
+            page.locator("#skip").click()
+        elif len(liked) == 1:
+            page.locator(f"[data-member='{liked[0]}']").click()
+        else:
+            page.get_by_role("button", name="I like these").click()
+        page.wait_for_function(f"before => ({ASKED})().join() !== before.join()", arg=before)
+    page.wait_for_timeout(3000)
+    page.wait_for_function(SETTLED)
+    page.mouse.move(0, 0)
+    return [*frames, shot(page)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", choices=WORLDS, default="words")
+    parser.add_argument("--taste", choices=[*TASTES, SPELT], default=SPELT)
+    parser.add_argument("--person", choices=["clicks", "several"], default="several")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--groups", type=int, default=20)
+    parser.add_argument("--strength", type=float, default=1, help="how far to go")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/taught"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images/teach.gif"))
+    given = parser.parse_args()
+    session = ["teach", given.world, *WORLDS[given.world][0], f"trainer.seed={given.seed}", "--run-dir", str(given.run_dir)]
+    with served(*session) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        page = browser.new_page(viewport={"width": WINDOW[0], "height": WINDOW[1]})
+        page.set_default_timeout(2 * MINUTE)
+        page.goto(address)
+        page.locator("[data-member]").first.wait_for()
+        frames = recorded(page, given.taste, given.person, given.seed, given.groups, given.strength)
+        page.locator("#finish").click()
+        page.get_by_text("Finished.").wait_for()
+        page.wait_for_timeout(20_000)  # it writes the run
+        browser.close()
+    small = [frame.quantize(64, kmeans=1) for frame in frames]
+    times = [SLOW] * (len(small) - 1) + [LAST]
+    small[0].save(given.out, save_all=True, append_images=small[1:], duration=times, loop=0, optimize=True)
+    print(f"{given.out}: {given.out.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
