@@ -1,7 +1,7 @@
 """An embedded world learns the style of a folder that no reward expresses: 24 pictures of the base, chosen or changed.
 
-Of 768 pictures of training prompts, "dark", "large" and "spelt" (in words) are those of a prompt's eight that lead the others by
-most; "night" are any, darkened to three fifths. `share` is the way from the base's mean of that measure to the folder's, on
+Of 768 pictures of training prompts, "dark", "large" and "spelt" (in words) are those of a prompt's eight that lead the others
+by most; "night" are any, darkened to three fifths. `share` is the way from the base's mean of that measure to the folder's, on
 held-out prompts; agreement and `nearest` are the reward's own figures, at its first and last fit.
 
     python -m benchmarks.style --styles dark night --seeds 42 --runs runs/style --out style.json
