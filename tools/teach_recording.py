@@ -20,7 +20,7 @@ from playwright.sync_api import Page, sync_playwright
 from benchmarks.teach import SPELT, TASTES, WORLDS, click
 from tools.demo_screenshots import FLAGS, MINUTE, served
 
-WINDOW, WIDTH = (1180, 760), 720
+WINDOW, WIDTH = (1180, 590), 720
 SLOW, LAST = 700, 4000
 """Milliseconds of a frame, and of the last."""
 SETTLED = "() => !document.querySelector('#status').innerText.includes('Learning …')"
