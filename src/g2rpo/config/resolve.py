@@ -116,7 +116,8 @@ def _with_other_algorithm(
         f"{key}={value}" for key, value in given.items() if key != "name" and getattr(defaults, key, None) != value
     )
     if left:
-        notify(f"algorithm.name={asked[-1]}: its published defaults; {source}'s {left} are left out")
+        whose = "its" if plugins.is_code(asked[-1]) else "its published"
+        notify(f"algorithm.name={asked[-1]}: {whose} defaults; {source}'s {left} are left out")
     return {**data, "algorithm": {}}
 
 
