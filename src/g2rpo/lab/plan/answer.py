@@ -149,11 +149,12 @@ def _on_disk(config: Config) -> bool:
 
 
 def _measured(result: Estimate, device: str | None) -> Seconds:
-    """Measures with the run's own trainer, without its embedding cache, so that no files are written."""
+    """Measures with the run's own trainer, without its embedding cache, so that no files are written. Cautions about a run are
+    not printed: with --json the plan alone is."""
     config = result.config
     policy = config.policy.model_copy(update={"device": device or config.policy.device})
     prompts = config.prompts.model_copy(update={"cache": "off"})
-    trainer = build_trainer(config.model_copy(update={"policy": policy, "prompts": prompts}), None)
+    trainer = build_trainer(config.model_copy(update={"policy": policy, "prompts": prompts}), None, lambda message: None)
     return by_probe(trainer, result.counts, result.distinct_prompts, cached=config.prompts.cache != "off")
 
 
