@@ -30,6 +30,8 @@ WORLDS = {
     "scenes-fast": ["trainer.iterations=60", "evaluation.rewards.scene_preference="],
     "words": ["trainer.iterations=12", "trainer.prompts_per_iteration=4"],
 }
+WHOLE = (*FACTORS, 4)
+"""The rates of whole runs, as multiples of the recipe's."""
 COMMON = ["evaluation.num_prompts=48", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]
 
 
@@ -58,7 +60,7 @@ def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
     parts = parts_of(first, None)
     start, rates = Pilots(parts), [factor * first.optim.learning_rate for factor in FACTORS]
     for seed in range(42, 42 + max(whole, pilots)):
-        for factor in FACTORS if seed < 42 + whole else ():
+        for factor in WHOLE if seed < 42 + whole else ():
             path = out / recipe / f"whole_{seed}_{factor:g}.json"
             if not path.is_file():
                 start.reset()
@@ -79,8 +81,8 @@ def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
 def summary(recipe: str, out: Path) -> dict[str, Any]:
     """By rate the mean final gain of all whole seeds; each pilot seed's choice, and whether it is within one standard error of
     the best."""
-    rates = [factor * config_of(recipe, 42).optim.learning_rate for factor in FACTORS]
-    files = {rate: sorted((out / recipe).glob(f"whole_*_{factor:g}.json")) for rate, factor in zip(rates, FACTORS, strict=True)}
+    rates = [factor * config_of(recipe, 42).optim.learning_rate for factor in WHOLE]
+    files = {rate: sorted((out / recipe).glob(f"whole_*_{factor:g}.json")) for rate, factor in zip(rates, WHOLE, strict=True)}
     seeds = set.intersection(*({path.name.split("_")[1] for path in of} for of in files.values()))
     runs = {
         rate: [json.loads(path.read_text()) for path in of if path.name.split("_")[1] in seeds] for rate, of in files.items()
