@@ -5,8 +5,8 @@ is random. Tastes are not among the rewards. `dz` is the change of the mean tast
 deviations within prompts. Who clicks on the word that is spelt best skips groups that are alike.
 
     python -m benchmarks.teach --tastes warm large dark compact --seeds 42 43 44 45 46 --out teach.json
-    python -m benchmarks.teach --people every --groups 256 --every 20 --tastes dark large    # direct clicks, equal updates
-    python -m benchmarks.teach --world words --tastes spelt --people clicks guard random --seeds 42 43 44 45 46
+    python -m benchmarks.teach --people every --groups 256 --every 16 --tastes dark large    # direct clicks, equal updates
+    python -m benchmarks.teach --world words --tastes spelt --people clicks several guard random --seeds 42 43 44 45 46
 """
 
 from __future__ import annotations
