@@ -158,13 +158,13 @@ def cells(world: str, numbers: Sequence[int]) -> dict[str, list[str]]:
     return {name: [change.format_map(fixed) for change in changes] for name, changes in known if name in needed}
 
 
-def prices(numbers: Sequence[int]) -> dict[str, float]:
+def prices(world: str, numbers: Sequence[int]) -> dict[str, float]:
     """Seconds of an iteration of these questions' cells, by plan with FLUX.1-dev at 512 pixels and a LoRA on an H100."""
-    ours = [f"algorithm.branch_steps={list(range(8))}", "algorithm.granularities=[1]", "algorithm.tail=closed"]
+    ours = [f"algorithm.branch_steps={WORLDS[world]['steps']}", "algorithm.granularities=[1]", "algorithm.tail=closed"]
     ours += ["algorithm.branch_schedule=turns", "algorithm.group_size=12"]
     planner = Planner("flux1-dev-evening", ["sampling.num_steps=10", "sampling.tails.forecast=true"])
     found = {}
-    for cell, changes in cells("scenes", numbers).items():
+    for cell, changes in cells(world, numbers).items():
         other = any(change.startswith("algorithm.name=") for change in changes)  # whose defaults replace ours
         changes = [change for change in changes if not change.startswith("budget=")]
         seconds = planner.plan(*([] if other else ours), *changes).seconds(CARDS["h100"])
@@ -321,8 +321,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     found = json.loads(args.results.read_text()) if args.results.is_file() else {}
-    price = {} if args.table else prices(args.questions)
     for world in () if args.table else args.worlds:
+        price = prices(world, args.questions)
         new = study(world, args.questions, args.seeds, args.jobs, args.out)
         judged, right = args.out / world / "judged", WORLDS[world]["right"]
         new["questions"] = {
