@@ -66,12 +66,12 @@ def cuts(plan: Estimate, target: Target) -> Iterator[Cut]:
     if fewer:
         yield Cut(tuple(fewer), "wider intervals; training is the same")
     if getattr(algorithm, "branch_schedule", "all") == "all" and len(getattr(algorithm, "branch_steps", ())) > 1:
-        yield Cut(("algorithm.branch_schedule=turns",), "no difference beyond the error on scenes (docs/studies.md)")
+        yield Cut(("algorithm.branch_schedule=turns",), "none in words, within the error in scenes (docs/studies.md)")
     exact = not config.sampling.tails.forecast and config.sampling.tails.solver == "euler"
     if hasattr(algorithm, "granularities") and exact:
-        yield Cut(("sampling.tails.forecast=true",), "rewards off by .013 of 1 on scenes, rank .95 (docs/rollouts.md)")
+        yield Cut(("sampling.tails.forecast=true",), "none: at equal cost .08 more in words, even in scenes (docs/studies.md)")
     if len(getattr(algorithm, "granularities", ())) > 1:
-        yield Cut(("algorithm.granularities=[1]",), "no difference beyond the error on scenes (docs/studies.md)")
+        yield Cut(("algorithm.granularities=[1]",), "none beyond the error, in two worlds (docs/studies.md)")
     if config.trainer.prompts_per_iteration > 4:
         yield Cut(("trainer.prompts_per_iteration=4",), "noisier updates: unknown")
     if hasattr(algorithm, "branch_steps") and steps > 8:
