@@ -102,12 +102,18 @@ PUBLISHED: dict[str, list[str]] = {
 """As published for FLUX.1-dev, in scenes: grid, groups, noise, trained steps, updates. MixGRPO's 25 steps become 16, its window
 and stay such that a run passes over the same share of the steps, .52."""
 
+SAME_ITERATIONS: dict[str, list[str]] = {
+    f"same-{name}": ours(4, EXACT, f"algorithm.granularities=[{name.replace('-', ',')}]", f"budget={budget}")
+    for name, budget in {"1": 14600, "2": 9800, "3": 8300, "1-2": 18200, "1-2-3": 20300}.items()
+}
+"""In scenes: budgets that buy 49 iterations of 4 prompts, as many as `g2rpo` has."""
+
 WORLDS: dict[str, dict[str, Any]] = {
     "scenes": {
         "recipe": "scenes-fast",
         "right": "scene_correct",
         "overrides": [],
-        "questions": (1, 2, 3, 4, 5),
+        "questions": (1, 2, 3, 4, 5, 8),
         "first_seed": 42,
         "seeds": 5,
         "budget": 10000,
@@ -152,9 +158,10 @@ QUESTIONS = {
         "g2rpo",
         ["mixgrpo-1", "flow_grpo", "dancegrpo", "tempflow_grpo", "diffusion_nft", "awm", "dgpo"],
     ),
+    "several granularities against one, equal iterations": ("same-1-2-3", ["same-1", "same-2", "same-3", "same-1-2"]),
 }
 """By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question. The
-last two were registered after the answers to the others (docs/reproduction.md)."""
+last three were registered after the answers to the first four (docs/reproduction.md)."""
 CLOSE = 0.05
 """A lead is practically nothing if its interval lies within this."""
 DIVERSE, NOISES = 24, 4
@@ -171,7 +178,7 @@ def cells(world: str, numbers: Sequence[int]) -> dict[str, list[str]]:
     """The changes of every cell that these questions need."""
     fixed = {key: str(WORLDS[world][key]).replace(" ", "") for key in ("stay", "steps", "steps_16", "merged")}
     needed = {name for cell, others in asked(world, numbers).values() for name in (cell, *others)}
-    known = (CELLS | PUBLISHED).items()
+    known = (CELLS | PUBLISHED | SAME_ITERATIONS).items()
     return {name: [change.format_map(fixed) for change in changes] for name, changes in known if name in needed}
 
 
