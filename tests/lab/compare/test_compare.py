@@ -119,6 +119,9 @@ def test_workers_share_the_cores(monkeypatch):
     [
         ([], "nothing to compare"),
         (["--algorithms", "g2rpo,mixgrop"], "mixgrop"),
+        (["--cell", "a: x.eta=1", "--cell", "b: y.eta=1"], "cell a: recipe scenes: unknown key 'x'"),
+        (["--cell", "a: x.eta=1", "--cell", "b: y.eta=1"], "cell b: recipe scenes: unknown key 'y'"),
+        (["x.eta=1", "--cell", "a:", "--cell", "b:"], "cells a, b: recipe scenes: unknown key 'x'"),
         (["--cell", "algorithm.eta=1"], "should be a name"),
         (["--cell", "a: optim.learning_rate=1"], "optim.learning_rate belongs to the study"),
         (["--cell", "a:", "--cell", "a:"], "two cells are named 'a'"),

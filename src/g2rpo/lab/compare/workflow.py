@@ -142,8 +142,8 @@ def compare(
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
     cells, budgets = own_budgets(cells, budget[0])
-    configs = {cell: load_config(recipe, [*overrides, *variant], partial(_note, emit, cell)) for cell, variant in cells.items()}
-    _check(configs)
+    configs = _configs(recipe, overrides, cells, emit)
+    _check_alike(configs)
     config = next(iter(configs.values()))
     study = resolve_as(
         Study,
@@ -229,16 +229,28 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
     return write_results(study, workspace.out, cells, base, trained, prices, knobs)
 
 
-def _check(configs: Mapping[str, Config]) -> None:
-    """Refuses cells that cannot be trained, or whose evaluations would differ."""
-    same: dict[str, Any] = {}
-    first = next(iter(configs))
-    for cell, config in configs.items():
+def _configs(recipe: str, overrides: Sequence[str], cells: Mapping[str, Sequence[str]], emit: Emit) -> dict[str, Config]:
+    """The configs of the cells; one message refuses all that cannot be trained."""
+    configs: dict[str, Config] = {}
+    wrong: dict[str, list[str]] = {}  # cells by message
+    for cell, variant in cells.items():
         try:
+            configs[cell] = config = load_config(recipe, [*overrides, *variant], partial(_note, emit, cell))
             prompts, _ = check(config)
             try_own_code(config, {"prompts": prompts})
         except UserError as error:
-            raise UserError(f"cell {cell}: {error}") from None
+            wrong.setdefault(str(error), []).append(cell)
+    if wrong:
+        listed = [f"cell{'s' * (len(named) > 1)} {', '.join(named)}: {message}" for message, named in wrong.items()]
+        raise UserError("\n".join(listed))
+    return configs
+
+
+def _check_alike(configs: Mapping[str, Config]) -> None:
+    """Refuses cells whose evaluations would differ."""
+    same: dict[str, Any] = {}
+    first = next(iter(configs))
+    for cell, config in configs.items():
         judged = config_settings(config)
         rewards = {name: {**entry, "weight": 1} for name, entry in judged.pop("rewards").items()}
         shown = ("path", "height", "width", "guidance_scale", "negative_prompt", "max_sequence_length", "dtype")
