@@ -1,38 +1,42 @@
 """Whether `g2rpo train --find-rate` picks a good rate: its pilots of many seeds beside whole runs at the same rates.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.find_rate scenes-fast words --out runs/find_rate    # half an hour
+    OMP_NUM_THREADS=1 python -m benchmarks.find_rate scenes-fast words --out runs/find_rate    # two hours of a core
 
 In each world, whole runs of `--whole` seeds at every rate give the final gain on held-out prompts, and pilots of `--pilots`
-seeds pick a rate each. Runs are shorter than the recipes' (WORLDS). Every run is kept in the folder, and an interrupted command
-goes on. Writes find_rate.json, of what is there; with `--whole 0 --pilots 0` it only does that.
+other seeds pick a rate each. What a pilot as long as the run would pick is told by the whole runs: each seed's best rate beside
+the mean of the other seeds. Runs are shorter than the recipes' (WORLDS). Every run is kept in the folder, and an interrupted
+command goes on. Writes find_rate.json, of what is there; with `--whole 0 --pilots 0` it only does that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from g2rpo.app.train import load_config, parts_of
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
+from g2rpo.core.statistics import interval
 from g2rpo.evaluation.gains import PILOT_SEEDS, gains
 from g2rpo.runs.directory import RunDirectory
-from g2rpo.training.pilots import FACTORS, Pilots
-from g2rpo.training.rates import Sweep, read_sweep
+from g2rpo.training.pilots import Pilots
+from g2rpo.training.rates import FACTORS, Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
 
 WORLDS = {
     "scenes-fast": ["trainer.iterations=60", "evaluation.rewards.scene_preference="],
     "words": ["trainer.iterations=12", "trainer.prompts_per_iteration=4"],
 }
-WHOLE = (*FACTORS, 4)
-"""The rates of whole runs, as multiples of the recipe's."""
-COMMON = ["evaluation.num_prompts=48", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]
+FIRST, FIRST_PILOT = 42, 52
+"""The first seeds of whole runs and of pilots."""
+COMMON = ["evaluation.num_prompts=96", "evaluation.every=1000", "evaluation.controls=false", "trackers=[]"]
 
 
 def config_of(recipe: str, seed: int, factor: float = 1.0) -> Any:
@@ -56,43 +60,41 @@ def whole_run(parts: dict[str, Any], seed: int, factor: float, recipe: str) -> d
 
 def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
     """Runs what is missing, seed by seed."""
-    first = config_of(recipe, 42)
+    first = config_of(recipe, FIRST)
     parts = parts_of(first, None)
-    start, rates = Pilots(parts), [factor * first.optim.learning_rate for factor in FACTORS]
-    for seed in range(42, 42 + max(whole, pilots)):
-        for factor in WHOLE if seed < 42 + whole else ():
+    start = Pilots(parts)
+    for seed in range(FIRST_PILOT, FIRST_PILOT + pilots):
+        run = RunDirectory(out / recipe / f"pilots_{seed + PILOT_SEEDS}")
+        run.path.mkdir(parents=True, exist_ok=True)
+        sweep = read_sweep(run) or Sweep.around(first.optim.learning_rate)
+        start.reset()
+        try:
+            Pilots({**parts, "config": config_of(recipe, seed)}).find(sweep, run, tell=lambda line: print(line, flush=True))
+        except UserError as error:
+            print(error)
+    for seed in range(FIRST, FIRST + whole):
+        for factor in FACTORS:
             path = out / recipe / f"whole_{seed}_{factor:g}.json"
             if not path.is_file():
                 start.reset()
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, json.dumps(whole_run(parts, seed, factor, recipe)).encode())
                 print(path, flush=True)
-        if seed < 42 + pilots:
-            run = RunDirectory(out / recipe / f"pilots_{seed + PILOT_SEEDS}")
-            run.path.mkdir(parents=True, exist_ok=True)
-            sweep = read_sweep(run) or Sweep(rates)
-            start.reset()
-            try:
-                Pilots({**parts, "config": config_of(recipe, seed)}).find(sweep, run, tell=lambda line: print(line, flush=True))
-            except UserError as error:
-                print(error)
 
 
 def summary(recipe: str, out: Path) -> dict[str, Any]:
     """By rate the mean final gain of all whole seeds; each pilot seed's choice, and whether it is within one standard error of
     the best."""
-    rates = [factor * config_of(recipe, 42).optim.learning_rate for factor in WHOLE]
-    files = {rate: sorted((out / recipe).glob(f"whole_*_{factor:g}.json")) for rate, factor in zip(rates, WHOLE, strict=True)}
-    seeds = set.intersection(*({path.name.split("_")[1] for path in of} for of in files.values()))
+    rates = [factor * config_of(recipe, FIRST).optim.learning_rate for factor in FACTORS]
+    files = {rate: sorted((out / recipe).glob(f"whole_*_{factor:g}.json")) for rate, factor in zip(rates, FACTORS, strict=True)}
+    seeds = sorted(set.intersection(*({path.name.split("_")[1] for path in of} for of in files.values())))
     runs = {
         rate: [json.loads(path.read_text()) for path in of if path.name.split("_")[1] in seeds] for rate, of in files.items()
     }
     if not seeds:
         return {}
     tables = {rate: np.array([run["gains"] for run in of]) for rate, of in runs.items()}
-    mean = {rate: float(table.mean()) for rate, table in tables.items()}
-    error = {rate: float(table.mean(0).std(ddof=1) / np.sqrt(table.shape[1])) for rate, table in tables.items()}
-    best = max(mean, key=lambda rate: mean[rate])
+    good = good_rates(tables)
     choices = []
     for folder in sorted((out / recipe).glob("pilots_*")):
         sweep = read_sweep(RunDirectory(folder))
@@ -102,25 +104,43 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
             rate = sweep.best()
         except UserError:
             rate = None
-        good = rate is not None and mean[rate] >= mean[best] - error[best]
-        choices.append({"seed": folder.name[7:], "rate": rate, "good": good, "pilots": [asdict(it) for it in sweep.pilots]})
+        choices.append(
+            {"seed": folder.name[7:], "rate": rate, "good": rate in good, "pilots": [asdict(it) for it in sweep.pilots]}
+        )
+    as_long = []
+    for number, seed in enumerate(seeds):
+        rate = max(rates, key=lambda rate: tables[rate][number].mean())
+        others = good_rates({rate: np.delete(table, number, 0) for rate, table in tables.items()}) if len(seeds) > 2 else []
+        as_long.append({"seed": seed, "rate": rate, "good": rate in others})
     return {
         "config": [*WORLDS[recipe], *COMMON],
         "whole": {
             f"{rate:g}": {
-                "seeds": len(seeds),
-                "gain": mean[rate],
-                "error": error[rate],
+                "gain": float(tables[rate].mean()),
+                "error": standard_error(tables[rate]),
                 "by_seed": [round(float(value), 4) for value in tables[rate].mean(1)],
                 "alarms": [sorted(run["alarms"]) for run in runs[rate]],
             }
             for rate in rates
         },
-        "best": best,
+        "good_rates": good,
         "good": sum(choice["good"] for choice in choices),
         "of": len(choices),
+        "as_long_as_the_run": as_long,
         "choices": choices,
     }
+
+
+def standard_error(table: NDArray[np.float64]) -> float:
+    """Over seeds and prompts [S, N], of the crossed bootstrap."""
+    found = interval(table, level=0.6827)
+    return (found.high - found.low) / 2
+
+
+def good_rates(tables: Mapping[float, NDArray[np.float64]]) -> list[float]:
+    """The rates whose mean gain is within one standard error of the best's."""
+    best = max(tables.values(), key=lambda table: table.mean())
+    return [rate for rate, table in tables.items() if table.mean() >= best.mean() - standard_error(best)]
 
 
 def main() -> None:
@@ -134,7 +154,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("worlds", nargs="*", default=list(WORLDS))
-    parser.add_argument("--whole", type=int, default=2)
+    parser.add_argument("--whole", type=int, default=10)
     parser.add_argument("--pilots", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("runs/find_rate"))
     return parser.parse_args()

@@ -42,7 +42,7 @@ from g2rpo.runtime.distributed import ALONE, World, joined
 from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
 from g2rpo.training.pace import MEASURED, PROBE, planned, seconds_in
-from g2rpo.training.pilots import FACTORS, Pilots, pilot_config, pilot_prompts
+from g2rpo.training.pilots import Pilots, pilot_config, pilot_prompts
 from g2rpo.training.ranks import divided
 from g2rpo.training.rates import Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
@@ -218,11 +218,11 @@ def _planned(trainer: Trainer, ends_at: float) -> Config:
 
 
 def _with_found_rate(parts: Mapping[str, Any], directory: Path, sweep: Sweep, ends_at: float | None, emit: Emit) -> Config:
-    """The config with the best rate of `sweep`; both are written."""
+    """The config with the rate that `sweep` takes; both are written."""
     config, run = parts["config"], RunDirectory(directory)
     emit(Line(f"short runs at {len(sweep.rates)} learning rates on training prompts; gain in standard deviations of the base:"))
     rate = Pilots(parts).find(sweep, run, ends_at, lambda line: emit(Line(f"  {line}")))
-    emit(Line(f"{rate:g} is taken: the highest gain of the rates that gain more than their error, without an alarm"))
+    emit(Line(f"{rate:g} is taken: the nearest to yours of those within an error of the best gain, without an alarm"))
     config = _at_rate(config, rate)
     if parts["shards"].world.is_main:
         claim(directory, config)
@@ -308,7 +308,7 @@ def _run(
     run = RunDirectory(directory)
     sweep = read_sweep(run)
     if sweep is None and find_rate and not newest_iteration(run.checkpoints):
-        sweep = Sweep([factor * config.optim.learning_rate for factor in FACTORS])
+        sweep = Sweep.around(config.optim.learning_rate)
     if ends_at is not None and sweep is not None:
         ends_at -= sweep.seconds  # of earlier starts
     name = config.recipe or "training"

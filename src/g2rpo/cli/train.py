@@ -33,7 +33,7 @@ def train(
     accept_changes: Annotated[bool, typer.Option("--accept-changes", help="With --resume: as for `g2rpo resume`.")] = False,
     within: options.Within = None,
     find_rate: Annotated[
-        bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at .25 to 4 times it.")
+        bool, typer.Option("--find-rate", help="First choose optim.learning_rate by short runs at .25 to 2 times it.")
     ] = False,
     push_to_hub: options.PushToHub = None,
 ) -> None:

@@ -149,7 +149,7 @@ def _how_rated(run_dir: Path) -> str:
     if sweep is None or sweep.rate is None:
         return ""
     tried = ", ".join(f"{rate:g}" for rate in sorted(sweep.rates))
-    return f" The learning rate, {sweep.rate:g}, is the best of {tried} in short runs on training prompts."
+    return f" The learning rate, {sweep.rate:g}, was chosen from {tried} by short runs on training prompts."
 
 
 def _results(config: Config, table: Mapping[str, Comparison], prompts: int) -> str:

@@ -23,16 +23,14 @@ from g2rpo.training.rates import LONGER, REPEATED, STOPPED, Pilot, Sweep
 from g2rpo.training.reward_states import restore, states
 from g2rpo.training.trainer import Trainer
 
-FACTORS = (0.25, 0.5, 1, 2)
-"""The rates of the pilots, as multiples of the config's. At 4 pilots gain where whole runs collapse (LOG.md)."""
 PART = 4
 """The run has so many times the iterations of a pilot."""
 SHARE = 1 / 3
 """The share of a given time that all pilots may take."""
 MOST_PROMPTS = 64
 """The most training prompts on which a pilot is evaluated."""
-LEVEL = 0.8
-"""Of the interval of a gain: one rate in ten that learns nothing passes, which the run itself will show."""
+LEVEL = 0.6827
+"""Of the interval of a gain, a standard error to each side. One rate in six that learns nothing passes, which the run shows."""
 
 
 def pilot_config(config: Config, rate: float, iterations: int | None = None) -> Config:
@@ -79,7 +77,7 @@ class Pilots:
     def find(
         self, sweep: Sweep, run: RunDirectory, ends_at: float | None = None, tell: Callable[[str], None] = lambda line: None
     ) -> float:
-        """The best rate of `sweep`, whose missing pilots are run; each is stored in `run` and told as it ends. They are
+        """The rate that `sweep` takes, whose missing pilots are run; each is stored in `run` and told as it ends. They are
         shorter if their `SHARE` of the time until `ends_at` (`time.monotonic`) is short."""
         length = sweep.pilots[0].iterations if sweep.pilots else None
         while rates := sweep.missing():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import parse_json, read_text
-from g2rpo.evaluation.gains import best_rate
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.folders import writing
 
 WRONG = ("hacking", "decline", "pictures")
 """Alarms by which a rate is not taken: those that say that the model gets worse."""
 
+FACTORS = (0.25, 0.5, 1, 2)
+"""The rates of the pilots, as multiples of the config's. At 4 pilots gain where whole runs collapse (LOG.md)."""
 REPEATED = 2
 """Of rates none of which learns, the best so many are tried again."""
 LONGER = 2
@@ -26,7 +28,7 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True)
 class Pilot:
-    """A pilot at a rate: its gain (`gains`) with the ends of its 80 % interval over prompts, and its alarms."""
+    """A pilot at a rate: its gain (`gains`), a standard error over prompts below and above it, and its alarms."""
 
     rate: float
     gain: float
@@ -56,11 +58,16 @@ class Pilot:
 @dataclass
 class Sweep:
     """The pilots of a run so far, and the rate that was taken. All `rates` have one; if none learns, the `REPEATED` best sound
-    ones have another, which is longer."""
+    ones have another, which is longer. `own` is the config's rate."""
 
+    own: float
     rates: list[float]
     pilots: list[Pilot] = field(default_factory=list)
     rate: float | None = None
+
+    @classmethod
+    def around(cls, own: float) -> Sweep:
+        return cls(own, [factor * own for factor in FACTORS])
 
     @property
     def seconds(self) -> float:
@@ -82,15 +89,22 @@ class Sweep:
         return [pilot.rate for pilot in best if pilot.rate not in {longer.rate for longer in self.repeated}]
 
     def best(self) -> float:
-        """The rate with the highest gain of those that learn, the smallest of ties; UserError if none does."""
-        learning = {pilot.rate: [pilot.gain] for pilot in self.repeated or self.pilots if pilot.learns}
-        if not learning:
+        """The rate nearest to the config's of the sound ones that gain no less than the best one that learns minus its standard
+        error, the smaller of ties; UserError if none learns.
+
+        The rule of one standard error of Breiman et al. (Classification and Regression Trees, 1984, 3.4.3). The highest gain
+        was most often that of a rate at which whole runs collapse later (LOG.md).
+        """
+        sound = [pilot for pilot in self.repeated or self.pilots if pilot.sound]
+        best = max((pilot for pilot in sound if pilot.learns), key=lambda pilot: pilot.gain, default=None)
+        if best is None:
             listed = "\n".join(f"  {pilot}" for pilot in sorted(self.pilots, key=lambda pilot: (pilot.rate, pilot.iterations)))
             raise UserError(
                 "--find-rate: no rate learns: each gains no more than its error, or has an alarm (hacking, decline, pictures); "
                 f"longer pilots (trainer.iterations), other rewards or another optim.learning_rate may\n{listed}"
             )
-        return best_rate(learning)
+        near = [pilot.rate for pilot in sound if pilot.gain >= best.low]
+        return min(near, key=lambda rate: (abs(math.log(rate / self.own)), rate))
 
     def write(self, run: RunDirectory) -> None:
         with writing(run.rates):
@@ -103,6 +117,6 @@ def read_sweep(run: RunDirectory) -> Sweep | None:
         return None
     try:
         stored = dict(parse_json(read_text(run.rates)))
-        return Sweep(stored["rates"], [Pilot(**pilot) for pilot in stored["pilots"]], stored["rate"])
+        return Sweep(stored["own"], stored["rates"], [Pilot(**pilot) for pilot in stored["pilots"]], stored["rate"])
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{run.rates}: is damaged ({error}); delete it, and the pilots begin again") from None

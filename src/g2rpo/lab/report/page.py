@@ -178,7 +178,7 @@ def pilots(run: Run) -> dict[str, str]:
     tried = sorted(sweep.pilots, key=lambda pilot: pilot.rate)
     rates = ", ".join(f"{pilot.rate:g}" for pilot in tried)
     gains = ", ".join(f"{pilot.gain:+.2f}{' (alarm)' if pilot.alarms else ''}" for pilot in tried)
-    return {"Learning rate": f"{sweep.rate:g}, the best of {rates} in short runs on training prompts, with gains of {gains}"}
+    return {"Learning rate": f"{sweep.rate:g}, chosen from {rates} by short runs on training prompts, with gains of {gains}"}
 
 
 def results(lines: Sequence[SeedGroup]) -> list[dict[str, Any]]:
