@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.find_rate scenes-fast words --out runs/find_rate    # two hours of a core
 
 In each world, whole runs of `--whole` seeds at every rate give the final gain on held-out prompts, and pilots of `--pilots`
-other seeds pick a rate each. What a pilot as long as the run would pick is told by the whole runs: each seed's best rate beside
-the mean of the other seeds. Runs are shorter than the recipes' (WORLDS). Every run is kept in the folder, and an interrupted
+other seeds pick a rate each. Whole runs also stand for pilots as long as the run: each seed's best rate beside the mean of the
+other seeds. Runs are shorter than the recipes' (WORLDS). Every run is kept in the folder, and an interrupted
 command goes on. Writes find_rate.json, of what is there; with `--whole 0 --pilots 0` it only does that.
 """
 
@@ -26,7 +26,7 @@ from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import interval
 from g2rpo.evaluation.gains import PILOT_SEEDS, gains
 from g2rpo.runs.directory import RunDirectory
-from g2rpo.training.pilots import Pilots
+from g2rpo.training.pilots import LEVEL, Pilots
 from g2rpo.training.rates import FACTORS, Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
 
@@ -101,7 +101,7 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
         if sweep is None or sweep.missing():
             continue
         try:
-            rate = sweep.best()
+            rate = sweep.choose()
         except UserError:
             rate = None
         choices.append(
@@ -133,7 +133,7 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
 
 def standard_error(table: NDArray[np.float64]) -> float:
     """Over seeds and prompts [S, N], of the crossed bootstrap."""
-    found = interval(table, level=0.6827)
+    found = interval(table, level=LEVEL)
     return (found.high - found.low) / 2
 
 

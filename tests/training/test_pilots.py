@@ -62,7 +62,7 @@ def test_a_run_with_a_found_rate_is_the_run_at_that_rate_bit_for_bit(tmp_path):
     assert not set(policy.prompts) & set(HELDOUT)
     assert read_config(tmp_path / "a").optim.learning_rate == rate and rate != 0.02
     sweep = read_sweep(RunDirectory(tmp_path / "a"))
-    assert sweep.rate == rate == sweep.best()
+    assert sweep.rate == rate == max(sweep.pilots, key=lambda pilot: pilot.gain).rate
     plain = opened(tmp_path / "b", None, f"optim.learning_rate={rate}")
     for t in (found, plain):
         list(t.train())
@@ -151,21 +151,21 @@ def pilot(rate, gain, error=0.1, *alarms):
     ],
 )
 def test_the_rate_taken_is_the_nearest_to_the_configs_of_those_within_an_error_of_the_best(gains, taken):
-    assert Sweep(4, [*gains], [pilot(*it) for it in gains.items()]).best() == taken
+    assert Sweep(4, [*gains], [pilot(*it) for it in gains.items()]).choose() == taken
 
 
 def test_a_rate_with_an_alarm_is_not_taken_and_does_not_count_as_the_best():
     sweep = Sweep(
         2, [1, 2, 3, 4, 5], [pilot(1, 0.2), pilot(2, 0.5), pilot(3, 0.5), pilot(4, 0.9, 1.0), pilot(5, 0.8, 0.1, "pictures")]
     )
-    assert sweep.best() == 2
+    assert sweep.choose() == 2
     sweep.pilots[1] = pilot(2, 0.5, 0.1, "saturated", "silent")  # says nothing of the model
-    assert sweep.best() == 2
+    assert sweep.choose() == 2
     sweep.pilots[1:3] = [pilot(2, 0.5, 0.1, "decline"), pilot(3, 0.5, 0.1, "hacking")]
-    assert sweep.best() == 1  # and 4, whose gain may be chance; both are as near to 2
+    assert sweep.choose() == 1  # and 4, whose gain may be chance; both are as near to 2
     sweep.pilots[0] = pilot(1, 0.05)
     with pytest.raises(UserError, match=r"no rate learns(.|\n)*\n  1 .*\n  2 .*decline\n  3 .*hacking\n  4 .*\n  5 .*pictures"):
-        sweep.best()
+        sweep.choose()
 
 
 def test_if_none_learns_the_two_best_sound_rates_are_tried_for_twice_as_long(tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ def test_if_none_learns_the_two_best_sound_rates_are_tried_for_twice_as_long(tmp
     assert interrupted.missing() == [0.01] and not sweep.missing() and read_sweep(run).pilots == sweep.pilots
     sweep.pilots[5:] = [pilot(0.01, 0.05)]
     with pytest.raises(UserError, match="no rate learns"):
-        sweep.best()
+        sweep.choose()
 
 
 def test_a_pilot_that_stops_is_no_choice_but_does_not_end_the_others(tmp_path, monkeypatch):

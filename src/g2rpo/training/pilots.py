@@ -92,7 +92,7 @@ class Pilots:
             if self.world.is_main:
                 sweep.write(run)
         self.reset()
-        return sweep.best()
+        return sweep.choose()
 
     def _length(self, rate: float, seconds: float) -> int:
         """The iterations of a pilot that takes `seconds`, by the first iterations of one."""

@@ -88,7 +88,7 @@ class Sweep:
         best = sorted((pilot for pilot in first if pilot.sound), key=lambda pilot: -pilot.gain)[:REPEATED]
         return [pilot.rate for pilot in best if pilot.rate not in {longer.rate for longer in self.repeated}]
 
-    def best(self) -> float:
+    def choose(self) -> float:
         """The rate nearest to the config's of the sound ones that gain no less than the best one that learns minus its standard
         error, the smaller of ties; UserError if none learns.
 
