@@ -59,15 +59,25 @@ from g2rpo.rollout.scoring import decode, score, score_rollouts
 from g2rpo.runtime.memory import BatchSizes
 from g2rpo.training.trainer import Trainer
 
-REWARDS = [
-    "rewards.scene_accuracy=",
-    "evaluation.rewards={}",
-    "rewards.partial.kind=scene_accuracy",
-    "rewards.partial.options.partial=1.0",
-    "rewards.strict.kind=scene_accuracy",
-    "rewards.clip.kind=scene_clip",
-    "rewards.preference.kind=scene_preference",
-]
+REWARDS = {
+    "scenes": [
+        "rewards.scene_accuracy=",
+        "evaluation.rewards={}",
+        "rewards.partial.kind=scene_accuracy",
+        "rewards.partial.options.partial=1.0",
+        "rewards.strict.kind=scene_accuracy",
+        "rewards.clip.kind=scene_clip",
+        "rewards.preference.kind=scene_preference",
+    ],
+    "words": [
+        "policy.lora_above=0",
+        "rewards.word_colour=",
+        "evaluation.rewards={}",
+        "rewards.exact.kind=ocr",
+        "rewards.exact.options={detect: false, width: 144, exact: true}",
+    ],
+}
+"""By recipe the rewards that are looked at, each alone."""
 Z = 1.96
 
 SIZES = BatchSizes(rollout=8, decode=8, micro=8)
@@ -411,7 +421,10 @@ def main() -> None:
     args = arguments()
     began = time.perf_counter()
     trainer = build_trainer(
-        load_config(args.recipe, [*REWARDS, f"trainer.seed={seed_for('credit', args.seed) % 2**31}", *args.overrides]), None
+        load_config(
+            args.recipe, [*REWARDS[args.recipe], f"trainer.seed={seed_for('credit', args.seed) % 2**31}", *args.overrides]
+        ),
+        None,
     )
     name = args.name or ("credit_explained" if args.explained else "credit")
     rows = (measure_explained if args.explained else measure_signal)(trainer, args)
@@ -432,7 +445,7 @@ def instrument_parser(description: str | None, prompts: int) -> argparse.Argumen
     """What every instrument at the base model takes: a recipe and overrides, how many prompts, a seed."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--recipe", default="scenes")
+    parser.add_argument("--recipe", choices=list(REWARDS), default="scenes")
     parser.add_argument("--prompts", type=int, default=prompts)
     parser.add_argument("--seed", type=int, default=0)
     return parser

@@ -48,7 +48,7 @@ def tails_of(step: int, num_steps: int) -> dict[str, tuple[int, ...]]:
 def main() -> None:
     args = arguments()
     began = time.perf_counter()
-    trainer = build_trainer(load_config(args.recipe, [*REWARDS, *args.overrides]), None)
+    trainer = build_trainer(load_config(args.recipe, [*REWARDS[args.recipe], *args.overrides]), None)
     num_steps, size = trainer.config.sampling.num_steps, trainer.algorithm.group_size
     steps = range(num_steps - 1) if args.steps is None else args.steps
     tails = {step: tails_of(step, num_steps) for step in steps}

@@ -22,12 +22,15 @@ import numpy as np
 
 from g2rpo import api
 from g2rpo.app.events import Line
+from g2rpo.app.train import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.gains import Scores
-from g2rpo.lab.compare.study import judged_scores
+from g2rpo.lab.compare.arguments import own_budgets
+from g2rpo.lab.compare.jobs import Job, Workers, locked
+from g2rpo.lab.compare.study import judged_scores, seconds_per_evaluation
 from g2rpo.lab.compare.workflow import compare
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.planner import Planner
@@ -216,6 +219,25 @@ def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str,
     return json.loads((found.out / "results.json").read_text())
 
 
+def quiet_seconds(world: str, numbers: Sequence[int], spent: dict[str, Any], out: Path) -> dict[str, float]:
+    """Seconds of training of a run of each cell, alone on the machine: nine iterations of each, one cell after another."""
+    setting, folder = WORLDS[world], out / world / "alone"
+    wanted = {cell: changes for cell, changes in cells(world, numbers).items() if cell in spent}
+    changes, _ = own_budgets(wanted, "evaluations")
+    overrides, found = [*setting["overrides"], *COMMON], dict[str, float]()
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder) as lock:
+        workers = Workers(1, lock, lambda event: print(event.text, flush=True) if isinstance(event, Line) else None)
+        for cell, own in changes.items():
+            short = ["trainer.iterations=9", "evaluation.num_prompts=1", "--run-dir", str(folder / cell)]
+            arguments = ["train", setting["recipe"], *overrides, *own, *short]
+            if not (folder / cell).exists():
+                workers.run([Job(f"{cell} alone", arguments, folder / f"{cell}.log")])
+            config = load_config(setting["recipe"], [*overrides, *own])
+            found[cell] = seconds_per_evaluation(config, folder / cell) * spent[cell]["evaluations"]
+    return found
+
+
 def seeds_of(world: str) -> range:
     first = WORLDS[world]["first_seed"]
     return range(first, first + WORLDS[world]["seeds"])
@@ -259,16 +281,18 @@ def table(results: dict[str, Any], reward: str) -> str:
     spent, price = results["spent"], results["prices"]
     change = {(line["cell"], line["steps"]): line["change"] for line in results["judged"] if line["reward"] == reward}
     lines = [
-        f"| cell | rate | iterations | min with FLUX.1-dev | `{reward}`, 10 steps | 20 steps |",
-        "|---|---|---|---|---|---|",
+        f"| cell | rate | iterations | s alone | min with FLUX.1-dev | `{reward}`, 10 steps | 20 steps |",
+        "|---|---|---|---|---|---|---|",
     ]
+    alone = results.get("alone", {})
     for cell, cost in spent.items():
         texts = [Interval(**change[cell, steps]) for steps in (10, 20)]
         rate = f"{cost['learning_rate']:g}" + (" (edge)" if cost["at_edge"] else "")
         minutes = price[cell] * cost["iterations"] / 60
-        lines.append(f"| `{cell}` | {rate} | {cost['iterations']} | {minutes:.0f} | {texts[0]:+} | {texts[1]:+} |")
+        seconds = f"{alone[cell]:.0f}" if cell in alone else ""
+        lines.append(f"| `{cell}` | {rate} | {cost['iterations']} | {seconds} | {minutes:.0f} | {texts[0]:+} | {texts[1]:+} |")
     lines += [
-        f"| no training: {knob['control']} | | | | {Interval(**knob['change']):+} | |"
+        f"| no training: {knob['control']} | | | | | {Interval(**knob['change']):+} | |"
         for knob in results["controls"]
         if knob["reward"] == reward
     ]
@@ -331,7 +355,10 @@ def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The results of a world's earlier questions and of new ones."""
     kept = [line for line in old.get("judged", []) if line["cell"] not in new["spent"]]
-    by_cell = {key: old.get(key, {}) | new[key] for key in ("spent", "prices", "pilots", "questions", "diversity", "by_seed")}
+    by_cell = {
+        key: old.get(key, {}) | new.get(key, {})
+        for key in ("alone", "spent", "prices", "pilots", "questions", "diversity", "by_seed")
+    }
     return {**new, **by_cell, "judged": kept + new["judged"]}
 
 
@@ -343,6 +370,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/registered"), help="holds the runs")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/registered.json"), help="is added to")
+    parser.add_argument("--seconds", action="store_true", help="only measures, one run at a time, what runs of --results take")
     parser.add_argument("--table", action="store_true", help="trains nothing: tables and figure of --results again")
     return parser.parse_args()
 
@@ -350,7 +378,11 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     found = json.loads(args.results.read_text()) if args.results.is_file() else {}
-    for world in () if args.table else args.worlds:
+    for world in args.worlds if args.seconds else ():
+        alone = quiet_seconds(world, args.questions, found[world]["spent"], args.out)
+        found[world]["alone"] = found[world].get("alone", {}) | alone
+        write_whole(args.results, json.dumps(found, indent=1).encode())
+    for world in () if args.table or args.seconds else args.worlds:
         if not asked(world, args.questions):
             continue
         price = prices(world, args.questions)
