@@ -320,14 +320,21 @@ def change_of(results: dict[str, Any], reward: str) -> dict[str, dict[str, Any]]
     return found
 
 
-def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
-    """Every lead with its interval, a panel for each question, a colour for each world; the band is `CLOSE`."""
+def label(cell: str) -> str:
+    """A cell's name in the figures: "{1, 2, 3}" of "same-1-2-3"."""
+    name = cell.removeprefix("published-").removeprefix("same-")
+    return {"exact": "{1}, exact tails"}.get(name, f"{{{name.replace('-', ', ')}}}" if name[0].isdigit() else name)
+
+
+def draw(path: Path, found: dict[str, dict[str, Any]], questions: Sequence[str]) -> None:
+    """Every lead with its interval, a panel for each of these questions, a colour for each world; the band is `CLOSE`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    answered = {
-        question: it for question, it in QUESTIONS.items() if any(question in own["questions"] for own in found.values())
-    }
+    found = {world: own for world, own in found.items() if any(question in own["questions"] for question in questions)}
+    answered = {it: QUESTIONS[it] for it in questions if any(it in own["questions"] for own in found.values())}
+    if not answered:
+        return
     heights = [len(others) for _, others in answered.values()]
     figure = Figure(figsize=(7.6, 0.34 * sum(heights) + 0.75 * len(heights)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -342,9 +349,9 @@ def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
                 height = others.index(name) + 0.2 * (number - (len(worlds) - 1) / 2)
                 panel.plot([lead["low"], lead["high"]], [height, height], color=colours[world], linewidth=2)
                 panel.plot(lead["mean"], height, "o", color=colours[world])
-        panel.set_yticks(range(len(others)), [f"over {name}" for name in others], fontsize=9)
+        panel.set_yticks(range(len(others)), [f"over {label(name)}" for name in others], fontsize=9)
         panel.set_ylim(len(others) - 0.5, -0.5)
-        panel.set_title(f"{question}: lead of {first}", fontsize=10, loc="left")
+        panel.set_title(f"{question}: lead of {label(first)}", fontsize=10, loc="left")
     for world, colour in colours.items():
         panels[0].plot([], [], "o-", color=colour, linewidth=2, label=f"{world}: {WORLDS[world]['right']}")
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=9, ncols=2, loc="outside upper left", frameon=False)
@@ -396,7 +403,9 @@ def main() -> None:
         del new["curves"]
         found[world] = merged(found.get(world, {}), new)
         write_whole(args.results, json.dumps(found, indent=1).encode())
-    draw(Path("docs/images") / f"{args.results.stem}.png", found)
+    first, later = list(QUESTIONS)[:4], list(QUESTIONS)[4:]
+    draw(Path("docs/images") / f"{args.results.stem}.png", found, first)
+    draw(Path("docs/images") / f"{args.results.stem}_later.png", found, later)
     for world, results in found.items():
         print(f"## {world}\n\n{table(results, WORLDS[world]['right'])}\n", flush=True)
 

@@ -139,14 +139,18 @@ def table(world: str, found: dict[str, Any], registered: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("worlds", nargs="*", choices=list(RATES), default=list(RATES))
+    parser.add_argument("worlds", nargs="*", default=list(RATES))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/tuned"), help="holds the runs")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/tuned.json"), help="is added to")
     parser.add_argument("--table", action="store_true", help="trains nothing: the tables of --results again")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     found = json.loads(args.results.read_text()) if args.results.is_file() else {}
     for world in () if args.table else args.worlds:
         found[world] = study(world, args.jobs, args.out)
