@@ -1,7 +1,7 @@
 """Five algorithms, each at its best of twelve settings, in the worlds and at the budgets of the registered study.
 
-A pilot tries every learning rate with every group size, and with each of these twelve pairs one of three levels of a third
-setting, by a Latin square: the noise `eta`, or for DiffusionNFT the share of the times that it trains. The pilot's seed and
+A pilot tries every learning rate with every group size, and each of these twelve pairs with one of three levels of a third
+setting, in turn: the noise `eta`, or for DiffusionNFT the share of the times that it trains. The pilot's seed and
 prompts are those of the registered study's pilots, and so are the seeds and the held-out prompts of the five runs at the best.
 
     OMP_NUM_THREADS=1 python -m benchmarks.tuned scenes words-alone --jobs 2    # 80 minutes; goes on where it was

@@ -1,5 +1,6 @@
 """The study's instruments against what they should find: known signal, closed forms, known shares of variance."""
 
+import itertools
 import math
 
 import numpy as np
@@ -7,8 +8,11 @@ import pytest
 import torch
 
 from benchmarks.credit import alignment_of, explained, gradients, repeat_the_rest, signal_of
+from benchmarks.registered import COMMON, QUESTIONS, WORLDS, cells
+from benchmarks.tuned import GROUPS, RATES, THIRD, candidates
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo import window
+from g2rpo.app.train import load_config
 from g2rpo.core.flow import ode_step, sigma_grid
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for
@@ -148,3 +152,24 @@ def test_each_steps_noise_explains_its_share_of_a_linear_reward():
         assert explained(values).mean == pytest.approx(ways[step] / ways.sum(), abs=0.2), step
     assert max(ways / ways.sum()) > 0.5  # so that a wrong step would be seen
     assert np.ptp(repeat_the_rest(t, 0, 0, 1, 4, 3)[0].numpy(), axis=1).max() < 1e-5  # nothing else is noisy
+
+
+def test_the_registered_studys_cells_are_configs_and_its_questions_name_them():
+    for world, setting in WORLDS.items():
+        own = cells(world, setting["questions"])
+        assert {cell for number in setting["questions"] for cell in list(QUESTIONS.values())[number - 1][1]} < set(own)
+        for changes in own.values():
+            kept = [change for change in changes if not change.startswith("budget=")]
+            load_config(setting["recipe"], [*setting["overrides"], *COMMON, *kept])
+
+
+def test_twelve_settings_meet_every_rate_with_every_group_and_every_level():
+    for world, name in itertools.product(RATES, THIRD):
+        algorithms = {}
+        for rate, changes in candidates(world, name).values():
+            config = load_config(WORLDS[world]["recipe"], [*WORLDS[world]["overrides"], *COMMON, *changes])
+            algorithms.setdefault(rate, []).append(config.algorithm)
+        assert list(algorithms) == RATES[world]
+        for own in algorithms.values():
+            assert [algorithm.group_size for algorithm in own] == list(GROUPS)
+            assert {getattr(algorithm, THIRD[name][0]) for algorithm in own} == set(THIRD[name][1])
