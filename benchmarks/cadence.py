@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.credit import save
-from g2rpo.app.train import load_config
 from g2rpo.assembly.components import build_policy
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.core.seeding import generator_for
 from g2rpo.training.trainer import Trainer

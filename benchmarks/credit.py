@@ -45,7 +45,8 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from g2rpo.algorithms.grpo import window
-from g2rpo.app.train import build_trainer, load_config
+from g2rpo.app.build import build_trainer
+from g2rpo.assembly.config import load_config
 from g2rpo.core.flow import ode_step
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for, seed_for

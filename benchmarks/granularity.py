@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.credit import REWARDS, instrument_parser, load_pyplot, save, save_figure
-from g2rpo.app.train import build_trainer, load_config
+from g2rpo.app.build import build_trainer
+from g2rpo.assembly.config import load_config
 from g2rpo.core.flow import tail
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.statistics import interval, spearman

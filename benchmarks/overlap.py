@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe
-from g2rpo.app.train import build_trainer, load_config
+from g2rpo.app.build import build_trainer
+from g2rpo.assembly.config import load_config
 from g2rpo.training.trainer import Trainer
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from g2rpo.app.train import build_trainer, load_config
+from g2rpo.app.build import build_trainer
+from g2rpo.assembly.config import load_config
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.probe import by_probe
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from g2rpo.app.train import load_config
 from g2rpo.assembly.blueprint import read_blueprint
+from g2rpo.assembly.config import load_config
 from g2rpo.lab.plan.cards import CARDS, Card
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.roofline import USUAL

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from g2rpo.app.train import load_config
 from g2rpo.assembly.components import EMBEDDED
+from g2rpo.assembly.config import load_config
 from g2rpo.cli.plan import duration
 from g2rpo.config import recipes
 from g2rpo.lab.plan.cards import CARDS

@@ -22,7 +22,7 @@ import numpy as np
 
 from g2rpo import api
 from g2rpo.app.events import Line
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.files import write_whole

@@ -34,8 +34,8 @@ from benchmarks.fast_tails import CLOCKS, OPTIONS
 from benchmarks.machine import describe, matmul_rate, peak_bytes
 from benchmarks.published_loop import PublishedLoop
 from g2rpo.algorithms.g2rpo import GranularGRPO
-from g2rpo.app.train import load_config
 from g2rpo.assembly.components import build_policy
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.flow import sigma_grid

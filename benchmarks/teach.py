@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from g2rpo import api
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import build_rewards
 from g2rpo.core.seeding import generator_for

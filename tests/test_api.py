@@ -13,7 +13,7 @@ import yaml
 from g2rpo import api
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.mixgrpo import MixGRPO
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.policies.gaussian import GaussianPolicy

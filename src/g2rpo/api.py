@@ -14,10 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from g2rpo.app.ahead import policy_after_encoding
+from g2rpo.app.build import build_trainer
 from g2rpo.app.export import export as write_export
 from g2rpo.app.quiet import quiet_bars, quiet_libraries
-from g2rpo.app.train import build_trainer, load_config, open_run
+from g2rpo.app.train import open_run
 from g2rpo.assembly import components
+from g2rpo.assembly.config import load_config
 from g2rpo.config.given import OBJECT, mention
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core.errors import UserError

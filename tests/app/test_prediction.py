@@ -7,7 +7,8 @@ import pytest
 from g2rpo.app.ahead import prompts_to_come
 from g2rpo.app.events import Line
 from g2rpo.app.prediction import Planned, read_plan
-from g2rpo.app.train import load_config, train_all
+from g2rpo.app.train import train_all
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import Target, find_target, make_plan

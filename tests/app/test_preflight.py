@@ -15,8 +15,8 @@ from huggingface_hub import constants
 from g2rpo.app import preflight
 from g2rpo.app.pipeline_folder import missing_parts, trained_parameters
 from g2rpo.app.preflight import check
-from g2rpo.app.train import load_config
 from g2rpo.assembly import components, hub
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts, caution, trained_on
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.data import Prompt

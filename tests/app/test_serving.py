@@ -7,7 +7,7 @@ import pytest
 
 from g2rpo.app import serve
 from g2rpo.app.serving import check_address, token_for
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from tests.support.commands import g2rpo
 from tests.support.ports import free_port

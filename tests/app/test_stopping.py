@@ -48,7 +48,7 @@ SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch):
     """Calls are counted."""
-    monkeypatch.setattr("g2rpo.app.train.try_own_code", lambda *_: None)
+    monkeypatch.setattr("g2rpo.app.build.try_own_code", lambda *_: None)
 
 
 def train(capsys, folder, flux_directory):

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from g2rpo.app.train import load_config
 from g2rpo.assembly import components
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import build_rewards, check_rewards
 from g2rpo.config.schema import PolicyConfig, RewardConfig
 from g2rpo.core.errors import UserError

@@ -14,7 +14,7 @@ from transformers import T5EncoderModel
 
 from g2rpo import __version__
 from g2rpo.app.push import push
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.config import recipes
 from g2rpo.config.algorithms import ALGORITHMS, title_of
 from g2rpo.config.resolve import resolve

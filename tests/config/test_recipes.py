@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from g2rpo.algorithms.flow_grpo import FlowGRPO
-from g2rpo.app.train import build_trainer, load_config
+from g2rpo.app.build import build_trainer
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.config import recipes
 from g2rpo.core.errors import UserError

@@ -13,9 +13,9 @@ import torch
 
 from benchmarks import first_gpu, gpu_cases
 from g2rpo import api
+from g2rpo.app.build import build_trainer
 from g2rpo.app.evaluate import evaluate, run_settings
 from g2rpo.app.sample import sample
-from g2rpo.app.train import build_trainer
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import read_blueprint, shapes_of, size_of
 from g2rpo.cli.main import main as command

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from g2rpo.app.train import build_trainer
+from g2rpo.app.build import build_trainer
 from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.lab.plan.plan import make_plan

@@ -9,8 +9,8 @@ from diffusers import FluxPipeline
 from safetensors.torch import load_file, save_file
 
 from g2rpo import api
-from g2rpo.app.train import load_config
 from g2rpo.assembly.blueprint import build_on_meta, build_shallow, read_blueprint, size_of
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.hub import find_adapter
 from g2rpo.export.comfyui import for_trainers
 from g2rpo.policies.adapters import PREFIX, UP, read_adapter, write_tensors

@@ -7,9 +7,9 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler
 
-from g2rpo.app.train import load_config
 from g2rpo.assembly.blueprint import size_of
 from g2rpo.assembly.components import check_trained_steps
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.evaluation.sampler import Sampler

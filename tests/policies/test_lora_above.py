@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from g2rpo import api
-from g2rpo.app.train import load_config
 from g2rpo.assembly.components import build_policy, check_trained_steps, load_weights
+from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 
-from g2rpo.app.train import load_config
 from g2rpo.assembly.components import build_policy
+from g2rpo.assembly.config import load_config
 from g2rpo.core.images import to_uint8
 from g2rpo.core.seeding import generator_for
 from g2rpo.training.trainer import Trainer

@@ -12,7 +12,7 @@ from benchmarks.registered import COMMON, QUESTIONS, WORLDS, cells
 from benchmarks.tuned import GROUPS, RATES, THIRD, candidates
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.algorithms.grpo import window
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.core.flow import ode_step, sigma_grid
 from g2rpo.core.objectives import group_normalize
 from g2rpo.core.seeding import generator_for

@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 
+from g2rpo.app.build import build_trainer
 from g2rpo.app.contents import contents_of
 from g2rpo.app.preflight import check
-from g2rpo.app.train import build_trainer, load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import REWARDS, build_rewards, check_rewards, defaults_of
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core import plugins

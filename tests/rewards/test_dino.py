@@ -7,7 +7,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2
 from transformers import Dinov2WithRegistersModel as WithRegisters
 
 from g2rpo.app.preflight import check
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.core.data import Prompt
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.images import to_pil

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from g2rpo.app.preflight import check
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.pairwise import PairwiseVLM, pairs_of

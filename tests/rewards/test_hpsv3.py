@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from g2rpo.app.preflight import check
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.hpsv3 import HPSv3, HPSv3PlusPlus
 from g2rpo.rewards.qwen_vl import target_size

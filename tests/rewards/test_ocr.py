@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from g2rpo.app.preflight import check
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.types import Prompt, Reward
 from g2rpo.rewards.ocr import OCR, edit_distance

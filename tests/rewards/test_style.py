@@ -5,7 +5,7 @@ import torch
 from transformers import Dinov2Config, Dinov2Model
 
 from g2rpo.app.preflight import check
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_pil, to_uint8
 from g2rpo.monitor.alarms import fallen_rewards

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from g2rpo.app.preflight import check
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.rewards.video_align import QUALITIES, VideoAlign, frames_seen
 from tests.rewards.learned import FIXTURES, oracle, state_of

@@ -18,7 +18,7 @@ import typer
 from torch.distributed.run import get_args_parser
 
 from g2rpo.app import evaluate
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.cli.main import app
 from g2rpo.config.resolve import parse_options, resolve_as

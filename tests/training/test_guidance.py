@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from g2rpo.app.train import build_trainer, load_config
+from g2rpo.app.build import build_trainer
 from g2rpo.assembly.components import check_guidance
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.cards import CARDS
 from g2rpo.lab.plan.plan import make_plan

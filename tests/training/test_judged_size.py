@@ -8,8 +8,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from g2rpo.app.evaluate import run_settings
-from g2rpo.app.train import load_config
 from g2rpo.assembly import components
+from g2rpo.assembly.config import load_config
 from g2rpo.config.schema import PolicyConfig
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.sampler import sampler_of

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from g2rpo.app.ahead import encode_ahead
 from g2rpo.app.events import Emit, cautions, silent
-from g2rpo.app.train import load_config
 from g2rpo.assembly import components
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.core.errors import UserError

@@ -1,9 +1,8 @@
-"""`g2rpo train`: builds the objects of a config, trains, and shows progress."""
+"""`g2rpo train`: opens a run, trains, and reports progress."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,144 +13,28 @@ from typing import Any
 
 import torch
 
-from g2rpo.app.ahead import policy_after_encoding, prompts_to_come
+from g2rpo.app.build import checked_parts
 from g2rpo.app.contents import contents_of
-from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.events import Emit, Line, Results, Trained, Training, cautions, silent
 from g2rpo.app.prediction import Predict, beside_plan
 from g2rpo.app.preflight import check
 from g2rpo.app.stopping import Stopping
 from g2rpo.assembly import components
-from g2rpo.assembly.adapters import completed
-from g2rpo.assembly.prompts import caution as prompts_caution
-from g2rpo.assembly.prompts import trained_on
-from g2rpo.assembly.rewards import build_rewards, configured
-from g2rpo.config import recipes
-from g2rpo.config.resolve import read_yaml, resolve
-from g2rpo.config.schema import Config, RewardConfig
+from g2rpo.assembly.config import load_config
+from g2rpo.config.schema import Config
 from g2rpo.core.errors import RolledBack, UserError, counted
 from g2rpo.core.files import digest_of
-from g2rpo.core.input_pictures import check_counts, check_inputs
 from g2rpo.core.types import Reward
 from g2rpo.monitor.metrics import Row
-from g2rpo.monitor.trackers import build_trackers
 from g2rpo.rollout.planning import count_per_prompt
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runs.lifecycle import check_contents, claim, entered, read_config, record_start
 from g2rpo.runtime.distributed import ALONE, World, joined
-from g2rpo.runtime.sharding import Replicated
 from g2rpo.training.checkpoint import newest_iteration
 from g2rpo.training.pace import MEASURED, PROBE, planned, seconds_in
-from g2rpo.training.pilots import Pilots, pilot_config, pilot_prompts
-from g2rpo.training.ranks import divided
+from g2rpo.training.pilots import Pilots
 from g2rpo.training.rates import Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
-
-
-def load_config(recipe: str, overrides: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> Config:
-    """The config of a recipe's name or a YAML file, with overrides; `notify` is called with the keys that an override drops,
-    and if a folder has the recipe's name."""
-    given = {key.removeprefix("policy.") for key, _, _ in (override.partition("=") for override in overrides)}
-    if recipe.endswith((".yaml", ".yml")):
-        data = read_yaml(Path(recipe))
-        own = data.get("policy")
-        return completed(resolve(data, overrides, recipe, notify), given | {*(own if isinstance(own, dict) else ())}, notify)
-    if "=" in recipe:
-        raise UserError(f"{recipe} is an override; name a recipe (`g2rpo recipes` lists them) or a config.yaml before it")
-    if os.path.isdir(recipe):
-        if recipe not in recipes.names():
-            raise UserError(f"{recipe} is a directory; name a recipe, or a config such as {recipe}/config.yaml")
-        notify(f"{recipe} is taken for the recipe, not for the folder of that name here")
-    return completed(resolve(recipes.settings(recipe), overrides, f"recipe {recipe}", notify), given, notify)
-
-
-def build_trainer(
-    config: Config,
-    run_dir: Path | None,
-    notify: Callable[[str], None] = print,
-    world: World = ALONE,
-    given: Mapping[str, Any] | None = None,
-    emit: Emit = silent,
-) -> Trainer:
-    """A trainer with the policy, rewards and prompts of `config`, or with the objects in `given`.
-
-    Prompts are encoded before policy and rewards are on the device, with progress by `emit`. `notify(message)` is called for
-    problems with the embedding cache, batch sizes and trackers. `given` may have the keys listed in `preflight.check`.
-    """
-    return Trainer(**parts_of(config, run_dir, notify, world, given, emit))
-
-
-def parts_of(
-    config: Config,
-    run_dir: Path | None,
-    notify: Callable[[str], None] = print,
-    world: World = ALONE,
-    given: Mapping[str, Any] | None = None,
-    emit: Emit = silent,
-) -> dict[str, Any]:
-    """The arguments of that trainer."""
-    given = given or {}
-    prompts, heldout = check(config, given)
-    check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
-    return _parts(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, emit)
-
-
-def _parts(
-    config: Config,
-    run_dir: Path | None,
-    notify: Callable[[str], None],
-    world: World,
-    given: Mapping[str, Any],
-    emit: Emit,
-    pilots: bool = False,
-) -> dict[str, Any]:
-    """The arguments of the trainer of a config that `preflight.check` has passed; `given` has the prompts. The prompts of
-    `pilots` are encoded with the others."""
-    divided(config, world)
-    prompts, heldout = given["prompts"], given["heldout"]
-    if "policy" in given and config.trainer.sharding != "none":
-        raise UserError(
-            f"trainer.sharding={config.trainer.sharding} divides a policy as it is built; one that is given is whole"
-        )
-    for caution in (prompts_caution(config.prompts.train, config.evaluation.prompts), trained_on(prompts, heldout)):
-        if world.is_main and caution is not None:
-            notify(caution)
-    try_own_code(config, given)
-    sharding = components.build_sharding(config, world)
-    if "policy" in given:
-        policy = given["policy"]
-    else:
-        components.check_prompts(config.policy, [*prompts, *heldout])
-        components.check_guidance(config)
-        for caution in components.cautions(config.policy):
-            notify(caution)
-        loaded = components.load_pipeline(config.policy, seed=config.trainer.seed, keep_base=config.algorithm.uses_base)
-        begun = newest_iteration(RunDirectory(run_dir).checkpoints) if run_dir is not None else 0
-        to_come = prompts_to_come(config, prompts, heldout, world, begun)
-        if pilots:
-            to_come += prompts_to_come(pilot_config(config, 1.0), prompts, pilot_prompts(config, prompts), world)
-        policy = policy_after_encoding(loaded, config.prompts.cache, to_come, notify, sharding, emit)
-    components.check_judged_size(config, policy)
-    components.check_trained_steps(config, policy)
-    if (takes := getattr(policy, "input_pictures", None)) is not None:
-        check_counts([*prompts, *heldout], takes)
-    device = components.pick_device(config.policy.device)
-
-    def rewards_of(key: str, table: Mapping[str, RewardConfig]) -> dict[str, Reward]:
-        return configured(given[key], table) if key in given else build_rewards(table, device)
-
-    return {
-        "config": config,
-        "policy": policy,
-        "rewards": rewards_of("rewards", config.rewards),
-        "prompts": prompts,
-        "heldout": heldout,
-        "judges": rewards_of("judges", config.evaluation.rewards),
-        "run_dir": run_dir,
-        "notify": notify,
-        "shards": sharding or Replicated(world),
-        "trackers": given["trackers"] if "trackers" in given else build_trackers(config.trackers),
-    }
 
 
 def open_run(
@@ -175,7 +58,7 @@ def open_run(
     if resume and world.is_main:
         for change in check_contents(directory, contents_of(config, prompts, heldout, given), accept_changes):
             notify(f"goes on with {change}")
-    parts = _parts(config, directory, notify, world, given, emit, sweep is not None)
+    parts = checked_parts(config, directory, notify, world, given, emit, sweep is not None)
     trainer = Trainer(**parts)
     if world.is_main:
         claim(directory, config)  # only now: wrong input leaves nothing behind

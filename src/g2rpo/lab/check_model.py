@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.app.train import load_config
 from g2rpo.assembly import components
+from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import resolve_as
 from g2rpo.config.schema import PolicyConfig, Section
 from g2rpo.core import plugins

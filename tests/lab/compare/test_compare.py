@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from g2rpo.app.train import load_config
+from g2rpo.assembly.config import load_config
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.errors import UserError

@@ -15,8 +15,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from g2rpo.app.train import build_trainer, load_config
+from g2rpo.app.build import build_trainer
 from g2rpo.assembly import components
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS

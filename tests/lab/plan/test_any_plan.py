@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from g2rpo.app.train import load_config
 from g2rpo.assembly.blueprint import build_on_meta, read_blueprint, shapes_of
+from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan import trace
 from g2rpo.lab.plan.counting import count

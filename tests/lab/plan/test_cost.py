@@ -9,9 +9,9 @@ import torch
 from diffusers import FluxPipeline
 from torch.profiler import ProfilerActivity, profile
 
-from g2rpo.app.train import load_config
 from g2rpo.assembly import components
 from g2rpo.assembly.blueprint import build_on_meta, on_meta, published, read_blueprint, shapes_of, size_of
+from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from g2rpo.app.train import build_trainer
+from g2rpo.app.build import build_trainer
 from g2rpo.assembly import components
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError

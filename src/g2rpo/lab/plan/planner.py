@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from g2rpo.app.ahead import prompts_to_come
-from g2rpo.app.train import load_config
 from g2rpo.assembly import components
+from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
 from g2rpo.core.errors import UserError

@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from g2rpo.app.events import Emit, cautions, silent
-from g2rpo.app.train import load_config, open_run
+from g2rpo.app.train import open_run
 from g2rpo.assembly.components import pick_device
+from g2rpo.assembly.config import load_config
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError
 from g2rpo.lab.teach.session import OVERRIDES, Session
