@@ -86,6 +86,14 @@ CELLS: dict[str, list[str]] = {
 such that the budget buys about as many updates in every cell."""
 
 
+SAME_STEPS: dict[str, list[str]] = {
+    "eight-steps": ours(4, "algorithm.branch_steps=[0,1,2,3,4,5,6,7]"),
+    "three-at-once": [*mixgrpo(2, 3), "algorithm.schedule=frozen"],
+    "eight-at-once": [*mixgrpo(1, 8), "algorithm.schedule=frozen"],
+}
+"""In words: noise at one step at a time or at all of them at once, each at steps 0 to 2 (`g2rpo`) and 0 to 7."""
+
+
 def published(name: str, steps: int, *changes: str) -> list[str]:
     """An algorithm's published defaults on a grid of `steps`, two prompts an iteration, at six times the budget."""
     return ours(2, f"algorithm.name={name}", f"sampling.num_steps={steps}", EXACT, *changes, "budget=60000")
@@ -146,7 +154,7 @@ E-GRPO's lengths of these steps (`e_grpo.merges`)."""
 WORLDS["scenes-again"] = WORLDS["scenes"] | {"questions": (6,), "first_seed": 52, "seeds": 8}
 WORLDS["words-alone"] = WORLDS["words"] | {
     "overrides": [*WORLDS["words"]["overrides"], "rewards.word_drawing="],
-    "questions": (7,),
+    "questions": (7, 9, 10),
 }
 
 COMMON = ["optim.decay=constant", "evaluation.num_prompts=96", "trainer.iterations=100", "evaluation.every=34"]
@@ -162,9 +170,11 @@ QUESTIONS = {
         ["mixgrpo-1", "flow_grpo", "dancegrpo", "tempflow_grpo", "diffusion_nft", "awm", "dgpo"],
     ),
     "several granularities against one, equal iterations": ("same-1-2-3", ["same-1", "same-2", "same-3", "same-1-2"]),
+    "words: the same steps, noise at one or at all of them": ("g2rpo", ["three-at-once", "eight-steps", "eight-at-once"]),
+    "words: eight steps, noise at one or at all of them": ("eight-steps", ["eight-at-once"]),
 }
-"""By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question. The
-last three were registered after the answers to the first four (docs/reproduction.md)."""
+"""By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question. All but the
+first five were registered after the answers to the first four (docs/reproduction.md)."""
 CLOSE = 0.05
 """A lead is practically nothing if its interval lies within this."""
 DIVERSE, NOISES = 24, 4
@@ -181,7 +191,7 @@ def cells(world: str, numbers: Sequence[int]) -> dict[str, list[str]]:
     """The changes of every cell that these questions need."""
     fixed = {key: str(WORLDS[world][key]).replace(" ", "") for key in ("stay", "steps", "steps_16", "merged")}
     needed = {name for cell, others in asked(world, numbers).values() for name in (cell, *others)}
-    known = (CELLS | PUBLISHED | SAME_ITERATIONS).items()
+    known = (CELLS | SAME_STEPS | PUBLISHED | SAME_ITERATIONS).items()
     return {name: [change.format_map(fixed) for change in changes] for name, changes in known if name in needed}
 
 
