@@ -173,8 +173,8 @@ QUESTIONS = {
     "words: the same steps, noise at one or at all of them": ("g2rpo", ["three-at-once", "eight-steps", "eight-at-once"]),
     "words: eight steps, noise at one or at all of them": ("eight-steps", ["eight-at-once"]),
 }
-"""By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question. All but the
-first five were registered after the answers to the first four (docs/reproduction.md)."""
+"""By question a cell, and those over which its lead is asked for. Intervals are at Bonferroni's level within a question. All
+but the first five were registered after the answers to the first four (docs/reproduction.md)."""
 CLOSE = 0.05
 """A lead is practically nothing if its interval lies within this."""
 DIVERSE, NOISES = 24, 4
