@@ -5,8 +5,8 @@
 
 A seed changes everything random: prompts' order, exploration, adapters, and the noise of the evaluation. Runs that are
 finished already are read, not repeated. For the first seed the untrained model is also judged with every free knob: all scales
-of the first noise (or, where the model takes guidance, of the guidance scale) at once, two and five times the steps, and every
-solver. Of words, Tesseract reads the pictures too, where it is installed. Writes benchmarks/results/NAME.json.
+of the initial noise (or, where the model takes guidance, of the guidance scale) at once, two and five times the steps, and
+every solver. Of words, Tesseract reads the pictures too, where it is installed. Writes benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations

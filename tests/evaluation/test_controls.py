@@ -46,7 +46,7 @@ def test_a_second_order_solver_comes_closer_to_the_odes_end():
 
 
 def test_the_stochastic_solver_keeps_the_marginal():
-    """Mean m and standard deviation .6, of 100 x 48 numbers, whatever the first noise; to the grid's error of a few percent."""
+    """Mean m and standard deviation .6, of 100 x 48 numbers, for any initial noise; to the grid's error of a few percent."""
     found = latents(steps=60, prompts=["0"] * 100, solver="sde")
     assert float(found.mean()) == pytest.approx(0.5, abs=0.02) and float(found.std()) == pytest.approx(0.6, rel=0.05)
     one, again = (latents(steps=3, solver="sde") for _ in range(2))

@@ -23,12 +23,12 @@ def results_of(run_dir, *overrides, **options):
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_a_run_samples_free_knobs_of_the_untrained_model(tmp_path, tuning):
-    """Before training or after it. Without first noise, the base's pictures are sigmoid(prompt) all over."""
+    """Before training or after it. Without initial noise, the base's pictures are sigmoid(prompt) all over."""
     results, _ = results_of(tmp_path, "evaluation.controls=true", f"policy.tuning={tuning}")
     controls = results["controls"]
     expected = torch.tensor([0.0, 0.1, 0.2]).sigmoid()
     assert controls["prompts"] == 3
-    assert controls["means"]["first noise x 0"]["bright"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    assert controls["means"]["initial noise x 0"]["bright"] == pytest.approx(float(expected.mean()), abs=1e-5)
     for name in ("bright", "dark"):
         best = controls["best"][name]
         assert best["mean"] == max(means[name] for means in controls["means"].values())

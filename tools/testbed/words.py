@@ -5,8 +5,8 @@ must tell length and colour.
 
 In the first stages of the transformer every fifth letter of a caption is wrong, as captions of the web do not always say what
 is to be seen. In the last one captions are right, but 3 in 4 of the letters a and e are drawn as r and n. The base therefore
-writes cleanly and in the right colour, and its most likely drawing of these letters is wrong: neither a smaller first noise nor
-more steps mend that, as they do where errors are spread over many letters (`python -m benchmarks.quickstart`).
+writes cleanly and in the right colour, and its most likely drawing of these letters is wrong: neither a smaller initial noise
+nor more steps mend that, as they do where errors are spread over many letters (`python -m benchmarks.quickstart`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The paper's algorithm, and where each line is implemented:
 
-    sample two pictures whose first noises and steps differ a little: a pair                     plans, kernel
+    sample two pictures whose initial noises and steps differ a little: a pair                     plans, kernel
     A = half the difference of their rewards; d = half that of their final latents               advantages, examples
     at every step of both, with d divided by its mean square:
         log r = |d|^2 - |v - (v_old - d)|^2,  means over entries                                 loss

@@ -1,7 +1,8 @@
 """What can be replaced: Policy, Reward, Algorithm. The data types they exchange are in `data.py`; import either from here.
 
 Time runs from sigma = 1 (noise) to sigma = 0 (image): x = (1 - sigma) * image + sigma * noise, velocity = noise - image.
-A *step* is an index on the sigma grid (0 is pure noise, num_steps is the image); an *iteration* is one update of the weights.
+A *step* is an index on the sigma grid (0 is pure noise, num_steps is the image); an *iteration* is one rollout
+and the updates from it.
 
 Shape legend: P prompts, K plans per prompt, G group members, M tails (granularities) per member, R rewards,
 B rows or members of a batch, [...] the latent of one sample.

@@ -1,5 +1,5 @@
-"""Controls: the untrained model sampled with a smaller first noise, more steps, another guidance scale or another solver (free
-knobs of sampling). A gain of training counts if it exceeds the best of these."""
+"""Controls: the untrained model sampled with a smaller initial noise, more steps, another guidance scale or another solver
+(free knobs of sampling). A gain of training counts if it exceeds the best of these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.tails import Tails
 
 NOISES = (0.0, 0.3, 0.5, 0.7)
-"""Scales of the first noise."""
+"""Scales of the initial noise."""
 STEPS = (2, 5)
 """Multiples of the number of steps."""
 GUIDANCE = (0.5, 1.5, 2.0, 3.0)
@@ -39,7 +39,7 @@ class Control(Section):
     """How pictures are sampled: settings that cost no training. Those that are left out are the evaluation's own."""
 
     noise: Annotated[NonNegativeFloat, Field(le=10)] = 1.0
-    """The first noise is multiplied by it."""
+    """The initial noise is multiplied by it."""
     steps: Steps | None = None
     guidance: NonNegativeFloat | None = None
     solver: Literal["euler", "dpmpp2m", "forecast", "sde"] = "euler"
@@ -47,8 +47,8 @@ class Control(Section):
     @property
     def knobs(self) -> dict[str, float | str]:
         """What is changed, by name."""
-        named = {"first noise x": self.noise, "steps": self.steps, "guidance": self.guidance, "solver": self.solver}
-        plain = {"first noise x": 1.0, "solver": "euler"}
+        named = {"initial noise x": self.noise, "steps": self.steps, "guidance": self.guidance, "solver": self.solver}
+        plain = {"initial noise x": 1.0, "solver": "euler"}
         return {name: value for name, value in named.items() if value is not None and value != plain.get(name)}
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Control(Section):
         )
 
     def sample(self, engine: Engine, x: Tensor, seed: int, first: int) -> Tensor:
-        """Latents at sigma = 0 from first noise x, whose rows are the prompts `first`, `first` + 1, ..."""
+        """Latents at sigma = 0 from initial noise x, whose rows are the prompts `first`, `first` + 1, ..."""
         x = x * self.noise
         if self.solver != "sde":
             return engine.sample(x, TAILS[self.solver])
@@ -97,7 +97,7 @@ PROMPTS, FEWEST, SHARE = 64, 16, 0.1
 """The most and the fewest held-out prompts of a run's controls, and the largest share of the run's network evaluations for
 them; the same share applies to the spread within a prompt."""
 SPREAD_PROMPTS, SPREAD_NOISES, SPREAD_RIGHT = 8, 4, 2
-"""Held-out prompts, and first noises of each, for the spread within a prompt; the fewest prompts for that of right pictures."""
+"""Held-out prompts and initial noises of each for the spread within a prompt; the fewest prompts for that of right pictures."""
 
 
 def run_controls(num_steps: int, guidance: float | None) -> list[Control]:
