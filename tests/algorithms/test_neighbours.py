@@ -21,7 +21,7 @@ from g2rpo.core.flow import cps_kernel, flow_sde, sde_kernel, sigma_grid
 from g2rpo.core.objectives import clipped_surrogate, group_normalize, kernel_kl
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_evaluations
-from tests.support.runs import fits, trainer
+from tests.support.runs import config, fits, trainer
 
 ONCE = ("algorithm.update_every=rollout", "algorithm.group_size=6", "sampling.num_steps=8")
 
@@ -296,6 +296,8 @@ def test_the_kl_to_the_base_is_the_papers():
     g = flow_sde(sigmas, 0.7)
     expected = [float(gaussian_kl(0.3, sigmas[i], sigmas[i + 1], g(sigmas[i]))) for i in range(7)]
     assert row["kl"] == pytest.approx(sum(expected) / 7, rel=1e-4)
+    mixed, steps = config("algorithm.name=flow_grpo", "algorithm.sde=cps").algorithm, steps_of(3, dsigma=torch.full((3,), 0.2))
+    assert torch.equal(mixed.kl_penalty(torch.ones(3), steps), torch.ones(3))  # as flow_cps
     plain = named("flow_grpo", *ONCE, "algorithm.kl_weight=0", policy=GaussianPolicy(mean=0.2))
     assert plain.iterate()["kl"] == 0
 

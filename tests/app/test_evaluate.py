@@ -7,6 +7,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from g2rpo.app.evaluate import with_controls
 from g2rpo.core import statistics
 from g2rpo.core.errors import UserError
 from g2rpo.core.statistics import interval
@@ -15,6 +16,7 @@ from g2rpo.evaluation.sweep import Judging, JudgingConfig
 from g2rpo.policies.gaussian import GaussianPolicy
 from tests.support.commands import done, refused, small_files
 from tests.support.runs import brightness, darkness
+from tests.support.tiny_pipelines import save_tiny
 
 PROMPTS = [str(number / 10) for number in range(7)]
 PLAIN = {
@@ -258,3 +260,12 @@ def test_a_run_is_judged_as_it_judged_itself(tiny_config, tmp_path, capsys, monk
 def test_wrong_input_is_one_message_and_nothing_is_begun(model, tmp_path, capsys, arguments, message):
     assert message in refused(capsys, *model, *arguments, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("scale", "guided"), [(0.8, True), (0.0, False)])
+def test_the_controls_of_a_model_are_guided_where_the_model_says(tmp_path, scale, guided):
+    """Z-Image is guided from 0 on, others from 1."""
+    folder = save_tiny("ZImagePipeline", tmp_path / "z")
+    policy = {"path": str(folder), "height": 32, "width": 32, "guidance_scale": scale}
+    config = with_controls(JudgingConfig.model_validate({**PLAIN, "policy": policy, "prompts": "starter:heldout"}))
+    assert any(control.guidance is not None for control in config.controls) is guided

@@ -210,6 +210,10 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_config, tmp_path,
         else:
             with pytest.raises(UserError, match=r"new/run: checkpoints and weights take .*, .* are free; free some"):
                 check(config, (), tmp_path / "new" / "run")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: free(with_one_more))
+    old_too = load_config(words[0], [*words[1:], "algorithm.name=diffusion_nft"])
+    with pytest.raises(UserError, match="checkpoints and weights take"):
+        check(old_too, (), tmp_path / "new" / "run")
 
 
 @pytest.mark.parametrize(("status", "why"), [(401, "refuses it .*401"), (403, "refuses it .*403"), (200, None), (500, None)])

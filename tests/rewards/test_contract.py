@@ -31,6 +31,11 @@ def built(learned):
     return {name: partial(kind, **learned[name]) for name, kind in LEARNED.items()}
 
 
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_model_says_where_it_computes(built, name):
+    assert built[name]().device == torch.device("cpu")
+
+
 def pictures(count, height=40, width=52):
     return torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(count))
 

@@ -45,6 +45,7 @@ def test_the_head_finds_what_the_folder_has_in_common_and_then_something_else(tm
     near, copied = see(reward, noisy(200, 0.9, 30), 5), see(reward, noisy(20, 0.9, 0).repeat(10, 1, 1, 1), 10)
     assert near["agreement"] < found["agreement"] - 0.1  # half of what it is compared with is the base's
     assert 0.5 < near["nearest"] < 1.5 and copied["nearest"] < 0.05
+    assert see(reward, torch.full((4, 3, 16, 16), torch.nan), 15) == {}  # pictures that are none teach nothing
     again = Style(str(tmp_path / "blue"))
     again.state = reward.state
     assert torch.equal(again(like, [""] * 50), reward(like, [""] * 50))

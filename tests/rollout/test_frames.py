@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from g2rpo import api
-from g2rpo.assembly.rewards import build_rewards
+from g2rpo.assembly.rewards import build_rewards, configured
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import RewardFailed, UserError
 from g2rpo.core.types import CallableReward, Frames, Prompt
@@ -15,7 +15,7 @@ from g2rpo.rewards.function import FunctionReward
 from g2rpo.rollout import scoring
 from g2rpo.rollout.scoring import score
 from tests.support.commands import refused
-from tests.support.runs import brightness, config
+from tests.support.runs import brightness, config, trainer
 
 NAN = math.nan
 
@@ -104,3 +104,22 @@ def test_a_reward_of_whole_clips_has_no_frames_to_choose():
     few = ["trainer.iterations=1", "rewards.motion.kind=brightness", "rewards.motion.frames.every=2"]
     with pytest.raises(UserError, match=r"rewards\.motion\.frames: this reward takes whole clips"):
         api.trainer("scenes", few, policy=GaussianPolicy(), prompts=["0"], heldout=["0"], rewards={"motion": Whole()})
+
+
+def test_an_object_that_learns_learns_and_has_no_frames_to_choose():
+    class Mine:
+        learns_every = 1
+
+        def __call__(self, images, prompts):
+            return images.flatten(1).mean(1)
+
+        def look(self, images, prompts):
+            return images.flatten(1).mean(1, keepdim=True)
+
+        def learn(self, iteration, seen):
+            return {"seen": float(seen.mean())}
+
+    t = trainer(None, rewards={"bright": Mine()})
+    assert t.iterate()["bright/seen"] > 0
+    with pytest.raises(UserError, match=r"rewards\.bright\.frames: this reward learns from clips"):
+        configured({"bright": Mine()}, {"bright": RewardConfig(kind="function", frames={"every": 2})})

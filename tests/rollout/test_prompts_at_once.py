@@ -1,6 +1,7 @@
 """`sampling.prompts_at_once`: some prompts' pictures are scored while the next are rolled out; nothing else changes."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -138,3 +139,24 @@ def test_scores_are_waited_for_where_another_device_computes_them(device, reward
     assert waited_for(as_reward(score), torch.device(device)) == elsewhere
     score.waits = True
     assert waited_for(as_reward(score), torch.device(device))
+
+
+def test_what_was_submitted_is_not_waited_for_after_a_failure():
+    asked, policy = [], GaussianPolicy()
+
+    def slow(images, prompts):
+        asked.append(list(prompts))
+        time.sleep(0.3)
+        return images.flatten(1).mean(1)
+
+    def third(x, sigma, cond, velocity=policy.velocity):
+        if float(cond.tensors["shift"][0]) == last:
+            raise KeyboardInterrupt
+        return velocity(x, sigma, cond)
+
+    t = trainer(None, THREE, "sampling.prompts_at_once=1", rewards={"bright": slow}, policy=policy)
+    last = float(policy.encode(t.prompts_of(0)[2:]).tensors["shift"][0])
+    policy.velocity = third
+    with pytest.raises(KeyboardInterrupt):
+        t.iterate()
+    assert len({prompt for prompts in asked for prompt in prompts}) == 1

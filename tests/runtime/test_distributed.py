@@ -217,3 +217,8 @@ def test_torchrun_is_all_it_takes_and_ends_when_a_rank_is_killed(capsys, tmp_pat
     done(capsys, "resume", run, *plugin)
     assert [(row["kind"], row["iteration"]) for row in read_metrics(run)] == [*begun, ("eval", 2)]
     assert (run / "adapter" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_memory_that_runs_out_in_a_collective_is_not_a_lost_rank():
+    with pytest.raises(torch.OutOfMemoryError), World()._collective():
+        raise torch.OutOfMemoryError("CUDA out of memory")

@@ -140,6 +140,9 @@ def test_a_reward_that_runs_out_of_memory_in_an_evaluation_sees_fewer_pictures_t
     assert torch.equal(evaluation.scores["bright"], trainer(None).score_heldout().scores["bright"])
     with pytest.raises(UserError, match="--batch-size of g2rpo sample and g2rpo evaluate"):  # where nothing halves
         Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4).evaluate(["0"] * 2, {"bright": reward})
+    reward.group = True  # sees two pictures at once, whatever the batch size is
+    with pytest.raises(UserError, match="--batch-size of g2rpo sample and g2rpo evaluate"):
+        Sampler(policy=GaussianPolicy(), shift=1.0, num_steps=4).evaluate(["0"] * 2, {"bright": reward})
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,7 @@ def test_a_reward_that_runs_out_of_memory_in_an_evaluation_sees_fewer_pictures_t
         (lambda n: 100 + 7 * n, 1000, 10**6, 128),  # (1000 - 100) / 7
         (lambda n: 100 + 7 * n, 1000, 50, 50),
         (lambda n: 100 + 7 * n, 107, 50, 1),
+        (lambda n: 100 + 7 * n, 100, 50, 1),  # one row is too much already
         (lambda n: 100, 1000, 50, 50),  # rows cost nothing
         (lambda n: n * n, 1000, 10**6, 31),
     ],
@@ -155,7 +159,7 @@ def test_a_reward_that_runs_out_of_memory_in_an_evaluation_sees_fewer_pictures_t
 def test_the_largest_batch_is_found_by_measuring(peak, limit, most, expected):
     """Exact where memory is linear; where it grows faster, the line through two measurements overshoots, never the result."""
     found = largest_batch(peak, limit, most)
-    assert peak(found) <= limit
+    assert peak(found) <= limit or found == 1
     assert found == expected or (expected == 31 and 16 <= found <= 31)
 
 

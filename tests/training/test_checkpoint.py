@@ -139,3 +139,14 @@ def test_pieces_that_ranks_wrote_are_whole_tensors_again(tmp_path):
     (folder / "weights.00001.safetensors").unlink()
     with pytest.raises(UserError, match=r"weights\.00001\.safetensors is missing"):
         load_checkpoint(folder)
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def full(found):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        latest_checkpoint(tmp_path, full)

@@ -2,20 +2,24 @@
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from g2rpo.app.train import _planned
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.work import work
 from g2rpo.runs.lifecycle import claim, read_config
+from g2rpo.runtime.distributed import World
 from g2rpo.training.pace import EVALUATED, LOOKS, fitted, planned, seconds_in
+from g2rpo.training.ranks import divided
 from tests.support.runs import config, trainer
 
 
 @pytest.mark.parametrize("left", [1000.0, 800.0, 390.0])
 def test_as_many_iterations_as_fit_beside_the_evaluations(left):
     """Ten seconds an iteration, thirty an evaluation; a first iteration that compiles does not count."""
-    found = fitted(config("trainer.iterations=100", "evaluation.every=10"), [100.0, 10.0, 10.0], 30.0, left, first=True)
+    found = fitted(config("trainer.iterations=100", "evaluation.every=10"), 3, [100.0, 10.0, 10.0], 30.0, left, first=True)
     total, every = found.trainer.iterations, found.evaluation.every
     assert 10 * (total - 3) + 30 * LOOKS <= left < 10 * (total + 1 - 3) + 30 * LOOKS and every == -(-total // LOOKS)
 
@@ -56,3 +60,37 @@ def test_times_are_read(text, seconds):
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(UserError, match="--within .*90m"):
         seconds_in(text)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_the_work_have_time_for_more_iterations(monkeypatch, size):
+    """A clock that stands still but while a rank draws its held-out pictures; as many ranks as do an iteration's work."""
+
+    def planned_of(size):
+        now = [0.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        world = World(0, size)
+
+        def evaluate(first, on_rows, prompts, *, rewards):
+            now[0] += 0.1 * len(world.shard_or_all(prompts))
+            on_rows(1)
+
+        prompts = [str(number) for number in range(64)]
+        t = trainer(None, "trainer.prompts_per_iteration=4", "evaluation.num_prompts=64", prompts=prompts)
+        t = SimpleNamespace(config=t.config, heldout=prompts, rewards=t.rewards, world=world)
+        t.division = divided(t.config, world)
+        monkeypatch.setattr(World, "broadcast_text", lambda self, text: text)
+        t.evaluator = SimpleNamespace(evaluate=evaluate, judged_by={}, sampler=SimpleNamespace(num_steps=6))
+        return _planned(t, now[0] + 4000.0).trainer.iterations
+
+    assert planned_of(size) == pytest.approx(size * planned_of(1), rel=0.05)
+
+
+def test_a_run_whose_log_was_lost_goes_on_in_its_time():
+    t = trainer(None, "trainer.iterations=4")
+    t.iterate(), t.iterate()
+    t.ends_at = time.monotonic() + 60
+    t.alarms.rows = []
+    t._fit_to_time()
+    assert t.config.trainer.iterations == 4
+    assert fitted(t.config, 2, [1.0], 1.0, 0.5, first=True).trainer.iterations == 2

@@ -1,5 +1,6 @@
 """The trainer: learning, on-policy ratios, equal updates however split, and runs that repeat and resume bit for bit."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.checkpoint import checkpoints
 from g2rpo.training.stopwatch import Stopwatch
-from tests.support.runs import cut, fallen_back, log, mean, resumed, trainer
+from tests.support.runs import cut, fallen_back, log, mean, resumed, trainer, untimed
 
 
 def run(t):
@@ -201,3 +202,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, dama
         file.write_bytes(content[: len(content) // 2] if damage == "truncate" else content[:-1] + bytes([content[-1] ^ 1]))
     _, complaint = fallen_back(tmp_path)
     assert "iteration_000004" in complaint and "weights.safetensors" in complaint
+
+
+def test_an_iteration_is_trained_by_the_algorithm_of_that_iteration(monkeypatch):
+    plain = ["algorithm.name=mixgrpo", "algorithm.group_size=6"]
+    t, other = trainer(None, *plain, "algorithm.update_every=rollout"), trainer(None, *plain, "algorithm.update_every=2")
+    monkeypatch.setattr(t, "algorithm_now", lambda: dataclasses.replace(t.algorithm, update_every=2))
+    assert untimed([t.iterate()]) == untimed([other.iterate()]) and torch.equal(mean(t), mean(other))
+
+
+def test_the_logged_loss_is_the_mean_over_members_whatever_parts_they_are_updated_in():
+    """With steps of almost 0 the ratio is 1, and the loss the mean of advantages, which is 0."""
+    plain = ["algorithm.name=mixgrpo", "algorithm.group_size=6", "optim.learning_rate=1e-12"]
+    assert trainer(None, *plain, "algorithm.update_every=4").iterate()["loss"] == pytest.approx(0, abs=1e-6)

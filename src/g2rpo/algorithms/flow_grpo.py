@@ -23,9 +23,10 @@ class FlowGRPO(GRPO):
     """Flow-GRPO; defaults for SD3.5 Medium on GenEval and OCR (10 steps, 48 prompts an update).
 
     `kl_denominator`: "g" is the published code's |mean - mean_base|^2 / (2 g^2), with `kl_weight` 0.04 (PickScore 0.01); "std"
-    is the KL of the step, the paper's Eq. 14, with std^2 = g^2 |dsigma|, for which early code took 0.004 (PickScore 0.001).
-    FLUX.1-dev: `kl_weight` 0. `noisy_last_step`: the published samplers add noise at the last step too. On SD3's deployed grid
-    (sampling.shift=scheduler) it is negligible, on other grids it is visible in the pictures.
+    is the KL of the step, the paper's Eq. 14, with std^2 = g^2 |dsigma|, for which early code took 0.004 (PickScore 0.001);
+    with `sde` "cps" it is Flow-CPS's |mean - mean_base|^2. FLUX.1-dev: `kl_weight` 0. `noisy_last_step`: the published
+    samplers add noise at the last step too. On SD3's deployed grid (sampling.shift=scheduler) it is negligible, on other
+    grids it is visible in the pictures.
     """
 
     name: Literal["flow_grpo"] = "flow_grpo"
@@ -43,4 +44,4 @@ class FlowGRPO(GRPO):
         return [whole_walk(num_steps, self.shared_noise, self.noisy_last_step)]
 
     def kl_penalty(self, kl: Tensor, steps: Steps) -> Tensor:
-        return kl * steps.dsigma if self.kl_denominator == "g" else kl
+        return kl * steps.dsigma if self.kl_denominator == "g" and self.sde != "cps" else kl

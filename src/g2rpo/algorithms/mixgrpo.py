@@ -24,8 +24,8 @@ Schedule = Literal["progressive", "random", "decay", "exp_decay", "frozen"]
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class MovingWindow:
-    """The stochastic steps of an iteration.
+class MixGRPO(GRPO):
+    """MixGRPO; defaults for FLUX.1-dev (25 steps, 300 iterations).
 
     The window of `window_size` steps stays for `window_iterations`, then moves on by `stride` ("progressive"). "decay" shortens
     the stay linearly from 10 to 1; "exp_decay" by exp(-(start - 13) / 10) from step 13 on; "random" draws its first step in
@@ -33,14 +33,21 @@ class MovingWindow:
     two steps are never stochastic.
     """
 
+    name: Literal["mixgrpo"] = "mixgrpo"
+    title: ClassVar[str] = "MixGRPO"
+    paper: ClassVar[str] = "2507.21802"
+    group_size: GroupSize = 12
+    shared_noise: bool = True
+    reward_mix: RewardMix = "advantages"
+    update_every: UpdateEvery = 3
     window_size: PositiveInt = 4
     schedule: Schedule = "progressive"
     window_iterations: PositiveInt = 25
     stride: PositiveInt = 1
 
-    def window_plan(self, num_steps: int, iteration: int, seed: int, shared_noise: bool) -> Plan:
+    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         start = self.window_start(num_steps, iteration, seed)
-        return window(start, min(start + self.window_size, num_steps - 2), num_steps, shared_noise)
+        return [window(start, min(start + self.window_size, num_steps - 2), num_steps, self.shared_noise)]
 
     def window_start(self, num_steps: int, iteration: int, seed: int = 0) -> int:
         """The window's first step in an iteration, counted from 0; always below num_steps - 2."""
@@ -68,56 +75,28 @@ class MovingWindow:
             return math.ceil(self.window_iterations * math.exp(-0.1 * max(0, start - 13)))
         return self.window_iterations
 
-
-def shares(weights: Tensor) -> Tensor:
-    """Weights of rewards divided by their sum, as in the published code."""
-    total = weights.abs().sum()
-    return weights / total if total > 0 else weights
-
-
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class MixGRPO(MovingWindow, GRPO):
-    """MixGRPO; defaults for FLUX.1-dev (25 steps, 300 iterations)."""
-
-    name: Literal["mixgrpo"] = "mixgrpo"
-    title: ClassVar[str] = "MixGRPO"
-    paper: ClassVar[str] = "2507.21802"
-    group_size: GroupSize = 12
-    shared_noise: bool = True
-    reward_mix: RewardMix = "advantages"
-    update_every: UpdateEvery = 3
-
-    def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        return [self.window_plan(num_steps, iteration, seed, self.shared_noise)]
-
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        return super().advantages(rewards, shares(weights))
+        """With weights of rewards divided by their sum, as in the published code."""
+        total = weights.abs().sum()
+        return super().advantages(rewards, weights / total if total > 0 else weights)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class MixGRPOFlash(MovingWindow, GRPO):
+class MixGRPOFlash(MixGRPO):
     """MixGRPO-Flash: fewer steps after the window, with DPM-Solver++(2M).
 
     Of the n = num_steps - (last stochastic step) points after the window, int(n * compression) remain, evenly spread and
     rounded to the sigma grid, at least the two ends. The published Flash* is schedule=frozen with compression=0.2.
     """
 
-    name: Literal["mixgrpo_flash"] = "mixgrpo_flash"
+    name: Literal["mixgrpo_flash"] = "mixgrpo_flash"  # type: ignore[assignment]
     title: ClassVar[str] = "MixGRPO-Flash"
-    paper: ClassVar[str] = "2507.21802"
-    group_size: GroupSize = 12
-    shared_noise: bool = True
-    reward_mix: RewardMix = "advantages"
-    update_every: UpdateEvery = 3
     window_iterations: PositiveInt = 20
     compression: Annotated[float, Field(gt=0, le=1)] = 0.4
 
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
-        plan = self.window_plan(num_steps, iteration, seed, self.shared_noise)
+        (plan,) = super().plans(num_steps, iteration, seed)
         way = num_steps - plan.merge
         jumps = max(int((way + 1) * self.compression), 2) - 1
         tail = tuple(plan.merge + round(way * jump / jumps) for jump in range(jumps + 1))
         return [dataclasses.replace(plan, tails=(tail,), solver="dpmpp2m")]
-
-    def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        return super().advantages(rewards, shares(weights))

@@ -9,6 +9,7 @@ from g2rpo.app.events import Emit, Line, Progress, silent
 from g2rpo.assembly import components
 from g2rpo.assembly.embeddings import cache_embeddings
 from g2rpo.config.schema import Config
+from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.errors import counted
 from g2rpo.core.files import in_bytes
 from g2rpo.policies.anyflow import DiffusersPolicy
@@ -71,7 +72,8 @@ def prompts_to_come(
     config: Config, prompts: Sequence[str], heldout: Sequence[str], world: World = ALONE, iteration: int = 0
 ) -> list[str]:
     """The distinct prompts of this rank from `iteration` on: its training prompts and its held-out prompts."""
-    order, size = PromptOrder(prompts, config.trainer.seed), config.trainer.prompts_per_iteration
+    order = PromptOrder(prompts, config.trainer.seed)
+    size = config.trainer.prompts_per_iteration * candidates_of(config.algorithm)
     own = divided(config, world).prompts
     batches = [own.shard(order.batch(later, size)) for later in range(iteration, config.trainer.iterations)]
     return list(dict.fromkeys(chain(*batches, world.shard_or_all(heldout))))

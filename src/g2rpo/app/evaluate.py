@@ -100,8 +100,10 @@ def with_controls(config: JudgingConfig) -> JudgingConfig:
     c = config.policy
     _, name = components.locate_pipeline(c.path, c.pipeline, c.kind)
     kind, _ = components.policy_options(c, name, device="cpu")
-    scale = getattr(getattr(kind, "spec", None), "guidance", None) if c.guidance_scale is None else c.guidance_scale
-    controls = default_controls(min(config.steps), scale if scale is not None and scale > 1 else None)
+    spec = getattr(kind, "spec", None)
+    scale = getattr(spec, "guidance", None) if c.guidance_scale is None else c.guidance_scale
+    guided = scale is not None and (spec.guides(scale) if spec is not None else scale > 1)
+    controls = default_controls(min(config.steps), scale if guided else None)
     return config.model_copy(update={"controls": controls})
 
 

@@ -21,7 +21,7 @@ from g2rpo.assembly.rewards import check_devices, check_rewards, declared_by, de
 from g2rpo.config.given import Mentioned
 from g2rpo.config.schema import Config, RewardConfig
 from g2rpo.core import plugins
-from g2rpo.core.capabilities import differentiates_rewards
+from g2rpo.core.capabilities import differentiates_rewards, keeps_old
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import in_bytes, is_hub_id
 from g2rpo.core.types import as_rewards
@@ -254,7 +254,8 @@ def _ask_endpoint(kind: Any, options: Mapping[str, Any]) -> str | None:
 def _check_room(config: Config, pipeline: Path, directory: Path) -> None:
     """Refuses a disk without space for the kept checkpoints and the next one."""
     copies = max(1, config.trainer.keep_checkpoints + 1 - len(checkpoints(RunDirectory(directory).checkpoints)))
-    tensors = 3 + bool(config.optim.ema_decay)  # the weights, their two moments and their average, all float32
+    # the weights, their two moments, their average and old weights, all float32
+    tensors = 3 + bool(config.optim.ema_decay) + keeps_old(config.algorithm)
     needed = 4 * trained_parameters(config.policy, pipeline) * (copies * tensors + 1)  # plus the exported weights
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free

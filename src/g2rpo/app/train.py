@@ -95,7 +95,10 @@ def _planned(trainer: Trainer, ends_at: float) -> Config:
     timed(prompts[:1], evaluator.judged_by)  # the first call is slow
     sampled, scored = timed(prompts, trainer.rewards)
     row, look = sampled / evaluator.sampler.num_steps, sum(timed(prompts, evaluator.judged_by))
-    measured = trainer.world.broadcast_text(json.dumps([row, scored, look, ends_at - time.monotonic()]))
+    world, division = trainer.world, trainer.division
+    working = division.prompts.size * division.plans.size  # ranks between which an iteration is divided
+    looking = world.size if len(trainer.heldout) >= world.size else 1
+    measured = world.broadcast_text(json.dumps([row / working, scored / working, look / looking, ends_at - time.monotonic()]))
     row, scored, look, left = json.loads(measured)
     return planned(trainer.config, row, scored, look, len(trainer.heldout), left)
 

@@ -65,13 +65,13 @@ def _configured(name: str, scorer: Scorer, entry: RewardConfig | None) -> Reward
     reward = as_reward(scorer)
     if entry is None or entry.frames is None:
         return reward
-    if reward is scorer:
-        reward = CallableReward(reward)  # the object may have other frames under another name
     if reward.learns_every:
         raise UserError(f"rewards.{name}.frames: this reward learns from clips (its `learns_every` is set); take frames out")
     if reward.video or reward.latent:
         what, kind = ("whole clips", "video") if reward.video else ("latents", "latent")
         raise UserError(f"rewards.{name}.frames: this reward takes {what} (its `{kind}` is true); take frames out")
+    if reward is scorer:
+        reward = CallableReward(reward)  # the object may have other frames under another name
     reward.frames = entry.frames
     return reward
 

@@ -60,7 +60,7 @@ def resolve(
 
     Hyper-parameters of different algorithms are independent even if their names agree. So an override of `algorithm.name`
     replaces the whole group by that algorithm's published defaults, and `notify` is called with what was left out. With
-    `mention`, an algorithm whose code may not be imported is a `named.Mentioned` one; without, it is refused.
+    `mention`, an algorithm whose code may not be imported is a `given.Mentioned` one; without, it is refused.
     """
     allow_code(overrides)
     return resolve_as(Config, _with_other_algorithm(data, overrides, source, notify), overrides, source, mention)

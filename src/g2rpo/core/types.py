@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -222,13 +222,16 @@ class Reward:
         return values.where(values.isfinite(), torch.nan)
 
 
+COPIED = ("right", "right_in_words", "video", "group", "latent", "differentiable", "waits", "device", "frames", "learns_every")
+
+
 class CallableReward(Reward):
     """A reward from a function or an object of any class, called with `options`; its attributes of `Reward` are copied."""
 
     def __init__(self, scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
         self.scorer, self.options = scorer, dict(options or {})
         self.__doc__ = inspect.getdoc(scorer)
-        for name in ("right", "right_in_words", "video", "group", "latent", "differentiable", "waits", "device"):
+        for name in COPIED:
             setattr(self, name, getattr(scorer, name, getattr(Reward, name)))
 
     @classmethod
@@ -248,6 +251,12 @@ class CallableReward(Reward):
 
     def observe(self, iteration: int, scores: Tensor) -> None:
         getattr(self.scorer, "observe", super().observe)(iteration, scores)
+
+    def look(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return cast(Tensor, getattr(self.scorer, "look", super().look)(images, prompts))
+
+    def learn(self, iteration: int, seen: Tensor) -> Mapping[str, float]:
+        return cast(Mapping[str, float], getattr(self.scorer, "learn", super().learn)(iteration, seen))
 
     @property
     def held_out(self) -> Reward:

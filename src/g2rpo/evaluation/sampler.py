@@ -78,7 +78,8 @@ class Sampler:
                 with self.policy.base(), torch.no_grad(), sized(self.policy, self.size):
                     before = decode(self.policy, self._latents(part, first + start), self.decode_batch_size)
                 pairs, asked = torch.stack([images, before], 1).flatten(0, 1), [prompt for prompt in part for _ in range(2)]
-                values |= dict(zip(comparing, score(comparing, pairs, asked, members=2)[:, ::2], strict=True))
+                beside = score(comparing, pairs, asked, batch_size=self.decode_batch_size, members=2)
+                values |= dict(zip(comparing, beside[:, ::2], strict=True))
             for name in scored:
                 scores.setdefault(name, []).append(values[name])
             pictures.append(kept(images))

@@ -56,6 +56,7 @@ class Aesthetic(PictureReward):
     ) -> None:
         file = fetch(path, WEIGHTS)
         self.encoder = load_clip(clip, device=device, dtype=dtype, text=False)
+        self.device = self.encoder.device
         # The head was trained on features of OpenAI's own preprocessing, which cuts an odd margin as torchvision does.
         self.encoder.preprocess = replace(cast(Preprocess, self.encoder.preprocess), odd_margin="round")
         width = self.encoder.model.config.projection_dim

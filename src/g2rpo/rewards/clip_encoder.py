@@ -97,6 +97,10 @@ class CLIPReward(PictureReward):
     differentiable = True
     encoder: ClipEncoder
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.encoder.device
+
     def score_pictures(self, images: Tensor, prompts: list[str]) -> Tensor:
         return self.encoder.similarity(images, prompts)
 

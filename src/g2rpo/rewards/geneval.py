@@ -77,6 +77,7 @@ class GenEval(TargetReward):
         self.detector = _detector(detector, least, device, dtype)
         self.labels = {SAME.get(label, label) for label in getattr(self.detector, "labels", ())}
         self.colours = Colours(load_clip(clip, device=device, dtype=dtype))
+        self.device = torch.device(device)
 
     @staticmethod
     def target(prompt: str) -> Task | None:

@@ -50,6 +50,7 @@ class Style(Reward):
         at_least_one(every=every)
         self.pictures, self.learns_every = pictures_of(folder), every
         self.encoder = None if path is None else _encoder(path, device, dtype)
+        self.device = None if path is None else torch.device(device)
         self.base: dict[str, Tensor] = {}
         self.head: Head | None = None
         self.offset = 0.0
@@ -85,6 +86,8 @@ class Style(Reward):
             self._folder = self._features(torch.cat([to_tensor([one]) for one in fitted]).float() / 255)
         widths = [values.shape[1] for values in self._folder.values()]
         seen = seen[seen.isfinite().all(1)]
+        if not len(seen):
+            return {}
         now = dict(zip(self._folder, seen.split(widths, 1), strict=True))
         self.base = self.base or now
         self.head = fit([self._choice(index, now) for index in range(len(self.pictures))])

@@ -60,6 +60,7 @@ class LocalVLMJudge(VLMJudge):
         if report["missing_keys"]:
             raise ValueError(f"{path} lacks weights, such as {sorted(report['missing_keys'])[0]}")
         self.model = model.to(device).requires_grad_(False).eval()
+        self.device = torch.device(device)
         self.image_size, self.max_tokens, self.batch_size = image_size, max_tokens, batch_size
         vocabulary = torch.arange(self.model.get_output_embeddings().weight.shape[0])
         words = [token.strip().lower() for token in self.processor.tokenizer.batch_decode(vocabulary[:, None])]

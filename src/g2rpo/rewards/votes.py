@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -49,10 +50,17 @@ def append(path: Path, vote: Vote) -> None:
 
 
 def read(path: Path) -> list[Vote]:
-    """The lines of a file; UserError for one that is no vote."""
+    """The lines of a file; UserError for one that is no vote, or takes none back."""
     if not path.is_file():
         raise UserError(f"votes {path}: there is no such file; `g2rpo teach` writes RUN/votes.jsonl")
-    return [_vote(path, number, row) for number, row in enumerate(read_json_lines(path, dict), 1)]
+    try:
+        rows = read_json_lines(path, dict)
+    except ValueError as error:
+        raise UserError(f"votes {path}: {error}") from None
+    votes = [_vote(path, number, row) for number, row in enumerate(rows, 1)]
+    if any(total < 0 for total in accumulate({"vote": 1, "undo": -1}.get(vote.kind, 0) for vote in votes)):
+        raise UserError(f"votes {path}: takes back more answers than it has")
+    return votes
 
 
 def vote_of(fields: Mapping[str, Any]) -> Vote:

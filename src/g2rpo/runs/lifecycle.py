@@ -95,7 +95,7 @@ def claim(directory: Path, config: Config) -> None:
 
 def record_start(directory: Path, iteration: int, device: torch.device, contents: Mapping[str, str] | None = None) -> None:
     """Appends a start (or resume, after `iteration` > 0) to starts.jsonl: time, software, device, and digests of what the
-    config names (`commands.contents`)."""
+    config names (`app.contents`)."""
     threads = torch.get_num_threads()
     cpu = f"CPU, {counted(threads, 'thread')}"
     start = {

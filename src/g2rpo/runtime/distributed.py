@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from g2rpo.core.errors import RankLost, UserError
+from g2rpo.core.errors import RankLost, UserError, out_of_device_memory
 from g2rpo.core.types import Plan
 from g2rpo.runtime.devices import accelerator
 
@@ -134,6 +134,8 @@ class World:
         try:
             yield
         except RuntimeError as error:
+            if out_of_device_memory(error):
+                raise
             raise self.lost() from error
 
     def lost(self) -> RankLost:

@@ -177,7 +177,7 @@ def largest_batch(peak: Callable[[int], int], limit: int, most: int) -> int:
     reaches it. `peak` may run out of memory, which ends the search; with one row the error is passed on.
     """
     rows, used, per_row = 1, peak(1), 0.0
-    while rows < most:
+    while rows < most and used <= limit:
         trial, last = min(2 * rows, most), False
         if used + per_row * (trial - rows) > limit:
             trial, last = rows + int((limit - used) / per_row), True

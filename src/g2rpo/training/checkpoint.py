@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo.core.errors import Stopped, UserError
+from g2rpo.core.errors import Stopped, UserError, out_of_memory
 from g2rpo.core.plain import parse_json, read_text
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.folders import remove, remove_unfinished, whole, writing
@@ -134,6 +134,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         }
         return iteration, tensors, torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # neither library documents which
+        if out_of_memory(error):
+            raise
         reason = str(error).splitlines()[0] if str(error) else ""
         raise BrokenCheckpoint(f"checkpoint {path}: is no checkpoint ({type(error).__name__}: {reason})") from error
 
@@ -164,6 +166,8 @@ def _give(path: Path, found: Checkpoint, take: Callable[[Checkpoint], None]) -> 
     try:
         take(found)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
         raise BrokenCheckpoint(f"checkpoint {path}: does not fit this model ({error})") from error
 
 

@@ -113,17 +113,23 @@ class Collector:
             return self.sizes.fit(scored(part, aside))
 
         with ThreadPoolExecutor(1, "scoring", initializer=same_device(self.policy.device)) as thread:
-            with self.shards.sampling():
-                for rows in parts:
-                    rollouts, spent = self.sizes.fit(partial(self.roll_out, spec, cond, rows))
-                    rolled.append(rollouts)
-                    evaluations += spent
-                    watch.lap("rollout")
-                    if together or rows is not parts[-1]:
-                        scoring.append(thread.submit(score_aside, rollouts))
-            watch.lap("rollout")
-            rewards = [future.result() for future in scoring]
-            watch.lap("waiting")
+            try:
+                with self.shards.sampling():
+                    for rows in parts:
+                        for done in filter(Future.done, scoring):
+                            done.result()  # a reward that failed ends the rest
+                        rollouts, spent = self.sizes.fit(partial(self.roll_out, spec, cond, rows))
+                        rolled.append(rollouts)
+                        evaluations += spent
+                        watch.lap("rollout")
+                        if together or rows is not parts[-1]:
+                            scoring.append(thread.submit(score_aside, rollouts))
+                watch.lap("rollout")
+                rewards = [future.result() for future in scoring]
+                watch.lap("waiting")
+            except BaseException:
+                thread.shutdown(wait=False, cancel_futures=True)  # else leaving waits for all that was submitted
+                raise
             rewards += map(self.sizes.fit, [scored(part, watch) for part in rolled[len(rewards) :]])
         return Collected([one for part in rolled for one in part], torch.cat(rewards), evaluations, sum(aside.seconds.values()))
 

@@ -59,10 +59,10 @@ def planned(config: Config, row: float, picture: float, look: float, heldout: in
     return with_length(config.model_copy(update={"evaluation": evaluation}), iterations, math.ceil(iterations / (looks - 1)))
 
 
-def fitted(config: Config, train: Sequence[float], look: float, left: float, first: bool) -> Config:
+def fitted(config: Config, done: int, train: Sequence[float], look: float, left: float, first: bool) -> Config:
     """`config` with as many iterations as fit into the `left` seconds, given that an iteration took `train` and an
-    evaluation `look` seconds; at least those that are done. The `first` fit also spreads evaluations over them."""
-    done, per = len(train), statistics.median(train[1:][-10:] or train)
+    evaluation `look` seconds; at least those that are `done`. The `first` fit also spreads evaluations over them."""
+    per = statistics.median(train[1:][-10:] or train)
     spread = min(LOOKS, math.ceil(config.trainer.iterations / config.evaluation.every))
 
     def every(iterations: int) -> int:

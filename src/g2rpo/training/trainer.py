@@ -194,13 +194,15 @@ class Trainer:
         if self.ends_at is None or not self.iteration:
             return
         looks = [row for row in self.alarms.rows if row["kind"] == "eval"]
+        train = [row["seconds"] for row in self.alarms.rows if row["kind"] == "train"]
+        if not looks or not train:  # of a lost log
+            return
         steps, e = self.evaluator.sampler.num_steps, self.evaluator
         knobs = sum(control.steps or steps for control in e.controls) * e.controls_on / (steps * len(self.heldout))
         look = looks[-1]["seconds"] / (1 if self._keeps_base or looks[-1]["iteration"] else 1 + knobs)
         finishing = look * (0.25 + knobs * self._keeps_base)  # files, pictures, and free knobs that are still to be sampled
-        train = [row["seconds"] for row in self.alarms.rows if row["kind"] == "train"]
         left = self.ends_at - time.monotonic() - finishing
-        config = fitted(self.config, train, look, left, first=not self.fitted)
+        config = fitted(self.config, self.iteration, train, look, left, first=not self.fitted)
         if self.iteration < MEASURED and left > look:  # the first ones are slow: too early for more than to end
             config = self.config
         asked = (config.trainer.iterations, config.evaluation.every)
@@ -224,7 +226,7 @@ class Trainer:
         self._find_sizes(cond)
         with self._sampling():
             prompts, cond, choice = self._choose(prompts, cond, watch)
-            algorithm = self.algorithm_now()
+            self.updater.algorithm = algorithm = self.algorithm_now()
             collected = self.collector.collect(algorithm, self.iteration, cond, prompts, watch)
             rewards = self.world.gather(collected.rewards)  # an algorithm may look at the whole batch
             watch.lap("waiting")
@@ -246,7 +248,7 @@ class Trainer:
             "iteration": self.iteration,
             **of_groups(groups, list(self.rewards), rewards, advantages, algorithm.advantage_clip),
             **learnt,
-            **stats.summary(self.algorithm),
+            **stats.summary(algorithm),
             "learning_rate": rate,
             **of_cost([*choice, collected], self.world, self.sizes, watch, self.policy.device),
         }

@@ -150,11 +150,12 @@ class Updater:
             with self.shards.training():
                 examples = self.sizes.fit(partial(self._with_group_sums, examples, cond))
         batches = list(self._batches(examples))
+        members = sum(len(item.advantages) for batch in batches for item in batch)
         for number, batch in enumerate(batches):
             counted = self.shards.world.total(sum(int(item.mask.sum()) for item in batch))[0]
             with self.shards.training():
                 passes = self.sizes.fit(partial(self._accumulate, batch, cond, counted, first=number == 0))
-            stats.add(passes, 1 / len(batches))
+            stats.add(passes, sum(len(item.advantages) for item in batch) / members)
             self.shards.reduce(self.policy.trainable_parameters())
             self._step(stats)
         return stats.of_all(self.shards.world)

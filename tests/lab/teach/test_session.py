@@ -259,6 +259,12 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"kind": "vote"}\n')
     with pytest.raises(UserError, match="line 1: is no answer"):
         votes.read(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_text("kind\n")
+    with pytest.raises(UserError, match="bad.jsonl: line 1: is damaged"):
+        votes.read(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"kind": "undo", "round": 0, "iteration": 0}\n')
+    with pytest.raises(UserError, match="takes back more answers than it has"):
+        votes.read(tmp_path / "bad.jsonl")
 
 
 def test_answers_are_repeated_with_the_groups_ahead_that_they_were_given_with(tmp_path):

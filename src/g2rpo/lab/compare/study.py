@@ -173,7 +173,7 @@ def lines(base: Judged, cells: Mapping[str, Judged]) -> list[Outcome]:
 
 
 def judged_scores(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], Scores]:
-    """Scores [N] by (steps, reward) from the rows of an evaluation of one side (`judging.Judging.rows`)."""
+    """Scores [N] by (steps, reward) from the rows of an evaluation of one side (`evaluation.sweep.Judging.rows`)."""
     by_index = sorted(rows, key=lambda row: row["index"])
     return {
         (steps, name): values.double().numpy()

@@ -9,6 +9,7 @@ from g2rpo.assembly import components
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.prompts import build_prompts
 from g2rpo.assembly.rewards import check_rewards
+from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.errors import UserError
 from g2rpo.lab.plan.advice import what_fits
 from g2rpo.lab.plan.network import NETWORK, nodes_of
@@ -68,7 +69,7 @@ class Planner:
     def _listed_prompts(self) -> tuple[int, int]:
         """(held-out prompts, different prompts of the run); for a list that is missing, the numbers of the config."""
         config = self.config
-        n = config.trainer.iterations * config.trainer.prompts_per_iteration
+        n = config.trainer.iterations * config.trainer.prompts_per_iteration * candidates_of(config.algorithm)
         read: list[list[str]] = []
         for key, source in (("prompts.train", config.prompts.train), ("evaluation.prompts", config.evaluation.prompts)):
             try:
