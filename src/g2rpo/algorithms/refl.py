@@ -22,7 +22,7 @@ from torch import Tensor
 from g2rpo.algorithms.hyperparameters import STRICT
 from g2rpo.core.data import Batch, Example, Loss, Normal, Plan, Rollout, per_row
 from g2rpo.core.flow import ode_step
-from g2rpo.core.seeding import generator_for
+from g2rpo.core.seeding import draw_below
 from g2rpo.core.types import Algorithm, Draw, Kernel, Network
 
 
@@ -57,8 +57,7 @@ class ReFL(Algorithm):
     def plans(self, num_steps: int, iteration: int = 0, seed: int = 0) -> list[Plan]:
         if self.last_steps > num_steps:
             raise ValueError(f"last_steps must be at most num_steps={num_steps}, got {self.last_steps}")
-        back = int(torch.randint(self.last_steps, (), generator=generator_for(seed, "refl", iteration)))
-        step = num_steps - 1 - back
+        step = num_steps - 1 - draw_below(self.last_steps, seed, "refl", iteration)
         return [Plan(step, step + 1, (tuple(range(step + 1, num_steps + 1)),), shared_noise=False)]
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:

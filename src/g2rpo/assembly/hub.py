@@ -24,7 +24,7 @@ Question = Callable[[], str | None]
 
 
 def cached(repository: str, *files: str) -> Path | None:
-    """The first of `names` in the local cache of a repository."""
+    """The first of `files` in the local cache of a repository."""
     found = (try_to_load_from_cache(repository, file) for file in files)
     return next((Path(path) for path in found if isinstance(path, str)), None)
 

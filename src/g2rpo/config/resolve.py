@@ -40,8 +40,8 @@ SHORT = {
 """Abbreviations of keys."""
 
 REWARD_TABLES = ("rewards", "evaluation.rewards")
-REMOVED = ("", "~")
-"""Values of an override that remove a reward."""
+TAKES_OUT = ("", "~")
+"""Values of an override that take a reward out."""
 
 SMALLEST = 1e-18
 """The smallest absolute value of a nonzero setting; the largest is its inverse."""
@@ -145,7 +145,7 @@ def absent_reward(data: Mapping[str, Any], override: str) -> str | None:
     """The key of an override that removes a reward (`rewards.clip=`) which `data` does not have; otherwise None."""
     key, equals, text = override.partition("=")
     group, _, name = key.rpartition(".")
-    if group not in REWARD_TABLES or not equals or text.strip() not in REMOVED:
+    if group not in REWARD_TABLES or not equals or text.strip() not in TAKES_OUT:
         return None
     return None if name in _at(data, group) else key
 
@@ -209,7 +209,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             inner = data[group] = {} if inner is None else {"weight": inner} if isinstance(inner, int | float) else {}
         data = inner
-    if value is None and text.strip() in REMOVED and last in data:
+    if value is None and text.strip() in TAKES_OUT and last in data:
         del data[last]  # `rewards.clip=` removes a reward
     else:
         data[last] = value

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo.core.files import is_hub_id, local
+from g2rpo.core.files import is_hub_id
 from g2rpo.core.images import to_tensor, to_uint8
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.core.types import Reward, RewardModel
@@ -59,7 +59,7 @@ def dino_model(options: Mapping[str, Any]) -> RewardModel | None:
     from transformers import AutoConfig, AutoModel, Dinov2Config
 
     path = options["path"]
-    if is_hub_id(str(path)) and not local(path).is_dir():
+    if is_hub_id(str(path)):
         config = Dinov2Config(image_size=518) if path == BASE else None
     else:
         check_config(path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import is_hub_id, local
+from g2rpo.core.files import is_hub_id
 from g2rpo.core.plain import parse_json, read_text
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.dino import clips
@@ -70,7 +70,7 @@ class VideoAlign(PictureReward):
             raise UserError(f"score must be {', '.join(QUALITIES)} or overall, got {score!r:.80}")
         if type(fps := options["fps"]) not in (int, float) or not fps > 0:
             raise UserError(f"fps must be a number above 0, got {fps!r:.80}")
-        if not is_hub_id(str(options["path"])) or local(options["path"]).is_dir():
+        if not is_hub_id(str(options["path"])):
             settings_of(options["path"])
 
     @classmethod

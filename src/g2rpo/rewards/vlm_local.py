@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo.core.errors import at_least_one
-from g2rpo.core.files import is_hub_id, local
+from g2rpo.core.files import is_hub_id
 from g2rpo.core.types import RewardModel
 from g2rpo.rewards.vlm import Part, VLMJudge, judging, parse_scores
 from g2rpo.rewards.weights import check_config, fetch, parse_dtype
@@ -73,7 +73,7 @@ class LocalVLMJudge(VLMJudge):
         """The model, of a folder; a token costs two operations a weight, of about 1,000 tokens and the answer's."""
         from transformers import AutoConfig, AutoModelForImageTextToText
 
-        if is_hub_id(str(options["path"])) and not local(options["path"]).is_dir():
+        if is_hub_id(str(options["path"])):
             return None
         check_config(options["path"])
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(str(options["path"])))

@@ -74,7 +74,8 @@ class Replicated:
         return self.world.differing(_fingerprint(parameters))
 
     def gather(self, value: Any) -> Any:
-        """`value` (nested plain data) with its shards gathered to whole tensors on the CPU of rank 0; None on other ranks."""
+        """`value` (nested plain data) with whole tensors in the place of shards: here itself, on every rank; where weights are
+        sharded, on the CPU of rank 0, and None on the others."""
         return value
 
     def own(self, value: Tensor) -> Tensor:
