@@ -19,6 +19,7 @@ from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import is_hub_id, local
 from g2rpo.core.plain import parse_json, read_text
 from g2rpo.core.types import Algorithm
+from g2rpo.evaluation.work import plans_in
 from g2rpo.policies import attention, catalogue, quantized
 from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.spec import PipelineSpec
@@ -212,10 +213,10 @@ def check_trained_steps(config: Config, policy: Any) -> None:
     policy = getattr(policy, "policy", policy)  # of a CachedPolicy
     if getattr(policy, "trains_everywhere", True):
         return
-    algorithm, steps, seed = config.algorithm, config.sampling.num_steps, config.trainer.seed
+    algorithm, steps = config.algorithm, config.sampling.num_steps
     sigmas = grid_of(config.sampling.shift, policy, steps)
     own = [step for step in range(steps) if policy.trains_at(float(sigmas[step]))]
-    plans = {plan for i in range(config.trainer.iterations) for plan in plans_of(algorithm, steps, i, seed)}
+    plans = {plan for i in range(config.trainer.iterations) for plan in plans_in(config, i)}
     if wrong := [sigma for sigma in trained_sigmas(algorithm, [*plans], sigmas) if not policy.trains_at(sigma)]:
         raise UserError(
             f"{name_of(algorithm)} trains at sigma {wrong[0]:.3f}, where the trained weights do not act (policy.lora_above="

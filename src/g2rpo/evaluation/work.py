@@ -22,17 +22,18 @@ def work(config: Config, iteration: int, evaluations: int | None = None) -> int:
     under the untrained or the old weights. `evaluations` are the rollout's if known; beforehand an algorithm may only give an
     upper bound.
     """
-    return _work(config, _plans(config, iteration), evaluations)
+    return _work(config, plans_in(config, iteration), evaluations)
 
 
 def work_of_run(config: Config) -> int:
     """The `work` of all iterations. Those with the same plans cost the same and are counted once: counting one calls the
     algorithm's loss."""
-    times = Counter(tuple(_plans(config, iteration)) for iteration in range(config.trainer.iterations))
+    times = Counter(tuple(plans_in(config, iteration)) for iteration in range(config.trainer.iterations))
     return sum(count * _work(config, plans) for plans, count in times.items())
 
 
-def _plans(config: Config, iteration: int) -> Sequence[Plan]:
+def plans_in(config: Config, iteration: int) -> list[Plan]:
+    """The plans of one iteration."""
     return plans_of(config.algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
 
 

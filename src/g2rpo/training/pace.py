@@ -8,9 +8,8 @@ import statistics
 from collections.abc import Sequence
 
 from g2rpo.config.schema import Config
-from g2rpo.core.contracts import plans_of
 from g2rpo.core.errors import UserError
-from g2rpo.evaluation.work import work
+from g2rpo.evaluation.work import plans_in, work
 
 MEASURED = 3
 """Iterations after which a run is fitted for the first time."""
@@ -38,8 +37,8 @@ def planned(config: Config, row: float, picture: float, look: float, heldout: in
     scoring a picture `picture` seconds and a held-out prompt `look` seconds: with an estimated number of iterations, and with
     fewer than the `heldout` prompts where evaluations would take more than their share. UserError with the least time if not
     even one iteration fits."""
-    plans = plans_of(config.algorithm, config.sampling.num_steps, 0, config.trainer.seed)
-    pictures = config.trainer.prompts_per_iteration * config.algorithm.group_size * sum(len(plan.tails) for plan in plans)
+    tails = sum(len(plan.tails) for plan in plans_in(config, 0))
+    pictures = config.trainer.prompts_per_iteration * config.algorithm.group_size * tails
     iteration = work(config, 0) * row + pictures * picture
     fewest = min(FEWEST, heldout)
     least = iteration + 2 * fewest * look

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import candidates_of, drops_members
-from g2rpo.core.contracts import plans_of
 from g2rpo.core.errors import UserError
+from g2rpo.evaluation.work import plans_in
 from g2rpo.runtime.distributed import World
 
 
@@ -38,7 +38,7 @@ def divided(config: Config, world: World) -> Division:
 def _undivided(config: Config, each: int) -> str | None:
     """Why `each` ranks cannot have one prompt's plans between them; None if they can."""
     algorithm = config.algorithm
-    plans = len(plans_of(algorithm, config.sampling.num_steps, 0, config.trainer.seed))
+    plans = len(plans_in(config, 0))
     if plans == 1:
         more = ", and with algorithm.branch_schedule=all one for every branch step"
         return f"each has one group in an iteration{more if hasattr(algorithm, 'branch_schedule') else ''}"

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config, grid_of
 from g2rpo.core.capabilities import KeepsOldWeights, candidates_of, check_complete, differentiates_rewards, keeps_old, state_of
-from g2rpo.core.contracts import advantages_of, choice_of, plans_of
+from g2rpo.core.contracts import advantages_of, choice_of
 from g2rpo.core.errors import Preempted
 from g2rpo.core.input_pictures import images_of
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Algorithm, Cond, Example, Plan, Policy, Reward, as_rewards
 from g2rpo.evaluation.heldout import Comparison, Evaluation
 from g2rpo.evaluation.sampler import sampler_of
+from g2rpo.evaluation.work import plans_in
 from g2rpo.monitor.alarms import alarms_of
 from g2rpo.monitor.metrics import Row, gaps, read_metrics
 from g2rpo.monitor.scores import has_rows, read_rows, scores_of
@@ -299,8 +300,7 @@ class Trainer:
 
     def plans(self, iteration: int | None = None) -> list[Plan]:
         """The config's plans of an iteration, by default the current one (`algorithm_now` may have others)."""
-        iteration = self.iteration if iteration is None else iteration
-        return plans_of(self.algorithm, self.config.sampling.num_steps, iteration, self.config.trainer.seed)
+        return plans_in(self.config, self.iteration if iteration is None else iteration)
 
     def algorithm_now(self) -> Algorithm:
         """The algorithm of the current iteration: the config's, or its state's (`AlgorithmState.at`)."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from g2rpo.config.schema import Config
 from g2rpo.core.capabilities import candidates_of
-from g2rpo.core.contracts import plans_of
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Plan, no_kernel
+from g2rpo.evaluation.work import plans_in
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import anchor_walk
@@ -109,11 +109,6 @@ def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
         times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
         checkpoints=_times(trainer.iterations, trainer.checkpoint_every),
     )
-
-
-def plans_in(config: Config, iteration: int) -> list[Plan]:
-    """The plans of one iteration."""
-    return plans_of(config.algorithm, config.sampling.num_steps, iteration, config.trainer.seed)
 
 
 def _times(iterations: int, every: int) -> int:
