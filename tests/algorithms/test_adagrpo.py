@@ -97,3 +97,12 @@ def test_a_choice_that_is_none_is_refused():
         t.memory = memory
         with pytest.raises(UserError, match=fact):
             t.iterate()
+
+
+def test_a_reward_without_scores_begins_its_averages_with_the_first_ones():
+    level = Level(AdaGRPO(candidates=3))
+    none, some = torch.full((1, 3, 1), math.nan), torch.tensor([49.0, 50.0, 51.0]).view(1, 3, 1)
+    assert level.choose(0, none, ONE) == [0] and level.observe(0, [], none, ONE) == {}
+    assert level.choose(1, some, ONE) == [1] and level.state["mean"] == [50.0]
+    both = torch.cat([some, none], 2)
+    assert Level(AdaGRPO(candidates=3)).choose(0, both, torch.tensor([1.0, 0.0])) == [1]

@@ -106,3 +106,13 @@ def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded():
     chosen = config(*SMALL, "rewards={jpeg_size: 1.0, brightness: 1.0}", "evaluation.rewards={}")
     with pytest.raises(UserError, match="have none: jpeg_size"):
         check(chosen, given=("policy", "prompts", "heldout"))
+
+
+def test_a_prediction_without_a_score_teaches_nothing():
+    def sometimes(images, prompts):
+        scores = images.flatten(1).mean(1)
+        return torch.where(torch.arange(len(scores)) % 2 == 0, scores, math.nan) if torch.is_grad_enabled() else scores
+
+    sometimes.differentiable = True
+    row = trainer(None, "algorithm.name=refl", "algorithm.last_steps=3", rewards={"bright": sometimes}).iterate()
+    assert math.isfinite(row["loss"]) and row["grad_norm"] > 0

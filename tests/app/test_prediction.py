@@ -68,8 +68,11 @@ def test_the_plan_of_a_run_is_that_of_the_command_and_a_cpu_has_none(tiny_config
 @pytest.mark.parametrize(("free", "used"), [(79, ""), (60, ", of whose 79.1 GiB other programs use 19.1 GiB")])
 def test_what_is_free_of_a_card_here_is_what_a_run_has(monkeypatch, free, used):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free * 2**30, int(79.1 * 2**30)))
     target = find_target("cuda")
     assert (target.capacity, target.card) == (free * 2**30, CARDS["h100"]) and target.own
     assert target.name == f"this machine's NVIDIA H100 80GB HBM3{used}"
+    with pytest.raises(UserError, match="--device=cuda:9: torch sees 1 CUDA devices"):
+        find_target("cuda:9")

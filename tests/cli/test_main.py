@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -337,3 +339,34 @@ def test_a_folder_that_cannot_be_is_one_message(capsys, tmp_path, tiny_config, o
     ):
         code, _, err = g2rpo(capsys, *command)
         assert code == 2 and "Traceback" not in err and len(err) < 2000, command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "scenes", "--cards", "--within", "3h"), "two plans; name one"),
+        (("train", "scenes", "--accept-changes"), "is for --resume"),
+        (("train", "scenes", "-hx"), "No such option|no such option"),
+        (("evaluate", "RUN", "--size", "32"), "--size is for --model"),
+        (("sample", "RUN", "a", "--guidance", "2"), "--guidance is for --model"),
+        (("evaluate", "--model", "testbed", "--rewards", "my.py:f"), "is code; write f: "),
+        (("sample", "--model", "testbed", "--weights", "FOLDER", "a"), "holds neither"),
+        (("compare", "scenes", "--algorithms", "g2rpo", "--steps", "10,300"), "less than or equal to 250"),
+        (("compare", "scenes", "--algorithms", "g2rpo", "alarms.action=rollback"), "may end a run of the study early"),
+    ],
+)
+def test_options_that_would_have_no_effect_or_fail_late_are_refused(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "RUN"
+    run.mkdir(), (tmp_path / "FOLDER").mkdir()
+    (run / "config.yaml").write_text(load_config("scenes", []).to_yaml())
+    assert re.search(message, refused(capsys, *arguments))
+    assert {path.name for path in tmp_path.iterdir()} == {"RUN", "FOLDER"}
+
+
+def test_paths_with_an_equals_sign_are_paths(capsys, tmp_path, tiny_config):
+    place = tmp_path / "lr=1"
+    place.mkdir()
+    config = shutil.copy(tiny_config, place / "config.yaml")
+    done(capsys, "train", config, "trainer.iterations=1", "--run-dir", place / "run", "--resume")
+    done(capsys, "evaluate", place / "run", "--num-prompts", "1", "--steps", "2", "--out", place / "judged")

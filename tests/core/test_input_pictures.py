@@ -186,7 +186,8 @@ def test_sample_takes_an_input_picture(tmp_path, capsys, monkeypatch):
     options = ["--model", "testbed", "--steps", 2, "--out", tmp_path / "out"]
     code, _, _ = g2rpo(capsys, "sample", "darker", "--image", picture(tmp_path / "a.png"), *options)
     (line,) = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
-    assert code == 0 and json.loads(line)["images"] == [str(tmp_path / "a.png")]
+    assert code == 0 and json.loads(line)["images"] == ["0000_input0.png"]
+    assert read_inputs(read_prompts(tmp_path / "out" / "prompts.jsonl")[0])[0].getpixel((0, 0)) == (255, 0, 0)
     assert Image.open(tmp_path / "out" / "grid.png").getpixel((66, 48)) == (255, 0, 0)
 
 

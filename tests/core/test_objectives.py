@@ -98,3 +98,18 @@ def test_a_missing_score_is_masked_in_every_mix(mix):
 def test_a_branch_step_without_a_tail_is_refused():
     with pytest.raises(ValueError, match=r"0\.\.6"):
         GranularGRPO(branch_steps=(7,)).plans(8)
+
+
+@pytest.mark.parametrize("mix", ["advantages", "rewards", "gdpo"])
+def test_a_reward_of_weight_0_may_have_no_score(mix):
+    rewards = torch.rand(2, 2, 1, 4)
+    rewards[:, 1] = math.nan
+    alone = mix_rewards(rewards[:, :1], torch.ones(1), mix)
+    assert torch.equal(mix_rewards(rewards, torch.tensor([1.0, 0.0]), mix), alone) and alone.abs().min() > 0
+
+
+def test_gdpo_leaves_groups_of_equal_rewards_and_members_without_a_score_at_0():
+    rewards = torch.rand(3, 1, 1, 4)
+    rewards[0], rewards[1, 0, 0, 0] = 0.3, math.nan
+    mixed = mix_rewards(rewards, torch.ones(1), "gdpo")
+    assert not mixed[0].any() and mixed[1, 0] == 0 and mixed[2].abs().min() > 0

@@ -81,3 +81,9 @@ def test_the_best_control_is_that_of_the_highest_mean():
     best = best_control({"a": [0, 0, 1], "b": [1, nan, 0.5], "c": [nan] * 3}, tuned=[1, 1, nan])
     assert (best.control, best.mean, best.lead.mean, best.lead.count) == ("b", 0.75, 0.0, 1)
     assert best_control({"c": [nan]}, [1]) is None
+
+
+@pytest.mark.parametrize("steps", [100, 150, 250])
+def test_no_control_is_there_twice_or_the_base_itself(steps):
+    controls = default_controls(steps, 3.5)
+    assert len(set(map(str, controls))) == len(controls) and all(c.steps is None or steps < c.steps <= 250 for c in controls)

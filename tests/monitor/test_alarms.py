@@ -25,6 +25,7 @@ from g2rpo.monitor.alarms import (
     Alarms,
     chance_of_fall,
     crowd,
+    diversity_alarm,
     fallen_rewards,
     judged_gain,
     picture_alarms,
@@ -443,3 +444,16 @@ def test_the_command_goes_back_writes_the_weights_and_exits_with_1(capsys, tmp_p
     assert [row["iteration"] for row in read_metrics(run)] == [0, 1, 1, 2, 2]
     results = json.loads((run / "results.json").read_text())
     assert results["iteration"] == 2 and "rolled_back_from" not in results
+
+
+def test_an_evaluation_without_a_gain_is_never_the_best():
+    watch = Alarms(["r"], [], drift_limit=1.0)
+    watch.rows = [{"kind": "eval", "judged_gain": gain} for gain in (0.0, 0.9)]
+    assert watch.best_so_far
+    watch.rows.append({"kind": "eval", "judged_gain": None})
+    assert not watch.best_so_far
+
+
+def test_diversity_is_compared_with_the_bases_alone():
+    rows = [{"kind": "eval", "iteration": iteration, "diversity": value} for iteration, value in ((60, 0.4), (80, 0.1))]
+    assert diversity_alarm(rows) == {} and diversity_alarm([{**rows[0], "iteration": 0}, rows[1]])

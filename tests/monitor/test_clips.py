@@ -130,7 +130,7 @@ def test_sample_writes_clips_and_a_moving_grid(tmp_path, capsys, monkeypatch):
     assert code == 0 and "2 clips in" in out and "grid.webp" in " ".join(out.split())
     folder = tmp_path / "out"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "0000.webp", "0001.webp", "grid.png", "grid.webp", "prompts.jsonl",
+        ".lock", "0000.webp", "0001.webp", "grid.png", "grid.webp", "prompts.jsonl",
     ]  # fmt: skip
     frames, durations = read_webp(folder / "0001.webp")
     assert len(frames) == 5 and durations == [300] * 5

@@ -12,6 +12,7 @@ from g2rpo import api
 from g2rpo.assembly.blueprint import build_on_meta, build_shallow, read_blueprint, size_of
 from g2rpo.assembly.config import load_config
 from g2rpo.assembly.hub import find_adapter
+from g2rpo.core.errors import UserError
 from g2rpo.export.comfyui import for_trainers
 from g2rpo.policies.adapters import PREFIX, UP, read_adapter, write_tensors
 from g2rpo.policies.catalogue import SPECS
@@ -324,3 +325,12 @@ def test_settings_that_contradict_an_adapter_are_refused(tiny_config, file, tmp_
     for name in ("someone/theirs", "someone/theirs/it.safetensors"):
         said = refused(capsys, "train", tiny_config, f"policy.adapter={name}")
         assert f"policy.adapter={name}: is no file or folder here, and is not in the local hub cache" in said
+
+
+@pytest.mark.parametrize("odd", [{"use_rslora": True}, {"alpha_pattern": {"x": 8}}, {"rank_pattern": {"x": 8}}])
+def test_a_header_with_factors_of_another_kind_is_refused(file, tmp_path, odd):
+    tensors, config = load_file(file), {"r": 2, "lora_alpha": 2, **odd}
+    header = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
+    save_file(tensors, tmp_path / "odd.safetensors", metadata=header)
+    with pytest.raises(UserError, match=f"{next(iter(odd))}, which is not supported"):
+        read_adapter(tmp_path / "odd.safetensors", FluxPipeline)

@@ -3,12 +3,16 @@
 import json
 import pickle
 import sys
+from datetime import date
 
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
 from g2rpo.core.errors import UserError
+from g2rpo.core.input_pictures import digest_of_prompts
 from g2rpo.core.plain import LARGEST
 from g2rpo.core.types import Prompt
 from g2rpo.prompts.order import PromptOrder
@@ -28,11 +32,8 @@ def texts(prompts):
 
 @pytest.fixture
 def parquet(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
     table = pyarrow.table({"caption": TEXTS, "score": [1, 2, 3], "holes": ["a", None, "b"]})
-    parquet.write_table(table, tmp_path / "train.parquet")
+    pq.write_table(table, tmp_path / "train.parquet")
     return tmp_path / "train.parquet"
 
 
@@ -172,3 +173,15 @@ def test_a_prompt_and_a_file_have_a_largest_size(tmp_path):
         file.truncate(LARGEST + 1)  # takes no room
     with pytest.raises(UserError, match=f"at most {LARGEST} are read"):
         read_prompts(path)
+
+
+def test_metadata_of_tables_are_plain_data(tmp_path, monkeypatch):
+    """Dates as text; lists and objects stay, also of a dataset, and bytes go."""
+    table = {"prompt": ["a", "b"], "day": [date(2026, 1, 2)] * 2, "raw": [b"x"] * 2}
+    table |= {"include": [[{"class": "dog", "count": 2}], []]}
+    pq.write_table(pyarrow.table(table), tmp_path / "train.parquet")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for source in (tmp_path / "train.parquet", f"hf:{tmp_path}"):
+        first = read_prompts(source)[0]
+        assert first.metadata == {"day": "2026-01-02", "include": [{"class": "dog", "count": 2}]}
+        digest_of_prompts([first])

@@ -7,14 +7,17 @@ import pytest
 import torch
 
 from g2rpo.algorithms.fdfo import FDFO
+from g2rpo.core.errors import UserError
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
-from g2rpo.core.types import Batch
+from g2rpo.core.types import Batch, Example
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
+from g2rpo.runtime.distributed import World
+from g2rpo.training.ranks import divided
 from g2rpo.training.updater import Trained
 from tests.published.second_half import Beside, tiny
-from tests.support.runs import trainer
+from tests.support.runs import config, trainer
 
 STEPS, CHURN, CLIP = 6, 0.3, 0.03
 SIGMAS = sigma_grid(STEPS, 3.0)
@@ -158,3 +161,13 @@ def test_losses_gradients_and_weights_are_the_published_ones(flux_directory):
     setting = ("algorithm.name=fdfo", "algorithm.churn=0.1", "algorithm.kl_weight=0.05", "algorithm.update_every=rollout")
     apart = Beside(tiny(flux_directory, *setting), objective).differences()
     assert apart["loss"] < 1e-6 and apart["gradient"] < 2e-5 and apart["weights"] < 2e-3
+
+
+def test_parts_are_the_same_on_any_number_of_ranks():
+    """Steps in one order; shares into which steps cannot be dealt evenly are refused."""
+    t = trainer(None, "algorithm.name=fdfo", "algorithm.update_every=branch")
+    made = [Example(0, step, torch.zeros(1, 2), torch.zeros(1)) for step in (3, 0, 2, 1)]
+    assert [batch[0].step for batch in t.updater._batches(made)] == [0, 1, 2, 3]
+    with pytest.raises(UserError, match="cannot be dealt out evenly"):
+        divided(config("algorithm.name=fdfo", "sampling.num_steps=6"), World(0, 2))
+    divided(config("algorithm.name=fdfo", "sampling.num_steps=8"), World(0, 2))

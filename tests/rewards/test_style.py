@@ -6,10 +6,12 @@ from transformers import Dinov2Config, Dinov2Model
 
 from g2rpo.app.preflight import check
 from g2rpo.assembly.config import load_config
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import RankLost, UserError
 from g2rpo.core.images import to_pil, to_uint8
+from g2rpo.core.types import as_reward
 from g2rpo.monitor.alarms import fallen_rewards
 from g2rpo.rewards.style import Style
+from g2rpo.training.reward_states import learn
 from tests.rewards.learned import save_pickscore
 from tests.support.ranks import finish, start
 from tests.support.runs import brightness, trainer
@@ -133,3 +135,14 @@ def test_a_moving_reward_may_fall_and_still_counts_as_risen():
     assert fallen_rewards(fallen, ["style"], frozenset({"style"})) == {}
     hacked = {0: {"style": low, "judge": high}, 5: {"style": high, "judge": low}}
     assert "while style rose" in fallen_rewards(hacked, ["style"], frozenset({"style"}))["hacking"]
+
+
+def test_a_rank_that_is_lost_while_others_learn_is_not_a_reward_that_failed():
+    class Lost:
+        def gather(self, own):
+            raise RankLost("rank 0 stops")
+
+    reward = as_reward(brightness)
+    reward.learns_every, reward.look = 1, lambda images, prompts: images.flatten(1)
+    with pytest.raises(RankLost):
+        learn({"bright": reward}, 0, lambda: (torch.rand(2, 3, 2, 2), ["", ""]), Lost())

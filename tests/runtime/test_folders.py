@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import platform
+import shutil
 import signal
 from pathlib import Path
 
@@ -238,3 +239,16 @@ def test_a_recipe_whose_name_is_no_folder_is_refused(tmp_path, monkeypatch, name
     with pytest.raises(UserError, match="cannot name a folder"), entered(config(f"recipe='{name}'"), None, resume=False):
         pass
     assert (tmp_path / "config.yaml").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_old_folder_is_there_until_the_new_one_is(tmp_path, monkeypatch):
+    folder, names = tmp_path / "kept", []
+    folder.mkdir()
+    (folder / "old").touch()
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, to: names.append((self.name, to.name)) or rename(self, to))
+    monkeypatch.setattr("g2rpo.runtime.folders.remove", lambda path: names.append((path.name, None)) or shutil.rmtree(path))
+    with whole(folder) as unfinished:
+        (unfinished / "new").touch()
+    assert names[0][0] == "kept" and names[-1][1] is None  # moved aside first, removed last
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and [path.name for path in folder.iterdir()] == ["new"]

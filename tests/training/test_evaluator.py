@@ -12,6 +12,7 @@ from g2rpo.monitor.alarms import diversity_alarm
 from g2rpo.monitor.metrics import read_metrics
 from g2rpo.monitor.scores import chosen, read_picture, read_rows, right_of, scores_of
 from g2rpo.policies.gaussian import GaussianPolicy
+from g2rpo.runtime.distributed import World
 from tests.support.runs import brightness, finished, trainer
 
 
@@ -78,7 +79,8 @@ def test_a_policy_whose_pictures_become_alike_raises_an_alarm(tmp_path, share, r
 )
 def test_where_right_pictures_are_known_their_diversity_raises_the_alarm(base, now, said):
     """Wrong pictures differ from right ones, so pictures become alike when more of them are right."""
-    rows = [{"diversity": every} | ({} if right is None else {"diversity_right": right}) for every, right in (base, now)]
+    values = [{"diversity": every, "diversity_right": right} for every, right in (base, now)]
+    rows = [{"iteration": number, **own} for number, own in enumerate(values)]
     found = diversity_alarm(rows).get("diversity", "")
     assert found.startswith(f"{said} of one prompt" if said else "") and bool(found) == bool(said)
 
@@ -126,3 +128,11 @@ def test_pictures_before_and_after_are_in_the_proportions_of_all():
     for right in ([before], [before, None], [None, None]):
         assert chosen(right, 4, 10) == ([0, 1, 2, 3], "The first 4 of 10 held-out prompts, in their order")
     assert chosen([None], 8, 3)[0] == [0, 1, 2]
+
+
+def test_ranks_that_all_score_all_prompts_take_the_scores_of_rank_0(monkeypatch):
+    """A judge that answers one rank and not another would let them decide differently."""
+    t = trainer(None, "trainer.prompts_per_iteration=8", world=World(1, 8))
+    monkeypatch.setattr(World, "gather", lambda self, own: torch.cat([torch.zeros_like(own), own]))
+    scores = t.evaluator.evaluate(0, lambda rows: None).scores
+    assert all(not values.any() and len(values) == 3 for values in scores.values())

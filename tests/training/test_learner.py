@@ -8,8 +8,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g2rpo.config.schema import OptimConfig
+from g2rpo.core.errors import UserError
 from g2rpo.runtime.sharding import WHOLE
 from g2rpo.training.learner import Learner
+from tests.support.runs import trainer
 
 
 def learner(keep_old=False, **options):
@@ -79,3 +81,15 @@ def test_a_step_in_one_kernel_is_the_same_up_to_rounding():
     assert torch.ops.aten._fused_adamw_.default in called.functions
     apart = (one_kernel - walk(False)).abs().max()
     assert apart <= 30 * (10 * 1e-2 + 4 / 2) * torch.finfo(torch.float32).eps
+
+
+def test_memory_that_runs_out_in_a_swap_of_weights_ends_the_run(monkeypatch):
+    t = trainer(None, "algorithm.name=diffusion_nft", "algorithm.group_size=4")
+    list(t.learner.parameters)
+
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.nn.Parameter, "clone", full)
+    with pytest.raises(UserError, match="while old and trained weights were swapped"), t.learner.as_old():
+        raise AssertionError("not reached")

@@ -80,3 +80,9 @@ def test_the_table_of_licences_is_the_one_that_commands_use():
     table = {model: licence for licence, models in rows for model in models.split(", ")}
     known = {name: model.licence for spec in SPECS.values() for name, model in spec.models.items()}
     assert table == {name.partition("/")[2]: licence for name, licence in known.items()}
+
+
+def test_the_lines_for_diffusers_take_the_steps_of_the_results(tmp_path):
+    c = config("sampling.num_steps=6", "evaluation.num_steps=20")
+    _, markdown = card(tmp_path, sampling=c.sampling, evaluation=c.evaluation)
+    assert "num_inference_steps=20" in markdown

@@ -13,7 +13,7 @@ from g2rpo.runs.lifecycle import claim, read_config
 from g2rpo.runtime.distributed import World
 from g2rpo.training.pace import EVALUATED, LOOKS, fitted, planned, seconds_in
 from g2rpo.training.ranks import divided
-from tests.support.runs import config, trainer
+from tests.support.runs import config, cut, resumed, trainer
 
 
 @pytest.mark.parametrize("left", [1000.0, 800.0, 390.0])
@@ -94,3 +94,11 @@ def test_a_run_whose_log_was_lost_goes_on_in_its_time():
     t._fit_to_time()
     assert t.config.trainer.iterations == 4
     assert fitted(t.config, 2, [1.0], 1.0, 0.5, first=True).trainer.iterations == 2
+
+
+def test_a_run_that_is_resumed_without_time_left_is_evaluated(tmp_path):
+    t = trainer(tmp_path, "trainer.iterations=9", "evaluation.every=9", "trainer.checkpoint_every=5")
+    cut(t, "train", 6)
+    again = resumed(tmp_path, "trainer.iterations=9", "evaluation.every=9", "trainer.checkpoint_every=5")
+    again.ends_at = time.monotonic() - 1
+    assert again.iteration == 5 and [(row["kind"], row["iteration"]) for row in again.train()] == [("eval", 5)]

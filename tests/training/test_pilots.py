@@ -211,3 +211,24 @@ def test_the_command_trains_with_the_rate_that_it_found(capsys, tmp_path, tiny_c
     rows = read_metrics(tmp_path / "run")
     assert rows[1]["learning_rate"] == 2e-3 == read_config(tmp_path / "run").optim.learning_rate
     assert g2rpo(capsys, *words, "--resume")[0] == 0 and len(found) == len(FACTORS)
+
+
+def test_an_average_of_every_so_many_steps_is_of_fewer_in_a_pilot():
+    assert pilot_config(config("trainer.iterations=40", "optim.ema_every=8"), 0.1).optim.ema_every == 2
+    assert pilot_config(config("trainer.iterations=40"), 0.1).optim.ema_every is None
+
+
+def test_a_state_that_begins_with_its_first_scores_begins_so_in_every_pilot(tmp_path):
+    class Rising:
+        state = None
+
+        def __call__(self, images, prompts):
+            return images.flatten(1).mean(1)
+
+        def observe(self, iteration, scores):
+            began.append(self.state)
+            self.state = {"seen": iteration}
+
+    began, one = [], parts(rewards={"bright": Rising()})
+    Pilots(one).find(sweep_of(one), RunDirectory(tmp_path))
+    assert began.count(None) == len(FACTORS) and one["rewards"]["bright"].state is None

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from g2rpo.core.errors import Preempted
 from g2rpo.core.flow import scheduler_grid, sigma_grid
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.training.checkpoint import checkpoints
@@ -215,3 +218,33 @@ def test_the_logged_loss_is_the_mean_over_members_whatever_parts_they_are_update
     """With steps of almost 0 the ratio is 1, and the loss the mean of advantages, which is 0."""
     plain = ["algorithm.name=mixgrpo", "algorithm.group_size=6", "optim.learning_rate=1e-12"]
     assert trainer(None, *plain, "algorithm.update_every=4").iterate()["loss"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_best_weights_of_an_attempt_that_is_repeated_are_forgotten(tmp_path):
+    t = trainer(tmp_path, "alarms.action=rollback")
+    list(t.train())
+    t.persistence.keep_best(4)
+    shutil.rmtree(checkpoints(t.files.run.checkpoints)[-1])  # as if it had been killed before the last checkpoint
+    assert resumed(tmp_path, "alarms.action=rollback").iteration == 2 and not checkpoints(t.files.run.best)
+
+
+def test_a_divided_base_is_not_sampled_after_training():
+    t = trainer(None, "algorithm.kl_weight=0.1", "policy.tuning=full")
+    assert t._keeps_base
+    t.shards = SimpleNamespace(divided=True)
+    assert not t._keeps_base
+
+
+def test_a_signal_during_an_evaluation_loses_no_alarms_end(tmp_path):
+    """A run that an alarm ends is not one that was preempted, or it would go on."""
+    t = trainer(tmp_path, "alarms.action=stop")
+    ended = []
+    t.early_stop.end_if_asked = lambda iteration, roll_back: ended.append(iteration)
+
+    def preempted():
+        raise Preempted("as asked")
+
+    t.iterate(), setattr(t, "evaluate", preempted)
+    with pytest.raises(Preempted):
+        t._evaluate_unless_stopped()
+    assert ended == [1]

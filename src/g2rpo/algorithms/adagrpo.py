@@ -33,6 +33,10 @@ SMALLEST_VARIANCE, SMALLEST_SUM = 1e-8, 1e-6
 missing."""
 
 
+Known = Annotated[float, Field(allow_inf_nan=True)]
+"""NaN: of a reward that has had no score."""
+
+
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class AdaGRPO(GranularGRPO):
     """AdaGRPO; defaults of the published script for FLUX.1-dev at 512x512 (16 steps, HPSv3).
@@ -50,7 +54,7 @@ class AdaGRPO(GranularGRPO):
     granularities: Granularities = (1,)
     candidates: Annotated[int, Field(ge=2)] = 10
     forget: Annotated[float, Field(ge=0, lt=1)] = 0.8
-    level: tuple[tuple[float, float], ...] = ()
+    level: tuple[tuple[Known, Known], ...] = ()
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
         within = super().advantages(rewards, weights)
@@ -93,16 +97,17 @@ class Level:
     def choose(self, iteration: int, rewards: Tensor, weights: Tensor) -> list[int]:
         """Updates the averages by rewards [P, candidates, R], then chooses the candidate nearest to them; NaN is farthest."""
         for name, new in zip(("mean", "variance"), _moments(rewards.double().flatten(0, 1)), strict=True):
-            known = torch.tensor(self.state.get(name, new), dtype=torch.float64)
-            moved = self.algorithm.forget * known + (1 - self.algorithm.forget) * torch.tensor(new, dtype=torch.float64)
-            # a reward without scores keeps its averages
-            self.state[name] = torch.where(moved.isnan(), known, moved).nan_to_num().tolist()
+            known, now = (torch.tensor(values, dtype=torch.float64) for values in (self.state.get(name, new), new))
+            moved = self.algorithm.forget * known + (1 - self.algorithm.forget) * now
+            # a reward without scores keeps its averages, which are NaN until its first ones
+            self.state[name] = torch.where(known.isnan(), now, torch.where(now.isnan(), known, moved)).tolist()
         mean, std = torch.tensor(self.at(iteration).level, dtype=torch.float64).T
-        away = weights.abs() * (rewards.double() - mean).abs() / std
+        counts = (weights != 0) & ~mean.isnan()
+        away = torch.where(counts, weights.abs() * (rewards.double() - mean).abs() / std, 0)
         return away.sum(-1).nan_to_num(nan=math.inf).argmin(1).tolist()
 
     def observe(self, iteration: int, steps: Sequence[int], rewards: Tensor, weights: Tensor) -> dict[str, float]:
-        level = enumerate(self.at(iteration).level)
+        level = [(r, own) for r, own in enumerate(self.at(iteration).level) if not math.isnan(own[0])]
         return {f"level/{r}/{name}": value for r, own in level for name, value in zip(("mean", "std"), own, strict=True)}
 
 

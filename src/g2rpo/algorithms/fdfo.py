@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -66,7 +67,8 @@ class FDFO(Algorithm):
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of rewards less the group's mean, in the rewards' own units; 0 without a score."""
-        total = (weights[:, None, None] * rewards.double()).sum((1, 2))
+        each = weights[:, None, None]
+        total = torch.where(each != 0, each * rewards.double(), 0).sum((1, 2))
         return (total - total.nanmean(1, keepdim=True)).nan_to_num().to(rewards.dtype)
 
     def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:

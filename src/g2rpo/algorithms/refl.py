@@ -61,8 +61,8 @@ class ReFL(Algorithm):
         return [Plan(step, step + 1, (tuple(range(step + 1, num_steps + 1)),), shared_noise=False)]
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        """1 for a member with all scores, else 0."""
-        return (~rewards.isnan()).all(2).all(1).float()
+        """1 for a member with all scores that count, else 0."""
+        return (~rewards.isnan() | (weights == 0)[:, None, None]).all(2).all(1).float()
 
     def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:
         return [Example(rollout.prompt, t.step, t.x, advantages) for t in rollout.transitions]
@@ -72,6 +72,7 @@ class ReFL(Algorithm):
         image = batch.x - per_row(sigma, batch.x) * network.velocity(batch.x, sigma, batch.prompts).float()
         image = torch.where(per_row(scored, image) > 0, image, image.detach())
         reward = network.reward(image, batch.prompts)
+        scored = scored & reward.isfinite()
         values = self.scale * torch.relu(self.ceiling - reward)
         return Loss(torch.where(scored, values, 0), {"predicted_reward": torch.where(scored, reward.detach(), 0)})
 

@@ -17,9 +17,10 @@ from g2rpo.assembly import components
 from g2rpo.assembly.adapters import digests_of
 from g2rpo.assembly.embeddings import pipeline_identity
 from g2rpo.assembly.prompts import build_prompts
-from g2rpo.assembly.rewards import build_rewards, check_rewards
+from g2rpo.assembly.rewards import build_rewards, check_rewards, declared_by, reward_kind
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Config, PolicyConfig, RewardTable, Section
+from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import FileDigests, local, write_whole
 from g2rpo.core.input_pictures import digest_of_prompts
@@ -75,7 +76,11 @@ def named_rewards(names: str) -> dict[str, Any]:
     """Rewards from a comma-separated list, or from a YAML file written like a config's `rewards:`."""
     if names.endswith((".yaml", ".yml")):
         return read_yaml(Path(names))
-    return {name.strip(): {} for name in names.split(",") if name.strip()}
+    named = [name.strip() for name in names.split(",") if name.strip()]
+    if code := next(filter(plugins.is_code, named), None):
+        line = f'{code.rpartition(":")[2]}: {{kind: "{code}"}}'
+        raise UserError(f"--rewards {code}: is code; write {line} in a YAML file, and allow it by --plugin")
+    return {name: {} for name in named}
 
 
 def reward_table(rewards: Mapping[str, Any]) -> RewardTable:
@@ -163,7 +168,9 @@ def _judge(judging: Judging, missing: Sequence[Chunk], emit: Emit) -> None:
     config, out = judging.config, judging.directory
     emit(Line(f"building the policy and {counted(len(config.rewards), 'reward')} ..."))
     prompts = (prompt for chunk in missing for prompt in judging.prompts[chunk.start : chunk.stop])
-    loaded = components.load_pipeline(config.policy, tuning="frozen")
+    # rewards that compare see the base model's pictures beside the tuned one's, after its weights are loaded
+    compares = any(declared_by(reward_kind(name, entry)).group for name, entry in config.rewards.items())
+    loaded = components.load_pipeline(config.policy, tuning="frozen", keep_base=compares)
     cached = policy_after_encoding(loaded, config.cache, prompts, cautions(emit), emit=emit)
     use_weights = partial(
         components.load_weights, cached.policy, local(config.weights or ""), config.policy.path, config.strength

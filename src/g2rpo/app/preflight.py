@@ -168,9 +168,8 @@ def _check_gradients(config: Config) -> None:
 def _check_comparisons(config: Config, given: Collection[str]) -> None:
     """Refuses rewards that compare the pictures of a group where there are none."""
     kinds = {name: reward_kind(name, entry) for name, entry in _rewards(config, given).items()}
-    check_groups(
-        config.algorithm, {name: kind for name, kind in kinds.items() if declared_by(kind) is kind}, config.policy.tuning
-    )
+    known = {name: kind for name, kind in kinds.items() if declared_by(kind) is kind}
+    check_groups(config.algorithm, known, config.policy.tuning, config.trainer.sharding)
 
 
 def _check_sides(config: Config, given: Collection[str]) -> None:

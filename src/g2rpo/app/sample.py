@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,9 +16,9 @@ from torch import Tensor
 
 from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps
+from g2rpo.config.schema import Config, Count, PolicyConfig, Section, Shift, Steps
 from g2rpo.core.errors import UserError
-from g2rpo.core.files import whole_file
+from g2rpo.core.files import local, whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
 from g2rpo.evaluation.sampler import Sampler
 from g2rpo.monitor.clips import frames_of, reduced, save_clip, seconds_of
@@ -25,8 +27,8 @@ from g2rpo.monitor.scores import SHOWN
 from g2rpo.policies.embeddings import CachedPolicy, EncodedPrompts
 from g2rpo.prompts.sources import read_prompts
 from g2rpo.runs.directory import RunDirectory, check_weights
-from g2rpo.runs.lifecycle import fresh_directory, read_config
-from g2rpo.runtime.folders import is_empty
+from g2rpo.runs.lifecycle import enter_fresh, read_config
+from g2rpo.runtime.folders import held, is_empty
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Sampled:
 
 
 class SampleOptions(Section):
-    """Sampling options; None: the run's values, else 28 steps with the model's own shift."""
+    """Sampling options; None: the values of the run's evaluations, else 28 steps with the model's own shift."""
 
     steps: Steps | None
     shift: Shift | None
@@ -69,18 +71,44 @@ def sample(
     video: str = "webp",
     out: Path | None,
 ) -> Sampled:
-    """Draws `prompts` and those in `file`: writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture) and
-    `out/grid.png`. Clips are NNNN.webp, which needs no further library, or NNNN.mp4. Without `out` it is the first of samples,
-    samples-2 ... that does not exist."""
+    """Draws `prompts` and those in `file`: writes `out/NNNN.png`, `out/prompts.jsonl` (the prompt of each picture, beside
+    copies of input pictures) and `out/grid.png`. Clips are NNNN.webp, which needs no further library, or NNNN.mp4. Without
+    `out` it is the first of samples, samples-2 ... that does not exist."""
     prompts = [*prompts, *(read_prompts(file) if file else [])]
     values = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
     options = resolve_as(SampleOptions, values, source="sample")
     config = read_config(run) if run is not None else None
-    out = out or fresh_directory(Path(), "samples")
-    _check(prompts, options, out)
+    _check(prompts, options)
+    with ExitStack() as stack:  # two commands at a time take different folders
+        out = enter_fresh(stack, Path(), "samples") if out is None else _entered(stack, out)
+        return _sample(prompts, options, config, run, policy, weights, base, seed, out)
+
+
+def _entered(stack: ExitStack, out: Path) -> Path:
+    """An empty folder, locked."""
+    for taken in (False, True):
+        if not is_empty(out):
+            raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
+        if not taken:
+            stack.enter_context(held(out))
+    return out
+
+
+def _sample(
+    prompts: Sequence[str],
+    options: SampleOptions,
+    config: Config | None,
+    run: Path | None,
+    policy: PolicyConfig | None,
+    weights: Path | None,
+    base: bool,
+    seed: int,
+    out: Path,
+) -> Sampled:
     if run is not None and config is not None:
         policy, weights = config.judged, weights or (None if base else RunDirectory(run).weights)
-        steps_and_shift = {"steps": options.steps or config.sampling.num_steps, "shift": options.shift or config.sampling.shift}
+        steps = options.steps or config.evaluation.num_steps or config.sampling.num_steps
+        steps_and_shift = {"steps": steps, "shift": options.shift or config.sampling.shift}
         options = options.model_copy(update=steps_and_shift)
     if policy is None:
         raise UserError("name a run, or a pipeline with --model")
@@ -99,21 +127,18 @@ def sample(
         batch_size=options.batch_size,
         decode_batch_size=options.batch_size,
     )
-    out.mkdir(parents=True, exist_ok=True)
     shown, seconds = _write_all(sampler, prompts, options.video, out)
     save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
     return Sampled(len(prompts), len(shown), shown.ndim == 5, out)
 
 
-def _check(prompts: Sequence[str], options: SampleOptions, out: Path) -> None:
+def _check(prompts: Sequence[str], options: SampleOptions) -> None:
     """Refuses wrong input before anything is loaded."""
     if options.video == "mp4" and not all(map(importlib.util.find_spec, ("imageio", "imageio_ffmpeg"))):
         raise UserError("--video mp4 needs imageio and ffmpeg: pip install imageio imageio-ffmpeg, or take --video webp")
     if not prompts:
         raise UserError("give prompts as arguments, after the run if you name one, or a file of them with --prompts")
     check_inputs(prompts)
-    if not is_empty(out):
-        raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
 
 
 def _write_all(sampler: Sampler, prompts: Sequence[str], video: str, out: Path) -> tuple[Tensor, float]:
@@ -127,7 +152,10 @@ def _write_all(sampler: Sampler, prompts: Sequence[str], video: str, out: Path) 
             shown += reduced(images[: max(0, SHOWN - start)])
             for number, (prompt, image) in enumerate(zip(part, images, strict=True), start):
                 name = _save(out / f"{number:04d}", image, seconds, video).name
-                inputs = {"images": list(images_of(prompt))} if images_of(prompt) else {}
+                copies = [f"{number:04d}_input{place}{Path(path).suffix}" for place, path in enumerate(images_of(prompt))]
+                for path, copy in zip(images_of(prompt), copies, strict=True):  # so that the list can be read again
+                    shutil.copyfile(local(path), out / copy)
+                inputs = {"images": copies} if copies else {}
                 line = {"file": name, "prompt": prompt, **inputs, "seed": sampler.seed, "index": number}
                 listing.write(json.dumps(line, ensure_ascii=False) + "\n")
     return torch.stack(shown), seconds

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def _adapter_of(said: str, repository: str, file: str | None) -> Path:
 
     if (found := cached(repository, file or ADAPTER)) is not None:
         return found
+    if file is None and (readme := cached(repository, "README.md", ".gitattributes")) is not None:
+        with suppress(UserError):  # an adapter of another name that was downloaded before
+            return readme.parent / _only(said, [path.name for path in readme.parent.iterdir()])
     if (why := obstacle(repository)) is not None:
         raise UserError(f"{said}: is no file or folder here, and {why}")
     with loading(f"{said}: is no file or folder here, and the hub does not give it"):

@@ -157,6 +157,8 @@ def _build_reward(name: str, entry: RewardConfig, device: str) -> Reward:
     placed = {"device": device} if "device" in defaults_of(kind) else {}
     with loading(f"rewards.{name}: cannot be loaded", _weights_hint(name, kind, entry.options)):
         given = {**placed, **entry.options}
+        if given.get("device") == "auto":
+            given["device"] = pick_device("auto")
         return as_reward(kind(**given)) if isinstance(kind, type) else CallableReward(kind, given)
 
 

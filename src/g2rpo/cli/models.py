@@ -42,9 +42,13 @@ def sample(
     from g2rpo.app.evaluate import model_policy
     from g2rpo.app.sample import sample as draw
     from g2rpo.core.types import Prompt
+    from g2rpo.runs.directory import RunDirectory
 
     if run is None and model is None and prompts:
         run, prompts = Path(prompts[0]), prompts[1:]
+    options.refuse_with_run(run, guidance, size)
+    if model is not None and prompts and RunDirectory(Path(prompts[0])).config.is_file():
+        raise UserError(f"{prompts[0]} is a run; name it or --model, or write the prompt as text of another kind")
     if image and not prompts:
         raise UserError("--image belongs to prompts that are given as arguments; a file of prompts names its own pictures")
     inputs = [str(path) for path in image or []]
@@ -99,11 +103,13 @@ def evaluate(
     """Evaluate a model, with and without tuned weights, on prompts it was not trained on."""
     from g2rpo.app import evaluate as command
     from g2rpo.cli.results import show_evaluation
+    from g2rpo.runs.directory import RunDirectory
 
-    if run is None and overrides and "=" not in overrides[0]:
+    if run is None and overrides and ("=" not in overrides[0] or RunDirectory(Path(overrides[0])).config.is_file()):
         run, overrides = Path(overrides[0]), overrides[1:]
     if (run is None) == (model is None):
         raise UserError("name a run, or a pipeline with --model")
+    options.refuse_with_run(run, guidance, size)
     settings = command.run_settings(run) if run else command.model_settings(str(model), size, guidance)
     named = {
         "weights": str(weights) if weights else None,

@@ -41,6 +41,8 @@ def plan(
 
         if device is not None or probe:
             raise UserError("--cards is about every card; leave --device and --probe out")
+        if within is not None:
+            raise UserError("--cards and --within are two plans; name one")
         rows = on_cards(recipe, overrides or [], ranks, ranks_per_node)
         plain, show = {key: row.plain() for key, row in rows.items()}, partial(tables.show_cards, recipe, rows)
     elif within is not None:

@@ -12,6 +12,7 @@ from rich.text import Text
 from g2rpo.app.stopping import stoppable
 from g2rpo.cli import options
 from g2rpo.cli.output import Output, console, say
+from g2rpo.core.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +39,10 @@ def train(
     push_to_hub: options.PushToHub = None,
 ) -> None:
     """Train a model on rewards."""
-    if resume and recipe is not None and "=" in recipe:
+    if resume and recipe is not None and "=" in recipe and not recipe.endswith((".yaml", ".yml")):
         overrides, recipe = [recipe, *(overrides or [])], None
+    if accept_changes and not resume:
+        raise UserError("--accept-changes is for --resume; a new run has nothing to compare with")
     _train(recipe, overrides, run_dir, resume, accept_changes, within, push_to_hub, find_rate)
 
 

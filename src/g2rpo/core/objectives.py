@@ -60,10 +60,11 @@ def mix_rewards(
     normalize = partial(
         group_normalize, eps=1e-4 if population_std else 1e-8, batch_std=batch_std, population_std=population_std
     )
-    by_grain = normalize((per_reward * rewards).sum(-3)) if mix == "rewards" else (per_reward * normalize(rewards)).sum(-3)
+    weighted = torch.where(per_reward != 0, per_reward * rewards, 0)  # a reward of weight 0 may have no score
+    by_grain = normalize(weighted.sum(-3)) if mix == "rewards" else (per_reward * normalize(rewards)).sum(-3)
     summed = by_grain.sum(-2)
-    if mix == "gdpo":
-        return group_normalize(summed.flatten()).reshape(summed.shape)
+    if mix == "gdpo":  # groups of equal rewards stay at 0
+        return torch.where(summed == 0, 0, group_normalize(summed.flatten()).reshape(summed.shape))
     return summed
 
 

@@ -78,7 +78,7 @@ def default_controls(num_steps: int, guidance: float | None) -> list[Control]:
     """One knob at a time, at the `num_steps` and the guidance scale of a run; None: the model is sampled without one."""
     return [
         *(Control(noise=scale) for scale in NOISES),
-        *(Control(steps=min(times * num_steps, 250)) for times in STEPS),
+        *(Control(steps=steps) for steps in sorted({min(times * num_steps, 250) for times in STEPS}) if steps > num_steps),
         *(Control(guidance=times * guidance) for times in GUIDANCE if guidance),
         *(Control(solver=solver) for solver in ("dpmpp2m", "forecast", "sde")),
     ]

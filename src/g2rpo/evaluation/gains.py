@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from g2rpo.core.errors import UserError
 
 Scores = NDArray[np.float64]
 PILOT_SEEDS = 1000
@@ -22,5 +25,8 @@ def gains(first: Mapping[str, Scores], last: Mapping[str, Scores], weights: Mapp
 
 
 def best_rate(gains: Mapping[float, Sequence[float]]) -> float:
-    """The rate with the highest mean gain of its pilots; the smallest of ties."""
-    return max(sorted(gains), key=lambda rate: float(np.mean(gains[rate])))
+    """The rate with the highest mean gain of its pilots; the smallest of ties. UserError if no pilot has scores."""
+    means = {rate: float(np.mean(own)) for rate, own in sorted(gains.items())}
+    if not (known := [rate for rate, mean in means.items() if math.isfinite(mean)]):
+        raise UserError("no pilot has scores of all rewards, so no learning rate can be chosen; their logs say why")
+    return max(known, key=means.__getitem__)

@@ -46,12 +46,26 @@ def _work(config: Config, plans: Sequence[Plan], evaluations: int | None = None)
     return evaluations + prompts * (TRAINED_LATENT * trained + base)
 
 
+MOST = 1_000_000
+"""The most iterations of a budget."""
+
+
 def iterations_within(config: Config, evaluations: float) -> int:
     """The most iterations whose `work` stays within `evaluations`; a `UserError` if that is none."""
-    iterations, spent = 0, work(config, 0)
+    known: dict[tuple[Plan, ...], int] = {}
+
+    def cost(iteration: int) -> int:
+        plans = tuple(plans_in(config, iteration))
+        if plans not in known:  # counting calls the algorithm's loss
+            known[plans] = _work(config, plans)
+        return known[plans]
+
+    iterations, spent = 0, cost(0)
     if spent > evaluations:
         raise UserError(f"a budget of {evaluations:,.0f} evaluations is below one iteration, which takes {spent:,}")
     while spent <= evaluations:
         iterations += 1
-        spent += work(config, iterations)
+        if iterations > MOST:
+            raise UserError(f"a budget of {evaluations:,.0f} evaluations is more than {MOST:,} iterations")
+        spent += cost(iterations)
     return iterations

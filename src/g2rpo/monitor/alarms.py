@@ -83,7 +83,10 @@ class Alarms:
     def best_so_far(self) -> bool:
         """Whether the newest evaluation raised no alarm and its `judged_gain` is above that of all others that raised none."""
         gains = [_number(row, "judged_gain") for row in self.rows if row["kind"] == "eval" and "alarms" not in row]
-        return "alarms" not in self.rows[-1] and not any(gain >= gains[-1] for gain in gains[:-1])
+        newest = self.rows[-1]
+        if "alarms" in newest or math.isnan(gains[-1]):
+            return False
+        return not any(gain >= gains[-1] for gain in gains[:-1])
 
 
 def judged_gain(base: Scores, tuned: Scores, names: Sequence[str]) -> float:
@@ -194,7 +197,7 @@ def picture_alarms(row: Row, count: int) -> dict[str, str]:
 def diversity_alarm(rows: Sequence[Row]) -> dict[str, str]:
     """Whether pictures of one prompt differ less than half as much in the last of these rows as in the first, the base's: its
     right pictures if both rows know it, because wrong ones differ from them as well, and all of them else."""
-    if len(rows) < 2:
+    if len(rows) < 2 or rows[0]["iteration"] > 0:  # else the first row is not the base's
         return {}
     pairs = {which: [_number(row, key) for row in (rows[0], rows[-1])] for which, key in DIVERSITIES.items()}
     which, (base, now) = next(item for item in pairs.items() if item[0] == "pictures" or not math.isnan(sum(item[1])))

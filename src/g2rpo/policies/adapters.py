@@ -33,6 +33,8 @@ OTHER_KINDS = {
     ".diff": "LoRA with whole weights beside",
 }
 TEXT = ("lora_te", "text_encoder", "text_model")
+OTHERS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Settings of peft that are not supported."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ def _scale(config: Any) -> float:
     """alpha / rank, which is 1 except in files of earlier versions; ValueError for another header than diffusers writes."""
     if not isinstance(config, dict):
         raise ValueError(f"its {CONFIG} should be an object, is {config!r:.80}")
+    _refuse_others("its header", {key: config.get(PREFIX + key) for key in OTHERS})
     alpha = config.get(ALPHA, 1)
     rank = config.get(RANK, alpha)
     if not all(isinstance(each, int | float) and 0 < each < math.inf for each in (alpha, rank)):
@@ -160,12 +163,17 @@ def _scale(config: Any) -> float:
     return alpha / rank
 
 
+def _refuse_others(place: str, config: Mapping[str, Any]) -> None:
+    """UserError for what makes modules differ in more than their factors."""
+    if odd := [key for key in OTHERS if config.get(key)]:
+        raise UserError(f"{place}: has {odd[0]}, which is not supported; a LoRA of one rank and alpha is")
+
+
 def _peft_scale(file: Path) -> float:
     """alpha / rank of the config that peft writes beside its tensors."""
     with loading(f"{file}: cannot be read"):
         config = parse_json(read_text(file))
-        if odd := [key for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if config.get(key)]:
-            raise UserError(f"{file}: has {odd[0]}, which is not supported; a LoRA of one rank and alpha is")
+        _refuse_others(str(file), config)
         return _scale({RANK: config["r"], ALPHA: config["lora_alpha"]})
 
 

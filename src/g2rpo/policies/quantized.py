@@ -173,7 +173,7 @@ def check(how: Quantize, *, tuning: str, dtype: str, device: str) -> None:
         return
     if tuning == "full":
         raise UserError(f"{asked} is for weights that are not trained: set policy.tuning=lora, or take it out")
-    if how == "nf4" and not _installed("bitsandbytes"):
+    if how == "nf4" and not installed("bitsandbytes"):
         raise UserError(f"{asked} needs bitsandbytes: pip install bitsandbytes, or take int8, which needs no library")
     if how != "fp8":
         return
@@ -201,7 +201,7 @@ def _try_float8(device: str) -> None:
         layer.product(torch.ones(32, 64, device=device, dtype=torch.bfloat16)).cpu()
 
 
-def _installed(library: str) -> bool:
+def installed(library: str) -> bool:
     try:
         return importlib.util.find_spec(library) is not None
     except ValueError:  # its entry in sys.modules is None

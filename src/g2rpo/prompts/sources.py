@@ -112,7 +112,7 @@ def _from_hub(source: str) -> list[Prompt]:
         data = datasets.load_dataset(name, subset, split=split)
     if column not in data.column_names:
         raise UserError(_no_column(source, column, data.column_names))
-    plain = [name for name, kind in data.features.items() if type(kind).__name__ == "Value" and not _is_binary(kind.dtype)]
+    plain = [field.name for field in data.features.arrow_schema if not _is_binary(str(field.type))]
     return _usable(source, data.select_columns(plain).to_list(), column, "row")
 
 
@@ -146,12 +146,12 @@ def _prompt(record: Mapping[str, Any], column: str, place: str, beside: Path | N
     if not isinstance(named, Mapping):
         raise UserError(f"{place}: metadata should be an object, is {named!r:.80}")
     rest = {key: value for key, value in record.items() if key not in (column, "images", "image", "metadata")}
-    metadata = {**rest, **named}
-    if not is_text(json.dumps(metadata, ensure_ascii=False, default=str)):
+    stored = json.dumps({**rest, **named}, ensure_ascii=False, default=str)  # dates and the like as text
+    if not is_text(stored):
         raise UserError(f"{place}: its metadata has a lone surrogate, which no text may have")
     paths = [_picture(image, place, beside) for image in images]
     check_files(paths, place)
-    return Prompt(record[column].strip(), paths, metadata)
+    return Prompt(record[column].strip(), paths, json.loads(stored))
 
 
 def _picture(image: str, place: str, beside: Path | None) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
 from g2rpo.core.files import local
@@ -18,6 +20,7 @@ from g2rpo.rewards.pixels import PictureReward, Preprocess
 from g2rpo.rewards.weights import MissingFile, build, check_config, fetch, parse_dtype, read_state_dict
 
 TEXT_CACHE_SIZE = 1024
+_TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
@@ -205,6 +208,10 @@ def _has_open_clip(path: str | Path) -> bool:
         return fetch(path, "open_clip_config.json").is_file()
     except MissingFile:
         return False
+    except LocalEntryNotFoundError:  # without the hub: whatever of the two is in its cache
+        if any(isinstance(try_to_load_from_cache(str(path), name), str) for name in _TRANSFORMERS_WEIGHTS):
+            return False
+        raise
 
 
 def _transformers_preprocess(path: str | Path) -> Preprocess:

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from g2rpo.core.errors import did_you_mean
+from g2rpo.core.errors import at_least_one, did_you_mean
 from g2rpo.core.images import to_pil
 from g2rpo.core.input_pictures import INPUT, images_of, read_inputs
 from g2rpo.rewards.instructions import read_instruction
@@ -96,7 +96,7 @@ FORMS = {
 # Every repetition is bounded: an answer of a million blanks would otherwise be tried in a million ways.
 _NUMBER = (
     r"[\s*_]{0,20}(?:\(\s{0,9}\d{1,2}\s{0,9}-\s{0,9}\d{1,2}\s{0,9}\))?[\s*_]{0,20}:[\s*_<]{0,20}"
-    r"(\d{1,9}(?:\.\d{1,9})?)(?![\d.]{0,20}\s{0,20}(?:-|to)\s{0,20}\d)"
+    r"(\d{1,9}(?:\.\d{1,9})?)(?![\d.]{0,20}[^\S\n]{0,20}(?:-|to)[^\S\n]{0,20}\d)"
 )
 
 
@@ -164,6 +164,7 @@ class VLMJudge(PictureReward):
         if not self.names:
             self.settings |= {"max_tokens": max_tokens or 1, "logprobs": True, "top_logprobs": MOST_LIKELY}
         self.settings |= request or {}
+        at_least_one(image_size=image_size)
         self.image_size, self.concurrency = image_size, concurrency
         self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
         check_patience(timeout_s=timeout_s, retries=retries, backoff_s=backoff_s, concurrency=concurrency)

@@ -64,13 +64,16 @@ def _download(repository: str, names: tuple[str, ...]) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+    unreachable: LocalEntryNotFoundError | None = None
     for name in names:
         try:
             return Path(hf_hub_download(repository, name))
-        except LocalEntryNotFoundError:  # the hub could not be reached, so it is unknown whether the file exists
-            raise
+        except LocalEntryNotFoundError as error:  # not in the cache, and the hub cannot be reached: another name may be cached
+            unreachable = unreachable or error
         except EntryNotFoundError:
             continue
+    if unreachable is not None:
+        raise unreachable
     raise MissingFile(f"the repository {repository} has no {' or '.join(names)}")
 
 

@@ -85,6 +85,8 @@ def weighted_scores(
     images = x if all(reward.latent for reward in rewards.values()) else policy.decode(x)
     total, asked = torch.zeros(len(x), device=x.device), [prompts[row] for row in rows]
     for (name, reward), weight in zip(rewards.items(), weights.tolist(), strict=True):
+        if not weight:
+            continue
         with naming_reward(name, f"failed on {counted(len(x), 'picture')}"):
             total = total + weight * reward(x if reward.latent else images, asked).to(total)
     return total

@@ -121,8 +121,14 @@ def clip_of(picture: Path) -> Path:
     return picture.with_suffix(".webp")
 
 
+WEIGHTS = ("pytorch_lora_weights.safetensors", "config.json")
+"""A folder of weights has one of these: of an adapter, or of a transformer."""
+
+
 def check_weights(path: Path) -> None:
     """UserError for a path that cannot be tuned weights."""
     if not path.is_dir() and not (path.is_file() and path.suffix == ".safetensors"):
         what = "an adapter/ or a transformer/ that training wrote, or a .safetensors file of one"
         raise UserError(f"weights {path}: is no folder and no .safetensors file; name {what}")
+    if path.is_dir() and not any((path / name).is_file() for name in WEIGHTS):
+        raise UserError(f"weights {path}: holds neither {' nor '.join(WEIGHTS)}; of a run, name its adapter/ or transformer/")

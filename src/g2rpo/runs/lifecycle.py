@@ -60,7 +60,7 @@ def entered(config: Config, run_dir: Path | None, resume: bool, notify: Callable
         raise UserError("--resume continues a run: name its directory with --run-dir")
     with ExitStack() as stack:
         if run_dir is None:
-            directory = _enter_fresh(stack, config.recipe or "run", notify)
+            directory = enter_fresh(stack, Path("runs"), config.recipe or "run", notify)
         else:
             directory = run_dir
             check_directory(config, directory, resume)  # before it is touched
@@ -181,10 +181,10 @@ def _check_same(config: Config, other: Config, directory: Path) -> None:
         raise UserError(f"{directory} belongs to a run with another config:{listed}\n{how}")
 
 
-def _enter_fresh(stack: ExitStack, name: str, notify: Callable[[str], None]) -> Path:
-    """Enters the first of runs/NAME, runs/NAME-2, ... that does not exist; concurrent runs get different ones."""
+def enter_fresh(stack: ExitStack, root: Path, name: str, notify: Callable[[str], None] = print) -> Path:
+    """Enters the first of ROOT/NAME, ROOT/NAME-2, ... that does not exist; concurrent commands get different ones."""
     while True:
-        directory = fresh_directory(Path("runs"), name)
+        directory = fresh_directory(root, name)
         with ExitStack() as attempt:
             try:
                 attempt.enter_context(held(directory, notify))

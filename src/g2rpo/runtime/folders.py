@@ -96,12 +96,15 @@ def whole(folder: Path) -> Iterator[Path]:
     try:
         yield unfinished
         settle(unfinished)
+        replaced = folder.with_name(f"{unfinished.name}_replaced")
         if folder.exists():
-            remove(folder)
+            folder.rename(replaced)  # not removed: a kill must not leave neither
         unfinished.rename(folder)
     except BaseException:  # an interrupt too must leave nothing behind
         shutil.rmtree(unfinished)
         raise
+    if replaced.exists():
+        remove(replaced)
     sync(folder.parent)
 
 

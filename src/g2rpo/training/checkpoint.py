@@ -110,6 +110,13 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted((path for path in found if re.fullmatch(r"iteration_\d{6,}", path.name)), key=_iteration)
 
 
+def forget_after(root: Path, iteration: int) -> None:
+    """Removes checkpoints of later iterations."""
+    for path in checkpoints(root):
+        if _iteration(path) > iteration:
+            remove(path)
+
+
 def newest_iteration(root: Path) -> int:
     """The iteration of the newest checkpoint, whether it is intact or not; 0 if there is none."""
     return _iteration(found[-1]) if (found := checkpoints(root)) else 0

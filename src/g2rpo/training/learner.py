@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from g2rpo.config.schema import OptimConfig
+from g2rpo.core.errors import UserError, out_of_device_memory
 from g2rpo.runtime.devices import accelerator
 from g2rpo.runtime.sharding import Pieces, Replicated
 
@@ -106,7 +107,12 @@ class Learner:
     @torch.no_grad()
     def _exchange(self) -> None:
         for old, parameter in zip(self.old, self.parameters, strict=True):  # one by one: no third copy of all weights
-            trained = parameter.clone()
+            try:
+                trained = parameter.clone()
+            except RuntimeError as error:
+                if out_of_device_memory(error):  # some are swapped, so a smaller batch cannot go on from here
+                    raise UserError("memory ran out while old and trained weights were swapped; lower batch sizes") from error
+                raise
             parameter.copy_(old)
             old.copy_(trained)
 

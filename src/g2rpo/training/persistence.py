@@ -16,7 +16,7 @@ from g2rpo.core.types import AlgorithmState, Policy, Reward
 from g2rpo.runtime.distributed import ALONE
 from g2rpo.runtime.folders import remove_unfinished, whole, writing
 from g2rpo.runtime.sharding import Replicated
-from g2rpo.training.checkpoint import Checkpoint, latest_checkpoint, rotate, save_checkpoint
+from g2rpo.training.checkpoint import Checkpoint, forget_after, latest_checkpoint, rotate, save_checkpoint
 from g2rpo.training.learner import Learner
 from g2rpo.training.model_card import copy_card, finished_at
 from g2rpo.training.reward_states import restore, states
@@ -70,9 +70,11 @@ class Persistence:
         if self.shards.world.differing(torch.tensor([found[0] if found else 0])):
             folder = self.files.run.path
             raise UserError(f"ranks see different checkpoints in {folder}: it must be a folder that all of them share")
-        if found and self.files.writes:  # a process that was killed before rotation leaves one more
+        if self.files.writes:
             with self.files.holding():
-                rotate(self.files.run.checkpoints, found[0], self.keep)
+                forget_after(self.files.run.best, found[0] if found else 0)  # of an attempt that is repeated
+                if found:  # a process that was killed before rotation leaves one more
+                    rotate(self.files.run.checkpoints, found[0], self.keep)
         return (found[0] if found else None), complaints
 
     def keep_best(self, iteration: int) -> None:

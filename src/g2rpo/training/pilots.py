@@ -14,13 +14,13 @@ import torch
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import Stopped
 from g2rpo.core.statistics import interval
+from g2rpo.core.types import Reward
 from g2rpo.evaluation.gains import PILOT_SEEDS, gains
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.monitor.metrics import Row
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.pace import MEASURED, with_length
 from g2rpo.training.rates import LONGER, REPEATED, STOPPED, Pilot, Sweep
-from g2rpo.training.reward_states import restore, states
 from g2rpo.training.trainer import Trainer
 
 PART = 4
@@ -42,6 +42,7 @@ def pilot_config(config: Config, rate: float, iterations: int | None = None) -> 
         "learning_rate": rate,
         "warmup_iterations": int(config.optim.warmup_iterations * share),
         "ema_decay": max(0.0, 1 - (1 - config.optim.ema_decay) / share),
+        "ema_every": config.optim.ema_every and max(1, int(config.optim.ema_every * share)),
     }
     looks = {"controls": False, "every_minutes": None, "first_minutes": None}
     alarms = {name: "off" if action == "off" else "warn" for name, action in config.alarms.items()}
@@ -71,7 +72,8 @@ class Pilots:
         self.parameters = list(parts["policy"].trainable_parameters())
         self.weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
         self.world = parts["shards"].world
-        self.states = copy.deepcopy(states(parts["rewards"] | parts["judges"], self.world))
+        self.rewards: Mapping[str, Reward] = parts["rewards"] | parts["judges"]
+        self.states = {name: copy.deepcopy(reward.state) for name, reward in self.rewards.items()}
         self.base: tuple[Row, Evaluation] | None = None
 
     def find(
@@ -151,4 +153,6 @@ class Pilots:
         """Weights and states as at the beginning."""
         for parameter, weight in zip(self.parameters, self.weights, strict=True):
             parameter.copy_(weight)
-        restore(self.parts["rewards"] | self.parts["judges"], self.states)
+        for name, reward in self.rewards.items():
+            if self.states[name] is not None or reward.state is not None:
+                reward.state = copy.deepcopy(self.states[name])

@@ -22,7 +22,12 @@ class Division:
 
 def divided(config: Config, world: World) -> Division:
     """The division of an iteration; UserError if the ranks cannot have equally many groups, or need each other's."""
-    prompts = config.trainer.prompts_per_iteration
+    prompts, every = config.trainer.prompts_per_iteration, config.algorithm.update_every
+    if world.size > 1 and isinstance(every, float) and config.sampling.num_steps % (parts := round(1 / every)):
+        raise UserError(
+            f"algorithm.update_every={every:g} makes {parts} parts, into which {config.sampling.num_steps} steps cannot be "
+            "dealt out evenly on several ranks; change it or sampling.num_steps"
+        )
     if world.size % prompts or world.size == prompts:
         world.share(prompts, "trainer.prompts_per_iteration")
         return Division(world, World())

@@ -52,10 +52,12 @@ def learn(
     learning = {name: one for name, one in rewards.items() if one.learns_every and iteration % one.learns_every == 0}
     seen = pictures() if learning else None
     for name, reward in learning.items():
-        with naming_reward(name, "failed to learn"):
+        with naming_reward(name, "failed to look"):
             assert seen is not None
-            found = reward.learn(iteration, world.gather(reward.look(*seen)))
-            learnt |= {f"{name}/{key}": value for key, value in found.items()}
+            own = reward.look(*seen)
+        every = world.gather(own)
+        with naming_reward(name, "failed to learn"):
+            learnt |= {f"{name}/{key}": value for key, value in reward.learn(iteration, every).items()}
     return learnt
 
 

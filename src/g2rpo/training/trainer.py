@@ -94,7 +94,7 @@ class Trainer:
         self.algorithm = c.algorithm
         check_complete(self.algorithm)
         check_differentiable(self.algorithm, self.rewards)
-        check_groups(self.algorithm, {**self.rewards, **self.judges}, c.policy.tuning)
+        check_groups(self.algorithm, {**self.rewards, **self.judges}, c.policy.tuning, c.trainer.sharding)
         self.memory = state_of(self.algorithm)
         self.sigmas = grid_of(c.sampling.shift, self.policy, c.sampling.num_steps)
         entries = self.policy.noise([generator_for("alarms")]).numel()
@@ -157,8 +157,8 @@ class Trainer:
 
     @property
     def _keeps_base(self) -> bool:
-        """Whether the base model is still there after training."""
-        return self.config.policy.tuning == "lora" or self.algorithm.uses_base
+        """Whether the base model can still be sampled after training; a divided one is for the loss alone."""
+        return self.config.policy.tuning == "lora" or (self.algorithm.uses_base and not self.shards.divided)
 
     def __repr__(self) -> str:
         of = f"iteration {self.iteration} of {self.config.trainer.iterations}"
@@ -173,6 +173,7 @@ class Trainer:
         """Runs the remaining iterations; yields a row per iteration and per evaluation as they are logged."""
         self.saved_at = time.monotonic()
         with self.files.log(self.iteration, self.config.model_dump(mode="json"), self.trackers) as logged:
+            self._fit_to_time()  # without time left the run has ended, and is evaluated
             if self._evaluation_due():
                 yield logged(self._evaluate_unless_stopped())
                 self._stop_if_asked()
@@ -421,6 +422,7 @@ class Trainer:
             return self.evaluate()
         except Preempted:
             self._save_what_was_learnt()
+            self.early_stop.end_if_asked(self.iteration, self.roll_back)
             raise
 
     def _leave_if_asked(self) -> None:

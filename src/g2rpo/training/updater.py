@@ -77,17 +77,21 @@ def check_differentiable(algorithm: Algorithm, rewards: Mapping[str, Reward | ty
         )
 
 
-def check_groups(algorithm: Algorithm, rewards: Mapping[str, Reward | type[Reward]], tuning: str) -> None:
-    """UserError if some of `rewards` (or their classes) compare what a run with this algorithm and tuning does not have:
+def check_groups(
+    algorithm: Algorithm, rewards: Mapping[str, Reward | type[Reward]], tuning: str, sharding: str = "none"
+) -> None:
+    """UserError if some of `rewards` (or their classes) compare what a run of these settings does not have:
     groups, and the base model beside the tuned one."""
     if not (comparing := ", ".join(name for name, reward in rewards.items() if reward.group)):
         return
     if algorithm.group_size == 1 or candidates_of(algorithm) > 1:
         why = "chooses prompts by single pictures" if candidates_of(algorithm) > 1 else "has groups of one"
         raise UserError(f"algorithm {name_of(algorithm)} {why}, and these rewards compare the pictures of a group: {comparing}")
+    what = f"{comparing}: held-out pictures are compared with the base's, which"
+    if tuning == "full" and sharding != "none":
+        raise UserError(f"{what} trainer.sharding={sharding} cannot draw; take lora")
     if tuning == "full" and not algorithm.uses_base:
-        what = f"{comparing}: held-out pictures are compared with the base's, which policy.tuning=full does not keep"
-        raise UserError(f"{what}; take lora, or a KL term (algorithm.kl_weight)")
+        raise UserError(f"{what} policy.tuning=full does not keep; take lora, or a KL term (algorithm.kl_weight)")
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,7 @@ class Updater:
         by_step: dict[int, list[Example]] = defaultdict(list)
         for item in examples:
             by_step[item.step].append(item)
-        yield from by_step.values()
+        yield from (by_step[step] for step in sorted(by_step))  # in the same order on all ranks
 
     def loss(self, examples: Sequence[Example], cond: Cond, first: bool) -> Loss:
         """The algorithm's loss of one pass."""

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 from g2rpo.assembly.config import load_config
-from g2rpo.cli.main import main
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.errors import UserError
 from g2rpo.evaluation.gains import best_rate
 from g2rpo.evaluation.work import iterations_within, work
-from g2rpo.lab.compare.arguments import own_budgets, parse_budget, parse_cells, parse_rates
+from g2rpo.lab.compare.arguments import check_overrides, own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.lab.compare.jobs import environment
 from g2rpo.lab.compare.study import History, gain, lines, read_run, seconds_per_evaluation
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
 from g2rpo.runs.lifecycle import read_config
-from tests.support.commands import done, refused
+from tests.support.commands import done, g2rpo, refused
 from tests.support.runs import fits, trainer
 
 
@@ -74,6 +74,27 @@ def test_a_gain_is_in_units_of_the_base_and_a_rate_is_chosen_on_its_mean():
     assert gain(run([0, 2, math.nan], [1, 3, 9]), {"a": 1.0}) == 1.0
     assert best_rate({4e-4: [0.5, 0.1], 1e-4: [0.2, 0.2], 2e-4: [0.3, 0.4]}) == 2e-4
     assert best_rate({4e-4: [1.0], 1e-4: [1.0]}) == 1e-4
+
+
+def test_a_pilot_without_scores_is_no_choice():
+    assert best_rate({1e-4: [math.nan], 2e-4: [0.5], 4e-4: [0.1]}) == 2e-4
+    with pytest.raises(UserError, match="no pilot has scores"):
+        best_rate({1e-4: [math.nan]})
+
+
+def test_what_a_study_chooses_is_not_set_beside_it():
+    for cells in ({"a": ["optim.learning_rate=1e-3"]}, {"a b": []}):
+        with pytest.raises(UserError, match=r"belongs to the study|its name may have"):
+            check_overrides([], cells, None)
+    with pytest.raises(UserError, match="--rates has the learning rates"):
+        check_overrides(["optim.learning_rate=1e-3"], {"a": []}, [1e-4])
+    check_overrides(["optim.learning_rate=1e-3"], {"a": []}, None)
+
+
+def test_a_budget_of_more_iterations_than_anyone_runs_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr("g2rpo.evaluation.work.MOST", 1000)
+    with pytest.raises(UserError, match="more than 1,000 iterations"):
+        iterations_within(load_config("scenes", []), 1e9)
 
 
 def test_lines_pair_seeds_and_prompts():
@@ -135,7 +156,7 @@ def test_workers_share_the_cores(monkeypatch):
         ),
         (["--algorithms", "g2rpo", "--rates", "1e-4;2"], "--rates 1e-4;2: should be numbers"),
         (["--algorithms", "g2rpo", "--seeds", "1001"], "at most 1000"),
-        (["--algorithms", "g2rpo", "--steps", "0"], "steps.0: input should be greater than 0"),
+        (["--algorithms", "g2rpo", "--steps", "0"], "steps.0: input should be greater than or equal to 1"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_2(capsys, tmp_path, arguments, message):
@@ -247,12 +268,12 @@ def test_a_budget_in_seconds_is_measured_first(capsys, tmp_path, tiny_config, mo
     assert read_config(out / "probes/a").trainer.iterations == 3
 
 
-def test_a_failing_run_is_named_with_what_it_said(tmp_path, tiny_config, forked_jobs):
+def test_a_failing_run_is_named_with_what_it_said(capsys, tmp_path, tiny_config, forked_jobs):
     reward = tmp_path / "mine.py"
     fails = "if len(images) > 2:  # not in the trial\n        raise RuntimeError('no such judge')"
     reward.write_text(f"def broken(images, prompts):\n    {fails}\n    return images.mean((1, 2, 3))\n")
     out = tmp_path / "study"
     overrides = ["rewards.mine.kind=function", f"rewards.mine.options.target={reward}:broken"]
-    with pytest.raises(RuntimeError, match=r"(?s)a, rate 0\.001, seed 42 failed \(exit code 1\).*no such judge"):
-        main(["compare", str(tiny_config), "--cell", "a:", "--out", str(out), *overrides])
+    code, _, said = g2rpo(capsys, "compare", tiny_config, "--cell", "a:", "--out", out, *overrides)
+    assert code == 1 and re.search(r"(?s)a, rate 0\.001, seed 42 failed \(exit code 1\).*no such judge", said)
     assert Path(out / "runs/a/seed_42.log").is_file()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
 from g2rpo.lab.plan import autocast, trace
-from g2rpo.lab.plan.advice import what_fits
+from g2rpo.lab.plan.advice import other_method, what_fits
 from g2rpo.lab.plan.cards import CARDS, card_of
 from g2rpo.lab.plan.counting import count, settled
 from g2rpo.lab.plan.plan import make_plan
@@ -487,3 +488,12 @@ def test_the_probe_times_everything_there_is(flux_directory):
     assert any(not torch.equal(a, b) for a, b in zip(before, trainer.learner.parameters, strict=True))
     assert set(seconds.iteration) == {"encode", "rollout", "decode", "rewards", "update"}
     assert all(value > 0 for value in seconds.iteration.values()) and seconds.run > 3 * sum(seconds.iteration.values())
+
+
+def test_what_is_advised_can_be_done_here(monkeypatch):
+    """Without bitsandbytes no nf4; adapters are not sharded."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert not any("nf4" in word for change in other_method(load_config("scenes", ["policy.tuning=lora"])) for word in change)
+    sharded = load_config("scenes", ["policy.tuning=full", "trainer.sharding=full"])
+    changes = [change for change in other_method(sharded) if "policy.tuning=lora" in change]
+    assert changes and all("trainer.sharding=none" in change for change in changes)

@@ -14,6 +14,7 @@ from g2rpo.core.errors import UserError, did_you_mean
 from g2rpo.lab.compare.study import Unit
 
 BUDGET = "budget="  # the prefix of a cell's own budget among its overrides
+NAME = r"[\w.+-]+"
 SWEPT = ("optim.learning_rate", "trainer.seed", "trainer.iterations")
 
 
@@ -30,7 +31,7 @@ def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:
         _add(table, name.rpartition(":")[2], [f"algorithm.name={name}"])
     for cell in cells:
         name, colon, overrides = cell.partition(":")
-        if not colon or not re.fullmatch(r"[\w.+-]+", name):
+        if not colon or not re.fullmatch(NAME, name):
             example = "--cell 'coarse: algorithm.granularities=[1,2]'"
             raise UserError(f"--cell '{cell}': should be a name (letters, digits, ._+-), a colon and overrides, like {example}")
         _add(table, name, shlex.split(overrides))
@@ -42,10 +43,19 @@ def parse_cells(algorithms: str, cells: Sequence[str]) -> dict[str, list[str]]:
 def _add(table: dict[str, list[str]], name: str, overrides: list[str]) -> None:
     if name in table:
         raise UserError(f"two cells are named '{name}'; give one another name with --cell 'NAME: ...'")
-    for override in overrides:
-        if (key := override.partition("=")[0]) in SWEPT:
-            raise UserError(f"--cell {name}: {key} belongs to the study (--rates, --seeds, --budget), not to a cell")
     table[name] = overrides
+
+
+def check_overrides(overrides: Sequence[str], cells: Mapping[str, Sequence[str]], rates: Sequence[float] | None) -> None:
+    """Refuses overrides of what a study chooses by itself, and names of cells that cannot be folders."""
+    for name, own in cells.items():
+        if not re.fullmatch(NAME, name):
+            raise UserError(f"cell {name!r}: its name may have letters, digits and ._+-")
+        for override in own:
+            if (key := override.partition("=")[0]) in SWEPT:
+                raise UserError(f"--cell {name}: {key} belongs to the study (--rates, --seeds, --budget), not to a cell")
+    if rates and (given := [each for each in overrides if each.startswith("optim.learning_rate=")]):
+        raise UserError(f"{given[0]}: --rates has the learning rates of all cells; take one of the two out")
 
 
 def parse_budget(text: str) -> tuple[Unit, float]:

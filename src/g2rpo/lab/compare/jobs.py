@@ -15,7 +15,7 @@ from pathlib import Path
 from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.stopping import stoppable
 from g2rpo.core import plugins
-from g2rpo.core.errors import UserError
+from g2rpo.core.errors import Stopped, UserError
 from g2rpo.core.files import open_regular
 from g2rpo.runtime.folders import held
 
@@ -83,7 +83,7 @@ class Workers:
         if code:
             tail = "\n".join(job.log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
             message = f"{job.title} failed (exit code {code}); its output is in {job.log}:\n{tail}"
-            raise UserError(message) if code == 2 else RuntimeError(message)
+            raise UserError(message) if code == 2 else Stopped(message)
 
 
 def environment(slot: int, count: int) -> dict[str, str]:

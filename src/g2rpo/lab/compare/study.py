@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from g2rpo.config.schema import Config, Section
+from g2rpo.config.schema import Config, Section, Steps
 from g2rpo.core.files import whole_file
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.controls import highest
@@ -46,7 +46,7 @@ class Study(Section):
     """Training seeds of every cell."""
     pilots: PositiveInt
     """Pilot runs of each cell at each rate; none are needed for one rate."""
-    steps: Annotated[list[PositiveInt], Field(min_length=1)]
+    steps: Annotated[list[Steps], Field(min_length=1)]
     """Step counts at which trained models are evaluated."""
 
     def overrides_of(self, cell: str) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from g2rpo.app.dry_run import try_own_code
 from g2rpo.app.evaluate import config_settings
@@ -25,12 +25,12 @@ from g2rpo.app.events import Emit, Line, silent
 from g2rpo.app.preflight import check
 from g2rpo.assembly.config import load_config
 from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
-from g2rpo.config.schema import Config
+from g2rpo.config.schema import Alarm, Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.evaluation.gains import PILOT_SEEDS, best_rate
 from g2rpo.evaluation.work import iterations_within
-from g2rpo.lab.compare.arguments import own_budgets
+from g2rpo.lab.compare.arguments import check_overrides, own_budgets
 from g2rpo.lab.compare.jobs import Job, Workers, locked
 from g2rpo.lab.compare.results import Cell, StudyResults, write_results
 from g2rpo.lab.compare.study import Study, Unit, gain, read_run, seconds_per_evaluation
@@ -111,7 +111,7 @@ class Workspace:
         if EvaluationDirectory(folder).results.is_file():
             return None
         steps = ",".join(map(str, self.study.steps))
-        arguments = ["evaluate", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
+        arguments = ["evaluate", "--run", str(run), "--steps", steps, "--out", str(folder), f"seed={NOISE}", *settings]
         return Job(title, arguments, folder.parent / f"{folder.name}.log")
 
 
@@ -141,6 +141,7 @@ def compare(
     of study, study-2 ... that holds no other. `controls` samples free knobs of the untrained model too."""
     if seeds > PILOT_SEEDS:
         raise UserError(f"--seeds {seeds}: at most {PILOT_SEEDS}, so that no pilot's seed is used again")
+    check_overrides(overrides, cells, rates)
     cells, budgets = own_budgets(cells, budget[0])
     configs = _configs(recipe, overrides, cells, emit)
     _check_alike(configs)
@@ -236,6 +237,9 @@ def _configs(recipe: str, overrides: Sequence[str], cells: Mapping[str, Sequence
     for cell, variant in cells.items():
         try:
             configs[cell] = config = load_config(recipe, [*overrides, *variant], partial(_note, emit, cell))
+            for alarm in get_args(Alarm):
+                if (action := config.action_of(alarm)) in ("stop", "rollback"):
+                    raise UserError(f"alarms.{alarm}={action} may end a run of the study early; set it to warn or off")
             prompts, _ = check(config)
             try_own_code(config, {"prompts": prompts})
         except UserError as error:

@@ -149,7 +149,9 @@ def _learn_view(content: Content, session: Session, prompt: str) -> None:
             progress((done, total), unit="evaluations")
 
         tuned, chosen = side == sides[1], grains if session.offered else None
-        group = trace_group(session, prompt, seed=seed, plan=plan, tuned=tuned, granularities=chosen, on_progress=report)
+        images = [picture] if picture else []
+        asked = {"seed": seed, "plan": plan, "tuned": tuned, "granularities": chosen, "images": images}
+        group = trace_group(session, prompt, **asked, on_progress=report)
         return views.group_html(group)
 
     gr.on([go.click, box.submit], None, js=CLEAR, api_visibility="private")

@@ -9,6 +9,7 @@ from typing import Any
 from g2rpo.assembly.rewards import declared_by, defaults_of, reward_kind
 from g2rpo.config.given import is_mention
 from g2rpo.config.schema import Config
+from g2rpo.policies.quantized import installed
 
 Change = tuple[str, ...]
 """Overrides that belong together."""
@@ -58,9 +59,11 @@ def other_method(config: Config) -> Iterator[Change]:
         if options.get("dtype") == "float32"
     )
     network = ("policy.dtype=bfloat16",) if config.policy.dtype == "float32" else ()
-    low_rank = ("policy.tuning=lora", "optim.learning_rate=1e-4") if config.policy.tuning == "full" else ()
+    whole = () if config.trainer.sharding == "none" else ("trainer.sharding=none", "trainer.shard_group=all")
+    low_rank = ("policy.tuning=lora", "optim.learning_rate=1e-4", *whole) if config.policy.tuning == "full" else ()
     seen = set()
-    stored = [()] if config.policy.quantize != "none" else [(), *((f"policy.quantize={how}",) for how in ("int8", "nf4"))]
+    fewer_bits = ("int8", "nf4") if installed("bitsandbytes") else ("int8",)
+    stored = [()] if config.policy.quantize != "none" else [(), *((f"policy.quantize={how}",) for how in fewer_bits)]
     for parts in product(((), low_rank), ((), network), stored, ((), rewards)):
         if parts[2] and config.policy.tuning == "full" and not parts[0]:
             continue

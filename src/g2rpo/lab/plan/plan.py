@@ -67,6 +67,7 @@ def find_target(device: str) -> Target:
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise UserError(f"--device {device}: torch sees no CUDA device here; name a card instead: {', '.join(CARDS)}")
+        device = components.pick_device(device, "--device")
         name = torch.cuda.get_device_name(torch.device(device))
         free, total = torch.cuda.mem_get_info(torch.device(device))
         used = f", of whose {in_bytes(total)} other programs use {in_bytes(total - free)}" if total - free > RESERVE else ""
