@@ -131,6 +131,8 @@ def _work_table(plan: Estimate) -> Table:
         (f"pictures decoded, and scored by {judged}", counts.heldout),
     ):
         table.add_row(name, f"{once:,}", f"{once * times:,}")
+    if counts.knobs:
+        table.add_row("network evaluations of free knobs and for diversity", "", f"{counts.knobs:,}")
     return table
 
 
@@ -171,6 +173,9 @@ def _time_table(seconds: Seconds, counts: Counts) -> Table:
         table.add_row("encoding prompts ahead", "", duration(seconds.encoding))
     evaluations = f"{counts.times_evaluated} evaluations, {duration(seconds.evaluation)} each"
     table.add_row(evaluations, "", duration(seconds.evaluation * counts.times_evaluated))
+    if counts.knobs:
+        beside = counts.looks - counts.times_evaluated
+        table.add_row("free knobs of the base, and diversity", "", duration(seconds.evaluation * beside))
     table.add_row("together", duration(sum(seconds.iteration.values())), duration(seconds.run), style="bold")
     return table
 

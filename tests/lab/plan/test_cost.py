@@ -17,6 +17,7 @@ from g2rpo.config.resolve import resolve
 from g2rpo.config.schema import RewardConfig
 from g2rpo.core.errors import UserError
 from g2rpo.core.seeding import generator_for
+from g2rpo.evaluation.controls import PLAIN
 from g2rpo.lab.plan import autocast, trace
 from g2rpo.lab.plan.advice import other_method, what_fits
 from g2rpo.lab.plan.cards import CARDS, card_of
@@ -497,3 +498,21 @@ def test_what_is_advised_can_be_done_here(monkeypatch):
     sharded = load_config("scenes", ["policy.tuning=full", "trainer.sharding=full"])
     changes = [change for change in other_method(sharded) if "policy.tuning=lora" in change]
     assert changes and all("trainer.sharding=none" in change for change in changes)
+
+
+def test_free_knobs_and_diversity_are_counted_as_the_run_evaluates_them(flux_directory, tmp_path):
+    c = config(flux_directory, "evaluation.controls=true")
+    t, evaluations = train(c, tmp_path), []
+    evaluate, steps = t.evaluator.evaluate, t.evaluator.sampler.num_steps
+
+    def counted(iteration, on_rows, prompts, control=PLAIN, **more):
+        evaluations.append(len(prompts) * (control.steps or steps))
+        return evaluate(iteration, on_rows, prompts, control, **more)
+
+    t.evaluator.evaluate = counted
+    t.evaluator.sample_controls(0, lambda rows: None)
+    controls = sum(evaluations)
+    t.evaluator.spread(0, lambda rows: None)
+    counts = make_plan(c, cuda=False, heldout=3, distinct_prompts=5).counts
+    assert controls and counts.knobs == controls + counts.times_evaluated * evaluations[-1]
+    assert counts.looks == counts.times_evaluated + counts.knobs / (3 * steps)

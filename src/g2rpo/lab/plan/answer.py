@@ -74,6 +74,7 @@ class Answer:
                 "evaluated": counts.times_evaluated,
                 "evaluations_when_evaluated": counts.heldout_evaluations,
                 "pictures_when_evaluated": counts.heldout,
+                "evaluations_of_free_knobs": counts.knobs,
                 "checkpoints": counts.checkpoints,
             },
             "memory": {**asdict(plan.memory), "capacity": self.target.capacity, "fits": self.fits},

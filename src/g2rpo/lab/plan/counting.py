@@ -14,12 +14,15 @@ from g2rpo.core.capabilities import candidates_of
 from g2rpo.core.flow import sigma_grid
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Plan, no_kernel
+from g2rpo.evaluation.controls import SPREAD_NOISES
 from g2rpo.evaluation.work import plans_in
+from g2rpo.policies.anyflow import DiffusersPolicy
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.engine import Engine
 from g2rpo.rollout.planning import anchor_walk
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.memory import CPU_ROWS, batch_sizes
+from g2rpo.training.evaluator import free_knobs
 from g2rpo.training.updater import Updater
 
 AUTO_ROWS = {"batch_size": 8, "decode_batch_size": 1}
@@ -70,6 +73,8 @@ class Counts:
     heldout_steps: int
     times_evaluated: int
     checkpoints: int
+    knobs: int = 0
+    """Network evaluations, over the run, of free knobs and of the pictures whose diversity is measured."""
 
     @property
     def iterations(self) -> int:
@@ -78,6 +83,11 @@ class Counts:
     @property
     def heldout_evaluations(self) -> int:
         return self.heldout * self.heldout_steps
+
+    @property
+    def looks(self) -> float:
+        """Evaluations of the run, with what takes as long as such."""
+        return self.times_evaluated + self.knobs / self.heldout_evaluations
 
     def total(self, of: Callable[[Iteration], float]) -> float:
         """A quantity of iterations, summed over the run."""
@@ -109,6 +119,14 @@ def count(config: Config, heldout: int, among: World = ALONE) -> Counts:
         times_evaluated=1 + _times(trainer.iterations, config.evaluation.every),
         checkpoints=_times(trainer.iterations, trainer.checkpoint_every),
     )
+
+
+def knob_evaluations(config: Config, policy: DiffusersPolicy, heldout: int, times_evaluated: int) -> int:
+    """`Counts.knobs` of a run of `config` on `heldout` prompts."""
+    steps = config.evaluation.num_steps or config.sampling.num_steps
+    asked = free_knobs(config, policy, steps, heldout, True)
+    controls = sum(control.steps or steps for control in asked.get("controls", ())) * asked.get("controls_on", 0)
+    return controls + asked.get("spread_on", 0) * SPREAD_NOISES * steps * times_evaluated
 
 
 def _times(iterations: int, every: int) -> int:

@@ -17,7 +17,7 @@ from g2rpo.config.schema import Config
 from g2rpo.core.errors import UserError, loading
 from g2rpo.core.files import in_bytes
 from g2rpo.lab.plan.cards import CARDS, Card, card_of, find_card
-from g2rpo.lab.plan.counting import Counts, Iteration, count, settled
+from g2rpo.lab.plan.counting import Counts, Iteration, count, knob_evaluations, settled
 from g2rpo.lab.plan.memory import RESERVE, Memory, plan_memory
 from g2rpo.lab.plan.network import NETWORK, Layout, Limit, Traffic, limit_of, nodes_of, traffic
 from g2rpo.lab.plan.rewards import RewardCost, cost_of_reward
@@ -154,19 +154,21 @@ def make_plan(
     node = nodes_of(ranks, ranks_per_node)
     components.check_sharding(config, ranks, node)
     group = components.shard_group(config, ranks, node) if config.trainer.sharding != "none" else 1
-    config = settled(config, cuda)
+    whole = config = settled(config, cuda)
     division = divided(config, World(size=ranks))  # rank 0's has the earliest branch steps, so most evaluations
     share = division.prompts.share(config.trainer.prompts_per_iteration, "trainer.prompts_per_iteration")
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"prompts_per_iteration": share})})
-    heldout = math.ceil(heldout / ranks) if heldout >= ranks else heldout
-    counts = count(config, heldout, division.plans)
+    looking = ranks if heldout >= ranks else 1  # ranks between which an evaluation is divided
+    counts = count(config, math.ceil(heldout / looking), division.plans)
     blueprint = replace(read_blueprint(config.policy), text_tokens=text_tokens)
     alike = [it for it in known if (it.blueprint, it.config.policy) == (blueprint, config.policy)]
-    same = [it.traced for it in alike if _calls(it.config, it.counts, it.cuda) == _calls(config, counts, cuda)]
     with loading(f"policy.path={config.policy.path}: its config files describe no model that can be computed"):
         policy = alike[0].policy if alike else build_on_meta(blueprint, config.policy)
         components.check_judged_size(config, policy)
         components.check_trained_steps(config, policy)
+        knobs = knob_evaluations(whole, policy, heldout, counts.times_evaluated)
+        counts = replace(counts, knobs=math.ceil(knobs / looking))
+        same = [it.traced for it in alike if _calls(it.config, it.counts, it.cuda) == _calls(config, counts, cuda)]
         traced = same[0] if same else trace_calls(blueprint, config, counts, like_cuda=cuda)
         shapes = shapes_of(policy, blueprint)
     table = {**config.rewards, **config.evaluation.rewards}

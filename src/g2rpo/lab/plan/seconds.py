@@ -35,7 +35,7 @@ class Seconds:
 
 def summed(iteration: dict[str, float], encoding: float, evaluation: float, counts: Counts, basis: str) -> Seconds:
     """The run's time from the times of its phases."""
-    run = counts.iterations * sum(iteration.values()) + encoding + counts.times_evaluated * evaluation
+    run = counts.iterations * sum(iteration.values()) + encoding + counts.looks * evaluation
     return Seconds(iteration, encoding, evaluation, run, basis)
 
 
