@@ -1,11 +1,12 @@
 """Hyper-parameters out of range: refused for every algorithm, by the same limits in a config and in Python."""
 
 import dataclasses
+import re
 
 import pytest
 
 from g2rpo.algorithms.fdfo import FDFO
-from g2rpo.config.algorithms import ALGORITHMS
+from g2rpo.config.algorithms import ALGORITHMS, title_of
 from g2rpo.core.errors import UserError
 from tests.support.runs import config
 
@@ -75,3 +76,10 @@ def test_updates_may_be_a_share_of_a_rollout():
 def test_a_misspelt_field_is_refused_in_python_too():
     with pytest.raises(ValueError, match="gruop_size"):
         ALGORITHMS["g2rpo"](gruop_size=4)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_names_itself_and_its_paper(name):
+    """Of its own class: a class of the user's that inherits from one is not that paper's."""
+    title, paper = title_of(ALGORITHMS[name]())
+    assert title and re.fullmatch(r"\d{4}\.\d{5}", paper)

@@ -91,6 +91,7 @@ class MixGRPOFlash(MixGRPO):
 
     name: Literal["mixgrpo_flash"] = "mixgrpo_flash"  # type: ignore[assignment]
     title: ClassVar[str] = "MixGRPO-Flash"
+    paper: ClassVar[str] = "2507.21802"
     window_iterations: PositiveInt = 20
     compression: Annotated[float, Field(gt=0, le=1)] = 0.4
 
