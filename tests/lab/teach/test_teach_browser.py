@@ -112,6 +112,7 @@ def test_a_tab_of_the_demo_begins_and_ends_a_session(tmp_path, browser):  # noqa
             page.locator("[data-member]").first.wait_for()
             answered(page, tmp_path / str(number - 1), lambda: page.keyboard.press("3"))
             page.get_by_role("tab", name="Draw").click()
+            page.locator("#draw").wait_for()  # Gradio shows a tab some milliseconds after the click
             page.keyboard.press("3")
             page.get_by_role("tab", name="Teach").click()
             page.locator("#finish").click()
