@@ -20,13 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from g2rpo.app.build import parts_of
+from g2rpo.app.build import checked_parts
+from g2rpo.app.events import silent
+from g2rpo.app.preflight import check
 from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import interval
 from g2rpo.evaluation.gains import PILOT_SEEDS, gains
 from g2rpo.runs.directory import RunDirectory
+from g2rpo.runtime.distributed import ALONE
 from g2rpo.training.pilots import LEVEL, Pilots
 from g2rpo.training.rates import FACTORS, Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
@@ -62,7 +65,8 @@ def whole_run(parts: dict[str, Any], seed: int, factor: float, recipe: str) -> d
 def work(recipe: str, whole: int, pilots: int, out: Path) -> None:
     """Runs what is missing, seed by seed."""
     first = config_of(recipe, FIRST)
-    parts = parts_of(first, None)
+    prompts, heldout = check(first, {})
+    parts = checked_parts(first, None, print, ALONE, {"prompts": prompts, "heldout": heldout}, silent)
     start = Pilots(parts)
     for seed in range(FIRST_PILOT, FIRST_PILOT + pilots):
         run = RunDirectory(out / recipe / f"pilots_{seed + PILOT_SEEDS}")

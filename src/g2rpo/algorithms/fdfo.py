@@ -2,7 +2,7 @@
 
 The paper's algorithm, and where each line is implemented:
 
-    sample two pictures whose initial noises and steps differ a little: a pair                     plans, kernel
+    sample two pictures whose initial noises and steps differ a little: a pair                   plans, kernel
     A = half the difference of their rewards; d = half that of their final latents               advantages, examples
     at every step of both, with d divided by its mean square:
         log r = |d|^2 - |v - (v_old - d)|^2,  means over entries                                 loss
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -26,6 +25,7 @@ from g2rpo.algorithms.forward_process import mean_square
 from g2rpo.algorithms.hyperparameters import STRICT, GroupSize, UpdateEvery
 from g2rpo.core.data import Batch, Example, Loss, Plan, Rollout, per_row
 from g2rpo.core.flow import cps_kernel
+from g2rpo.core.objectives import weighted
 from g2rpo.core.types import Algorithm, Draw, Kernel, Network
 
 TINY = 1e-6
@@ -67,8 +67,7 @@ class FDFO(Algorithm):
 
     def advantages(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of rewards less the group's mean, in the rewards' own units; 0 without a score."""
-        each = weights[:, None, None]
-        total = torch.where(each != 0, each * rewards.double(), 0).sum((1, 2))
+        total = weighted(rewards.double(), weights).sum((1, 2))
         return (total - total.nanmean(1, keepdim=True)).nan_to_num().to(rewards.dtype)
 
     def examples(self, rollout: Rollout, advantages: Tensor, draw: Draw) -> list[Example]:

@@ -41,22 +41,10 @@ def build_trainer(
     Prompts are encoded before policy and rewards are on the device, with progress by `emit`. `notify(message)` is called for
     problems with the embedding cache, batch sizes and trackers. `given` may have the keys listed in `preflight.check`.
     """
-    return Trainer(**parts_of(config, run_dir, notify, world, given, emit))
-
-
-def parts_of(
-    config: Config,
-    run_dir: Path | None,
-    notify: Callable[[str], None] = print,
-    world: World = ALONE,
-    given: Mapping[str, Any] | None = None,
-    emit: Emit = silent,
-) -> dict[str, Any]:
-    """The arguments of that trainer."""
     given = given or {}
     prompts, heldout = check(config, given)
     check_inputs([*given.get("prompts", ()), *given.get("heldout", ())])
-    return checked_parts(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, emit)
+    return Trainer(**checked_parts(config, run_dir, notify, world, {"prompts": prompts, "heldout": heldout, **given}, emit))
 
 
 def checked_parts(

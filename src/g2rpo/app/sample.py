@@ -16,7 +16,7 @@ from torch import Tensor
 
 from g2rpo.assembly import components
 from g2rpo.config.resolve import resolve_as
-from g2rpo.config.schema import Config, Count, PolicyConfig, Section, Shift, Steps
+from g2rpo.config.schema import Count, PolicyConfig, Section, Shift, Steps
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import local, whole_file
 from g2rpo.core.input_pictures import check_inputs, images_of
@@ -77,59 +77,44 @@ def sample(
     prompts = [*prompts, *(read_prompts(file) if file else [])]
     values = {"steps": steps, "shift": shift, "strength": strength, "batch_size": batch_size, "video": video}
     options = resolve_as(SampleOptions, values, source="sample")
-    config = read_config(run) if run is not None else None
-    _check(prompts, options)
-    with ExitStack() as stack:  # two commands at a time take different folders
-        out = enter_fresh(stack, Path(), "samples") if out is None else _entered(stack, out)
-        return _sample(prompts, options, config, run, policy, weights, base, seed, out)
-
-
-def _entered(stack: ExitStack, out: Path) -> Path:
-    """An empty folder, locked."""
-    for taken in (False, True):
-        if not is_empty(out):
-            raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
-        if not taken:
-            stack.enter_context(held(out))
-    return out
-
-
-def _sample(
-    prompts: Sequence[str],
-    options: SampleOptions,
-    config: Config | None,
-    run: Path | None,
-    policy: PolicyConfig | None,
-    weights: Path | None,
-    base: bool,
-    seed: int,
-    out: Path,
-) -> Sampled:
-    if run is not None and config is not None:
+    if run is not None:
+        config = read_config(run)
         policy, weights = config.judged, weights or (None if base else RunDirectory(run).weights)
         steps = options.steps or config.evaluation.num_steps or config.sampling.num_steps
-        steps_and_shift = {"steps": steps, "shift": options.shift or config.sampling.shift}
-        options = options.model_copy(update=steps_and_shift)
+        options = options.model_copy(update={"steps": steps, "shift": options.shift or config.sampling.shift})
+    _check(prompts, options)
     if policy is None:
         raise UserError("name a run, or a pipeline with --model")
     if weights is not None and not base:
         check_weights(weights)
-    loaded = components.load_pipeline(policy, tuning="frozen")
-    encoded = EncodedPrompts(loaded.text, prompts)  # before the transformer is on the device
-    model = loaded.policy()
-    if weights is not None and not base:
-        components.load_weights(model, weights, policy.path, options.strength)
-    sampler = Sampler(
-        policy=CachedPolicy(model, encoded),
-        shift=options.shift or "model",
-        num_steps=options.steps or 28,
-        seed=seed,
-        batch_size=options.batch_size,
-        decode_batch_size=options.batch_size,
-    )
-    shown, seconds = _write_all(sampler, prompts, options.video, out)
-    save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
-    return Sampled(len(prompts), len(shown), shown.ndim == 5, out)
+    with ExitStack() as stack:  # two commands at a time take different folders
+        if out is None:
+            out = enter_fresh(stack, Path(), "samples")
+        else:
+            _check_empty(out)  # before it is touched
+            stack.enter_context(held(out))
+            _check_empty(out)
+        loaded = components.load_pipeline(policy, tuning="frozen")
+        encoded = EncodedPrompts(loaded.text, prompts)  # before the transformer is on the device
+        model = loaded.policy()
+        if weights is not None and not base:
+            components.load_weights(model, weights, policy.path, options.strength)
+        sampler = Sampler(
+            policy=CachedPolicy(model, encoded),
+            shift=options.shift or "model",
+            num_steps=options.steps or 28,
+            seed=seed,
+            batch_size=options.batch_size,
+            decode_batch_size=options.batch_size,
+        )
+        shown, seconds = _write_all(sampler, prompts, options.video, out)
+        save_grid(out / "grid.png", [PictureRow(shown)], prompts[:SHOWN], seconds=seconds)
+        return Sampled(len(prompts), len(shown), shown.ndim == 5, out)
+
+
+def _check_empty(out: Path) -> None:
+    if not is_empty(out):
+        raise UserError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name another --out")
 
 
 def _check(prompts: Sequence[str], options: SampleOptions) -> None:

@@ -46,7 +46,7 @@ def sample(
 
     if run is None and model is None and prompts:
         run, prompts = Path(prompts[0]), prompts[1:]
-    options.refuse_with_run(run, guidance, size)
+    options.refuse_with_run(run, guidance=guidance, size=size)
     if model is not None and prompts and RunDirectory(Path(prompts[0])).config.is_file():
         raise UserError(f"{prompts[0]} is a run; name it or --model, or write the prompt as text of another kind")
     if image and not prompts:
@@ -109,7 +109,7 @@ def evaluate(
         run, overrides = Path(overrides[0]), overrides[1:]
     if (run is None) == (model is None):
         raise UserError("name a run, or a pipeline with --model")
-    options.refuse_with_run(run, guidance, size)
+    options.refuse_with_run(run, guidance=guidance, size=size)
     settings = command.run_settings(run) if run else command.model_settings(str(model), size, guidance)
     named = {
         "weights": str(weights) if weights else None,

@@ -60,11 +60,10 @@ def _as_setting(flag: str, given: Sequence[str]) -> tuple[str, str]:
     """The key and value that an unknown option may mean."""
     from g2rpo.config.resolve import key_of
 
-    at, text = next(
-        ((at, word) for at, word in enumerate(given) if word.partition("=")[0] == flag or word.startswith(flag)), (0, "")
-    )  # of joined short options (-hx) none is the word
-    if not text:
+    found = [(at, word) for at, word in enumerate(given) if word.partition("=")[0] == flag or word.startswith(flag)]
+    if not found:  # of joined short options (-hx)
         return "KEY", "VALUE"
+    at, text = found[0]
     value = text.partition("=")[2] or next((word for word in given[at + 1 : at + 2] if not word.startswith("-")), "")
     if "=" in value and "=" not in text:  # --set KEY=VALUE
         return tuple(value.split("=", 1))  # type: ignore[return-value]
@@ -72,11 +71,11 @@ def _as_setting(flag: str, given: Sequence[str]) -> tuple[str, str]:
     return (key, value or "...") if key is not None else ("KEY", "VALUE")
 
 
-def refuse_with_run(run: Path | None, guidance: float | None, size: int | None) -> None:
+def refuse_with_run(run: Path | None, **given: object) -> None:
     """UserError for options that belong to --model, where a run is named."""
-    for option, value in (("--guidance", guidance), ("--size", size)):
+    for name, value in given.items():
         if run is not None and value is not None:
-            raise UserError(f"{option} is for --model; a run has its own")
+            raise UserError(f"--{name} is for --model; a run has its own")
 
 
 def _word(flag: str) -> str:

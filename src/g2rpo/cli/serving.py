@@ -35,9 +35,7 @@ def demo(
 
     if (run is None) == (model is None):
         raise UserError("name a run, or a pipeline with --model")
-    if run is not None and rewards is not None:
-        raise UserError("--rewards is for --model; a run has its own")
-    options.refuse_with_run(run, guidance, size)
+    options.refuse_with_run(run, rewards=rewards, guidance=guidance, size=size)
     table = named_rewards(rewards) if rewards is not None else None
     settings = of_run(run) if run else of_model(str(model), size, guidance, table)
     serve(run, settings, weights, host=host, port=port, token_env=token_env, emit=Output())

@@ -41,6 +41,12 @@ def group_normalize(rewards: Tensor, eps: float = 1e-8, batch_std: bool = False,
 RewardMix = Literal["advantages", "rewards", "gdpo"]
 
 
+def weighted(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Rewards [N, R, M, G] times their weights [R]; 0 where the weight is 0, where there need be no score."""
+    each = weights[:, None, None]
+    return torch.where(each != 0, each * rewards, 0)
+
+
 def mix_rewards(
     rewards: Tensor,
     weights: Tensor,
@@ -56,12 +62,12 @@ def mix_rewards(
     `batch_std`: see `group_normalize`.
     `population_std` normalises as Flow-GRPO's code does, by the population's std + 1e-4.
     """
-    per_reward = weights[:, None, None]
     normalize = partial(
         group_normalize, eps=1e-4 if population_std else 1e-8, batch_std=batch_std, population_std=population_std
     )
-    weighted = torch.where(per_reward != 0, per_reward * rewards, 0)  # a reward of weight 0 may have no score
-    by_grain = normalize(weighted.sum(-3)) if mix == "rewards" else (per_reward * normalize(rewards)).sum(-3)
+    by_grain = (
+        normalize(weighted(rewards, weights).sum(-3)) if mix == "rewards" else weighted(normalize(rewards), weights).sum(-3)
+    )
     summed = by_grain.sum(-2)
     if mix == "gdpo":  # groups of equal rewards stay at 0
         return torch.where(summed == 0, 0, group_normalize(summed.flatten()).reshape(summed.shape))

@@ -222,16 +222,14 @@ class Reward:
         return values.where(values.isfinite(), torch.nan)
 
 
-COPIED = ("right", "right_in_words", "video", "group", "latent", "differentiable", "waits", "device", "frames", "learns_every")
-
-
 class CallableReward(Reward):
     """A reward from a function or an object of any class, called with `options`; its attributes of `Reward` are copied."""
 
     def __init__(self, scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
         self.scorer, self.options = scorer, dict(options or {})
         self.__doc__ = inspect.getdoc(scorer)
-        for name in COPIED:
+        plain = ("right", "right_in_words", "video", "group", "latent", "differentiable", "waits", "device")
+        for name in (*plain, "frames", "learns_every"):
             setattr(self, name, getattr(scorer, name, getattr(Reward, name)))
 
     @classmethod
