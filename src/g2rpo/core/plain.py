@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from g2rpo.core.errors import UserError
 
 T = TypeVar("T")
 
 Count = Annotated[int, Field(gt=0, le=10**6)]
 """More than a million is a typing error, and would exhaust memory before any message."""
+
+LARGEST = 2**28
+"""Bytes of the largest file that is read; logs, which grow, may be four times as large."""
 
 DEPTH = 32
 """Deepest nesting of lists and mappings; configs have five levels."""
@@ -109,6 +114,55 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("is nested too deeply") from None
 
 
+def read_as(kind: type[T], path: Path, largest: int = LARGEST) -> T:
+    """The JSON of a file as `kind`: a pydantic model, a dataclass, or any type that pydantic reads.
+
+    Types are strict: no text becomes a number. Raises UserError, which names the file and the wrong value, also for a file that
+    cannot be read.
+    """
+    try:
+        return parse_as(kind, read_text(path, largest))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def read_lines_as(kind: type[T], path: Path) -> list[T]:
+    """As `read_as`, of a log with a JSON value on each line; an incomplete last line is left out."""
+    *lines, _ = _read_or_refuse(path).split(b"\n")
+    values = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values.append(parse_as(kind, _decoded(line)))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+    return values
+
+
+def parse_as(kind: type[T], text: str) -> T:
+    """The JSON in `text` as `kind` (`read_as`); ValueError names the first wrong value."""
+    try:
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ValueError(_first_of(error)) from None
+
+
+def _first_of(error: ValidationError) -> str:
+    """ "steps.3: Input should be a valid integer, got 'x'" of the first error."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "json_invalid":
+        return f"is no JSON ({first['ctx']['error']})"
+    got = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
+    return f"{place + ': ' if place else ''}{first['msg']}{got}"
+
+
+def _read_or_refuse(path: Path) -> bytes:
+    try:
+        return _read(path, 4 * LARGEST)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
 def as_json(value: Any, indent: int | None = None) -> str:
     """JSON of plain data and dataclasses; null for numbers that JSON lacks."""
     return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
@@ -134,10 +188,6 @@ def refuse_hub_kernels(config: Any, place: str) -> None:
             refuse_hub_kernels(value, place)
         elif any(name not in LOCAL_KERNELS for name in (value.values() if isinstance(value, dict) else [value])):
             raise ValueError(f"{place} has {key}={value!r:.80}, which could be code from the hub; take it out of the file")
-
-
-LARGEST = 2**28
-"""Bytes of the largest file that is read; logs, which grow, may be four times as large."""
 
 
 def read_text(path: Path, largest: int = LARGEST) -> str:
