@@ -2,7 +2,7 @@
 
     python -m benchmarks.curves --out runs/curves --seeds scenes=3,words=1
 
-On `scenes-fast` each cell's learning rate is the best of three, by one pilot on training prompts with a seed of its own; on
+On `scenes-fast` each cell's learning rate is chosen from three as in `g2rpo compare`, by one pilot each; on
 `words` it is the same rate. With 0 seeds the curves of `scenes` are the pilots'. Runs that are finished are not repeated, and
 `--pilots FILE`, the curves.json of an earlier call, spares the pilots of the cells that it has.
 Writes curves.json and curves.png in the folder.
@@ -20,11 +20,11 @@ from typing import Any
 
 from g2rpo.cli.output import Output
 from g2rpo.core.files import write_whole
-from g2rpo.evaluation.gains import PILOT_SEEDS, best_rate
+from g2rpo.evaluation.gains import PILOT_SEEDS, RateGain
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.jobs import Workers, locked
-from g2rpo.lab.compare.study import History, Point, Study, curve, gain, read_run
-from g2rpo.lab.compare.workflow import Workspace
+from g2rpo.lab.compare.study import History, Point, Study, curve, read_run, smallest_good_rate
+from g2rpo.lab.compare.workflow import Workspace, gains_by_rate
 from g2rpo.monitor.curves import COLOURS, curve_with_band
 
 TURNS = ["algorithm.branch_schedule=turns", "algorithm.tail=closed"]
@@ -69,22 +69,19 @@ def study(world: str, seeds: int) -> Study:
 
 
 def rates(
-    workspace: Workspace, iterations: Mapping[str, int], known: Mapping[str, Mapping[float, Sequence[float]]], workers: Workers
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """The rate of each cell, and its pilots' gains by rate, which are `known` for some."""
+    workspace: Workspace, iterations: Mapping[str, int], known: Mapping[str, Sequence[RateGain]], workers: Workers
+) -> tuple[dict[str, float], dict[str, list[RateGain]]]:
+    """The rate of each cell, and what its pilots gained, which is `known` for some."""
     pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in iterations if cell not in known}
     train(workspace, [(cell, *pilot) for cell, own in pilots.items() for pilot in own.values()], workers)
-    gains: dict[str, dict[float, list[float]]] = {cell: dict(own) for cell, own in known.items() if cell in iterations}
+    gains = {cell: list(own) for cell, own in known.items() if cell in iterations}
     for cell, own in pilots.items():
-        weights = {name: entry.weight for name, entry in workspace.config(workspace.study.overrides_of(cell)).rewards.items()}
-        for (rate, _), (folder, overrides) in own.items():
-            found = gain(read_run(workspace.config(overrides), folder), weights)
-            gains.setdefault(cell, {}).setdefault(rate, []).append(found)
-    return {cell: best_rate(gains[cell]) for cell in iterations}, gains
+        gains[cell] = gains_by_rate(workspace, workspace.config(workspace.study.overrides_of(cell)), own)
+    return {cell: smallest_good_rate(gains[cell]) for cell in iterations}, gains
 
 
-def earlier(path: Path | None, study: Study) -> dict[str, dict[float, Sequence[float]]]:
-    """The pilots' gains by cell and rate in a curves.json, of cells that are the same in `study`."""
+def earlier(path: Path | None, study: Study) -> dict[str, list[RateGain]]:
+    """What the pilots gained by cell in a curves.json, of cells that are the same in `study`."""
     if path is None:
         return {}
     found = json.loads(path.read_text())["scenes"]
@@ -93,7 +90,7 @@ def earlier(path: Path | None, study: Study) -> dict[str, dict[float, Sequence[f
         if found["study"][key] != study.model_dump(mode="json")[key]:
             raise SystemExit(f"{path}: another study, whose {key} is {found['study'][key]!r}")
     gains = found["pilots"]["gain_in_std"]
-    return {cell: {float(rate): own for rate, own in gains[cell].items()} for cell in gains if cell in same}
+    return {cell: [RateGain(**one) for one in gains[cell]] for cell in gains if cell in same}
 
 
 def train(workspace: Workspace, runs: Sequence[tuple[str, Path, list[str]]], workers: Workers) -> None:
@@ -165,7 +162,10 @@ def summary(study: Study, chosen: dict, iterations: dict, gains: dict, runs: Map
     """What is written: settings, costs and curves of a world."""
     return {
         "study": study.model_dump(mode="json"),
-        "pilots": {"seed_offset": PILOT_SEEDS, "gain_in_std": gains},
+        "pilots": {
+            "seed_offset": PILOT_SEEDS,
+            "gain_in_std": {cell: [asdict(one) for one in own] for cell, own in gains.items()},
+        },
         "cells": {
             cell: {
                 "rate": chosen[cell],

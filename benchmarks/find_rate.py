@@ -27,10 +27,10 @@ from g2rpo.assembly.config import load_config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import interval
-from g2rpo.evaluation.gains import PILOT_SEEDS, gains
+from g2rpo.evaluation.gains import ONE_ERROR, PILOT_SEEDS, gain_at, gains, good_rates
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.distributed import ALONE
-from g2rpo.training.pilots import LEVEL, Pilots
+from g2rpo.training.pilots import Pilots
 from g2rpo.training.rates import FACTORS, Sweep, read_sweep
 from g2rpo.training.trainer import Trainer
 
@@ -99,7 +99,7 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
     if not seeds:
         return {}
     tables = {rate: np.array([run["gains"] for run in of]) for rate, of in runs.items()}
-    good = good_rates(tables)
+    good = good_rates_of(tables)
     choices = []
     for folder in sorted((out / recipe).glob("pilots_*")):
         sweep = read_sweep(RunDirectory(folder))
@@ -115,7 +115,7 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
     as_long = []
     for number, seed in enumerate(seeds):
         rate = max(rates, key=lambda rate: tables[rate][number].mean())
-        others = good_rates({rate: np.delete(table, number, 0) for rate, table in tables.items()}) if len(seeds) > 2 else []
+        others = good_rates_of({rate: np.delete(table, number, 0) for rate, table in tables.items()}) if len(seeds) > 2 else []
         as_long.append({"seed": seed, "rate": rate, "good": rate in others})
     return {
         "config": [*WORLDS[recipe], *COMMON],
@@ -138,14 +138,13 @@ def summary(recipe: str, out: Path) -> dict[str, Any]:
 
 def standard_error(table: NDArray[np.float64]) -> float:
     """Over seeds and prompts [S, N], of the crossed bootstrap."""
-    found = interval(table, level=LEVEL)
+    found = interval(table, level=ONE_ERROR)
     return (found.high - found.low) / 2
 
 
-def good_rates(tables: Mapping[float, NDArray[np.float64]]) -> list[float]:
-    """The rates whose mean gain is within one standard error of the best's."""
-    best = max(tables.values(), key=lambda table: table.mean())
-    return [rate for rate, table in tables.items() if table.mean() >= best.mean() - standard_error(best)]
+def good_rates_of(tables: Mapping[float, NDArray[np.float64]]) -> list[float]:
+    """The rates whose mean gain over whole runs is within a standard error of the best's; alarms do not count."""
+    return good_rates([gain_at(rate, [*table], {}) for rate, table in tables.items()])
 
 
 def main() -> None:

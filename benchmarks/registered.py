@@ -219,7 +219,7 @@ def study(world: str, numbers: Sequence[int], jobs: int, out: Path) -> dict[str,
         ("evaluations", setting["budget"]),
         setting["rates"],
         setting["seeds"],
-        pilots=1,
+        pilots=3,  # one, and the highest gain, for the tables of 2026-11-24 and 25
         steps=[10, 20],
         jobs=jobs,
         out=out / world,

@@ -22,7 +22,7 @@ from g2rpo.core.files import write_whole
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.jobs import Workers, locked
-from g2rpo.lab.compare.study import Study, gain, read_run
+from g2rpo.lab.compare.study import Study, gain_of, read_run
 from g2rpo.lab.compare.workflow import Workspace
 
 RATES = {"scenes": [2e-4, 5e-4, 1.2e-3, 3e-3], "words-alone": [1e-4, 2e-4, 4e-4, 8e-4]}
@@ -81,7 +81,9 @@ def study(world: str, jobs: int, out: Path) -> dict[str, Any]:
         }
         workers.run(workspace.training(f"pilot of {title}", *pilot) for title, pilot in pilots.items())
         gains = {
-            title: gain(read_run(configs[title], path), {name: it.weight for name, it in configs[title].rewards.items()})
+            title: gain_of(
+                rates[title], [read_run(configs[title], path)], {name: it.weight for name, it in configs[title].rewards.items()}
+            ).gain
             for title, (path, _) in pilots.items()
         }
         best = {name: max(tried, key=gains.__getitem__) for name, tried in settings.items()}

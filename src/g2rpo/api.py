@@ -213,7 +213,7 @@ def study(
     budget: str = "iterations=60",
     rates: Sequence[float] | None = None,
     seeds: int = 3,
-    pilots: int = 1,
+    pilots: int = 3,
     steps: Sequence[int] | None = None,
     jobs: int = 1,
 ) -> dict[str, Any]:

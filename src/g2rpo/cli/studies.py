@@ -85,7 +85,7 @@ def compare(
         str | None, typer.Option(help="Learning rates to choose from, like 1e-4,2e-4; default the recipe's.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
-    pilots: Annotated[int, typer.Option(min=1, help="Runs of each cell at each rate that choose one.")] = 1,
+    pilots: Annotated[int, typer.Option(min=1, help="Runs of each cell at each rate that choose one.")] = 3,
     steps: Annotated[
         str | None, typer.Option(help="Step counts of the evaluations, like 10,20,50; default the recipe's.")
     ] = None,

@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from g2rpo.config.schema import Config
 from g2rpo.core.errors import Stopped
-from g2rpo.core.statistics import interval
 from g2rpo.core.types import Reward
-from g2rpo.evaluation.gains import PILOT_SEEDS, gains
+from g2rpo.evaluation.gains import PILOT_SEEDS, STOPPED, gain_at, gains
 from g2rpo.evaluation.heldout import Evaluation
 from g2rpo.monitor.metrics import Row
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.pace import MEASURED, with_length
-from g2rpo.training.rates import LONGER, REPEATED, STOPPED, Pilot, Sweep
+from g2rpo.training.rates import LONGER, REPEATED, Pilot, Sweep
 from g2rpo.training.trainer import Trainer
 
 PART = 4
@@ -29,8 +29,6 @@ SHARE = 1 / 3
 """The share of a given time that all pilots may take."""
 MOST_PROMPTS = 64
 """The most training prompts on which a pilot is evaluated."""
-LEVEL = 0.6827
-"""Of the interval of a gain, a standard error to each side. One rate in six that learns nothing passes, which the run shows."""
 
 
 def pilot_config(config: Config, rate: float, iterations: int | None = None) -> Config:
@@ -116,15 +114,14 @@ class Pilots:
             if type(error) is not Stopped:
                 raise
             alarms[STOPPED] = str(error)
-        found = [math.nan] * len(trainer.heldout)
+        found = np.full(len(trainer.heldout), math.nan)
         if trainer.final is not None:
             weights = {name: entry.weight for name, entry in self.config.rewards.items()}
             sides = (self.base[1].scores, trainer.final.scores)
             before, after = ({name: scores[name].double().numpy() for name in weights} for scores in sides)
-            found = list(gains(before, after, weights))
-        gain = interval(found, level=LEVEL)
-        seconds = time.monotonic() - began
-        return Pilot(rate, gain.mean, gain.low, gain.high, alarms, trainer.config.trainer.iterations, seconds)
+            found = gains(before, after, weights)
+        gain = gain_at(rate, [found], alarms)
+        return Pilot(**vars(gain), iterations=trainer.config.trainer.iterations, seconds=time.monotonic() - began)
 
     def _begun(self, rate: float, length: int | None) -> Trainer:
         """A trainer at the beginning of a pilot; its evaluation of the base model is that of the first pilot."""

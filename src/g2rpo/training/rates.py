@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass, field
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import parse_json, read_text
+from g2rpo.evaluation.gains import RateGain, good_rates
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.folders import writing
-
-WRONG = ("hacking", "decline", "pictures")
-"""Alarms by which a rate is not taken: those that say that the model gets worse."""
 
 FACTORS = (0.25, 0.5, 1, 2)
 """The rates of the pilots, as multiples of the config's. At 4 pilots gain where whole runs collapse (LOG.md)."""
@@ -22,31 +20,13 @@ REPEATED = 2
 LONGER = 2
 """Those pilots have so many times the iterations."""
 
-STOPPED = "stopped"
-"""In place of an alarm: the pilot could not be finished."""
-
 
 @dataclass(frozen=True)
-class Pilot:
-    """A pilot at a rate: its gain (`gains`), a standard error over prompts below and above it, and its alarms."""
+class Pilot(RateGain):
+    """A pilot at a rate."""
 
-    rate: float
-    gain: float
-    low: float
-    high: float
-    alarms: dict[str, str]
     iterations: int
     seconds: float
-
-    @property
-    def sound(self) -> bool:
-        """Whether no alarm says that the model gets worse."""
-        return not any(name in self.alarms for name in (*WRONG, STOPPED))
-
-    @property
-    def learns(self) -> bool:
-        """Whether it is sound and gains more than its error."""
-        return self.sound and self.low > 0
 
     def __str__(self) -> str:
         alarms = f"  alarms: {', '.join(self.alarms)}" if self.alarms else ""
@@ -89,22 +69,15 @@ class Sweep:
         return [pilot.rate for pilot in best if pilot.rate not in {longer.rate for longer in self.repeated}]
 
     def choose(self) -> float:
-        """The rate nearest to the config's of the sound ones that gain no less than the best one that learns minus its standard
-        error, the smaller of ties; UserError if none learns.
-
-        The rule of one standard error of Breiman et al. (Classification and Regression Trees, 1984, 3.4.3). The highest gain
-        was most often that of a rate at which whole runs collapse later (LOG.md).
-        """
-        sound = [pilot for pilot in self.repeated or self.pilots if pilot.sound]
-        best = max((pilot for pilot in sound if pilot.learns), key=lambda pilot: pilot.gain, default=None)
-        if best is None:
+        """Of the `good_rates` the one nearest to the config's, the smaller of ties; UserError if none learns."""
+        tried = self.repeated or self.pilots
+        if not any(pilot.learns for pilot in tried):
             listed = "\n".join(f"  {pilot}" for pilot in sorted(self.pilots, key=lambda pilot: (pilot.rate, pilot.iterations)))
             raise UserError(
                 "--find-rate: no rate learns: each gains no more than its error, or has an alarm (hacking, decline, pictures); "
                 f"longer pilots (trainer.iterations), other rewards or another optim.learning_rate may\n{listed}"
             )
-        near = [pilot.rate for pilot in sound if pilot.gain >= best.low]
-        return min(near, key=lambda rate: (abs(math.log(rate / self.own)), rate))
+        return min(good_rates(tried), key=lambda rate: (abs(math.log(rate / self.own)), rate))
 
     def write(self, run: RunDirectory) -> None:
         with writing(run.rates):

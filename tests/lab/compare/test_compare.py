@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,12 @@ from safetensors.torch import load_file
 from g2rpo.assembly.config import load_config
 from g2rpo.config.algorithms import ALGORITHMS
 from g2rpo.core.errors import UserError
-from g2rpo.evaluation.gains import best_rate
+from g2rpo.core.plain import as_json
+from g2rpo.evaluation.gains import RateGain, good_rates
 from g2rpo.evaluation.work import iterations_within, work
 from g2rpo.lab.compare.arguments import check_overrides, own_budgets, parse_budget, parse_cells, parse_rates
 from g2rpo.lab.compare.jobs import environment
-from g2rpo.lab.compare.study import History, gain, lines, read_run, seconds_per_evaluation
+from g2rpo.lab.compare.study import History, gain_of, lines, read_run, seconds_per_evaluation, smallest_good_rate
 from g2rpo.policies.gaussian import GaussianPolicy
 from g2rpo.rollout.planning import count_trained
 from g2rpo.runs.lifecycle import read_config
@@ -68,18 +70,54 @@ def run(*scores):
     return History([10 * place for place in places], [100 * place for place in places], [2.0 * place for place in places], rows)
 
 
-def test_a_gain_is_in_units_of_the_base_and_a_rate_is_chosen_on_its_mean():
-    assert gain(run([0, 2], [5, 5], [1, 3]), {"a": 2.0}) == 2.0  # +1 in a spread of 1, twice
-    assert gain(run([1, 1], [2, 4]), {"a": 1.0}) == 2.0  # nothing varies: as it is
-    assert gain(run([0, 2, math.nan], [1, 3, 9]), {"a": 1.0}) == 1.0
-    assert best_rate({4e-4: [0.5, 0.1], 1e-4: [0.2, 0.2], 2e-4: [0.3, 0.4]}) == 2e-4
-    assert best_rate({4e-4: [1.0], 1e-4: [1.0]}) == 1e-4
+def test_a_gain_is_in_units_of_the_base():
+    def gained(run, weight=1.0):
+        return gain_of(1e-4, [run], {"a": weight}).gain
+
+    assert gained(run([0, 2], [5, 5], [1, 3]), 2.0) == 2.0  # +1 in a spread of 1, twice
+    assert gained(run([1, 1], [2, 4])) == 2.0  # nothing varies: as it is
+    assert gained(run([0, 2, math.nan], [1, 3, 9])) == 1.0
 
 
-def test_a_pilot_without_scores_is_no_choice():
-    assert best_rate({1e-4: [math.nan], 2e-4: [0.5], 4e-4: [0.1]}) == 2e-4
+def tried(rate, gain, error=0.1, *alarms):
+    return RateGain(rate, gain, gain - error, gain + error, dict.fromkeys(alarms, "..."))
+
+
+@pytest.mark.parametrize(
+    ("gains", "good"),
+    [
+        ([tried(1, 0.2), tried(2, 0.5), tried(4, 0.2)], [2]),
+        ([tried(1, 0.41), tried(2, 0.45), tried(4, 0.5)], [1, 2, 4]),
+        ([tried(1, 0.39), tried(2, 0.45), tried(4, 0.5)], [2, 4]),
+        ([tried(1, 0.39), tried(2, 0.45), tried(4, 0.9, 0.1, "hacking")], [1, 2]),  # an alarm is not the best
+        ([tried(1, 0.39), tried(2, 0.45), tried(4, 0.9, 0.1, "decline"), tried(8, 0.9, 0.1, "stopped")], [1, 2]),
+        ([tried(1, 0.39), tried(2, 0.45, 0.1, "silent")], [1, 2]),  # says nothing of the model
+        ([tried(1, 0.2), tried(2, 0.9, 1.0)], [1, 2]),  # the best is one that learns
+        ([tried(1, -0.5), tried(2, -0.2), tried(4, -0.15)], [2, 4]),  # none learns
+        ([tried(1, math.nan, 0.1), tried(2, 0.3, math.nan), tried(4, 0.2, math.nan)], [2]),  # no score; no error
+        ([tried(1, 0.5, 0.1, "pictures")], []),
+        ([], []),
+    ],
+)
+def test_good_rates_are_those_within_an_error_of_the_best_without_an_alarm(gains, good):
+    assert good_rates(gains) == good == good_rates(gains[::-1])
+
+
+def test_a_study_takes_the_smallest_good_rate():
+    def pilots(rate, *means):
+        """Seeds of 20 prompts whose gains are spread by .1 around a mean."""
+        spread = np.linspace(-0.1, 0.1, 20)
+        return gain_of(
+            rate, [run([*np.tile([0, 2], 10)], [*(np.tile([0, 2], 10) + mean + spread)]) for mean in means], {"a": 1}
+        )
+
+    tried = [pilots(1e-4, 0.1, 0.1, 0.1), pilots(2e-4, 0.3, 0.5, 0.4), pilots(4e-4, 0.1, 0.9, 0.3)]
+    assert [one.gain for one in tried] == pytest.approx([0.1, 0.4, 1.3 / 3])
+    assert smallest_good_rate(tried) == 2e-4  # 4e-4 gains most with one of three seeds: its error holds 2e-4 and not 1e-4
+    assert smallest_good_rate([replace(one, alarms={"hacking": "..."}) for one in tried]) == 2e-4  # all have one: marked
+    assert smallest_good_rate([pilots(1e-4, math.nan), tried[1]]) == 2e-4
     with pytest.raises(UserError, match="no pilot has scores"):
-        best_rate({1e-4: [math.nan]})
+        smallest_good_rate([pilots(1e-4, math.nan)])
 
 
 def test_what_a_study_chooses_is_not_set_beside_it():
@@ -186,7 +224,7 @@ class Mine(GranularGRPO):
 def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_config, forked_jobs):
     out = tmp_path / "study"
     asked = ["compare", tiny_config, "--cell", "one: algorithm.granularities=[1]", "--rates", "1e-3,1e-2", "--steps", "2,4"]
-    asked += ["--budget", "evaluations=110", "--seeds", "1", "--jobs", "2", "--out", out]
+    asked += ["--budget", "evaluations=110", "--seeds", "1", "--pilots", "1", "--jobs", "2", "--out", out]
     mix = ["--cell", "mix: budget=70 algorithm.name=mixgrpo algorithm.group_size=3"]
     shown = done(capsys, *asked)
     assert (out / "curves.png").is_file() and "edge of the sweep" in (out / "results.md").read_text()
@@ -216,14 +254,14 @@ def test_a_study_runs_resumes_grows_and_refuses_another(capsys, tmp_path, tiny_c
         budget = {"one": 110, "mix": 70}[cell]
         assert config.trainer.iterations == spent["iterations"] == iterations_within(config, budget)
         assert spent["evaluations"] == sum(work(config, iteration) for iteration in range(config.trainer.iterations)) <= budget
-        pilots = {}
+        pilots = []
         for rate in (1e-3, 1e-2):
             folder = out / "pilots" / cell / f"rate_{rate:g}" / "seed_1042"
             pilot = read_config(folder)
             assert pilot.evaluation.prompts == config.prompts.train and pilot.optim.learning_rate == rate
-            pilots[rate] = [gain(read_run(pilot, folder), {"scene_accuracy": 1.0})]
-        assert config.optim.learning_rate == spent["learning_rate"] == best_rate(pilots)
-        assert results["pilots"][cell] == {f"{rate:g}": gains for rate, gains in pilots.items()}
+            pilots.append(gain_of(rate, [read_run(pilot, folder)], {"scene_accuracy": 1.0}))
+        assert config.optim.learning_rate == spent["learning_rate"] == smallest_good_rate(pilots)
+        assert results["pilots"][cell] == json.loads(as_json(pilots))
 
     base = [json.loads(row) for row in (out / "judged/base/pictures.jsonl").open()]
     tuned = [json.loads(row) for row in (out / "judged/mix/seed_42/pictures.jsonl").open()]

@@ -12,7 +12,8 @@ import numpy as np
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
 from g2rpo.core.plain import as_json
-from g2rpo.evaluation.gains import Scores
+from g2rpo.core.statistics import Interval
+from g2rpo.evaluation.gains import RateGain, Scores
 from g2rpo.lab.compare.study import (
     History,
     Judged,
@@ -34,10 +35,10 @@ FREE = "no training: best free knob"
 
 @dataclass(frozen=True)
 class Cell:
-    """The results of a cell: its learning rate, the gains of its pilots by rate, and its runs, one per seed."""
+    """The results of a cell: its learning rate, what its pilots gained, and its runs, one per seed."""
 
     learning_rate: float
-    gains: Mapping[float, Sequence[float]]
+    gains: Sequence[RateGain]
     folders: Sequence[Path]
     runs: Sequence[History]
     judged: Sequence[Path]
@@ -98,7 +99,7 @@ def write_results(
         "intervals": "95% over training seeds and held-out prompts: crossed bootstrap, 2000 resamples; of one seed Student's t",
         "evaluations_count": "rollout evaluations, and 3 for each latent of a training pass (4 with a KL term)",
         "seconds_per_evaluation": dict(prices),
-        "pilots": {name: {f"{rate:g}": values for rate, values in by_rate.items()} for name, by_rate in gains.items()},
+        "pilots": gains,
         "spent": spent,
         "judged": table,
         **({"controls": knobs} if knobs else {}),
@@ -116,7 +117,7 @@ def markdown(
     study: Study,
     table: Sequence[Outcome],
     spent: Mapping[str, Mapping[str, Any]],
-    gains: Mapping[str, Mapping[float, Sequence[float]]],
+    gains: Mapping[str, Sequence[RateGain]],
     prompts: int,
     trained: Sequence[str],
     knobs: Sequence[Knob] = (),
@@ -162,22 +163,27 @@ def markdown(
                 _rows(["cell", *names], [[cell, *(f"{at[cell, name].lead:+}" for name in rewards)] for cell in others])
             )
     if gains:
-        parts.append("## Pilots: gain in the trained rewards, in standard deviations of the base, on training prompts")
+        parts.append(
+            "## Pilots: gain in the trained rewards, in standard deviations of the base, on training prompts\n\n"
+            "In brackets a standard error below and above. Taken is the smallest rate that is within a standard error of the "
+            "best and has no alarm that the model gets worse."
+        )
         parts.append(
             _rows(
                 ["cell", *(f"{rate:g}" for rate in study.rates)],
                 [
-                    [cell, *(_pilot(by_rate[rate], rate == spent[cell]["learning_rate"]) for rate in study.rates)]
-                    for cell, by_rate in gains.items()
+                    [cell, *(_pilot(one, one.rate == spent[cell]["learning_rate"]) for one in tried)]
+                    for cell, tried in gains.items()
                 ],
             )
         )
     return "\n\n".join(parts) + "\n"
 
 
-def _pilot(values: Sequence[float], chosen: bool) -> str:
-    text = f"{sum(values) / len(values):+.3f}"
-    return f"**{text}**" if chosen else text
+def _pilot(tried: RateGain, chosen: bool) -> str:
+    gain = f"{Interval(tried.gain, tried.low, tried.high, count=0):+}"
+    alarms = "" if tried.sound else f" {', '.join(tried.alarms)}"
+    return (f"**{gain}**" if chosen else gain) + alarms
 
 
 def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -8,7 +8,7 @@ choice uses no held-out prompt and no seed of the comparison.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,10 +16,11 @@ import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from g2rpo.config.schema import Config, Section, Steps
+from g2rpo.core.errors import UserError
 from g2rpo.core.files import whole_file
 from g2rpo.core.statistics import Interval, interval
 from g2rpo.evaluation.controls import highest
-from g2rpo.evaluation.gains import Scores, gains
+from g2rpo.evaluation.gains import RateGain, Scores, gain_at, gains, good_rates
 from g2rpo.evaluation.work import work
 from g2rpo.monitor.curves import COLOURS, curve_with_band
 from g2rpo.monitor.metrics import read_metrics
@@ -64,13 +65,14 @@ def seconds_per_evaluation(config: Config, run_dir: Path) -> float:
 
 @dataclass(frozen=True)
 class History:
-    """The history of a finished run: after every evaluation the scores [N] by reward, and the cost until then."""
+    """The history of a finished run: after every evaluation the scores [N] by reward, and the cost until then; all alarms."""
 
     iterations: list[int]
     work: list[int]
     seconds: list[float]
     """Seconds of training, without evaluations."""
     scores: list[dict[str, Scores]]
+    alarms: dict[str, str] = field(default_factory=dict)
 
 
 def read_run(config: Config, run_dir: Path) -> History:
@@ -78,7 +80,9 @@ def read_run(config: Config, run_dir: Path) -> History:
     iterations, spent, seconds, scores = [], [], [], []
     evaluations = 0
     clock = 0.0
+    alarms: dict[str, str] = {}
     for row in read_metrics(run_dir):
+        alarms |= row.get("alarms", {})
         if row["kind"] == "train":
             evaluations += work(config, row["iteration"] - 1, row["evaluations"])
             clock += row["seconds"]
@@ -88,12 +92,24 @@ def read_run(config: Config, run_dir: Path) -> History:
             spent.append(evaluations)
             seconds.append(clock)
             scores.append({name: values.double().numpy() for name, values in scores_of(read_rows(path)).items()})
-    return History(iterations, spent, seconds, scores)
+    return History(iterations, spent, seconds, scores, alarms)
 
 
-def gain(run: History, weights: Mapping[str, float]) -> float:
-    """The mean of `gains` over prompts, from the start of a run to its end."""
-    return float(np.nanmean(gains(run.scores[0], run.scores[-1], weights)))
+def gain_of(rate: float, pilots: Sequence[History], weights: Mapping[str, float]) -> RateGain:
+    """The gain of pilots at a rate, over their seeds and prompts, in rewards of these weights."""
+    found = [gains(run.scores[0], run.scores[-1], weights) for run in pilots]
+    alarms = {name: said for run in pilots for name, said in run.alarms.items()}
+    return gain_at(rate, found, alarms)
+
+
+def smallest_good_rate(tried: Sequence[RateGain]) -> float:
+    """The smallest of the `good_rates`: no algorithm's own rate is preferred. If every rate has an alarm, the smallest whose
+    gain is within a standard error of the best; UserError if no pilot has scores."""
+    unsound = [replace(one, alarms={}) for one in tried]
+    rates = good_rates(tried) or good_rates(unsound)
+    if not rates:
+        raise UserError("no pilot has scores of all rewards, so no learning rate can be chosen; their logs say why")
+    return rates[0]
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from g2rpo.config.resolve import listed_differences, read_yaml, resolve_as
 from g2rpo.config.schema import Alarm, Config
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
-from g2rpo.evaluation.gains import PILOT_SEEDS, best_rate
+from g2rpo.evaluation.gains import PILOT_SEEDS, RateGain
 from g2rpo.evaluation.work import iterations_within
 from g2rpo.lab.compare.arguments import check_overrides, own_budgets
 from g2rpo.lab.compare.jobs import Job, Workers, locked
 from g2rpo.lab.compare.results import Cell, StudyResults, write_results
-from g2rpo.lab.compare.study import Study, Unit, gain, read_run, seconds_per_evaluation
+from g2rpo.lab.compare.study import History, Study, Unit, gain_of, read_run, seconds_per_evaluation, smallest_good_rate
 from g2rpo.runs.directory import EvaluationDirectory, RunDirectory, StudyDirectory
 from g2rpo.runs.lifecycle import check_directory, first_usable
 from g2rpo.runtime.folders import is_empty
@@ -184,7 +184,7 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
         }
     iterations = _spend(study, configs, prices)
 
-    gains: dict[str, dict[float, list[float]]] = {cell: {} for cell in study.cells}
+    tried: dict[str, list[RateGain]] = {cell: [] for cell in study.cells}
     if len(study.rates) > 1:
         pilots = {cell: workspace.pilots(cell, iterations[cell]) for cell in study.cells}
         workers.run(
@@ -192,8 +192,8 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
             for cell, by_setting in pilots.items()
             for (rate, seed), pilot in by_setting.items()
         )
-        gains = {cell: _gains(workspace, configs[cell], by_setting) for cell, by_setting in pilots.items()}
-    chosen = {cell: best_rate(by_rate) if by_rate else study.rates[0] for cell, by_rate in gains.items()}
+        tried = {cell: gains_by_rate(workspace, configs[cell], by_setting) for cell, by_setting in pilots.items()}
+    chosen = {cell: smallest_good_rate(gains) if gains else study.rates[0] for cell, gains in tried.items()}
 
     runs = {cell: workspace.runs(cell, chosen[cell], iterations[cell]) for cell in study.cells}
     workers.run(
@@ -218,7 +218,7 @@ def _work(workspace: Workspace, configs: Mapping[str, Config], workers: Workers,
     cells = {
         cell: Cell(
             chosen[cell],
-            gains[cell],
+            tried[cell],
             [folder for folder, _ in by_seed.values()],
             [read_run(workspace.config(overrides), folder) for folder, overrides in by_seed.values()],
             list(judged[cell].values()),
@@ -305,15 +305,15 @@ def _spend(study: Study, configs: Mapping[str, Config], prices: Mapping[str, flo
     return iterations
 
 
-def _gains(
+def gains_by_rate(
     workspace: Workspace, config: Config, pilots: Mapping[tuple[float, int], tuple[Path, list[str]]]
-) -> dict[float, list[float]]:
-    """The pilots' gains by rate."""
+) -> list[RateGain]:
+    """The gains of a cell's finished pilots, by rate."""
     weights = {name: entry.weight for name, entry in config.rewards.items()}
-    gains: dict[float, list[float]] = {}
+    runs: dict[float, list[History]] = {}
     for (rate, _), (folder, overrides) in pilots.items():
-        gains.setdefault(rate, []).append(gain(read_run(workspace.config(overrides), folder), weights))
-    return gains
+        runs.setdefault(rate, []).append(read_run(workspace.config(overrides), folder))
+    return [gain_of(rate, of_seeds, weights) for rate, of_seeds in runs.items()]
 
 
 def _note(emit: Emit, cell: str, message: str) -> None:
