@@ -1,6 +1,5 @@
 """`g2rpo resume`: a run goes on with its own config, and with what its names stood for when it began."""
 
-import json
 import sys
 import time
 
@@ -47,7 +46,7 @@ def test_a_run_goes_on_by_its_directory_alone(capsys, begun, tmp_path):
     out = done(capsys, "resume", run, "trainer.iterations=3", "sampling.batch_size=5")
     assert "resuming after iteration 2" in out
     assert read_config(run).algorithm.group_size == 4 and read_config(run).sampling.batch_size == 5
-    assert [start["iteration"] for start in read_starts(run)] == [0, 2]
+    assert [start.iteration for start in read_starts(run)] == [0, 2]
     done(capsys, *command[:-1], tmp_path / "straight", "trainer.iterations=3")
     one, two = (load_file(folder / "adapter" / "pytorch_lora_weights.safetensors") for folder in (run, tmp_path / "straight"))
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
@@ -156,14 +155,6 @@ def test_objects_are_known_by_their_source(tmp_path, tiny_config):
     said = []
     made(bright, resume=True, accept_changes=True, notify=said.append)
     assert "goes on with rewards.bright" in said[0]
-
-
-def test_a_run_of_before_says_nothing_and_is_gone_on_with(capsys, begun):
-    """Earlier versions recorded no contents."""
-    run, _ = begun
-    starts = [{key: value for key, value in start.items() if key != "contents"} for start in read_starts(run)]
-    (run / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
-    done(capsys, "resume", run)
 
 
 # --- the log

@@ -59,3 +59,5 @@ def test_lines(tmp_path):
         read_lines_as(Row, written(tmp_path, '{"name": "a"}\n{"name": []}\n'))
     with pytest.raises(UserError, match="cannot be read"):
         read_lines_as(Row, tmp_path / "absent.json")
+    with pytest.raises(UserError, match=r"score: Input should be a valid number, got 'x'; delete it$"):
+        read_as(Row, written(tmp_path, '{"name": "a", "score": "x"}'), "delete it")

@@ -91,9 +91,13 @@ def test_a_forged_checkpoint_runs_nothing_and_the_one_before_is_used(run, tmp_pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "is no JSON (recursion limit exceeded"),
         ("[]", "is missing or damaged"),
         ('{"iteration": 7, "files": {}}', "another checkpoint's"),
+        ('{"iteration": Infinity, "files": {}}', "iteration: Input should be a valid integer, got inf"),
+        ('{"iteration": "4", "files": {}}', "iteration: Input should be a valid integer, got '4'"),
+        ('{"iteration": 4, "files": {"state.pt": 1}}', "files.state.pt: Input should be a valid string, got 1"),
+        ('{"iteration": 4, "files": {"../../config.yaml": "0"}}', "files.../../config.yaml.[key]: String should match pattern"),
     ],
 )
 def test_a_manifest_that_is_none_is_named(run, content, message):
@@ -489,7 +493,7 @@ def test_an_endpoint_that_drips_is_left_in_time(beginning):
     [
         ('{"kind": "train"', "line 2: is damaged"),
         ('{"kind": "train", "iteration": "../../x"}', "'iteration' is missing, or no number"),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "is no JSON (recursion limit exceeded"),
     ],
 )
 def test_a_damaged_log_is_named_and_a_torn_last_line_is_not_missed(tmp_path, line, message):
@@ -519,9 +523,9 @@ def test_a_torn_start_is_left_out_and_the_next_one_does_not_join_it(run):
         file.write(b'{"time": "2026-')
     assert len(read_runs([run])[0].starts) == 1
     record_start(run, 3, torch.device("cpu"))
-    assert [start["iteration"] for start in read_runs([run])[0].starts] == [0, 3]
+    assert [start.iteration for start in read_runs([run])[0].starts] == [0, 3]
     (run / "starts.jsonl").write_text("{}\n{\n{}\n")
-    with pytest.raises(UserError, match=r"starts\.jsonl: line 2: is damaged"):
+    with pytest.raises(UserError, match=r"starts\.jsonl, line 2: is no JSON"):
         read_runs([run])
 
 

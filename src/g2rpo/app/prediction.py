@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from g2rpo.config.schema import Config
-from g2rpo.core.errors import UserError
 from g2rpo.core.files import in_bytes
-from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.plain import read_as
 from g2rpo.monitor.metrics import Row
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.training.trainer import Trainer
@@ -63,9 +62,4 @@ def beside_plan(trainer: Trainer, rows: Sequence[Row], predict: Predict) -> Plan
 
 def read_plan(run: RunDirectory) -> PlannedAndMeasured | None:
     """What `beside_plan` stored in a run."""
-    if not run.plan.is_file():
-        return None
-    try:
-        return PlannedAndMeasured(**parse_json(read_text(run.plan)))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{run.plan}: is damaged ({error}); delete it") from None
+    return read_as(PlannedAndMeasured, run.plan, "delete it") if run.plan.is_file() else None

@@ -20,6 +20,9 @@ T = TypeVar("T")
 Count = Annotated[int, Field(gt=0, le=10**6)]
 """More than a million is a typing error, and would exhaust memory before any message."""
 
+Number = Annotated[int | float, Field(ge=-1e300, le=1e300)]
+"""A finite number, with whose squares one can still reckon."""
+
 LARGEST = 2**28
 """Bytes of the largest file that is read; logs, which grow, may be four times as large."""
 
@@ -114,34 +117,47 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("is nested too deeply") from None
 
 
-def read_as(kind: type[T], path: Path, largest: int = LARGEST) -> T:
+def read_as(kind: type[T], path: Path, hint: str = "") -> T:
     """The JSON of a file as `kind`: a pydantic model, a dataclass, or any type that pydantic reads.
 
-    Types are strict: no text becomes a number. Raises UserError, which names the file and the wrong value, also for a file that
-    cannot be read.
+    Types are strict: no text becomes a number. Raises UserError, which names the file and the wrong value and ends with `hint`,
+    also for a file that cannot be read.
     """
     try:
-        return parse_as(kind, read_text(path, largest))
+        return parse_as(kind, read_text(path))
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}{hint and f'; {hint}'}") from None
 
 
-def read_lines_as(kind: type[T], path: Path) -> list[T]:
+def read_lines_as(kind: type[T], path: Path, hint: str = "") -> list[T]:
     """As `read_as`, of a log with a JSON value on each line; an incomplete last line is left out."""
-    *lines, _ = _read_or_refuse(path).split(b"\n")
-    values = []
-    for number, line in enumerate(lines, 1):
-        try:
-            values.append(parse_as(kind, _decoded(line)))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {error}") from None
+    values, place, adapter = [], str(path), TypeAdapter(kind)
+    try:
+        *lines, _ = _read(path, 4 * LARGEST).split(b"\n")
+        for number, line in enumerate(lines, 1):
+            place = f"{path}, line {number}"
+            values.append(_parsed(adapter, _decoded(line)))
+    except ValueError as error:
+        raise UserError(f"{place}: {error}{hint and f'; {hint}'}") from None
     return values
 
 
 def parse_as(kind: type[T], text: str) -> T:
     """The JSON in `text` as `kind` (`read_as`); ValueError names the first wrong value."""
+    return _parsed(TypeAdapter(kind), text)
+
+
+def checked_as(kind: type[T], value: Any) -> T:
+    """`value`, of Python's types, as `kind`, as strictly as `parse_as`; ValueError names the first wrong value."""
     try:
-        return TypeAdapter(kind).validate_json(text, strict=True)
+        return TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise ValueError(_first_of(error)) from None
+
+
+def _parsed(adapter: TypeAdapter[T], text: str) -> T:
+    try:
+        return adapter.validate_json(text, strict=True)
     except ValidationError as error:
         raise ValueError(_first_of(error)) from None
 
@@ -154,13 +170,6 @@ def _first_of(error: ValidationError) -> str:
         return f"is no JSON ({first['ctx']['error']})"
     got = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
     return f"{place + ': ' if place else ''}{first['msg']}{got}"
-
-
-def _read_or_refuse(path: Path) -> bytes:
-    try:
-        return _read(path, 4 * LARGEST)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def as_json(value: Any, indent: int | None = None) -> str:

@@ -2,81 +2,76 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import hashlib
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
 
 from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import append_line
 from g2rpo.core.images import to_tensor
-from g2rpo.core.plain import read_json_lines
+from g2rpo.core.plain import read_lines_as
 
 FILE, FOLDER = "votes.jsonl", "votes"
 """Names in a run directory: the answers, and a folder of pictures for each round."""
-Kind = Literal["vote", "undo", "strength", "direct"]
+AHEAD = 8
+"""The most groups that lie ready."""
+Place = Annotated[int, Field(ge=0, lt=10**6)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vote:
+class Vote(BaseModel):
     """One answer: `liked` members of a group, none, or nothing at all (`skipped`); the undoing of the last answer; another
     `strength` of learning from here on; or learning without a head (`direct`).
 
-    `iteration` is the number of updates when it was given, `digest` that of the group's pictures, `ahead` the session's.
+    `iteration` is the number of updates when it was given, `digest` that of the group (`digest_of`), `ahead` the session's.
     """
 
-    kind: Kind = "vote"
-    round: int
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    kind: Literal["vote", "undo", "strength", "direct"] = "vote"
+    round: Place
     prompt: str = ""
-    step: int = 0
+    step: Place = 0
     digest: str = ""
-    liked: tuple[int, ...] = ()
+    liked: tuple[Place, ...] = ()
     skipped: bool = False
-    strength: float = 1.0
-    iteration: int
-    ahead: int = 1
-    seconds: float = 0.0
+    strength: Annotated[float, Field(ge=0, le=4)] = 1.0
+    iteration: Place
+    ahead: Annotated[int, Field(ge=1, le=AHEAD)] = 1
+    seconds: Annotated[float, Field(ge=0)] = 0.0
     time: str = ""
+
+
+def digest_of(prompt: str, pictures: Tensor) -> str:
+    """The digest of a group: its prompt, and its pictures [G, 3, H, W] in 8 bit, of clips their middle frames."""
+    return hashlib.sha256(prompt.encode() + b"\0" + pictures.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def check_liked(liked: Sequence[int], size: int) -> None:
+    """UserError unless these are members of a group of this size, but not all of them."""
+    if any(not 0 <= member < size for member in liked) or len(set(liked)) < len(liked) or len(liked) >= size:
+        named = list(liked)
+        raise UserError(f"an answer names some of the {size} pictures, each once, from 0, and not all of them; got {named}")
 
 
 def append(path: Path, vote: Vote) -> None:
     """Adds a line, synced to disk."""
-    append_line(path, json.dumps(asdict(vote)))
+    append_line(path, vote.model_dump_json())
 
 
 def read(path: Path) -> list[Vote]:
     """The lines of a file; UserError for one that is no vote, or takes none back."""
     if not path.is_file():
         raise UserError(f"votes {path}: there is no such file; `g2rpo teach` writes RUN/votes.jsonl")
-    try:
-        rows = read_json_lines(path, dict)
-    except ValueError as error:
-        raise UserError(f"votes {path}: {error}") from None
-    votes = [_vote(path, number, row) for number, row in enumerate(rows, 1)]
+    votes = read_lines_as(Vote, path)
     if any(total < 0 for total in accumulate({"vote": 1, "undo": -1}.get(vote.kind, 0) for vote in votes)):
         raise UserError(f"votes {path}: takes back more answers than it has")
     return votes
-
-
-def vote_of(fields: Mapping[str, Any]) -> Vote:
-    """The answer with these fields, as JSON has them; TypeError if they are no answer's."""
-    return Vote(**{**fields, "liked": tuple(fields.get("liked", ()))})
-
-
-def _vote(path: Path, number: int, row: dict[str, Any]) -> Vote:
-    try:
-        vote = vote_of(row)
-        known = vote.kind in get_args(Kind) and all(isinstance(member, int) for member in vote.liked)
-    except TypeError:
-        known = False
-    if not known:
-        raise UserError(f"votes {path}, line {number}: is no answer that g2rpo teach wrote")
-    return vote
 
 
 def standing(votes: Sequence[Vote]) -> list[Vote]:
@@ -92,7 +87,7 @@ def standing(votes: Sequence[Vote]) -> list[Vote]:
 
 def answered(run: Path) -> Iterator[tuple[Vote, Tensor]]:
     """The standing answers in a run directory, with the pictures [G, 3, H, W] of their groups in [0, 1]; UserError if there are
-    none or pictures cannot be read."""
+    none, or pictures cannot be read or are not those that were answered."""
     found = standing(read(run / FILE))
     if not found:
         raise UserError(f"{run / FILE}: names no picture that was liked")
@@ -100,6 +95,12 @@ def answered(run: Path) -> Iterator[tuple[Vote, Tensor]]:
         folder = run / FOLDER / f"{vote.round:06d}"
         try:
             pictures = [Image.open(path, formats=["PNG"]).convert("RGB") for path in sorted(folder.glob("??????.png"))]
-            yield vote, to_tensor(pictures) / 255
+            group = to_tensor(pictures)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UserError(f"{folder}: the pictures of round {vote.round + 1} cannot be read ({error})") from None
+        if digest_of(vote.prompt, group) != vote.digest:
+            raise UserError(
+                f"{run / FILE}: round {vote.round + 1} was answered for another prompt or other pictures than {folder} has"
+            )
+        check_liked(vote.liked, len(group))
+        yield vote, group / 255

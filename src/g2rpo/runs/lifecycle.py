@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import subprocess
@@ -10,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
+from pydantic import BaseModel
 
 from g2rpo import __version__
 from g2rpo.config.resolve import absent_reward, allow_code, codes_in, listed_differences, read_yaml, resolve
@@ -20,7 +20,7 @@ from g2rpo.config.schema import Alarm, Config
 from g2rpo.core import plugins
 from g2rpo.core.errors import UserError, counted
 from g2rpo.core.files import append_line, write_whole
-from g2rpo.core.plain import read_json_lines
+from g2rpo.core.plain import as_json, read_lines_as
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.devices import accelerator
 from g2rpo.runtime.folders import InUse, held, is_empty, remove_unfinished, writing
@@ -47,6 +47,20 @@ MAY_CHANGE = (
     *(f"alarms.{name}" for name in get_args(Alarm)),
 )
 """Keys that a resumed run may change: nothing already computed depends on them, and later results only by rounding."""
+
+
+class Start(BaseModel):
+    """A start of a run, or a resume after `iteration` > 0: time, software, device, and digests of what the config names
+    (`app.contents`)."""
+
+    time: str = "unknown"
+    iteration: int = 0
+    g2rpo: str = "unknown"
+    commit: str | None = None
+    python: str = "unknown"
+    torch: str = "unknown"
+    device: str = "unknown"
+    contents: dict[str, str] = {}
 
 
 @contextmanager
@@ -94,40 +108,36 @@ def claim(directory: Path, config: Config) -> None:
 
 
 def record_start(directory: Path, iteration: int, device: torch.device, contents: Mapping[str, str] | None = None) -> None:
-    """Appends a start (or resume, after `iteration` > 0) to starts.jsonl: time, software, device, and digests of what the
-    config names (`app.contents`)."""
+    """Appends a `Start` with these `contents` to starts.jsonl."""
     threads = torch.get_num_threads()
     cpu = f"CPU, {counted(threads, 'thread')}"
-    start = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "iteration": iteration,
-        "g2rpo": __version__,
-        "commit": source_commit(Path(__file__).resolve().parents[2]),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": module.get_device_name(device) if (module := accelerator(device)) is not None else cpu,
-        "contents": dict(contents or {}),
-    }
+    start = Start(
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        iteration=iteration,
+        g2rpo=__version__,
+        commit=source_commit(Path(__file__).resolve().parents[2]),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        device=module.get_device_name(device) if (module := accelerator(device)) is not None else cpu,
+        contents=dict(contents or {}),
+    )
     path = RunDirectory(directory).starts
     with writing(path):
-        append_line(path, json.dumps(start))
+        append_line(path, as_json(start.model_dump()))
 
 
-def read_starts(directory: Path) -> list[dict[str, Any]]:
+def read_starts(directory: Path) -> list[Start]:
     """The lines of `record_start`, oldest first; UserError for any other line."""
     path = RunDirectory(directory).starts
-    try:
-        return read_json_lines(path, dict) if path.exists() else []
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+    return read_lines_as(Start, path) if path.exists() else []
 
 
 def check_contents(directory: Path, contents: Mapping[str, str], accept: bool) -> list[str]:
     """Refuses to continue with other prompts, model or reward code than at the run's last start. With `accept` it returns the
     changes. Held-out prompts may never change: the base model was evaluated on the first ones.
     """
-    starts = [start for start in read_starts(directory) if start.get("contents")]
-    before = dict(starts[-1]["contents"]) if starts else dict(contents)
+    starts = [start for start in read_starts(directory) if start.contents]
+    before = starts[-1].contents if starts else dict(contents)
     keys = [key for key in {**before, **contents} if before.get(key) != contents.get(key)]
     changed = [f"{key}: {before.get(key, 'nothing')} then, {contents.get(key, 'nothing')} now" for key in keys]
     if not changed or (accept and "evaluation.prompts" not in keys):

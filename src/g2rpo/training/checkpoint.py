@@ -13,14 +13,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo.core.errors import Stopped, UserError, out_of_memory
-from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.plain import parse_as, read_text
 from g2rpo.runtime.distributed import ALONE, World
 from g2rpo.runtime.folders import remove, remove_unfinished, whole, writing
 from g2rpo.runtime.sharding import Pieces
@@ -29,6 +30,13 @@ MANIFEST, STATE = "manifest.json", "state.pt"
 
 Checkpoint = tuple[int, dict[str, list[Tensor] | list[Pieces]], dict[str, Any]]
 """(iteration, tensors, state), as passed to `save_checkpoint` by all ranks together."""
+
+
+class _Manifest(BaseModel):
+    """Digests by file."""
+
+    iteration: Annotated[int, Field(ge=0)]
+    files: dict[Annotated[str, Field(pattern=r"^\w+(\.\d{5})?(\.safetensors|\.pt)$", max_length=100)], str]
 
 
 class BrokenCheckpoint(UserError):
@@ -181,15 +189,12 @@ def _give(path: Path, found: Checkpoint, take: Callable[[Checkpoint], None]) -> 
 def _verified(path: Path) -> tuple[int, list[str]]:
     """The iteration and the files of a checkpoint, after comparing the files with its manifest."""
     try:
-        manifest = parse_json(read_text(path / MANIFEST))
-        files, iteration = dict(manifest["files"]), int(manifest["iteration"])
-        if path.name != _name(iteration) or not {STATE, "weights"} <= {
-            STATE if name == STATE else name.split(".")[0] for name in files
-        }:
+        manifest = parse_as(_Manifest, read_text(path / MANIFEST))
+        if path.name != _name(manifest.iteration) or not {"state", "weights"} <= {n.split(".")[0] for n in manifest.files}:
             raise ValueError("it is another checkpoint's")
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise BrokenCheckpoint(f"checkpoint {path}: its {MANIFEST} is missing or damaged ({error})") from None
-    for name, digest in files.items():
+    for name, digest in manifest.files.items():
         file = path / name
         if not file.is_file():
             raise BrokenCheckpoint(f"checkpoint {path}: {name} is missing")
@@ -199,7 +204,7 @@ def _verified(path: Path) -> tuple[int, list[str]]:
             raise BrokenCheckpoint(f"checkpoint {path}: {name} cannot be read ({error.strerror})") from None
         if not same:
             raise BrokenCheckpoint(f"checkpoint {path}: {name} is truncated or changed ({file.stat().st_size} bytes)")
-    return iteration, list(files)
+    return manifest.iteration, list(manifest.files)
 
 
 def _is_intact(path: Path) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
+
+from pydantic import Field
 
 from g2rpo.core.errors import UserError
 from g2rpo.core.files import write_whole
-from g2rpo.core.plain import parse_json, read_text
+from g2rpo.core.plain import Count, read_as
 from g2rpo.evaluation.gains import RateGain, good_rates
 from g2rpo.runs.directory import RunDirectory
 from g2rpo.runtime.folders import writing
@@ -20,12 +23,15 @@ REPEATED = 2
 LONGER = 2
 """Those pilots have so many times the iterations."""
 
+Rate = Annotated[float, Field(gt=0, le=1e18)]
+
 
 @dataclass(frozen=True)
 class Pilot(RateGain):
     """A pilot at a rate."""
 
-    iterations: int
+    rate: Rate
+    iterations: Count
     seconds: float
 
     def __str__(self) -> str:
@@ -40,10 +46,10 @@ class Sweep:
     """The pilots of a run so far, and the rate that was taken. All `rates` have one; if none learns, the `REPEATED` best sound
     ones have another, which is longer. `own` is the config's rate."""
 
-    own: float
-    rates: list[float]
+    own: Rate
+    rates: Annotated[list[Rate], Field(min_length=1, max_length=16)]
     pilots: list[Pilot] = field(default_factory=list)
-    rate: float | None = None
+    rate: Rate | None = None
 
     @classmethod
     def around(cls, own: float) -> Sweep:
@@ -88,8 +94,4 @@ def read_sweep(run: RunDirectory) -> Sweep | None:
     """The sweep of a run; None if its rate was given."""
     if not run.rates.is_file():
         return None
-    try:
-        stored = dict(parse_json(read_text(run.rates)))
-        return Sweep(stored["own"], stored["rates"], [Pilot(**pilot) for pilot in stored["pilots"]], stored["rate"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{run.rates}: is damaged ({error}); delete it, and the pilots begin again") from None
+    return read_as(Sweep, run.rates, "delete it, and the pilots begin again")

@@ -1,6 +1,7 @@
 """Teaching by clicks on the Gaussian policy: what an answer changes, what it must not, and that answers repeat a session."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -245,22 +246,58 @@ def test_wrong_answers_are_refused_and_not_written(tmp_path):
             (lambda: s.answer((0,), round=3), "round 4 is not the one that is asked, which is 1"),
             (lambda: s.answer((12,), round=0), "some of the 12 pictures"),
             (lambda: s.answer(range(12), round=0), "not all of them"),
-            (lambda: s.set_strength(5.0), "between 0 and 4"),
+            (lambda: s.answer([0, 1.5], round=0), "an answer's liked.1: Input should be a valid integer, got 1.5"),
+            (lambda: s.answer(("x",), round=0), "an answer's liked.0: Input should be a valid integer, got 'x'"),
+            (lambda: s.answer((-1,), round=0), "an answer's liked.0: Input should be greater than or equal to 0"),
+            (lambda: s.answer((0,), round=None), "an answer's round: Input should be a valid integer"),
+            (lambda: s.answer((0,), round=1e300), "an answer's round: Input should be a valid integer"),
+            (lambda: s.answer((0,), round=0, seconds=float("inf")), "an answer's seconds"),
+            (lambda: s.set_strength(5.0), "an answer's strength: Input should be less than or equal to 4"),
+            (lambda: s.set_strength(float("nan")), "an answer's strength: Input should be a finite number"),
+            (lambda: s.set_strength("much"), "an answer's strength: Input should be a valid number"),
             (s.undo, "no answer"),
         ]:
             with pytest.raises(UserError, match=said):
                 act()
         assert not (tmp_path / "votes.jsonl").exists()
-        other = [dataclasses.replace(s.answer((0,), round=0), round=1)]
+        first = s.answer((0,), round=0)
+        other = [first.model_copy(update={"round": 1})]
         with pytest.raises(UserError, match="pictures of round 2 are not those"):
             s.repeat(other)
+        own = {"round": 1, "digest": s.group.digest, "prompt": s.group.prompt, "step": s.group.step}
+        for change in ({"prompt": "another"}, {"step": 0}, {"digest": "0"}):
+            with pytest.raises(UserError, match="pictures of round 2 are not those"):
+                s.repeat([first.model_copy(update=own | change)])
     with pytest.raises(UserError, match="no such file"):
         votes.read(tmp_path / "none.jsonl")
-    (tmp_path / "bad.jsonl").write_text('{"kind": "vote"}\n')
-    with pytest.raises(UserError, match="line 1: is no answer"):
-        votes.read(tmp_path / "bad.jsonl")
+    for change in (
+        {"kind": "like"},
+        {"kind": []},
+        {"round": "0"},
+        {"round": -1},
+        {"round": 10**9},
+        {"iteration": 1.5},
+        {"ahead": 100_000},
+        {"ahead": True},
+        {"step": -1},
+        {"liked": [-1]},
+        {"liked": [True]},
+        {"liked": 3},
+        {"liked": {"0": 1}},
+        {"strength": float("inf")},
+        {"strength": -0.1},
+        {"seconds": None},
+        {"skipped": 1},
+        {"prompt": ["a"]},
+        {"digest": 0},
+        {"time": 3},
+        {"more": 1},
+    ):
+        (tmp_path / "bad.jsonl").write_text(json.dumps({"round": 0, "iteration": 0} | change) + "\n")
+        with pytest.raises(UserError, match=f"bad.jsonl, line 1: {next(iter(change))}"):
+            votes.read(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text("kind\n")
-    with pytest.raises(UserError, match="bad.jsonl: line 1: is damaged"):
+    with pytest.raises(UserError, match="bad.jsonl, line 1: is no JSON"):
         votes.read(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"kind": "undo", "round": 0, "iteration": 0}\n')
     with pytest.raises(UserError, match="takes back more answers than it has"):
@@ -319,6 +356,18 @@ def test_rewards_are_set_against_the_persons_answers(tmp_path):
     assert (found["brightness"].mean, found["brightness"].count) == (1.0, 8) and found["dark"].mean == 0
     with pytest.raises(UserError, match="no such file"):
         agree(tmp_path / "none", {"brightness": {}})
+    first, *others = votes.read(tmp_path / "votes.jsonl")
+    for change, said in [
+        ({"prompt": "another"}, "another prompt or other pictures"),
+        ({"digest": "0"}, "another prompt or other pictures"),
+        ({"liked": (12,)}, "some of the 12 pictures"),
+        ({"liked": (0, 0)}, "each once"),
+    ]:
+        (tmp_path / "votes.jsonl").unlink()
+        for vote in (first.model_copy(update=change), *others):
+            votes.append(tmp_path / "votes.jsonl", vote)
+        with pytest.raises(UserError, match=said):
+            agree(tmp_path, {"brightness": {}})
 
 
 def test_a_head_can_be_fitted_to_a_stored_session(tmp_path):

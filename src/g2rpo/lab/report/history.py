@@ -15,7 +15,7 @@ from g2rpo.core.plain import parse_json, read_text
 from g2rpo.core.statistics import half_width
 from g2rpo.monitor.metrics import Row, read_metrics
 from g2rpo.runs.directory import RunDirectory
-from g2rpo.runs.lifecycle import read_config, read_starts
+from g2rpo.runs.lifecycle import Start, read_config, read_starts
 
 Points = tuple[list[float], list[float | None]]
 """The x and y of a curve; a missing value is None."""
@@ -69,7 +69,7 @@ class Run:
     directory: Path
     config: Config
     rows: list[Row]
-    starts: list[dict[str, Any]]
+    starts: list[Start]
     results: dict[str, Any] | None
 
     @property

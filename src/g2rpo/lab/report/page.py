@@ -155,18 +155,17 @@ def facts(run: Run) -> dict[str, str]:
         **({} if (both := read_plan(RunDirectory(run.directory))) is None else {"Plan": f"on {both.card}, {both}"}),
     }
     if run.starts:
-        unknown = {**dict.fromkeys(("time", "g2rpo", "torch", "python", "device"), "unknown"), "commit": None}
-        first, last = ({**unknown, **start} for start in (run.starts[0], run.starts[-1]))
+        first, last = run.starts[0], run.starts[-1]
         resumed = (
             f", resumed {len(run.starts) - 1} times" if len(run.starts) > 2 else ", resumed once" if len(run.starts) > 1 else ""
         )
         told |= {
-            "Started": str(first["time"]).replace("T", " ").replace("+00:00", " UTC") + resumed,
-            "Software": f"g2rpo {last['g2rpo']}, torch {last['torch']}, Python {last['python']}",
-            "Device": last["device"],
+            "Started": first.time.replace("T", " ").replace("+00:00", " UTC") + resumed,
+            "Software": f"g2rpo {last.g2rpo}, torch {last.torch}, Python {last.python}",
+            "Device": last.device,
         }
-        if last["commit"]:
-            told["Commit"] = last["commit"]
+        if last.commit:
+            told["Commit"] = last.commit
     return told
 
 

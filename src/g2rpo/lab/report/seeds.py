@@ -177,7 +177,7 @@ def _common(many: Sequence[Sequence[Any]]) -> list[Any]:
 
 def _differ_in_seed(one: Run, other: Run) -> bool:
     apart = differences(one.config, other.config).keys()
-    contents = [run.starts[-1].get("contents") if run.starts else None for run in (one, other)]
+    contents = [run.starts[-1].contents if run.starts else None for run in (one, other)]
     return SEED in apart and apart <= {SEED, *PLACES} and contents[0] == contents[1] and _kept(one) and _kept(other)
 
 

@@ -60,7 +60,7 @@ class InBackground:
     def set_strength(self, strength: float) -> None:
         """As `Session.set_strength`, from the next answer on."""
         with self._changed:
-            self._store(self.session.vote(kind="strength", round=self._asked, strength=float(strength)))
+            self._store(self.session.vote(kind="strength", round=self._asked, strength=strength))
 
     def learn_directly(self) -> None:
         """As `Session.learn_directly`, from the next answer on."""

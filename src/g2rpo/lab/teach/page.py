@@ -118,7 +118,7 @@ def panel(lesson: Lesson, size: int) -> tuple[Callable[[], tuple[Any, ...]], lis
     def voted(liked: Sequence[int], skipped: bool = False) -> Callable[..., tuple[Any, ...]]:
         def vote(taught: InBackground, round: int) -> None:
             seconds = time.monotonic() - asked_at
-            taught.answer(liked, round=int(round), skipped=skipped, seconds=float(f"{seconds:.1f}"))
+            taught.answer(liked, round=round, skipped=skipped, seconds=float(f"{seconds:.1f}"))
 
         return acting(vote)
 

@@ -7,11 +7,10 @@ A round: a group of pictures of one prompt is shown, which differ by the noise o
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -22,11 +21,12 @@ from torch import Tensor
 from g2rpo.algorithms.g2rpo import GranularGRPO
 from g2rpo.core.errors import UserError
 from g2rpo.core.images import to_uint8
+from g2rpo.core.plain import checked_as
 from g2rpo.core.seeding import generator_for
 from g2rpo.core.types import Cond, Example, Rollout
 from g2rpo.evaluation.heldout import Comparison
 from g2rpo.lab.teach.brake import LOOK, Brake, put_back, weights_of
-from g2rpo.monitor.clips import seconds_of
+from g2rpo.monitor.clips import seconds_of, stills
 from g2rpo.monitor.metrics import Row
 from g2rpo.monitor.scores import save_pictures
 from g2rpo.prompts.order import PromptOrder
@@ -148,8 +148,10 @@ class Session:
             self.brake = Brake(weights_of(t))
             self._fill()
             stored = t.files.writes and t.files.run.votes.is_file()
-            if answers := self._of_main(lambda: list(map(asdict, votes.read(t.files.run.votes))) if stored else []):
-                self.repeat(list(map(votes.vote_of, answers)), written=True)
+            if answers := self._of_main(
+                lambda: [each.model_dump() for each in votes.read(t.files.run.votes)] if stored else []
+            ):
+                self.repeat([Vote.model_validate(each, strict=False) for each in answers], written=True)
             yield
 
     @property
@@ -185,7 +187,7 @@ class Session:
 
     def set_strength(self, strength: float) -> Vote:
         """Sets `strength`, 0 to 4, from the next answer on."""
-        return self.take(self.vote(kind="strength", round=self.next, strength=float(strength)))
+        return self.take(self.vote(kind="strength", round=self.next, strength=strength))
 
     def learn_directly(self) -> Vote:
         """Gives up the head: from here on the model learns from the clicks alone, whether or not a person is consistent."""
@@ -194,9 +196,10 @@ class Session:
     def repeat(self, stored: Sequence[Vote], written: bool = False) -> None:
         """Takes stored answers again, in their order; UserError for another run's. `written`: they are in votes.jsonl."""
         for vote in stored:
-            if vote.kind == "vote" and vote.round == self.next and vote.digest != self.group.digest:
+            own = (self.group.digest, self.group.prompt, self.group.step)
+            if vote.kind == "vote" and vote.round == self.next and (vote.digest, vote.prompt, vote.step) != own:
                 raise UserError(
-                    f"votes: the pictures of round {vote.round + 1} are not those that were answered; "
+                    f"votes: prompt and pictures of round {vote.round + 1} are not those that were answered; "
                     "they belong to another run, another version or another machine"
                 )
             self.take(vote, written)
@@ -240,15 +243,19 @@ class Session:
 
     def vote_on(self, round: int, liked: Sequence[int] = (), skipped: bool = False, seconds: float = 0.0) -> Vote:
         """An answer to the group of `round`, which lies ready."""
-        group = self.groups.get(round)
-        of_group: dict[str, Any] = {"prompt": group.prompt, "step": group.step, "digest": group.digest} if group else {}
-        chosen = tuple(sorted(set(liked)))
-        return self.vote(kind="vote", round=round, liked=chosen, skipped=skipped, seconds=seconds, **of_group)
+        vote = self.vote(kind="vote", round=round, liked=tuple(liked), skipped=skipped, seconds=seconds)
+        if (group := self.groups.get(round)) is None:
+            return vote
+        of_group = {"prompt": str(group.prompt), "step": group.step, "digest": group.digest}
+        return vote.model_copy(update={**of_group, "liked": tuple(sorted(set(vote.liked)))})
 
     def vote(self, **said: Any) -> Vote:
-        """An answer, now."""
+        """An answer, now; UserError if a page sent what cannot be one."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Vote(**said, iteration=self.trainer.iteration, ahead=self.ahead, time=now)
+        try:
+            return checked_as(Vote, {**said, "iteration": self.trainer.iteration, "ahead": self.ahead, "time": now})
+        except ValueError as error:
+            raise UserError(f"an answer's {error}") from None
 
     def take(self, vote: Vote, written: bool = False) -> Vote:
         """Stores an answer, unless it is `written`, and acts on it."""
@@ -264,14 +271,9 @@ class Session:
                 raise UserError(f"round {vote.round + 1} is not the one that is asked, which is {asked + 1}; reload the page")
             images = self.groups[asked].images
             size = len(images)
-            if any(not 0 <= member < size for member in vote.liked) or len(vote.liked) >= size:
-                raise UserError(
-                    f"an answer names some of the {size} pictures, from 0, and not all of them; got {list(vote.liked)}"
-                )
+            votes.check_liked(vote.liked, size)
         elif vote.kind == "undo" and not self._before:
             raise UserError("there is no answer that could be taken back")
-        elif vote.kind == "strength" and not 0 <= vote.strength <= 4:
-            raise UserError(f"the strength lies between 0 and 4, got {vote.strength:g}")
         if self.trainer.files.writes and not written:
             run = self.trainer.files.run
             with self.trainer.files.holding():
@@ -310,7 +312,7 @@ class Session:
             (rollout,), _ = t.sizes.fit(partial(t.collector.roll_out, spec, cond, [0]))
             images = t.sizes.fit(lambda: decode(t.policy, rollout.finals[0], t.sizes.decode))
         images = t.world.gather(images if t.world.is_main else images[:0])  # rank 0's, which are shown
-        digest = hashlib.sha256(to_uint8(images).contiguous().numpy().tobytes()).hexdigest()[:16]
+        digest = votes.digest_of(prompt, to_uint8(stills(images)))
         return Group(round, prompt, step, images, rollout, digest, self.changes)
 
     def _noise(self, round: int, place: int, *purpose: Any) -> torch.Generator:
@@ -396,14 +398,14 @@ class Session:
 
     def lead(self, vote: Vote | None = None, ended: bool = False) -> None:
         """Sends the other ranks an answer to act on, a sign of life, or the end."""
-        self.trainer.world.broadcast_text(json.dumps({"vote": vote and asdict(vote), "ended": ended}))
+        self.trainer.world.broadcast_text(json.dumps({"vote": vote and vote.model_dump(), "ended": ended}))
 
     def follow(self, prompt: str) -> None:
         """Acts on the answers that rank 0 sends, until it has ended; on the other ranks."""
         self.pictures(prompt)
         while not (sent := json.loads(self.trainer.world.broadcast_text("")))["ended"]:
             if sent["vote"] is not None:
-                self.act(votes.vote_of(sent["vote"]))
+                self.act(Vote.model_validate(sent["vote"], strict=False))
                 self.pictures(prompt)
 
     def _of_main(self, decide: Callable[[], Any]) -> Any:
